@@ -1,11 +1,11 @@
-"""DistributedOptimizer over torch's Adam, which keeps a `step` per parameter that no checkpoint holds.
+"""DistributedOptimizer over torch's Adam: its `step` per parameter, which upstream's checkpoints lack.
 
 Symptoms: KeyError 'step' while loading; an assertion when state_dict() runs before the first step; after a load
 all parameters share ONE step tensor, so Adam counts a step once per parameter and its bias correction is
 silently wrong.
 Upstream: 0.16.1 - 0.19.2 without Apex and Transformer Engine.
-Why numbers stay equal: each parameter gets the step that was saved, in a tensor of its own; a resumed run goes
-on with the numbers of an unbroken one (tests/integration/test_trainer.py).
+Why numbers stay equal: each parameter gets the saved step in a separate tensor; a resumed run has the same numbers as
+a run without interruption (tests/integration/test_trainer.py).
 Delete when: upstream gives each parameter its own step.
 """
 

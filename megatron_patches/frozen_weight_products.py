@@ -7,7 +7,7 @@ transposed `[1, tokens, size]` has tokens * size for the axis of length 1. Where
 folds. The gradient of the logits is such a tensor, and so is the embedding's output (rlsys/trainer/model/model.py).
 Upstream: 0.16.1 - 0.19.2 (torch 2.13).
 Why numbers stay equal: the same sums; the order in which a product adds may differ in the last bit.
-Delete when: torch.matmul looks at no stride of an axis of length 1.
+Delete when: torch.matmul ignores the stride of an axis of length 1.
 """
 
 from __future__ import annotations

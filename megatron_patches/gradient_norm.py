@@ -2,8 +2,8 @@
 
 Symptom: on a GPU, a kernel and a wait of the host for each parameter (2,110 a step of 4 layers of 128 experts).
 Upstream: 0.16.1.
-Why numbers stay equal: the norm of each gradient is taken as before, and then the norm of these.
-Delete when: upstream's replacement for amp_C.multi_tensor_l2norm reads no number of a tensor.
+Why numbers stay equal: the result is the norm of the gradients' norms, as upstream.
+Delete when: upstream's replacement for amp_C.multi_tensor_l2norm does not read values of tensors on the host.
 """
 
 from __future__ import annotations

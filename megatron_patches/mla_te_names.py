@@ -1,8 +1,8 @@
 """Multi-head latent attention without Transformer Engine.
 
 Symptom: TypeError: isinstance() arg 2 must be a type, in MultiLatentAttention.__init__. Upstream: 0.16.1.
-Why numbers stay equal: the module takes upstream's stand-ins for Transformer Engine's classes for the real ones; told
-that there is none, it skips a memory setting for FP8 of Transformer Engine's layers, and nothing else.
+Why numbers stay equal: the module mistakes upstream's stand-ins for Transformer Engine's classes. With HAVE_TE set to
+false it only skips a memory setting for FP8 of Transformer Engine's layers.
 Delete when: the module's HAVE_TE is false where Transformer Engine is missing.
 """
 

@@ -1,4 +1,4 @@
-"""Experts with biases add the second one to a tensor that they own.
+"""Experts with biases add the second bias out of place.
 
 Symptom: RuntimeError: Output 0 of _ReduceFromModelParallelRegion is a view and is being modified inplace, in the
 first forward pass of a training step. Upstream: 0.16.1.

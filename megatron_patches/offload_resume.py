@@ -1,4 +1,4 @@
-"""A run whose optimizer state is offloaded goes on from its checkpoint.
+"""Checkpoints of a run with offloaded optimizer state can be loaded.
 
 Symptoms: 1. No such checkpoint can be loaded: UnpicklingError, "Unsupported global: torch.optim.adamw.AdamW".
 HybridDeviceOptimizer has the classes of its two halves among its defaults, so they are in each of its parameter
@@ -6,9 +6,9 @@ groups, and groups are in the part of a checkpoint that torch loads with weights
 2. After a load the half on the GPU takes every further step as the first one after the checkpoint, and its bias
 correction is silently wrong: FusedAdam counts steps in its groups, which get the loaded number again at each step.
 Upstream: 0.16.1.
-Why numbers stay equal: whoever loads has its own classes and asks its defaults for them, never its groups; a count
-of steps is the optimizer's own from the load on (tests/integration/test_offload.py).
-Delete when: upstream keeps the classes out of the groups, and the number of steps out of what it copies.
+Why numbers stay equal: an optimizer takes its classes from its own defaults, not from its groups; after a load each
+half counts its own steps (tests/integration/test_offload.py).
+Delete when: upstream keeps the classes out of the groups, and does not copy the number of steps.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     train    plan -> pack -> score -> advantages -> loss -> update (rlsys.trainer.step)
     push     the new weights to every engine, attested; generation resumes, interrupted samples first
 
-Rank 0 communicates with the rollout process and broadcasts the responses, so that all ranks do the same.
+Rank 0 communicates with the rollout process and broadcasts the responses, so that all ranks take the same branches.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Loop:
             self.on_main(lambda: self.rollout.commit(step))
 
     def leave(self) -> None:
-        """Save the steps since the last checkpoint, if the time suffices."""
+        """Save the steps since the last checkpoint, if enough time remains."""
         self.commit_checkpoint(wait=True)
         trainer = self.trainer
         if self.step > self.saved_step and (self.on_main(self.rollout.leaving) or 0.0) > trainer.save_seconds:

@@ -40,7 +40,7 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def _check(rewards: Tensor, group_ids: Tensor) -> None:
     if rewards.shape != group_ids.shape or rewards.dim() != 1:
         raise ValueError(
-            f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [S]"
+            f"rewards have shape {tuple(rewards.shape)}, group_ids {tuple(group_ids.shape)}; expected both to be [N]"
         )
     check_floating("rewards", rewards)
 
@@ -74,18 +74,19 @@ class Advantage(Plugin):
     group_local: ClassVar[bool] = True
     """Whether a group's advantages depend on that group alone."""
     compares: ClassVar[bool] = False
-    """Whether it compares the samples of a group: a single sample then has no advantage."""
+    """Whether it compares the samples of a group, so that a group of one sample has no advantage."""
 
     of_samples: ClassVar[bool] = True
-    """Whether `__call__` gives a sample's advantage; else its reward, of which `per_token` makes advantages."""
+    """Whether `__call__` returns advantages of samples; if not, it returns rewards, from which `per_token` computes
+    advantages."""
 
     @property
     def of_turns(self) -> bool:
-        """Whether it uses the rewards of turns, and not only the sample's."""
+        """Return whether the estimator uses rewards of turns in addition to the sample's reward."""
         return "turn_rewards" in self.needs()
 
     def __call__(self, samples: Samples) -> Tensor:
-        """`[N]`."""
+        """Return the advantage of each sample, `[N]`."""
         raise NotImplementedError
 
     def per_token(
@@ -96,7 +97,7 @@ class Advantage(Plugin):
 
     @classmethod
     def changes_tokens(cls) -> bool:
-        """Whether tokens can have another advantage than their sample."""
+        """Return whether tokens of a sample can have different advantages."""
         return cls.per_token is not Advantage.per_token
 
 
@@ -114,7 +115,7 @@ class Grpo(Advantage):
 
 
 class DrGrpo(Advantage):
-    """R - mean within the group: hard and easy prompts are not blown up by a small deviation.
+    """R - mean within the group, without division by the deviation, which would amplify hard and easy prompts.
 
     Dr. GRPO also divides the loss by a constant instead of the lengths: `reducer: constant`.
     """

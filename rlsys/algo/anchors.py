@@ -7,12 +7,13 @@ from typing import Literal
 from rlsys.config.algo import Anchor
 
 CURRENT = frozenset({"old", "current", "behaviour", "entropy", "values", "sum_pi_squared", "divergence"})
-"""Signals that one forward pass of the current weights gives."""
+"""Signals that one forward pass with the current weights provides."""
 PASSES = CURRENT | {"ewma", "ref"}
 """Signals from forward passes of the trainer, as fields of Batch."""
 
 AnyAnchor = Anchor | Literal["current"]
-"""`current`, the policy itself, is the anchor of an objective without a ratio: its corrections reach as far."""
+"""`current`, the policy itself, is the anchor of an objective without a ratio: corrections then use exp(logp -
+mu)."""
 
 ANCHOR_NEEDS: dict[str, frozenset[str]] = {
     "mu": frozenset(),
@@ -23,4 +24,4 @@ ANCHOR_NEEDS: dict[str, frozenset[str]] = {
     "ewma": frozenset({"ewma"}),
 }
 MOVING = frozenset({"interpolated", "current"})
-"""Anchors that follow the current policy: before a loss is called, they need `current`."""
+"""Anchors that change with the current policy. A plug-in that reads them before the loss call needs `current`."""

@@ -1,4 +1,4 @@
-"""Requirements of an algorithm on a train step. Known before the first step, and equal in every step."""
+"""Requirements of an algorithm on a train step. They are known before the first step and equal in every step."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Requirements:
         needs: Signals (rlsys.algo.plugin.NEEDS).
         passes: Needs that the trainer's forward passes provide.
         scored: Passes whose fields of Batch must be set before `Objective.finish` ("current": before `prepare`).
-        current: Signals of one forward pass of the policy: without values if the critic is a separate model.
-        late: Whether advantages wait for a log-prob pass.
+        current: Signals of one forward pass of the policy; without values if the critic is a separate model.
+        late: Whether advantages need a log-prob pass.
         prepares: Whether a loss or a correction reads all tokens of an update before its backward pass
             (Objective.prepare).
         whole_samples: Whether a loss or a correction aggregates over all sequences of a sample; if a sample has
             several, the signal `current` and Objective.prepare are required.
         skips_zero: Whether samples of advantage 0 need not be packed: they have no gradient, and no plug-in reads
             them.
-        looks_ahead: Phrases that name the plug-ins which need the current log-probs before the loss is called. If
-            there is none, the first update of a step needs no separate pass for `old`: it is the detached result of
+        looks_ahead: One phrase per plug-in that needs the current log-probs before the loss is called. If it is
+            empty, the first update of a step needs no separate pass for `old`, which is then the detached result of
             the training pass (`Batch.old_is_current`).
         needs_whole_step: Class names of the plug-ins that read all samples of a step before a backward pass. If there
             is none, finished groups may have early backward passes: only the denominator needs the other groups, and
@@ -66,6 +66,7 @@ class Requirements:
         *,
         own_critic: bool,
     ) -> Requirements:
+        """Derive the requirements from the plug-ins. `own_critic`: the critic is a separate model."""
         preparing = [p for p in (*losses, *corrections) if p.prepares]
         plugins: list[Plugin] = [
             *shaping, advantage, *selectors, *corrections, *losses, reducer, *hooks

@@ -21,9 +21,10 @@ from rlsys.core.types import Sample, SampleGroup, Status
 
 
 def check_floating(name: str, values: Tensor) -> None:
-    """Check the dtype.
+    """Check that a tensor has a floating-point type.
 
-    Raises ValueError for integers and booleans, in which results would be rounded to whole numbers.
+    Raises:
+        ValueError: it has integers or booleans, with which results would be rounded to whole numbers.
     """
     if not values.is_floating_point():
         raise ValueError(f"{name}: {values.dtype}, expected a floating-point type: use {name}.float()")
@@ -64,7 +65,7 @@ class Samples:
 
     def __post_init__(self) -> None:
         if not isinstance(self.rewards, Tensor) or self.rewards.dim() not in (1, 2):
-            raise ValueError(f"rewards are not a tensor of shape [N] or [N, R], but {self.rewards!r:.80}")
+            raise ValueError(f"rewards = {self.rewards!r:.80}: expected a tensor of shape [N] or [N, R]")
         check_floating("rewards", self.rewards)
         if self.group_ids.dim() != 1:
             raise ValueError(f"group_ids has shape {tuple(self.group_ids.shape)}, expected [N]")
@@ -73,7 +74,7 @@ class Samples:
             value = getattr(self, column.name)
             if isinstance(value, Tensor) and value.shape[:1] != (n,):
                 raise ValueError(
-                    f"{column.name} has shape {tuple(value.shape)}, rewards {tuple(self.rewards.shape)}"
+                    f"{column.name} has shape {tuple(value.shape)}; expected {n} rows, as rewards have"
                 )
         if n:
             columns = [self._merged(c, c.abs()) for c in self.rewards.reshape(n, -1).unbind(1)]
@@ -93,7 +94,11 @@ class Samples:
         return self._merged(self.rewards.sum(1), self.rewards.abs().sum(1))
 
     def column(self, name: str) -> Tensor:
-        """Return a required column. Raises ValueError with its name if it is missing."""
+        """Return a required column.
+
+        Raises:
+            ValueError: the table does not have it.
+        """
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"the sample table has no column {name!r}, which this plug-in needs")
@@ -101,16 +106,18 @@ class Samples:
         return value
 
     def take(self, keep: Tensor) -> Samples:
-        """Select the rows where `keep` `[N]` is true."""
+        """Return a table of the rows where `keep` `[N]` is true."""
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        columns_taken: dict[str, Any] = {k: v[keep] for k, v in columns.items() if isinstance(v, Tensor)}
-        return replace(self, **columns_taken)
+        kept_columns: dict[str, Any] = {k: v[keep] for k, v in columns.items() if isinstance(v, Tensor)}
+        return replace(self, **kept_columns)
 
     @classmethod
     def of(cls, groups: Sequence[SampleGroup], step: int = 0) -> Samples:
-        """Build the table of complete groups; rewards `[N, R]` if they are named, in alphabetical order.
+        """Return the table of complete groups; named rewards become columns `[N, R]` in alphabetical order.
 
-        Raises ValueError for a missing reward, UserError for samples whose rewards have different names.
+        Raises:
+            ValueError: a sample has no reward.
+            UserError: samples have rewards with different names.
         """
         samples = [s for group in groups for s in group.samples]
         if missing := [s.sample_id for s in samples if s.reward is None]:
@@ -133,7 +140,7 @@ class Samples:
 
 
 def fork_columns(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Build the columns of the signal `forks`."""
+    """Return the columns of the signal `forks`, by name."""
     return {
         "index_in_group": torch.tensor([s.index for s in samples]),
         "stem": torch.tensor([-1 if s.fork is None else s.fork.source for s in samples]),
@@ -143,20 +150,20 @@ def fork_columns(samples: Sequence[Sample]) -> dict[str, Tensor]:
 
 def _rewards(samples: Sequence[Sample]) -> Tensor:
     """Return `[N, R]`, one column per name."""
-    marks: list[dict[str, Any]] = [s.named_rewards or {"": s.reward} for s in samples]
-    names = sorted(marks[0])
-    for sample, rewards in zip(samples, marks, strict=True):
+    named_rewards: list[dict[str, Any]] = [s.named_rewards or {"": s.reward} for s in samples]
+    names = sorted(named_rewards[0])
+    for sample, rewards in zip(samples, named_rewards, strict=True):
         if sorted(rewards) != names:
             raise UserError(
                 f"data.reward: sample {sample.sample_id} has the rewards {sorted(rewards)}, others of its step "
-                f"{names}; a reward function must not change within a run"
+                f"{names}; expected the same names for all samples of a run"
             )
-    return torch.tensor([[rewards[name] for name in names] for rewards in marks], dtype=torch.float32)
+    return torch.tensor([[rewards[name] for name in names] for rewards in named_rewards], dtype=torch.float32)
 
 
 @dataclass(kw_only=True)
 class Batch:
-    """Packed sequences of one rank; several may belong to one sample, also on several ranks.
+    """Packed sequences of one rank. A sample may have several sequences, possibly on different ranks.
 
     Log-prob passes and the objective set the optional fields.
     """
@@ -172,7 +179,7 @@ class Batch:
     )  # [S] index of each sequence in its sample; empty: in order
     turns: Tensor | None = None  # [T] its turn within its sample; -1: no model sampled it
     transferred: Tensor | None = None  # [T] bool: mu is of the same response to another prompt
-    version: int = 0  # of the weights that start this step
+    version: int = 0  # weight version at the start of this step
     old: Tensor | None = None
     old_is_current: bool = False  # then `old` is not set: it is the detached log-prob of the loss call
     current: Tensor | None = None
@@ -198,14 +205,17 @@ class Batch:
         for name in ("mask", "mu", "versions"):
             if getattr(self, name).shape != self.tokens.shape:
                 raise ValueError(
-                    f"{name} has shape {tuple(getattr(self, name).shape)}, tokens {tuple(self.tokens.shape)}"
+                    f"{name} has shape {tuple(getattr(self, name).shape)}; expected that of tokens, "
+                    f"{tuple(self.tokens.shape)}"
                 )
         check_floating("mu", self.mu)
         if len(self.rows) != self.sequences:
-            raise ValueError(f"{len(self.rows)} rows for {self.sequences} sequences")
+            raise ValueError(
+                f"rows has {len(self.rows)} entries; expected one per sequence, {self.sequences}"
+            )
 
     def to(self, device: torch.device) -> Self:
-        """Copy the batch to another device."""
+        """Return a copy of the batch on another device."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved_fields: dict[str, Any] = {k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)}
         return replace(self, **moved_fields)
@@ -227,21 +237,21 @@ class Batch:
 
     @property
     def counted_tokens(self) -> Tensor:
-        """Tokens in every statistic of an update, `[T]` bool: those whose weight is not 0.
+        """Mask of the tokens that all statistics of an update count, `[T]` bool: those with a weight other than 0.
 
-        A token that a selector drops, or whose sample it drops, is in no statistic, whether or not it was packed.
-        Before Objective.finish sets the weights, all response tokens are counted.
+        No statistic counts a token that a selector drops, or whose sample it drops, even if the token is packed.
+        Before Objective.finish sets the weights, all trained tokens are counted.
         """
         return self.keep if self.weight is None else self.keep & (self.weight != 0)
 
     @property
     def active(self) -> Tensor:
-        """Counted tokens with an advantage, `[T]` bool: the tokens of a policy term."""
+        """Mask of the counted tokens with an advantage other than 0, `[T]` bool: the tokens of a policy term."""
         return self.counted_tokens & (self.signal("advantages") != 0)
 
     @cached_property
     def lengths(self) -> Tensor:
-        """Trained tokens per sequence, `[S]`, at least 1 so that it can divide."""
+        """Trained tokens per sequence, `[S]`, at least 1, for use as a divisor."""
         return self.lengths_or_zero.clamp(min=1)
 
     @cached_property
@@ -250,7 +260,11 @@ class Batch:
         return sum_by(self.keep.to(self.mu.dtype), self.ids, self.sequences)
 
     def signal(self, name: str) -> Tensor:
-        """Return a required per-token field. Raises ValueError with its name if it is missing."""
+        """Return a required per-token field, `[T]`.
+
+        Raises:
+            ValueError: the field is not set.
+        """
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"the batch has no {name!r}, which a plug-in needs")
@@ -258,15 +272,15 @@ class Batch:
         return value
 
     def masked(self, values: Tensor) -> Tensor:
-        """Set `values` `[T]` to exactly 0 on tokens that are not trained, including non-finite values."""
+        """Return `values` `[T]` with exactly 0 on tokens that are not trained, also for non-finite values."""
         return torch.where(self.keep, values, torch.zeros_like(values))
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """Sum over each sequence's trained tokens, `[S]`."""
+        """Return the sum of `values` `[T]` over each sequence's trained tokens, `[S]`."""
         return sum_by(self.masked(values), self.ids, self.sequences)
 
     def in_sample(self, values: Tensor) -> Tensor:
-        """Sum `values` `[S]` over this batch's sequences of the same sample, for each sequence, `[S]`."""
+        """Return for each sequence the sum of `values` `[S]` over this batch's sequences of its sample, `[S]`."""
         if len(self.rows) == 1:
             return values
         _, index = torch.unique(self.rows.to(values.device), return_inverse=True)

@@ -40,7 +40,7 @@ STAGES = {
     "imitation": "rlsys sft",
     "preference": "rlsys sft",
 }
-"""Kind -> where its plug-ins act: a stage before the trainer (generate, filter, control, replay), or within it."""
+"""Kind -> stage at which its plug-ins act: before the trainer (generate, filter, control, replay), or in it."""
 OTHER_STAGES = {
     ("prompt", "prompt_augmentation"): "generate",
     ("planner", "dapo"): "filter",
@@ -59,7 +59,7 @@ OTHER_STAGES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One plug-in. `fields` are (name, type and limits, default, sentence)."""
+    """Description of one plug-in. `fields` are (name, type and limits, default, description)."""
 
     kind: str
     name: str
@@ -73,18 +73,22 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """List every built-in plug-in, by kind in the order in which a sample passes them."""
+    """Return all built-in plug-ins, by kind in the order in which a sample passes them."""
     return [_entry(kind, name, path) for kind in KINDS for name, path in TABLE[kind].items()]
 
 
 def find(name: str) -> list[Entry]:
-    """Find the plug-ins of this short name, one per kind that has it. Raises UserError if there is none."""
+    """Return the plug-ins with this short name, at most one per kind.
+
+    Raises:
+        UserError: no plug-in has the name.
+    """
     matches = [_entry(kind, name, TABLE[kind][name]) for kind in KINDS if name in TABLE[kind]]
     if not matches:
         all_names = sorted({n for names in TABLE.values() for n in names})
-        near = difflib.get_close_matches(name.lower(), all_names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(all_names)}"
-        raise UserError(f"no algorithm {name!r}; {hint}")
+        similar_names = difflib.get_close_matches(name.lower(), all_names, n=1, cutoff=0.5)
+        hint = f"did you mean {similar_names[0]}?" if similar_names else f"known: {', '.join(all_names)}"
+        raise UserError(f"unknown algorithm {name!r}; {hint}")
     return matches
 
 
@@ -151,7 +155,7 @@ def _bounds(annotation: Any) -> Iterator[str]:
 
 
 def render_list() -> str:
-    """Render all plug-ins: one line each, then its parameters."""
+    """Return the list of all plug-ins: one line each, then its source and parameters."""
     lines = []
     for kind, (_, purpose) in KINDS.items():
         lines.append(f"{kind}: {purpose}")
@@ -168,7 +172,11 @@ def render_list() -> str:
 
 
 def render_show(name: str) -> str:
-    """Render all information about one name. Raises UserError for an unknown one."""
+    """Return the description of all plug-ins with this name.
+
+    Raises:
+        UserError: no plug-in has the name.
+    """
     blocks = []
     for e in find(name):
         lines = [f"{e.kind}: {e.name}", "", e.doc, "", f"paper:    {e.paper or '-'}"]
@@ -183,8 +191,8 @@ def render_show(name: str) -> str:
 
 
 def recipes() -> dict[tuple[str, str], str]:
-    """Map (kind, name) to its recipe in configs/: that of the same name, else the first that names it."""
-    out: dict[tuple[str, str], str] = {}
+    """Return (kind, name) -> recipe in configs/: the recipe with the plug-in's name, else the first that uses it."""
+    recipe_of: dict[tuple[str, str], str] = {}
     for path in sorted(RECIPES.glob("*.yaml")):
         section = AlgoSection.model_validate(read_layers(path)["algo"])
         for field in section.model_fields_set & set(SECTION_KINDS):
@@ -192,11 +200,11 @@ def recipes() -> dict[tuple[str, str], str]:
             specs = value if isinstance(value, list) else [value]
             for spec in (s for s in specs if isinstance(s, Spec)):
                 key = SECTION_KINDS[field], spec.name
-                if spec.name == path.stem or key not in out:
-                    out[key] = f"algorithms/{path.stem}"
+                if spec.name == path.stem or key not in recipe_of:
+                    recipe_of[key] = f"algorithms/{path.stem}"
     for path in (path for folder_ in SFT for path in sorted(folder_.glob("*.yaml"))):
         name = SFTConfig.model_validate(read_layers(path)["sft"]).loss.name
-        out["imitation" if name in TABLE["imitation"] else "preference", name] = (
+        recipe_of["imitation" if name in TABLE["imitation"] else "preference", name] = (
             f"{path.parent.name}/{path.stem}"
         )
-    return out
+    return recipe_of

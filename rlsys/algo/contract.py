@@ -1,8 +1,8 @@
 """Contract test of a user's plug-in: `rlsys algo check`.
 
-The plug-in is built from its parameters; it runs on a synthetic step and returns finite numbers; it returns the same
-for the same step; its results do not depend on the assignment of the step's sequences to micro-batches and ranks; and
-its state survives JSON, as in a checkpoint.
+The test checks that the plug-in can be built from its parameters, that its results on a synthetic step are finite,
+reproducible and independent of the assignment of sequences to micro-batches and ranks, and that its state can be
+stored as JSON.
 """
 
 from __future__ import annotations
@@ -31,23 +31,28 @@ TOLERANCE = 1e-9
 
 
 def check_kind(kind: str) -> str:
-    """Return the kind. Raises UserError if it does not exist."""
+    """Return `kind` if it is a kind of plug-in.
+
+    Raises:
+        UserError: it is not.
+    """
     if kind not in KINDS:
-        near = difflib.get_close_matches(kind.lower(), KINDS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(KINDS)}"
-        raise UserError(f"--kind {kind}: no kind of plug-in; {hint}")
+        similar_kinds = difflib.get_close_matches(kind.lower(), KINDS, n=1, cutoff=0.5)
+        hint = f"did you mean {similar_kinds[0]}?" if similar_kinds else f"known: {', '.join(KINDS)}"
+        raise UserError(f"--kind {kind}: unknown kind of plug-in; {hint}")
     return kind
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a built-in, or of a class.
+    """Return the kind of a built-in plug-in, or of a plug-in class.
 
-    Raises UserError for an ambiguous name: that of a function, or one that several kinds have.
+    Raises:
+        UserError: the kind is ambiguous, because the name is a function's or belongs to several kinds.
     """
     kinds = [kind for kind, names in TABLE.items() if name in names]
     if len(kinds) > 1:
         raise UserError(
-            f"{name} is the name of several plug-ins: say which with --kind, one of {', '.join(kinds)}"
+            f"{name} is the name of several plug-ins: select one with --kind, one of {', '.join(kinds)}"
         )
     if kinds:
         return kinds[0]
@@ -55,14 +60,20 @@ def kind_of(name: str) -> str:
     for kind, (base, _) in KINDS.items():
         if isinstance(plugin, type) and issubclass(plugin, load(kind, base)):
             return kind
-    raise UserError(f"{name} is a plain function: say with --kind what it is, one of {', '.join(KINDS)}")
+    raise UserError(f"{name} is a plain function: give its kind with --kind, one of {', '.join(KINDS)}")
 
 
 def check_promises(config: Config, kind: str, name: str) -> Iterator[str]:
-    """Yield a line for each promise that holds. Raises UserError, one line, for one that does not.
+    """Check the contract of a plug-in; yield one line for each property that holds.
 
-    `config`: of a run that would use the plug-in. If its section `algo` does not name the plug-in, it is added with
-    its defaults.
+    Args:
+        config: config of a run that uses the plug-in. If its section `algo` does not name the plug-in, the plug-in is
+            added with its default parameters.
+        kind: kind of the plug-in.
+        name: its short name or import path.
+
+    Raises:
+        UserError: a property does not hold.
     """
     if kind in ("imitation", "preference"):
         yield from _check_imitation(name) if kind == "imitation" else _check_preference(name)
@@ -72,7 +83,7 @@ def check_promises(config: Config, kind: str, name: str) -> Iterator[str]:
     yield _describe_plugin(kind, name, plugin)
     check(config)
     try_objective(config)
-    yield "runs on a made-up step: loss and gradients are finite, its state goes through JSON"
+    yield "runs on a made-up step: loss and gradients are finite, and its state can be stored as JSON"
     if kind in ("prompt", "planner", "group_reward"):
         return
     groups = made_up_groups(config, ())
@@ -80,13 +91,15 @@ def check_promises(config: Config, kind: str, name: str) -> Iterator[str]:
         made_up_step(Objective(config.algo), groups, pieces) for pieces in (PIECES[0], *PIECES)
     )
     _compare(
-        first, outcomes[0], f"{name} gives another result for the same step: does it draw random numbers?"
+        first,
+        outcomes[0],
+        f"{name} gives different results for the same step; expected no random numbers of its own",
     )
     yield "the same step gives the same numbers"
     for pieces, outcome in zip(PIECES[1:], outcomes[1:], strict=True):
         division = f"cut into {pieces} micro-batches" if pieces < PIECES[-1] else "cut into single sequences"
         advice = "compute quantities of all tokens of an update in `prepare`, with its `reduce`"
-        _compare(first, outcome, f"{name} gives another result when an update is {division}: {advice}")
+        _compare(first, outcome, f"{name} gives another result if an update is {division}: {advice}")
     yield "an update cut into 2 or 5 micro-batches, or into single sequences, gives the same numbers"
 
 
@@ -108,7 +121,7 @@ def _check_imitation(name: str) -> Iterator[str]:
         losses = loss_fn(Tokens(leaf, chance[order].exp(), expected[order]))
         if losses.shape != leaf.shape:
             raise UserError(
-                f"{name}: of 8 tokens it gives {list(losses.shape)} losses; expected one for each"
+                f"{name} returns losses of shape {list(losses.shape)} for 8 tokens; expected one loss per token"
             )
         (gradient,) = torch.autograd.grad(losses.sum(), leaf)
         return losses.detach(), gradient
@@ -117,14 +130,15 @@ def _check_imitation(name: str) -> Iterator[str]:
     (loss, gradient), reordered = loss_and_gradient(torch.arange(8)), loss_and_gradient(order)
     if not (loss.isfinite().all() and gradient.isfinite().all() and gradient.any()):
         raise UserError(
-            f"{name}: of made-up tokens the losses are {loss.tolist()}, the gradient {gradient.tolist()}"
+            f"{name}: for made-up tokens the losses are {loss.tolist()}, the gradient {gradient.tolist()}; expected "
+            "finite numbers, and a gradient other than 0"
         )
     yield "runs on made-up tokens: losses and gradient are finite, and the gradient is not 0"
     if not _close(loss[order], reordered[0]) or not _close(gradient[order], reordered[1]):
         raise UserError(
-            f"{name} gives a token another loss when others are before it; a batch is cut anywhere"
+            f"{name}: a token's loss depends on the other tokens of its batch; expected a function of the token alone"
         )
-    yield "a token's loss does not depend on which others are there"
+    yield "a token's loss does not depend on other tokens"
 
 
 def _check_preference(name: str) -> Iterator[str]:
@@ -133,14 +147,17 @@ def _check_preference(name: str) -> Iterator[str]:
     loss, gradient = _loss_and_gradient(loss_fn, torch.arange(8))
     if not (loss.isfinite() and gradient.isfinite().all() and gradient.any()):
         raise UserError(
-            f"{name}: of made-up answers the loss is {float(loss):.4g}, its gradient {gradient.tolist()}"
+            f"{name}: for made-up answers the loss is {float(loss):.4g}, its gradient {gradient.tolist()}; expected "
+            "finite numbers, and a gradient other than 0"
         )
     yield "runs on made-up answers: loss and gradient are finite, and the gradient is not 0"
     for order in (torch.arange(8), torch.tensor([6, 1, 4, 3, 0, 7, 2, 5])):
         reordered = _loss_and_gradient(loss_fn, order)
         if not _close(loss, reordered[0]) or not _close(gradient[order], reordered[1]):
-            raise UserError(f"{name} gives another result for the same answers in the order {order.tolist()}")
-    yield "the same answers give the same numbers, in another order, too"
+            raise UserError(
+                f"{name} gives another result if the answers have the order {order.tolist()}; expected the same"
+            )
+    yield "the same answers give the same numbers in any order"
 
 
 def _loss_and_gradient(loss: Preference, order: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,15 +166,14 @@ def _loss_and_gradient(loss: Preference, order: Tensor) -> tuple[Tensor, Tensor]
     logp, ref, drift, value = -torch.rand(4, 8, generator=g, dtype=torch.float64)[:, order] * 5
     leaf = (value if "values" in loss.needs() else logp).requires_grad_()
     rows = torch.arange(8)[order]
-    of = Answers(logp, rows + 2, rows // 2, rows % 2 == 0, torch.zeros(8), ref, drift, value)
-    total = loss(of)
+    total = loss(Answers(logp, rows + 2, rows // 2, rows % 2 == 0, torch.zeros(8), ref, drift, value))
     (gradient,) = torch.autograd.grad(total, leaf)
     return total.detach(), gradient
 
 
 def with_plugin(config: Config, kind: str, name: str) -> tuple[Config, Spec]:
     """Return the config with this plug-in in the field of its kind, and its spec."""
-    field = next(field for field, of in SECTION_KINDS.items() if of == kind)
+    field = next(field for field, field_kind in SECTION_KINDS.items() if field_kind == kind)
     value = getattr(config.algo, field)
     for spec in value if isinstance(value, list) else [] if value is None else [value]:
         if spec.name == name:

@@ -24,7 +24,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class Correction(NamedTuple):
-    """weight `[T]` multiplies, keep `[T]` bool rejects."""
+    """Factors `weight` `[T]` of the loss, and mask `keep` `[T]` bool of the tokens that are not rejected."""
 
     weight: Tensor
     keep: Tensor
@@ -40,7 +40,7 @@ class CorrectionPlugin(UpdatePlugin):
     """Whether it multiplies the loss by exp(anchor - mu), within its bounds."""
 
     def shift(self, part: Batch, samples: Samples) -> Tensor | None:
-        """Return a term that is added to the anchor, `[T]`: a factor inside the ratio."""
+        """Return a term that is added to the anchor, `[T]`, that is, a factor inside the ratio; None for no term."""
         return None
 
     def __call__(self, view: View, update_stats: Any) -> Correction:
@@ -48,7 +48,7 @@ class CorrectionPlugin(UpdatePlugin):
 
 
 def at_level(log_rho: Tensor, batch: Batch, level: Level) -> Tensor:
-    """Return exp(log rho) of the token, of its sequence's product or geometric mean, at each token `[T]`."""
+    """Return rho at each token, `[T]`: the token's own, or the product or geometric mean over its sequence."""
     if level == "token":
         return log_rho.exp()
     total = batch.per_sequence(log_rho)
@@ -58,7 +58,7 @@ def at_level(log_rho: Tensor, batch: Batch, level: Level) -> Tensor:
 
 
 class Normalised(CorrectionPlugin):
-    """Weights of mean 1 over the accepted tokens, if requested."""
+    """Base of corrections whose weights can be normalised to a mean of 1 over the accepted tokens."""
 
     of_anchor: ClassVar[bool] = True
     normalise: bool = False
@@ -74,7 +74,7 @@ class Normalised(CorrectionPlugin):
         return self.normalise
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """Return the mean weight; None if it is not requested, or without tokens."""
+        """Return the mean weight; None without normalisation or without tokens."""
         if not self.normalise:
             return None
         sums = torch.zeros(2, dtype=torch.float64, device=parts[0].mu.device)

@@ -1,7 +1,7 @@
-"""Random numbers of samples and tokens for ties, which depend only on a seed and on the sample or token.
+"""Random numbers that break ties between samples or tokens. They depend only on a seed and the sample or token.
 
-Neither the order in which groups finished, which correlates with their length, nor the layout changes them. Shapes: N
-samples of the step, T tokens.
+They do not depend on the layout, nor on the order in which groups finish, which correlates with response length.
+Shapes: N samples of the step, T tokens.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ def sample_draws(samples: Samples, seed: int = 0) -> Tensor:
 
 
 def sample_keys(samples: Samples) -> Tensor:
-    """Return an integer for each sample, `[N]`: its id.
-
-    In a table without ids, from its group and its position within it.
-    """
+    """Return an integer for each sample, `[N]`: its id, or in a table without ids a hash of its group and
+    position."""
     if samples.sample_ids is not None:
         return samples.sample_ids.long()
     index, sizes = group_index(samples.group_ids)

@@ -1,4 +1,4 @@
-"""A bonus for the policy's entropy. Other uses of it: methods/adaptive_entropy, top_entropy and entropy_mechanism."""
+"""Loss term that rewards entropy of the policy. See also methods/adaptive_entropy, top_entropy, entropy_mechanism."""
 
 from __future__ import annotations
 

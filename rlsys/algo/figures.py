@@ -1,6 +1,6 @@
-"""Loss metrics of a train step: sums of each micro-batch, which ranks add, and metrics of the sums.
+"""Loss metrics of a train step: sums over each micro-batch, which are added over ranks, and metrics from the sums.
 
-Most measure the distance between the trainer's and the engine's log-probs and its effects, by the age of the token.
+Most of them measure the difference between the trainer's and the engine's log-probs by the age of the token.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ def mismatch_sums(logp: Tensor, batch: Batch, clipped: Tensor, rejected: Tensor)
 
 
 def engine_gaps(logp: Tensor, batch: Batch, bins: int) -> Sums:
-    """Sum |logp - mu| over comparable tokens, and over those in responses that older weights started.
+    """Sum |logp - mu| over comparable tokens (`mismatch`), and over those of responses that older weights started
+    (`mismatch_kept`).
 
-    The sums are `mismatch` and `mismatch_kept`.
-
-    The entries `_counts` are histograms with `bins` bins of log10 from -12 to 2. logp `[T]`: of the weights at the
-    start of the step.
+    Args:
+        logp: `[T]`, log-probs of the weights at the start of the step.
+        batch: the tokens.
+        bins: bins of the histograms `mismatch_counts` and `mismatch_kept_counts` of log10 from -12 to 2.
     """
     gaps, alike = (logp.detach() - batch.mu).abs(), comparable(batch)
     sums: Sums = {}
@@ -66,16 +67,15 @@ def engine_gaps(logp: Tensor, batch: Batch, bins: int) -> Sums:
 
 
 def comparable(batch: Batch) -> Tensor:
-    """`[T]` bool: trained tokens that the weights at the start of the step sampled for this prompt."""
+    """Return the trained tokens that the weights at the start of the step sampled for this prompt, `[T]` bool."""
     tokens = batch.keep & (batch.versions == batch.version)
     return tokens if batch.transferred is None else tokens & ~batch.transferred
 
 
 def carried_over(batch: Batch) -> Tensor:
-    """`[T]` bool: tokens of responses that older weights started.
+    """Return the tokens of responses that older weights started, `[T]` bool.
 
-    With router.interruption = in_place the remaining tokens were predicted from the older weights' keys and values,
-    else from those of the current weights.
+    With router.interruption = in_place their later tokens were predicted from the KV cache of the older weights.
     """
     older = (batch.versions >= 0) & (batch.versions < batch.version)
     from_older = sum_by(older.long(), batch.ids, batch.sequences) > 0
@@ -83,39 +83,44 @@ def carried_over(batch: Batch) -> Tensor:
 
 
 def loss_metrics(sums: Sums, needs: Collection[str]) -> dict[str, float]:
-    """Convert sums over micro-batches, ranks and updates into a step's metrics. needs: of rlsys.algo.asks.
+    """Convert sums over micro-batches, ranks and updates into a step's metrics.
 
-    active_share: share of the tokens with an advantage that neither clip nor rejection removes. policy_kl: KL(version
-    before || weights at the update), k3 over the tokens which that version sampled; without such tokens, the movement
-    within the step, over those of the current version (0 at its first update).
+    `active_share` is the share of tokens with an advantage that neither clip nor rejection removes. `policy_kl` is
+    KL(previous version || weights at the update), estimated by k3 over the tokens that the previous version sampled;
+    without such tokens it is the movement within the step, over tokens of the current version (0 at its first
+    update).
+
+    Args:
+        sums: the sums.
+        needs: `Requirements.needs` of the objective.
     """
     tokens = max(float(sums["tokens"]), 1.0)
-    out = dict.fromkeys(SHARES.values(), 0.0) | mismatch_metrics(sums)
+    metrics = dict.fromkeys(SHARES.values(), 0.0) | mismatch_metrics(sums)
     active, without_gradient = float(sums["active"]), float(sums["active_lost"])
-    out["active_share"] = 1 - without_gradient / active if active else 1.0
-    out["weight_mean"] = float(sums["weight"]) / tokens
-    out |= {name: float(sums[name]) / tokens for name in MEANS if name in sums}
+    metrics["active_share"] = 1 - without_gradient / active if active else 1.0
+    metrics["weight_mean"] = float(sums["weight"]) / tokens
+    metrics |= {name: float(sums[name]) / tokens for name in MEANS if name in sums}
     if "entropy" in needs:
-        out["entropy"] = float(sums["entropy"]) / tokens
-    movement = out.get("drift_k3_age1", out.get("drift_k3_age0"))
-    return out if movement is None else out | {"policy_kl": movement}
+        metrics["entropy"] = float(sums["entropy"]) / tokens
+    movement = metrics.get("drift_k3_age1", metrics.get("drift_k3_age0"))
+    return metrics if movement is None else metrics | {"policy_kl": movement}
 
 
 def mismatch_metrics(sums: Sums) -> dict[str, float]:
-    """Compute mean |d|, k3, the effective share of tokens, and the shares of clipped and rejected tokens.
+    """Return mean |d|, k3, the effective sample share, and the shares of clipped and rejected tokens.
 
-    They are given over all tokens and per age class with tokens.
+    Each is over all tokens, and over each age class that has tokens.
     """
-    out: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     tokens = sums["mismatch_tokens"]
-    picks = [("", slice(None)), *((f"_age{low}", slice(i, i + 1)) for i, (low, _) in enumerate(AGES))]
-    for name, pick in picks:
-        n = float(tokens[pick].sum())
+    age_classes = [("", slice(None)), *((f"_age{low}", slice(i, i + 1)) for i, (low, _) in enumerate(AGES))]
+    for name, age_slice in age_classes:
+        n = float(tokens[age_slice].sum())
         if n:
-            w, w2 = float(sums["mismatch_w"][pick].sum()), float(sums["mismatch_w2"][pick].sum())
-            out[f"drift_mean{name}"] = float(sums["mismatch_abs"][pick].sum()) / n
-            out[f"drift_k3{name}"] = float(sums["mismatch_k3"][pick].sum()) / n
-            out[f"drift_ess{name}"] = w * w / w2 / n
+            w, w2 = float(sums["mismatch_w"][age_slice].sum()), float(sums["mismatch_w2"][age_slice].sum())
+            metrics[f"drift_mean{name}"] = float(sums["mismatch_abs"][age_slice].sum()) / n
+            metrics[f"drift_k3{name}"] = float(sums["mismatch_k3"][age_slice].sum()) / n
+            metrics[f"drift_ess{name}"] = w * w / w2 / n
             for name_of_sum, share in SHARES.items():
-                out[f"{share}{name}"] = float(sums[f"mismatch_{name_of_sum}"][pick].sum()) / n
-    return out
+                metrics[f"{share}{name}"] = float(sums[f"mismatch_{name_of_sum}"][age_slice].sum()) / n
+    return metrics

@@ -1,7 +1,7 @@
-"""Rewards that need all samples of a group: votes instead of a key, verdicts of a judge. No torch.
+"""Rewards that are computed from all samples of a group, for example by votes or by a judge. No torch.
 
-For the rollout process. `answers` are canonical strings, None for a response without an answer; a judge is any async
-function from a text to a text: a generative reward model behind the same router, or behind a separate one.
+They run in the rollout process. `answers` are canonical strings, None for a response without an answer. A judge is an
+async function from a text to a text, for example a generative reward model behind the same or a separate router.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rlsys.algo.plugin import Plugin
 
 Judge = Callable[[str], Awaitable[str | None]]
-"""Text for a judge model -> its response; None when it gave none in time."""
+"""Prompt of a judge model -> its response; None if it does not respond in time."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Response:
 
 
 class GroupReward(Plugin):
-    """Responses of one complete group -> their rewards, None for a sample that cannot be judged (censored)."""
+    """Map the responses of one complete group to rewards; None for a sample that cannot be judged (censored)."""
 
     async def __call__(
         self, prompt: str, responses: Sequence[Response], judge: Judge | None

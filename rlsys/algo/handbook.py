@@ -8,133 +8,132 @@ from rlsys.algo.registry import KINDS
 
 INTRO = """# Algorithms
 
-This file is made by `python -m rlsys.algo.handbook > docs/algorithms.md` from the plug-ins themselves.
-`rlsys algo show NAME` prints one of them. Each method has a recipe in `configs/algorithms/`; losses on compared
-answers have theirs in `configs/preferences/`, and those of fine-tuning in `configs/imitation/`; [sft.md](sft.md) says
-how they are trained.
+`python -m rlsys.algo.handbook > docs/algorithms.md` generates this file from the plug-ins. `rlsys algo show NAME`
+prints one of them. Each method has a recipe in `configs/algorithms/`. Recipes of losses on pairs of answers are in
+`configs/preferences/`, those of fine-tuning in `configs/imitation/`; [sft.md](sft.md) describes their training.
 
-An algorithm is put together from small plug-ins, one kind for each decision. In the config:
+An algorithm consists of plug-ins, one kind for each decision. In the config:
 
 ```yaml
 algo:
   advantage: grpo                       # a short name, package.module:attribute, or path/to/file.py:attribute
-  loss: [clip, {name: kl, beta: 0.001}] # terms are added; parameters stand beside the name
+  loss: [clip, {name: kl, beta: 0.001}] # terms are added; parameters follow the name
   reducer: token_mean
-  anchor: old                           # the log-probs that ratios are taken against
-  corrections: [{name: tis, cap: 2.0}]  # all are applied; weights and rejections are kept apart
+  anchor: old                           # log-probs in the denominator of ratios
+  corrections: [{name: tis, cap: 2.0}]  # all apply; weights and rejections are separate
   selectors: []
   shaping: []
   hooks: []
-  planners: [dapo]                      # this one, prompt and group_reward act in the rollout process
+  planners: [dapo]                      # planners, prompt and group_reward run in the rollout process
 ```
 
 In Python: `rlsys.algo.build("loss", "clip", clip_low=0.2)`.
 
-## A plug-in of your own
+## Custom plug-ins
 
 A function with the signature of its kind is a plug-in; so is a subclass of the kind's base class (the table `KINDS`
-in `rlsys/algo/registry.py`). Name it in the config by its file or import path, and try it with
-`rlsys algo check path/to/file.py:name --kind loss`. `examples/own_loss.py` is a loss. A plug-in for everybody needs
+in `rlsys/algo/registry.py`). Name it in the config by its file or import path, and test it with
+`rlsys algo check path/to/file.py:name --kind loss`. `examples/own_loss.py` is a loss. A built-in plug-in needs
 a line in the table of `rlsys/algo/registry.py`, a recipe in `configs/algorithms/` and a unit test with numbers
-worked out by hand.
+computed by hand.
 
-Evidence says how a formula was found: {evidence}. Every built-in plug-in states its own; yours is `own` if it
-states nothing. A run that uses a method known only as `N` or `A` says so when it starts.
+`evidence` is the source of a formula: {evidence}. Every built-in plug-in states it; the default is `own`. A run that
+uses a method with evidence `N` or `A` reports this at its start.
 
 ## Three rules
 
-1. A bound, a mask or a scale is computed from all tokens of the update. A plug-in gets a `Reduce` that sums over
-   data-parallel ranks, and whole sequences under context parallelism. So loss, gradients and metrics are the same
-   for every layout: within 1e-6 in float64, for every recipe and every single plug-in, on one process, two
+1. A bound, a mask or a scale is a function of all tokens of the update. A plug-in receives a `Reduce` that sums over
+   data-parallel ranks, and whole sequences under context parallelism. Loss, gradients and metrics are therefore the
+   same for every layout: within 1e-6 in float64, for every recipe and every single plug-in, on one process, two
    data-parallel and two context-parallel ranks (tests/unit/algo/test_algo_parallel.py).
-2. The denominator is fixed before anything is masked or dropped, so a rejection never gives the others more weight.
-   It counts all samples of the step, also those with advantage 0; with `over: active` only those with another
-   advantage, if there are any. Samples that a selector drops before the advantages do not count. `d3s`, and
-   `overlong_filter` with `denominator: kept`, are the exceptions: their loss is a mean over what they keep, and of
-   both together over what both keep (`denominator: all` makes them follow the rule).
+2. The denominator is fixed before any token is masked or dropped, so a rejection never increases the weight of other
+   tokens. It counts all samples of the step, including those with advantage 0; with `over: active` only samples with
+   a nonzero advantage, if any exist. Samples that a selector drops before the advantages do not count. The exceptions
+   are `d3s`, and `overlong_filter` with `denominator: kept`: their loss is a mean over the tokens that they keep, and
+   with both of them over the tokens that both keep (with `denominator: all` they follow the rule).
 3. A token counts in a statistic of the update (a pool, a budget, a mean weight, a whitening, a metric) if and only if
-   its weight is not 0 (`Batch.counted_tokens`): not when a selector dropped it or its sample, whatever else made it
-   necessary to pack it. Group baselines are of all samples that such selectors leave. An update without a token
-   that has a gradient is not made.
+   its weight is not 0 (`Batch.counted_tokens`). A token that a selector dropped, or whose sample it dropped, does not
+   count, even if it is packed for another reason. Group baselines use all samples that such selectors keep. An update
+   in which no token has a gradient is skipped.
 
-Selectors act in order, each on what those before it leave. Ties, as between equal rewards, are broken by draws that
-follow from a seed, the step and the sample's id, never by the order in which groups finished: that goes with their
-length. Rewards of a group that differ by at most a millionth of its largest are equal.
+Selectors act in order, each on the samples that its predecessors keep. Ties, for example between equal rewards, are
+resolved at random from a seed, the step and the sample's id. The order in which groups finish is never used, because
+it depends on their length. Rewards of a group are equal if they differ by at most a millionth of its largest.
 
-Where a sample has several sequences, the ratio of a response (gspo, luspo, gmpo, vespo, topr) is over all of them;
-corrections at the level `sequence` are of one sequence, and to `gae` each is an episode. A correction multiplies a
-term with a ratio to the anchor by exp(anchor - mu), one without (reinforce, dro) by exp(logp - mu).
+If a sample has several sequences, the ratio of a response (gspo, luspo, gmpo, vespo, topr) is over all of them;
+corrections at the level `sequence` are of one sequence, and `gae` treats each as an episode. A correction multiplies
+a term with a ratio to the anchor by exp(anchor - mu), one without (reinforce, dro) by exp(logp - mu).
 
-## The signals a plug-in may need
+## Signals
 
-A run collects exactly the signals that its plug-ins ask for. One that nothing can serve is refused before the
-start.
+A run collects exactly the signals that its plug-ins require. If a required signal is not available, the run reports
+an error before its start.
 
 """
 
 SIGNALS_TEXT = """
-### How they are served
+### Sources of the signals
 
 **`old`, `current`, `entropy`, `values`** come from one forward pass of the trainer before the first update of a step.
-There is no such pass where the training pass computes the same: for the first update of a step, if no plug-in needs
+The pass is omitted if the training pass computes the same: for the first update of a step, if no plug-in needs
 log-probs before its backward pass ([trainer.md](trainer.md), "Log-prob passes"; `rlsys explain` prints the passes).
 
-**`ref` and `ewma`** need a pass with other weights. Each keeps one more copy of a rank's weights in memory, and a
-second one during the pass. With router replay `ewma` takes the policy's experts, `ref` its own.
+**`ref` and `ewma`** need a pass with other weights. Each needs one more copy of a rank's weights in memory, and a
+second one during the pass. With router replay `ewma` uses the policy's experts, `ref` its own.
 
-**`behaviour`** is exact `old` for interrupted samples. Between a take and the update, the trainer scores what its
-current weights sampled of the unfinished samples, and the rollout process stores that beside their tokens. It needs
-colocated engines; `time_score` in metrics.jsonl is its cost. A run with interrupted samples should take its ratios
-against it, and `configs/experiments/` do (the disaggregated ones use `interpolated`). The quickstart keeps
+**`behaviour`** is exact `old` for interrupted samples. Before each update the trainer scores the tokens of unfinished
+samples that its current weights sampled, and the rollout process stores the scores with the tokens. This needs
+colocated engines; `time_score` in metrics.jsonl is its cost. A run with interrupted samples should use it as its
+anchor, as `configs/experiments/` do (the disaggregated ones use `interpolated`). The quickstart has
 `anchor: mu`: in float32 every push is checked to a mean difference of at most 1e-6 between the engine's and the
 trainer's log-probs, so mu is exact.
 
 **`values`** come from a linear head on the policy's trunk, whose loss changes the trunk too; or, with
 `algo.critic`, from a second model of the policy's architecture and layout, with its own optimizer and learning
-rate. That takes as much memory as the policy, and its own forward and backward passes. In its first `warmup_steps`
-steps it learns alone.
+rate. It needs as much memory as the policy, and its own forward and backward passes. In the first `warmup_steps`
+steps only the critic is trained.
 
-**`answers`** are the texts of the last `<answer>`. **`tool_penalty`**: a tool's answer is an error when one of its
-lines begins with `error`, as the calculator's do; answers are those of `<answer>`.
+**`answers`** are the texts of the last `<answer>`. **`tool_penalty`**: a tool's result is an error if one of its
+lines begins with `error`, as in the calculator's results; answers are those of `<answer>`.
 
 **`verdicts`** come from `data.judge`: a generative reward model behind an OpenAI-compatible URL (for example
-`rlsys router`), the run's own engines, or a rule. It sees the problem's `answer` if there is one. `judge_hung` and
-`judge_failed` count questions without a verdict.
+`rlsys router`), the run's own engines, or a rule. It receives the problem's `answer` if there is one. `judge_hung`
+and `judge_failed` count questions without a verdict.
 
-**Several named rewards**: `data.reward` returns a dictionary; `gdpo` sees each of them.
+**Several named rewards**: `data.reward` returns a dictionary; `gdpo` uses each of them.
 
-**`prompt_scores`**: when a group is done, the engine that serves it and the one that `engine.reference` names score
-its prompt. Special tokens are never removed. **`transferred`**: a sample keeps the prompt that it was drawn from
-and is trained on its group's. It is left out of `mismatch_mean` and has no experts to replay.
+**`prompt_scores`**: when a group is finished, its engine and the engine `engine.reference` score its prompt. Special
+tokens are never removed. **`transferred`**: a sample records the prompt that it was sampled from, and is trained on
+its group's prompt. `mismatch_mean` excludes it, and it has no experts to replay.
 
 ## Several passes, early passes, and ReMax
 
-With `algo.epochs` above 1 a step goes over its mini-batches several times, in the same order. Packing, scores and
-advantages are those of the first time; only `current` is scored again before each further update, where it is needed.
-Ratios are still taken against the start of the step, so they move further from 1 and the clip acts more often. No
-token becomes older: there is one push a step. Checkpoints lie between steps, and the order follows from (run.seed,
-step), so a resumed run is the same. The extra update of samples that a selector deferred is made once.
+With `algo.epochs` above 1 a step trains on its mini-batches several times, in the same order. Packing, scores and
+advantages are those of the first epoch; only `current` is computed again before each further update, if a plug-in
+needs it. Ratios are still relative to the start of the step, so they differ more from 1 and are clipped more often.
+Staleness does not increase: there is one push a step. Checkpoints are between steps, and the order is a function of
+(run.seed, step), so a resumed run is the same. The extra update of samples that a selector deferred happens once.
 
-With `trainer.early_backward` (FlexMARL's micro-batch pipeline; its code was not read) finished groups go backward
-as soon as they fill a micro-batch of every rank, while the rest of the step is still generated. The weights stay,
-gradients add up, and one update divides them by the whole step's denominator, so the step is the same but for the
-order of its sums. It needs disaggregated engines and an algorithm that does not look at a whole step
-(`Requirements.needs_whole_step`): no selector, no hook, no bound over the mini-batch, and advantages of each group by
-itself. `early_share` and `time_early` say how much was hidden; a repeated step gets the same early groups again.
+With `trainer.early_backward` (FlexMARL's micro-batch pipeline; its code was not read) the backward pass of finished
+groups starts when they fill a micro-batch of every rank, while the engines generate the rest of the step. The weights
+do not change, gradients accumulate, and one update divides them by the whole step's denominator, so the step differs
+only in the order of its sums. It needs disaggregated engines and an algorithm that does not need a whole step
+(`Requirements.needs_whole_step`): no selector, no hook, no bound over the mini-batch, and advantages of each group
+independent of others. `early_share` and `time_early` measure the overlap; a repeated step has the same early groups.
 
-ReMax is not here. Its baseline is the reward of a greedy response, one more per prompt, which is never trained.
-`rloo` makes its baseline from samples that are trained, with less variance for the same tokens. And a greedy sample
-in a group would need a temperature of its own in every request, resume and repeat.
+ReMax is not included. Its baseline is the reward of one more greedy response per prompt, which is never trained.
+`rloo` computes its baseline from trained samples, with less variance for the same tokens. A greedy sample in a group
+would also need a separate temperature in every request, resume and repeat.
 """
 
 MEASURED = """
-## How they learn
+## Learning curves
 
 ![Held-out accuracy by train step](figures/algorithms_curves.png)
 
-`python bench/algorithms.py --part curves` on the quickstart task with a fourth of its batch and learning rate, 24
-steps, one real engine, two seeds. Staleness is forced by N'/N = 5 and 9: a group's oldest token is then 4.2 and 6.0
-train steps old in the mean (2.6 at N'/N = 2). Mean accuracy over all nine evaluations, so that earlier is better:
+`python bench/algorithms.py --part curves` on the quickstart task with a quarter of its batch and learning rate, 24
+steps, one real engine, two seeds. N'/N = 5 and 9 increase staleness: a group's oldest token is then 4.2 and 6.0 train
+steps old on average (2.6 at N'/N = 2). Mean accuracy over all nine evaluations; faster learning gives a higher mean:
 
 | recipe | N'/N = 2 | N'/N = 5 | N'/N = 9 |
 |---|---|---|---|
@@ -151,22 +150,22 @@ train steps old in the mean (2.6 at N'/N = 2). Mean accuracy over all nine evalu
 | tis | 0.68, 0.67 | | |
 | m2po | 0.68, 0.68 | 0.65 | 0.64 |
 
-The rows with two figures at N'/N = 5 and 9 are of 2026-11-22, the others of the day before.
+Rows with two values at N'/N = 5 and 9 are of 2026-11-22, the others of 2026-11-21.
 
-- Every method learns the task; all end between 0.95 and 1.0. It is an easy one: the figure compares speed, no skill.
+- Every method learns the task; all end between 0.95 and 1.0. The task is easy: the figure compares only speed.
 - At N'/N = 9 the two seeds of a recipe differ by 0.01 to 0.05. dppo and sapo are ahead of grpo by 0.05 to 0.08 with
-  the first seed and by 0.05 with the second; vcpo is ahead by less; exact_old is not told apart from grpo.
-- decoupled_ppo's recipe takes four optimizer updates a step, where the others take one, at the same learning rate:
-  that is why it is so far ahead, and no merit of its correction. With one update it had 0.67 and 0.65 (one seed).
-- At N'/N = 2, cispo, tis and m2po are ahead of grpo by some 0.03, more than the seeds differ; bapo, gspo and dapo are
-  not told apart from it. Recipes differ in more than their name: some take the mean over sequences, others over
-  tokens, and which of the two matters was not separated.
-- One small model, one task, one learning rate for all: nothing here says what a method does at another scale.
+  the first seed and by 0.05 with the second; vcpo is ahead by less; exact_old does not differ measurably from grpo.
+- decoupled_ppo's recipe has four optimizer updates a step, the others one, at the same learning rate. Its lead is due
+  to the updates, not to its correction: with one update it had 0.67 and 0.65 (one seed).
+- At N'/N = 2, cispo, tis and m2po are ahead of grpo by about 0.03, more than the seeds differ; bapo, gspo and dapo do
+  not differ measurably from it. Recipes also differ in other settings: some average over sequences, others over
+  tokens, and the two effects were not separated.
+- One small model, one task, one learning rate for all: the results do not extend to other scales.
 """
 
 
 def render_docs() -> str:
-    """Render the whole page: the rules, one table, the sections."""
+    """Return the page: rules, signals, measurements, a table and a section for each plug-in."""
     evidence = ", ".join(f"{key} = {text}" for key, text in EVIDENCE.items())
     lines = [INTRO.replace("{evidence}", evidence).rstrip("\n"), ""]
     lines += [f"- `{name}`: {text}" for name, text in NEEDS.items()]

@@ -28,7 +28,10 @@ class Hook(Plugin):
     def lr_factor(self, samples: Samples, rows: Sequence[int], size: float) -> float:
         """Return the factor of the learning rate of an update on these rows of the table.
 
-        size: number of samples that the update stands for, including those of advantage 0, which are not in `rows`.
+        Args:
+            samples: the table of all samples of the step.
+            rows: packed rows of the update.
+            size: number of samples of the update, including those of advantage 0, which are not in `rows`.
         """
         return 1.0
 
@@ -39,9 +42,9 @@ class Hook(Plugin):
         """
 
     def after_version(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
-        """Run after the last update of a train step: the parameters are a weight version now.
+        """Run after the last update of a train step, when the parameters are a new weight version.
 
-        `active_share` is that of all updates of the step; 1 if there was none.
+        `active_share` is over all updates of the step; 1 without updates.
         """
 
     def average(self) -> dict[str, Tensor]:
@@ -49,7 +52,7 @@ class Hook(Plugin):
         return {}
 
     def reference(self) -> dict[str, Tensor]:
-        """Return the reference's weights by name, if the hook moves them; empty before `start`."""
+        """Return the reference's weights by name if the hook updates them; empty before `start`."""
         return {}
 
     def totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -67,7 +70,7 @@ class EwmaAnchor(Hook):
     """A bias-corrected exponential average of the weights, as the anchor of stale data (`anchor: ewma`).
 
     theta_avg(t) = sum_k beta^(t-k) theta(k) / sum_k beta^(t-k) over weight versions k = 0 (the initial weights), 1,
-    ..., t; beta near W / (W + 2) for a staleness window of W versions. It restarts from the current weights when the
+    ..., t, with beta = W / (W + 2) for a staleness window of W versions. It restarts from the current weights if the
     share of active tokens of a step falls below `reset_below`.
     """
 

@@ -1,4 +1,4 @@
-"""KL from a reference model: estimators, the loss term, and a weight that is adapted to a target."""
+"""KL from a reference model: estimators, the loss term, and a variant whose weight adapts to a target."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def kl_estimate(logp: Tensor, ref: Tensor, kind: str, cap: float | None = K3_CAP
 class Kl(Loss):
     """beta times an estimate of KL(policy || reference).
 
-    The gradient of an estimate is no estimate of the gradient: k1's is zero on average, k3's is that of the other
-    direction of KL, and only k2's is right, on the policy's own samples. `gradient` mends it. `ratio` multiplies by
-    exp(logp - mu), with the gradient of that: right of k1 and k3 for the samples of any policy, so for stale tokens,
-    too (DeepSeek-V3.2; slime and TRL take the ratio to their old policy, which is mu where they score nothing again).
-    `k2` has the value of the estimate and k2's gradient (verl: `k3+`).
+    The gradient of an estimate does not estimate the gradient of KL: k1's gradient is zero on average, k3's is that
+    of the reverse KL, and only k2's is correct, on the policy's own samples. `gradient` selects a remedy. `ratio`
+    multiplies the estimate by exp(logp - mu) and differentiates the product: correct for k1 and k3 on samples of any
+    policy, including stale tokens (DeepSeek-V3.2; slime and TRL take the ratio to their old policy, which equals mu
+    unless they recompute log-probs). `k2` has the value of the estimate and the gradient of k2 (verl: `k3+`).
     """
 
     paper: ClassVar[str] = "Schulman, Approximating KL divergence; GRPO eq. 4; DeepSeek-V3.2"
@@ -104,7 +104,7 @@ class AdaptiveKl(Kl):
     beta: Annotated[float, Field(gt=0)] = 1e-3
     """Weight at the start."""
     target: Annotated[float, Field(gt=0)] = 0.1
-    """Wanted KL of a token, in nats."""
+    """Target KL per token, in nats."""
     horizon: Annotated[float, Field(ge=1)] = 80.0
     """Optimizer updates in which the weight moves by a fifth at most. verl counts samples: 10000."""
     _beta: float | None = PrivateAttr(default=None)

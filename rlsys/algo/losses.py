@@ -95,23 +95,23 @@ class UpdatePlugin(Plugin):
 
     @property
     def whole_samples(self) -> bool:
-        """Whether it aggregates over all sequences of a sample.
+        """Return whether the plug-in aggregates over all sequences of a sample.
 
-        If a sample has several sequences, possibly in different micro-batches, the signal `current` of all of them is
-        required before the backward pass of an update.
+        If a sample has several sequences, possibly in different micro-batches, it then needs the signal `current` of
+        all of them before the backward pass of an update.
         """
         return False
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """Compute statistics over all tokens of an optimizer update before its backward pass.
+        """Return statistics over all tokens of an optimizer update, before its backward pass.
 
-        Each call receives the result.
+        `__call__` receives the result as `update_stats`.
         """
         return None
 
     @property
     def prepares(self) -> bool:
-        """Whether `prepare` is defined."""
+        """Return whether the plug-in defines `prepare`."""
         return type(self).prepare is not UpdatePlugin.prepare
 
 
@@ -119,7 +119,7 @@ class Loss(UpdatePlugin):
     """One term of the objective."""
 
     policy: ClassVar[bool] = True
-    """Whether corrections apply to it: they belong to the policy's term only."""
+    """Whether the term is the policy's, to which corrections apply."""
     ratio: ClassVar[bool] = True
     """Whether its policy part has exp(logp - anchor). Without it, corrections weight that part by exp(logp - mu), not
     by exp(anchor - mu): nothing else corrects for the policy's movement since the anchor. Other terms of the loss
@@ -131,8 +131,8 @@ class Loss(UpdatePlugin):
     critic: ClassVar[bool] = False
     """Whether it trains the critic: with a separate critic, it is not a term of the policy's update."""
     per_sequence: ClassVar[bool] = False
-    """Its ratio is one per response, over all sequences of the sample: with another reducer than sequence_mean it is
-    another method."""
+    """Whether the term has one ratio per response, over all sequences of the sample. It then needs the reducer
+    sequence_mean; another one would define another method."""
 
     def sample_values(self, view: View) -> Tensor:
         """Return the values that it sums over a sample, `[T]`, detached. See View.over_sample."""
@@ -147,9 +147,10 @@ class Loss(UpdatePlugin):
         return torch.full_like(view.keep, self.ratio)
 
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
-        """Samples `[N]` or tokens `[T]` at which it can have a gradient with its present weight, bool.
+        """Return the samples `[N]` or tokens `[T]` at which the term can have a gradient with its current weight,
+        bool.
 
-        rewards: before shaping. An update without any is left out.
+        An update without such tokens is skipped. `rewards` are those before shaping.
         """
         return (
             advantages != 0 if self.policy and not self.every_sample else torch.ones_like(advantages).bool()
@@ -180,7 +181,7 @@ def clipped_surrogate(
 def gradient_is_clipped(
     ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
 ) -> Tensor:
-    """`[T]` bool: tokens where `clipped_surrogate` has no gradient."""
+    """Return the tokens where `clipped_surrogate` has no gradient, `[T]` bool."""
     clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
     return clipped if dual is None else clipped | ((advantages < 0) & (ratio > dual))
 
@@ -196,7 +197,7 @@ class Clip(Loss):
     clip_low: Width = 0.2
     """Lower width."""
     clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """Upper width; above clip_low it lets unlikely good tokens grow (clip-higher)."""
+    """Upper width; a value above clip_low lets unlikely tokens with positive advantage grow (clip-higher)."""
     dual: Annotated[float, Field(gt=1)] | None = None
     """Cap of the ratio where the advantage is negative."""
 
@@ -207,10 +208,10 @@ class Clip(Loss):
 
 
 class Reinforce(Loss):
-    """-A logp, without ratio or clip: corrections alone decide what stale tokens count.
+    """-A logp, without ratio or clip: only corrections weight stale tokens.
 
-    They take exp(logp - mu), of the current policy, whatever `algo.anchor` is: later updates of a step are corrected
-    for what the earlier ones moved (policy gradient with rollout importance weights, verl's bypass mode).
+    Corrections use exp(logp - mu) of the current policy for any `algo.anchor`, so later updates of a step are
+    corrected for the movement of earlier ones (policy gradient with rollout importance weights, verl's bypass mode).
     """
 
     ratio: ClassVar[bool] = False
@@ -248,13 +249,13 @@ class ValueLoss(Loss):
         if view.values is None:
             raise ValueError("the loss was called without values, which the term 'value' needs")
         old, target = view.batch.signal("values").detach(), view.batch.signal("returns")
-        near = old + (view.values - old).clamp(-self.clip, self.clip)
-        error = torch.maximum((view.values - target) ** 2, (near - target) ** 2) / 2
+        clipped_values = old + (view.values - old).clamp(-self.clip, self.clip)
+        error = torch.maximum((view.values - target) ** 2, (clipped_values - target) ** 2) / 2
         return self.coefficient * error, {"value_error": error.detach()}
 
 
 def log_ratios(parts: Sequence[Batch], anchors: Sequence[Tensor]) -> list[Tensor]:
-    """Compute current - anchor of each part, `[T]`, 0 where masked."""
+    """Return current - anchor for each part, `[T]`, 0 where masked."""
     return [
         part.masked(part.signal("current") - anchor).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         for part, anchor in zip(parts, anchors, strict=True)

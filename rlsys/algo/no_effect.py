@@ -1,4 +1,4 @@
-"""Checks before the start: settings without an effect, and the log-prob passes of a step."""
+"""Checks for settings of an algorithm without an effect, and a description of a step's log-prob passes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,17 @@ from rlsys.core.errors import UserError
 
 
 def check(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
-    """Check the plug-ins. Raises UserError if a plug-in has no effect at all."""
+    """Check that every loss term has an effect.
+
+    Raises:
+        UserError: a term has none.
+    """
     if config.algo.anchor != "old" or config.algo.minibatches * config.algo.epochs > 1:
         return
     for i, term in enumerate(plugins["loss"]):
         if isinstance(term, M2PO | Bapo):
             raise UserError(
-                f"algo.loss[{i}] ({type(term).__name__}) makes bounds for exp(logp - anchor), which is 1 for every "
+                f"algo.loss[{i}] ({type(term).__name__}) bounds exp(logp - anchor), which is 1 for every "
                 "token with algo.anchor = 'old' and algo.minibatches = 1: use algo.anchor = mu, behaviour or ewma, "
                 "or more minibatches or epochs"
             )
@@ -45,31 +49,30 @@ def _anchored(term: Loss) -> bool:
 
 
 def lines(config: Config, plugins: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Describe plug-ins with a partial effect, one line each."""
+    """Return descriptions of settings that have no effect, one line each."""
     algo, messages = config.algo, []
     with_ratio = [(i, term) for i, term in enumerate(plugins["loss"]) if term.policy and _anchored(term)]
     if algo.anchor == "old" and algo.minibatches * algo.epochs == 1:
         messages += [
             f"algo.loss[{i}] ({type(term).__name__}): with algo.anchor = 'old' and algo.minibatches = 1 its ratio "
-            "exp(logp - anchor) is 1 for every token, so that no bound on it acts; it does with more minibatches or "
-            "epochs"
+            "exp(logp - anchor) is 1 for every token, so bounds on it have no effect; use more minibatches or epochs"
             for i, term in with_ratio
         ]
     if algo.anchor != "mu" and not any(map(_anchored, plugins["loss"])):
         messages.append(
-            f"algo.anchor = {algo.anchor!r} is not looked at: no term of algo.loss has a ratio, and corrections take "
-            "exp(logp - mu) then"
+            f"algo.anchor = {algo.anchor!r} is unused: no term of algo.loss has a ratio, and corrections then use "
+            "exp(logp - mu)"
         )
     if config.trainer.replay == "trainer" and algo.minibatches * algo.epochs == 1:
         messages.append(
-            "trainer.replay = 'trainer' with algo.minibatches = 1: the same weights choose the same experts twice, "
-            "and the scoring pass buys nothing; use engine, off or more minibatches"
+            "trainer.replay = 'trainer' with algo.minibatches = 1: the scoring pass has no effect, because the "
+            "training pass chooses the same experts; use engine, off or more minibatches"
         )
     return messages + _contradictions(config, plugins) + _exact_tokens(plugins)
 
 
 def _contradictions(config: Config, plugins: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Describe combinations of plug-ins that are valid individually and useless together."""
+    """Return descriptions of combinations of plug-ins that are valid individually but have no effect together."""
     algo, (advantage,), (reducer,) = config.algo, plugins["advantage"], plugins["reducer"]
     messages = []
     for i, term in enumerate(plugins["loss"]):
@@ -81,24 +84,24 @@ def _contradictions(config: Config, plugins: Mapping[str, Sequence[Any]]) -> lis
         if isinstance(term, Vespo) and (names := _names(c for c in plugins["corrections"] if c.weighs)):
             messages.append(
                 f"algo.loss[{i}] (Vespo): its weight contains the whole ratio to mu, and algo.corrections "
-                f"({names}) apply a part of it again; use algo.anchor = mu and no correction"
+                f"({names}) apply part of it again; use algo.anchor = mu and no correction"
             )
         widths = [getattr(term, name, None) for name in ("clip_low", "clip_high")]
         if widths == [0, 0]:
             messages.append(
-                f"algo.loss[{i}] ({type(term).__name__}): clip_low = clip_high = 0 set the gradient of every "
-                "token whose ratio is not 1 to 0; use larger values"
+                f"algo.loss[{i}] ({type(term).__name__}): clip_low = clip_high = 0 remove the gradient of every "
+                "token with a ratio other than 1; use larger values"
             )
     if isinstance(advantage, McGrpo) and reducer.over == "active":
         messages.append(
-            "algo.reducer.over = 'active' corrects for the advantage of 0 of the median sample, as algo.advantage "
-            "(McGrpo) does; use all"
+            "algo.reducer.over = 'active' compensates for the median sample's advantage of 0, which algo.advantage "
+            "(McGrpo) already does; use all"
         )
     for i, selector in enumerate(plugins["selectors"]):
         if isinstance(selector, D3S) and not advantage.of_samples:
             messages.append(
-                f"algo.selectors[{i}] (D3S) takes the samples whose advantages vary most, but algo.advantage "
-                f"({type(advantage).__name__}) has advantages of tokens only: it uses plain rewards"
+                f"algo.selectors[{i}] (D3S) selects samples by their advantages, but algo.advantage "
+                f"({type(advantage).__name__}) computes advantages of tokens only, so it uses the rewards"
             )
     if len(twice := [c for c in plugins["corrections"] if c.weighs]) > 1:
         messages.append(
@@ -113,13 +116,13 @@ def _contradictions(config: Config, plugins: Mapping[str, Sequence[Any]]) -> lis
         names = _names([*choosing, *plugins["corrections"]])
         if names:
             messages.append(
-                f"no term of algo.loss ({_names(plugins['loss'])}) trains on rewards, but {names} chooses or weighs "
-                "samples for it; leave it out"
+                f"no term of algo.loss ({_names(plugins['loss'])}) trains on rewards, so {names} has no effect; "
+                "remove it"
             )
     if algo.critic is not None and algo.critic.warmup_steps >= config.trainer.steps:
         messages.append(
-            f"algo.critic.warmup_steps = {algo.critic.warmup_steps} is not below trainer.steps = "
-            f"{config.trainer.steps}: the policy never learns"
+            f"algo.critic.warmup_steps = {algo.critic.warmup_steps}: expected less than trainer.steps = "
+            f"{config.trainer.steps}; otherwise the policy is not trained"
         )
     return messages
 
@@ -129,7 +132,7 @@ def _names(plugins: Iterable[Any]) -> str:
 
 
 def _exact_tokens(plugins: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Describe corrections that act on tokens on which engine and trainer agree, up to a rounding of 1e-6."""
+    """Return descriptions of corrections that change tokens on which engine and trainer agree to 1e-6."""
     messages = []
     mu = -torch.ones(6, dtype=torch.float64)
     anchor = mu + 1e-6 * torch.tensor([0.0, 1.0, -1.0, 0.0, 1.0, 1.0])
@@ -157,9 +160,9 @@ ZERO_OR_ONE = ("reasoning_gym", "exact_answer", "math", "regex", "json_schema")
 
 
 def reward_scale_notes(config: Config, plugins: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Describe plug-ins that assume a reward scale, if the reward may be any number; one line each.
+    """Return notes on plug-ins that assume a scale of the reward, if the reward may be any number; one line each.
 
-    They distinguish successes from failures, or expect no negative reward.
+    Such plug-ins distinguish successes from failures, or expect no negative rewards.
     """
     reward = config.data.reward
     if len(reward) == 1 and reward[0].weight == 1 and reward[0].name in ZERO_OR_ONE:
@@ -170,23 +173,23 @@ def reward_scale_notes(config: Config, plugins: Mapping[str, Sequence[Any]]) -> 
             label = f"algo.{field}[{i}] ({type(plugin).__name__})"
             if isinstance(correct := getattr(plugin, "correct", None), float):
                 messages.append(
-                    f"{label} counts a reward above its parameter correct = {correct:g} as a success; see that this "
-                    f"fits data.reward = {config.data.reward_name}"
+                    f"{label} counts a reward above its parameter correct = {correct:g} as a success; check that "
+                    f"this fits data.reward = {config.data.reward_name}"
                 )
             if isinstance(plugin, MaxRL):
                 messages.append(
-                    f"{label} wants rewards from 0 up: a group whose mean is not above 0 teaches nothing"
+                    f"{label} expects rewards of at least 0: a group whose mean is not above 0 has no gradient"
                 )
     return messages
 
 
 def describe_passes(config: Config) -> list[str]:
-    """Describe the forward passes of a train step in addition to those of training; `none` for none."""
+    """Return a description of the forward passes of a train step in addition to those of training."""
     objective, count = Objective(config.algo), config.algo.minibatches
     updates = count * config.algo.epochs
     passes = []
     if "behaviour" in objective.requirements.passes:
-        passes.append("what was interrupted, before the weights change that sampled it")
+        passes.append("the interrupted tokens, before the weights that sampled them change")
     if config.trainer.replay == "trainer":
         passes.append("the whole step, since trainer.replay = trainer replays its experts")
     elif objective.requirements.scored & objective.requirements.current and (
@@ -194,7 +197,9 @@ def describe_passes(config: Config) -> list[str]:
     ):
         passes.append(f"the whole step, since {'; '.join(reasons)}")
     elif objective.requirements.scored & objective.requirements.current and config.algo.epochs > 1:
-        passes.append(f"the whole step, since its samples come again in each of {config.algo.epochs} epochs")
+        passes.append(
+            f"the whole step, since its samples are repeated in each of {config.algo.epochs} epochs"
+        )
     elif objective.requirements.scored & objective.requirements.current and count > 1:
         passes.append(
             f"of a step's {count} mini-batches all but the first, whose `old` is its training pass's own"
@@ -212,7 +217,7 @@ def describe_passes(config: Config) -> list[str]:
         teacher = config.algo.teacher
         teachers = len(set(teacher.folders.values())) if teacher is not None else 1
         if teacher is not None and teacher.engine is not None:
-            passes.append("none of the teacher: an engine is asked about each response")
+            passes.append("none of the teacher: an engine scores each response")
         else:
             passes.append(
                 f"the whole step with {f'each of {teachers} teachers' if teachers > 1 else 'the teacher'}"

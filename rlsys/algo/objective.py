@@ -57,7 +57,7 @@ DEFERRED_KEY = "replay"
 
 @dataclass
 class StepPlan:
-    """Trained samples of one step. Rows are rows of `samples`; Objective.finish sets the optional fields."""
+    """Trained samples of one step. Rows index `samples`; Objective.finish sets the optional fields."""
 
     samples: Samples  # with the column `eligible`
     weight: Tensor  # [N]
@@ -70,12 +70,16 @@ class StepPlan:
 
     @property
     def eligible(self) -> Tensor:
-        """`[N]` bool: not dropped by a selector with `before_advantages`."""
+        """Mask of the samples that no selector with `before_advantages` dropped, `[N]` bool."""
         return self.samples.column("eligible")
 
     @property
     def denominator(self) -> float:
-        """Divisor of the step's loss sum. Raises ValueError before it is known."""
+        """Divisor of the step's loss sum.
+
+        Raises:
+            ValueError: it is not known before Objective.finish.
+        """
         if self.reduction is None:
             raise ValueError("the denominator is known after Objective.finish")
         return self.reduction.denominator
@@ -118,14 +122,14 @@ class Objective:
         if self.advantage.of_turns and (conflicts := [*self.shaping, *deferring]):
             raise UserError(
                 f"algo.advantage = {type(self.advantage).__name__} uses the rewards of turns, which "
-                f"{type(conflicts[0]).__name__} does not change or keep; remove one of them"
+                f"{type(conflicts[0]).__name__} does not support; remove one of them"
             )
         self._deferred: DeferredSamples[DeferredSample] | None = deferring[0].store() if deferring else None
 
     # -- one train step -----------------------------------------------------------------------------------------
 
     def plan(self, samples: Samples) -> StepPlan:
-        """Choose the packed rows. Equal on every rank, because the table is."""
+        """Return the plan of a step: the rows to pack. It is equal on every rank, because the table is."""
         eligible = torch.ones(len(samples.rewards), dtype=torch.bool, device=samples.rewards.device)
         for selector in (s for s in self.selectors if s.before_advantages):
             eligible[eligible.clone()] = selector(samples.take(eligible), None) > 0
@@ -149,8 +153,13 @@ class Objective:
     ) -> list[DeferredSample]:
         """Store the samples that a selector deferred, with their tokens, and return those due for an extra update.
 
-        `load` gives a sample its tokens, which are not kept elsewhere for so long. Call it after `finish`, if that
-        was called.
+        Call it after `finish`, if `finish` is called.
+
+        Args:
+            plan: the plan of the step.
+            groups: the groups of the step.
+            step: number of the train step.
+            load: loads the tokens of a sample into memory, because the rollout process deletes them earlier.
         """
         if self._deferred is None:
             return []
@@ -187,10 +196,10 @@ class Objective:
         return torch.stack([term.acts_on(advantages, rewards) for term in self.losses]).any(0)
 
     def trains(self, parts: Sequence[Batch], reduce: Reduce = single_rank) -> bool:
-        """Whether a token of an update, in all its parts on all ranks, can have a gradient. After `finish`.
+        """Return whether any token of an update, over all ranks, can have a gradient. Call it after `finish`.
 
-        Without one, the optimizer would move the weights by its momentum alone. Clips and corrections, which the loss
-        applies, may leave none: its sum `effective` is then 0.
+        An update without such a token must be skipped: the optimizer's momentum alone would move the weights. Clips
+        and corrections in the loss may still remove all gradients; the loss's sum `effective` is then 0.
         """
         acting = [self._acts_on(part.signal("advantages"), part.signal("rewards")) for part in parts]
         counts = [
@@ -435,7 +444,8 @@ class Objective:
             plugin.observe(metrics)
 
     def after_version(self, parameters: Parameters, active_share: float) -> None:
-        """Run the hooks after the last update of a step, with its `active_share` and this rank's parameters."""
+        """Run the hooks after the last update of a step, with this rank's parameters and the step's
+        `active_share`."""
         for hook in self.hooks:
             hook.after_version(list(parameters()), active_share)
 
@@ -447,7 +457,7 @@ class Objective:
         return (
             states
             if self._deferred is None
-            else {**states, DEFERRED_KEY: self._deferred.state_dict(_to_lists)}
+            else {**states, DEFERRED_KEY: self._deferred.state_dict(_encode_deferred)}
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -455,7 +465,7 @@ class Objective:
             if key in state:
                 plugin.load_state_dict(state[key])
         if self._deferred is not None and DEFERRED_KEY in state:
-            self._deferred.load_state_dict(state[DEFERRED_KEY], _from_lists)
+            self._deferred.load_state_dict(state[DEFERRED_KEY], _decode_deferred)
 
     def average(self) -> dict[str, Tensor]:
         """Return the averaged weights of this rank by name, for `anchor: ewma`; empty before `start`."""
@@ -466,9 +476,9 @@ class Objective:
         return {name: t for hook in self.hooks for name, t in hook.reference().items()}
 
     def average_totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Return state of hooks that is as large as the weights, by their prefixes.
+        """Return the hooks' state tensors of the size of the weights, by hook prefix and parameter name.
 
-        The checkpoint shards it over ranks like the weights.
+        The checkpoint shards them over ranks like the weights.
         """
         named_parameters = list(parameters)
         return {hook.prefix: totals for hook in self.hooks if (totals := hook.totals(named_parameters))}
@@ -489,13 +499,13 @@ def _select_correction(ratio: Tensor, by_ratio: Mapping[bool, Correction]) -> Co
     return Correction(weight, torch.where(ratio, by_ratio[True].keep, by_ratio[False].keep))
 
 
-def _to_lists(item: DeferredSample) -> Any:
-    """Convert for a checkpoint: JSON has no type for `array`."""
+def _encode_deferred(item: DeferredSample) -> Any:
+    """Convert a deferred sample to JSON values: arrays become lists."""
     return msgspec.to_builtins(item, enc_hook=lambda values: values.tolist())
 
 
-def _from_lists(item: Any) -> DeferredSample:
-    """Convert from a checkpoint: ids are integers there, log-probs are not."""
+def _decode_deferred(item: Any) -> DeferredSample:
+    """Convert JSON values to a deferred sample: a list of integers becomes token ids, any other log-probs."""
     return msgspec.convert(
         item, DeferredSample, dec_hook=lambda _, v: token_ids(v) if isinstance(v[0], int) else log_probs(v)
     )

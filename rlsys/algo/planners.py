@@ -1,4 +1,5 @@
-"""Group planners: number of samples of a group, and whether it is accepted. For the rollout process: no torch.
+"""Group planners: policies for the number of samples of a group and its acceptance. For the rollout process: no
+torch.
 
 A planner decides about a group when all its samples are terminal and rewarded. Samples without a reward (censored) do
 not count. With several planners, the first that does not accept decides.
@@ -18,18 +19,18 @@ from rlsys.core.types import SampleGroup
 PositiveInt = Annotated[int, Field(gt=0)]
 Multiple = Annotated[float, Field(ge=1, le=1024)]
 MAX_GROUP = 65536
-"""Samples of one group: far beyond any use, so that a mistake does not exhaust the memory."""
+"""Maximum number of samples of one group, so that a misconfigured planner does not exhaust the memory."""
 GroupLimit = Annotated[int, Field(gt=0, le=MAX_GROUP)]
 
 
 @dataclass(frozen=True)
 class Accept:
-    """The group goes to the trainer."""
+    """Decision: the group is sent to the trainer."""
 
 
 @dataclass(frozen=True)
 class Drop:
-    """The group is filtered, for a reason that is counted; another one is started in its place."""
+    """Decision: the group is filtered, and another one is started. A metric counts each `reason`."""
 
     reason: str
 
@@ -48,9 +49,12 @@ class Prefix:
 
 @dataclass(frozen=True)
 class AddSamples:
-    """The group gets `samples` more.
+    """Decision: the group gets `samples` additional samples.
 
-    They use `prompt_ids` instead of the group's prompt if it is given, or each one of the `prefixes`.
+    Attributes:
+        samples: their number.
+        prompt_ids: their prompt; None for the group's.
+        prefixes: the start of each, if any.
     """
 
     samples: int
@@ -60,14 +64,14 @@ class AddSamples:
 
 @dataclass(frozen=True)
 class Hold:
-    """The group waits for others, to be decided together: see Planner.released."""
+    """Decision: the group waits until the planner decides it together with others (Planner.released)."""
 
 
 Decision = Accept | Drop | AddSamples | Hold
 
 
 class Planner(Plugin):
-    """Size of a group, and the decision about it."""
+    """Base of planners. The defaults accept every group with rollout.group_size samples."""
 
     def size(self, group_size: int) -> int:
         """Return the number of samples that a new group starts with."""
@@ -78,35 +82,32 @@ class Planner(Plugin):
         return size
 
     def forget(self, group_id: int) -> None:
-        """Forget a group that was dropped before it could be decided."""
+        """Delete the state of a group that was dropped before a decision."""
 
     def needs_scores(self, group: SampleGroup) -> bool:
-        """Whether it needs the scores of the group's prompt before it decides."""
+        """Return whether it needs the scores of the group's prompt before its decision."""
         return False
 
     def receive_scores(self, group_id: int, scores: Sequence[float], protect: Sequence[bool]) -> None:
-        """Receive the disagreement of policy and reference on each prompt token, and the protected tokens."""
+        """Receive the disagreement of policy and reference on each prompt token, and which tokens are protected."""
 
     def needs_repairs(self, group: SampleGroup) -> Sequence[int]:
-        """Return the indices of samples whose first wrong step it needs before it decides."""
+        """Return the indices of the samples whose first wrong step it needs before its decision."""
         return ()
 
     def receive_repairs(self, group_id: int, prefixes: Sequence[Prefix]) -> None:
-        """Receive possible starts of further samples of a group."""
+        """Receive repaired prefixes, with which additional samples of a group can start."""
 
     def needs_probes(self, group_id: int) -> int:
-        """Return the number of probes of a group's prompt that it needs as soon as the group starts."""
+        """Return the number of probes of the prompt that it needs when a group starts."""
         return 0
 
     def receive_probes(self, group_id: int, rewards: Sequence[float]) -> int:
-        """Receive the rewards of probes; empty if there are none.
-
-        Return the number of samples that are added immediately.
-        """
+        """Receive the rewards of probes, empty if they failed, and return the number of samples to add at once."""
         return 0
 
     def on_decided(self, group: SampleGroup, *, accepted: bool) -> None:
-        """React to the final decision about a group. `accepted`: it goes to the trainer, else it is filtered."""
+        """Handle the final decision about a group. `accepted`: it is trained, otherwise filtered."""
 
     @property
     def counts(self) -> dict[str, float]:
@@ -114,16 +115,16 @@ class Planner(Plugin):
         return {}
 
     def needs_guidance(self, group: SampleGroup) -> Sequence[int]:
-        """Return the indices of failed samples from which a judge must make a hint before it decides."""
+        """Return the indices of the failed samples from which a judge derives a hint before the decision."""
         return ()
 
     def receive_guidance(self, group_id: int, prompt_ids: Sequence[int]) -> None:
         """Receive the group's prompt with the hint."""
 
     def decide(self, group: SampleGroup) -> Decision:
-        """Decide about a group whose samples are all complete.
+        """Return the decision about a group whose samples are all complete.
 
-        A held group is decided again once it is released; after a restart at any time.
+        It is called again for a held group once the group is released, and at any time after a restart.
         """
         return Accept()
 
@@ -132,18 +133,18 @@ class Planner(Plugin):
         return frozenset()
 
     def released(self) -> frozenset[int]:
-        """Return the ids of groups that were held and can be decided now."""
+        """Return the ids of held groups that can be decided now."""
         return frozenset()
 
     def close_round(self) -> None:
-        """Decide the held groups without further ones, because nothing else runs or may start."""
+        """Release the held groups, because no other group runs or may start."""
 
     def restart(self) -> None:
-        """Reset held and released groups: they will be decided again from the start."""
+        """Clear held and released groups, which will be decided again."""
 
 
 def decide(planners: Sequence[Planner], group: SampleGroup) -> Decision:
-    """Return the first decision that is not Accept. A held group continues with the planner that held it."""
+    """Return the first decision other than Accept. A released group continues with the planner that held it."""
     start = next((i for i, p in enumerate(planners) if group.group_id in p.released()), 0)
     for planner in planners[start:]:
         if not isinstance(decision := planner.decide(group), Accept):
@@ -169,7 +170,7 @@ def rewards_of(group: SampleGroup) -> list[float]:
 
 
 def equal(rewards: Sequence[float]) -> bool:
-    """Whether rewards are equal up to rounding, as for the trainer's estimators (rlsys.algo.batch)."""
+    """Return whether rewards are equal up to rounding, as in the trainer's estimators (rlsys.algo.batch)."""
     largest = max(map(abs, rewards), default=0.0)
     return not rewards or max(rewards) - min(rewards) <= REWARD_TOLERANCE * largest
 

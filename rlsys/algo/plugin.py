@@ -1,7 +1,7 @@
 """Base class of all plug-ins: typed parameters, needs, state. No torch.
 
-A plug-in is a class whose fields are its parameters, and which is called. It may keep state in private attributes;
-`state_dict` then returns it as plain JSON values for the checkpoint, and `observe` receives an update's metrics.
+A plug-in is a callable whose fields are its parameters. It may keep state in private attributes, which `state_dict`
+returns as JSON values for the checkpoint; `observe` receives the metrics of an update.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ NEEDS: dict[str, str] = {
     "ewma": "log-probs of the averaged weights (one forward pass with swapped weights)",
     "ref": "log-probs of a frozen reference model (one forward pass of it)",
     "entropy": "the entropy of the trainer's distribution at each token",
-    "divergence": "how far the policy's distribution at each token is from a teacher's (a forward pass of it)",
+    "divergence": "the divergence of the policy's distribution from a teacher's at each token (its forward pass)",
     "sum_pi_squared": "the sum of the squared probabilities at each token",
     "values": "predictions of a critic at each token, with gradient in the loss",
-    "prompt_index": "a stable number of the prompt, the same each time it is drawn",
-    "answers": "the final answer of each response, in one form",
+    "prompt_index": "the index of the prompt in its source, the same in every group of this prompt",
+    "answers": "the canonical final answer of each response",
     "verdicts": "a judge's verdict on each correct response",
-    "tool_penalty": "how untidy each response with tools is: failed calls, too many answers or none",
-    "turn_rewards": "what each turn is worth: rollout.generator: environment says it, or data.reward as turn_rewards",
-    "transferred": "which samples were drawn from a rewritten prompt",
-    "forks": "which sample of its group a response branches off, and where",
-    "guidance": "what a judge makes of failed responses: a hint for the prompt",
-    "repairs": "where a response goes wrong first, and what is right there",
-    "probes": "rewards of answers that engines of a pool with role explore give to the prompt",
-    "prompt_scores": "how far policy and reference disagree on each prompt token",
+    "tool_penalty": "the defects of each response with tools: failed calls, too many answers or none",
+    "turn_rewards": "the reward of each turn, from rollout.generator = environment or as turn_rewards of data.reward",
+    "transferred": "which samples were generated from a rewritten prompt",
+    "forks": "the sample of its group from which a response branches off, and the position",
+    "guidance": "a judge's hint for the prompt, from failed responses",
+    "repairs": "the first wrong step of a response, and the right one",
+    "probes": "rewards of responses to the prompt from engines of a pool with role explore",
+    "prompt_scores": "the disagreement of policy and reference on each prompt token",
 }
 """Signals that a plug-in may request beyond rewards, groups, lengths, `mu` and weight versions."""
 
 
 REWARD_TOLERANCE = 1e-6
-"""Rewards of a group that differ by at most this share of its largest are equal: float32 holds seven digits, and an
-estimator that divides by a deviation makes as much of the last of them as of a success."""
+"""Rewards of a group that differ by at most this share of the largest count as equal. float32 has seven digits, and
+an estimator that divides by the deviation would amplify a rounding difference to the size of a success."""
 
 EVIDENCE: dict[str, str] = {
     "R": "read in the authors' code, or in that of the framework where the method is from",
@@ -59,17 +59,17 @@ class Plugin(Section):
     evidence: ClassVar[str]
     """A key of EVIDENCE. It has no default, and a subclass does not inherit it: see evidence_of."""
     every_sample: ClassVar[bool] = False
-    """Whether it also reads samples of advantage 0, or acts on them: they are packed like the others."""
+    """Whether it reads or trains samples of advantage 0, which are then packed like the others."""
 
     def needs(self) -> frozenset[str]:
-        """Return names out of NEEDS; the run collects exactly these signals."""
+        """Return the required signals, as names of NEEDS; the run collects only these."""
         return frozenset()
 
     def needs_before(self) -> frozenset[str]:
         """Return the part of `needs` that a batch must have before the loss is called.
 
-        The loss itself is called with the log-probs, entropy and values of its own forward pass: a plug-in that reads
-        only these needs no further pass.
+        A loss is called with the log-probs, entropy and values of the training pass; a plug-in that reads only these
+        needs no additional pass.
         """
         return self.needs()
 
@@ -78,7 +78,7 @@ class Plugin(Section):
 
     @property
     def observes(self) -> bool:
-        """Whether `observe` is defined."""
+        """Return whether the plug-in defines `observe`."""
         return type(self).observe is not Plugin.observe
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,10 +90,12 @@ class Plugin(Section):
 
 
 def evidence_of(plugin: type[Plugin]) -> str:
-    """Return the evidence in the body of this class: a subclass does not inherit it.
+    """Return the evidence that the class itself states; a subclass does not inherit it.
 
-    Every built-in states it (checked by a unit test). A user's class or function without it counts as `own`. Raises
-    UserError for a value that is not a key of EVIDENCE.
+    A unit test checks that every built-in states it. A user's class or function without it counts as `own`.
+
+    Raises:
+        UserError: the value is not a key of EVIDENCE.
     """
     stated = vars(plugin).get("evidence", "own")
     if stated not in EVIDENCE:

@@ -1,4 +1,4 @@
-"""Checks before the start: unknown plug-ins, needs that the run cannot serve, and contradictory fields."""
+"""Checks of an algorithm before the start: unknown plug-ins, unavailable signals and contradictory fields."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ from rlsys.core.errors import UserError
 def check(config: Config) -> None:
     """Check the algorithm of a config.
 
-    Raises UserError, one line: an unknown name or parameter, a need that this run cannot serve, or fields that
-    contradict each other.
+    Raises:
+        UserError: a name or parameter is unknown, the run cannot provide a signal that a plug-in needs, or fields
+            contradict each other.
     """
     plugins = make_all(config.algo)
     objective = Objective(config.algo)
@@ -56,8 +57,10 @@ def check(config: Config) -> None:
     _check_anchor(objective.anchor, plugins)
     no_effect.check(config, plugins)
     _check_lens(config.algo)
-    _check_twice(config.algo)
-    _check_store(plugins)
+    _check_duplicates(config.algo)
+    deferring = [i for i, selector in enumerate(plugins["selectors"]) if selector.defers]
+    if len(deferring) > 1:
+        raise UserError(f"algo.selectors[{deferring[1]}]: only one selector can defer samples; name one")
     _check_terms(plugins, config.algo.critic is not None)
     _check_sequence_ratio(plugins)
     _check_average(config.algo.anchor, plugins)
@@ -71,17 +74,21 @@ def check(config: Config) -> None:
 
 
 def notes(config: Config) -> list[str]:
-    """List notes on an algorithm that can run, one line each. Raises UserError as `check` does."""
+    """Return notes on a valid algorithm, one line each.
+
+    Raises:
+        UserError: a plug-in is unknown or has invalid parameters.
+    """
     plugins = make_all(config.algo)
     reward_notes = no_effect.reward_scale_notes(config, plugins)
     return [*_weak_evidence(plugins), *no_effect.lines(config, plugins), *reward_notes]
 
 
 def _weak_evidence(plugins: Mapping[str, Sequence[Any]]) -> list[str]:
-    """List methods for which neither code nor a paper's formulas were read."""
+    """Return notes on methods whose implementation follows neither code nor formulas of a paper."""
     return [
         f"algo.{field}[{i}] ({type(plugin).__name__}): evidence {evidence}, {EVIDENCE[evidence]}: it may differ from "
-        f"what the authors of {plugin.paper or 'the method'} run"
+        f"the authors' implementation of {plugin.paper or 'the method'}"
         for field, field_plugins in plugins.items()
         for i, plugin in enumerate(field_plugins)
         if (evidence := evidence_of(type(plugin))) in ("A", "N")
@@ -92,26 +99,26 @@ def _why_not_early(config: Config) -> str:
     """Return the reason against early backward passes of finished groups; empty if there is none."""
     whole_step = Objective(config.algo).requirements.needs_whole_step
     reasons = {
-        "launch.placement = colocated: engines rest while the trainer works; use disaggregated": (
+        "launch.placement = colocated: engines pause while the trainer works; use disaggregated": (
             config.launch.placement == "colocated"
         ),
         f"the algorithm needs whole steps: {', '.join(whole_step)}": bool(whole_step),
         f"algo.minibatches = {config.algo.minibatches}: a step's groups are shuffled over them; use 1": (
             config.algo.minibatches > 1
         ),
-        f"algo.epochs = {config.algo.epochs}: a further pass needs the step's samples once more; use 1": (
+        f"algo.epochs = {config.algo.epochs}: a second pass needs the step's samples again; use 1": (
             config.algo.epochs > 1
         ),
         "parallel.overlap = true reduces the gradients in the last backward pass of each portion; use false": (
             config.parallel.overlap
         ),
-        f"trainer.balance_loss = {config.trainer.balance_loss} weighs by all tokens of a step; use balance_rate": (
+        f"trainer.balance_loss = {config.trainer.balance_loss} needs all tokens of a step; use balance_rate": (
             config.trainer.balance_loss > 0
         ),
         "rollout.staleness_policy = wait chooses among all groups that are ready; use drop or mask": (
             config.rollout.staleness_policy == "wait"
         ),
-        f"rollout.repeat = {config.rollout.repeat}: the record decides when a step has its groups": (
+        f"rollout.repeat = {config.rollout.repeat}: the record determines the groups of a step; use false": (
             config.rollout.repeat is not None
         ),
     }
@@ -126,7 +133,7 @@ _COMPARED_TOKENS = {
 
 
 def _check_teacher(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
-    """Check that a teacher engine is used and that it supports the sampling settings."""
+    """Check that a loss term uses the teacher and that its engine supports the sampling settings."""
     teacher, rollout = config.algo.teacher, config.rollout
     if teacher is None:
         return
@@ -143,14 +150,14 @@ def _check_teacher(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None
             "with a teacher; add distill"
         )
     reasons = {
-        "algo.teacher.top_k = null: it tells its most probable tokens only; give a number": teacher.top_k
+        "algo.teacher.top_k = null: an engine returns only its most probable ids; use a number": teacher.top_k
         is None,
-        "algo.teacher.by_source names further teachers; expected one": bool(teacher.by_source),
-        f"rollout.workers = {rollout.workers}: one process asks it; expected 1": rollout.workers > 1,
-        f"rollout.temperature = {rollout.temperature:g}: SGLang tells log-probs of given tokens at 1 only; use 1": (
+        "algo.teacher.by_source names additional teachers; expected one": bool(teacher.by_source),
+        f"rollout.workers = {rollout.workers}: only one process can query it; use 1": rollout.workers > 1,
+        f"rollout.temperature = {rollout.temperature:g}: SGLang returns log-probs of a prompt at 1 only; use 1": (
             rollout.temperature != 1
         ),
-        f"rollout.top_k = {rollout.top_k}: it tells nothing of tokens that were left to draw from; use null": (
+        f"rollout.top_k = {rollout.top_k}: an engine does not restrict log-probs to a sampling mask; use null": (
             rollout.top_k is not None
         ),
     }
@@ -160,12 +167,13 @@ def _check_teacher(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None
 
 
 def _check_reducer(plugins: Mapping[str, Sequence[Any]]) -> None:
-    """Check `over: active`: with advantages per token, a sample's advantage does not tell which tokens are active."""
+    """Check `over: active`: if tokens have their own advantages, a sample's advantage does not identify active
+    tokens."""
     (advantage,), (reducer,) = plugins["advantage"], plugins["reducer"]
     if reducer.over == "active" and advantage.changes_tokens():
         raise UserError(
             "algo.reducer.over = 'active' counts samples whose advantage is not 0, but algo.advantage "
-            f"({type(advantage).__name__}) gives each token its own: use all"
+            f"({type(advantage).__name__}) gives each token its own advantage: use all"
         )
 
 
@@ -183,15 +191,15 @@ def _check_anchor(anchor: str, plugins: Mapping[str, Sequence[Any]]) -> None:
 def _check_lens(algo: AlgoSection) -> None:
     """Check that LENS is complete: cleaned prompts need its planner, its selector and its correction."""
     fields = {"planners": algo.planners, "selectors": algo.selectors, "corrections": algo.corrections}
-    having = [field for field, specs in fields.items() if "lens" in {spec.name for spec in specs}]
-    if having and (missing := sorted(set(fields) - set(having))):
+    lens_fields = [field for field, specs in fields.items() if "lens" in {spec.name for spec in specs}]
+    if lens_fields and (missing := sorted(set(fields) - set(lens_fields))):
         raise UserError(
-            f"algo.{having[0]} has lens, but algo.{missing[0]} has not: name it in all of {', '.join(fields)}"
+            f"algo.{lens_fields[0]} has lens, but algo.{missing[0]} has not: name it in all of {', '.join(fields)}"
         )
 
 
-def _check_twice(algo: AlgoSection) -> None:
-    """Check that no plug-in with the same parameters is named twice, which is always a mistake."""
+def _check_duplicates(algo: AlgoSection) -> None:
+    """Check that no field names a plug-in twice with the same parameters."""
     for field, kind in SECTION_KINDS.items():
         specs = getattr(algo, field)
         for i, spec in enumerate(specs if isinstance(specs, list) else []):
@@ -199,45 +207,41 @@ def _check_twice(algo: AlgoSection) -> None:
                 raise UserError(f"algo.{field}[{i}] = {spec.name!r}: this {kind} is named twice")
 
 
-def _check_store(plugins: Mapping[str, Sequence[Any]]) -> None:
-    deferring = [i for i, selector in enumerate(plugins["selectors"]) if selector.defers]
-    if len(deferring) > 1:
-        raise UserError(f"algo.selectors[{deferring[1]}]: only one selector can defer samples; name one")
-
-
 def _check_terms(plugins: Mapping[str, Sequence[Any]], own_critic: bool) -> None:
     """Check that a term trains the policy, and that a critic has both a loss and an advantage that uses it."""
     (advantage,), losses = plugins["advantage"], plugins["loss"]
     names = ", ".join(type(term).__name__ for term in losses)
     if not any(term.policy or term.trains_policy for term in losses):
-        raise UserError(f"algo.loss ({names}) has no term that trains on advantages; add one, as clip")
+        raise UserError(
+            f"algo.loss ({names}) has no term that trains on advantages; add one, for example clip"
+        )
     needs_values = "values" in advantage.needs()
     trained = any("values" in term.needs() for term in losses)
     if trained and not needs_values:
         raise UserError(
-            f"algo.loss ({names}) trains a critic, but algo.advantage ({type(advantage).__name__}) makes no "
-            "targets for it; use gae"
+            f"algo.loss ({names}) trains a critic, but algo.advantage ({type(advantage).__name__}) computes no "
+            "returns for it; use gae"
         )
     if own_critic and not needs_values:
         raise UserError(
-            f"algo.critic is given, but algo.advantage ({type(advantage).__name__}) asks for no values; use gae, or "
-            "no critic"
+            f"algo.critic is set, but algo.advantage ({type(advantage).__name__}) uses no values; use gae, or "
+            "algo.critic = null"
         )
     if needs_values and not trained:
         raise UserError(
-            f"algo.advantage ({type(advantage).__name__}) needs a critic, but algo.loss ({names}) trains none; "
-            "add value"
+            f"algo.advantage ({type(advantage).__name__}) needs a critic, but algo.loss ({names}) trains none; add "
+            "value"
         )
 
 
 def _check_sequence_ratio(plugins: Mapping[str, Sequence[Any]]) -> None:
-    """Check the reducer of a sequence ratio, whose gradient is divided by the sequence's own length."""
+    """Check the reducer of a loss with one ratio per sequence, whose gradient is divided by the sequence's length."""
     (reducer,) = plugins["reducer"]
     names = [type(term).__name__ for term in plugins["loss"] if term.per_sequence]
     if names and isinstance(reducer, TokenMean | Constant):
         raise UserError(
-            f"algo.loss has {names[0].lower()}, whose ratio is one per sequence, but algo.reducer "
-            f"({type(reducer).__name__}) counts long sequences more: use algo.reducer = sequence_mean"
+            f"algo.loss has {names[0].lower()}, with one ratio per sequence, but algo.reducer "
+            f"({type(reducer).__name__}) gives long sequences more weight: use algo.reducer = sequence_mean"
         )
 
 
@@ -249,12 +253,12 @@ def _check_average(anchor: str, plugins: Mapping[str, Sequence[Any]]) -> None:
     )
     if is_needed and not averaging:
         raise UserError(
-            f"algo.anchor = {anchor!r} needs averaged weights, but no hook makes them: algo.hooks = [ewma]"
+            f"algo.anchor = {anchor!r} needs averaged weights, but no hook computes them: use algo.hooks = [ewma]"
         )
     if averaging and not is_needed:
         raise UserError(
-            f"algo.hooks ({averaging[0]}) averages the weights, but algo.anchor = {anchor!r} does not use "
-            "them; use ewma"
+            f"algo.hooks ({averaging[0]}) averages the weights, but algo.anchor = {anchor!r} does not use them; use "
+            "ewma"
         )
     if len(averaging) > 1:
         raise UserError(f"algo.hooks ({', '.join(averaging)}) average the weights more than once; name one")
@@ -299,13 +303,11 @@ def _check_groups(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
         _check_odd(start, size_text, planners, plugins["selectors"])
     growing = [type(p).__name__ for p in planners if p.limit(start) > start]
     for exclusive, reason in (
-        ("Xrpo", "allots all further samples of a group in its rounds"),
-        ("Explore", "sizes groups"),
+        ("Xrpo", "assigns all additional samples of a group"),
+        ("Explore", "sets the size of groups"),
     ):
         if len(growing) > 1 and exclusive in growing:
-            raise UserError(
-                f"algo.planners ({', '.join(growing)}): {exclusive} {reason}; leave the others out"
-            )
+            raise UserError(f"algo.planners ({', '.join(growing)}): {exclusive} {reason}; remove the others")
     for i, planner in enumerate(planners):
         if isinstance(planner, Explore) and not planner.first <= size <= planner.largest > planner.first:
             raise UserError(
@@ -314,31 +316,28 @@ def _check_groups(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
             )
         if isinstance(planner, Dars | Xrpo) and planner.largest <= start:
             raise UserError(
-                f"algo.planners[{i}] ({type(planner).__name__}).largest = {planner.largest} leaves no room: groups "
-                f"start with {start} samples ({size_text})"
+                f"algo.planners[{i}] ({type(planner).__name__}).largest = {planner.largest}: expected more than the "
+                f"{start} samples that groups start with ({size_text})"
             )
 
 
 def _check_odd(size: int, size_text: str, planners: Sequence[Planner], selectors: Sequence[Selector]) -> None:
-    """Check that every group has an odd number of samples, as the median requires.
-
-    `size`: at the start of a group.
-    """
+    """Check that every group has an odd number of samples, as the median requires. `size`: samples at its start."""
     needs = "algo.advantage (McGrpo) needs an odd number of samples"
     if size % 2 == 0:
-        raise UserError(f"{size_text} makes groups of {size}, but {needs}; use algo.planners = [mc_grpo]")
+        raise UserError(f"{size_text} gives groups of {size}, but {needs}; use algo.planners = [mc_grpo]")
     for i, planner in enumerate(planners):
         if planner.limit(size) > size and not isinstance(planner, Lens):  # its selector restores the size
             raise UserError(
                 f"algo.planners[{i}] ({type(planner).__name__}) lets groups of {size} grow to any size up to "
-                f"{planner.limit(size)}, but {needs}; use another advantage, as dr_grpo"
+                f"{planner.limit(size)}, but {needs}; use another advantage, for example dr_grpo"
             )
     for i, selector in enumerate(selectors):
         remaining = selector.size_of(size)
         if remaining is not None and remaining % 2 == 0:
             raise UserError(
                 f"algo.selectors[{i}] ({type(selector).__name__}) leaves {remaining} of groups of {size}, but "
-                f"{needs}; choose `keep` so that an odd number stays"
+                f"{needs}; choose `keep` so that the number is odd"
             )
         size = size if remaining is None else remaining
 
@@ -351,9 +350,9 @@ def _check_batch_scaling(config: Config, plugins: Mapping[str, Sequence[Any]]) -
     for i, hook in enumerate(plugins["hooks"]):
         if isinstance(hook, BatchScaling) and batch == hook.samples and largest_size(planners, size) == start:
             raise UserError(
-                f"algo.hooks[{i}] (BatchScaling).samples = {hook.samples} is what an update has "
+                f"algo.hooks[{i}] (BatchScaling).samples = {hook.samples} equals the samples of an update "
                 f"({config.rollout.groups_per_step} groups of {start} over {config.algo.minibatches} mini-batches), "
-                "so that the factor of the learning rate is 1; raise the batch, or leave the hook out"
+                "so the factor of the learning rate is 1; increase the batch, or remove the hook"
             )
 
 
@@ -362,8 +361,8 @@ def _check_judge(config: Config) -> None:
     is_needed |= any(spec.name == "reasoning_answer_consistency" for spec in config.data.reward)
     if config.data.judge is not None and config.algo.group_reward is None and not is_needed:
         raise UserError(
-            f"data.judge = {config.data.judge!r} is never asked: algo.group_reward is not given; use fapo, the "
-            "planner aoi, or no judge"
+            f"data.judge = {config.data.judge!r} is unused: algo.group_reward is not set; use fapo, the planner "
+            "aoi, or data.judge = null"
         )
 
 
@@ -373,50 +372,51 @@ def _check_overlong(config: Config, plugins: Mapping[str, Sequence[Any]]) -> Non
     for i, shaping in enumerate(plugins["shaping"]):
         if isinstance(shaping, Overlong) and shaping.cap - shaping.buffer >= longest:
             raise UserError(
-                f"algo.shaping[{i}] (Overlong): cap = {shaping.cap} less buffer = {shaping.buffer} is not below "
-                f"rollout.max_response_tokens = {longest}, so that no response is ever punished"
+                f"algo.shaping[{i}] (Overlong): cap = {shaping.cap} minus buffer = {shaping.buffer}: expected less "
+                f"than rollout.max_response_tokens = {longest}; otherwise no response is penalised"
             )
 
 
 def _why_not(need: str, config: Config) -> str:
-    """Return the reason why nothing serves this need; empty if it is served."""
+    """Return the reason why the run cannot provide the signal `need`; empty if it can."""
     placement = config.launch.placement
     if need == "behaviour" and placement != "colocated":
         return (
-            f"launch.placement = {placement!r} has changed the weights by then; use colocated, or algo.anchor = "
-            "interpolated or ewma"
+            f"with launch.placement = {placement!r} the weights have changed before tokens can be scored; use "
+            "colocated, or algo.anchor = interpolated or ewma"
         )
     if need == "behaviour" and config.router.interruption != "abort":
         return (
-            f"router.interruption = {config.router.interruption} leaves the last tokens of a sample in its engine "
-            "until other weights are there; use abort, or algo.anchor = interpolated or ewma"
+            f"router.interruption = {config.router.interruption} keeps the last tokens of a sample in its engine "
+            "until the weights have changed; use abort, or algo.anchor = interpolated or ewma"
         )
     if need == "behaviour" and config.trainer.replay == "trainer":
         return (
-            "trainer.replay = 'trainer' trains a token by the experts of the step's scoring pass, but it was scored "
-            "by those of the weights that sampled it; use trainer.replay = engine, or algo.anchor = old"
+            "trainer.replay = 'trainer' trains a token with the experts of the step's scoring pass, but its log-prob "
+            "was computed with other experts; use trainer.replay = engine, or algo.anchor = old"
         )
     if need == "tool_penalty" and config.rollout.generator == "single_turn":
         return "rollout.generator = single_turn calls no tools; use calculator, or penalty: length"
     if need == "values" and config.trainer.lora is not None:
-        return "trainer.lora trains nothing but adapters, and values need a layer of their own; leave out one of them"
+        return "trainer.lora trains only adapters, and values need a separate layer; remove one of them"
     if need == "divergence" and config.algo.teacher is None:
-        return "algo.teacher names none"
+        return "algo.teacher is not set"
     if need in ("verdicts", "guidance") and config.data.judge is None:
-        return "data.judge names none"
+        return "data.judge is not set"
     forks = config.rollout.generator in TREES or any(p.name == "scope" for p in config.algo.planners)
     if need == "forks" and not forks:
-        return f"rollout.generator = {config.rollout.generator} makes no trees; use latr"
+        return f"rollout.generator = {config.rollout.generator} generates no trees; use latr"
     if need == "guidance" and config.rollout.generator not in ("single_turn", "calculator", "functions"):
-        return f"rollout.generator = {config.rollout.generator} makes its prompt itself"
+        return f"rollout.generator = {config.rollout.generator} creates its prompt itself; use single_turn"
     if need == "repairs" and config.data.process_judge is None:
-        return "data.process_judge names none"
+        return "data.process_judge is not set"
     if need == "repairs" and config.rollout.generator not in ("single_turn", *TREES):
         return (
-            f"rollout.generator = {config.rollout.generator} does not go on from tokens of another response"
+            f"rollout.generator = {config.rollout.generator} cannot continue tokens of another response; use "
+            "single_turn"
         )
     if need == "probes" and not config.engine.explorers:
         return "engine.pools has no pool with role = explore"
     if need == "prompt_scores" and config.engine.reference is None:
-        return "engine.reference names no server of the weights to hold them against; own starts one"
+        return "engine.reference is not set: expected own, or the URL of a server with the reference weights"
     return ""

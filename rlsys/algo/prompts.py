@@ -1,6 +1,6 @@
-"""Prompt choice of a new group, and its wording. For the rollout process: no torch.
+"""Choice and wording of the prompt of a new group. For the rollout process: no torch.
 
-A chooser is deterministic in (its state, the group's id), so that a resumed run requests the same prompts.
+A chooser depends only on its state and the group's id, so that a resumed run uses the same prompts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rlsys.core.types import SampleGroup
 class Template:
     """Wording of a question: a system message ("" for none), the question with `{question}`, the start of the answer.
 
-    It also defines the expected response: the `form` of its final answer (rlsys.rewards.answer), and `marks` that it
-    contains exactly once.
+    It also defines the expected response: the `form` of its final answer (rlsys.rewards.answer), and `marks`, texts
+    that the response must contain exactly once.
     """
 
     system: str = ""
@@ -44,14 +44,14 @@ class PromptChooser(Plugin):
         return group_id
 
     def template(self, group_id: int) -> Template:
-        """Return the template, which is chosen once per group: a resumed sample keeps it."""
+        """Return the template of the group. It depends on the group only, so that a resumed sample keeps it."""
         return Template()
 
     def on_rewards(self, group: SampleGroup) -> None:
         """Record the rewards of a group."""
 
     def forget(self, group_id: int) -> None:
-        """Forget a group that was dropped before it had rewards."""
+        """Delete the state of a group that was dropped before it had rewards."""
 
 
 class InOrder(PromptChooser):
@@ -61,9 +61,9 @@ class InOrder(PromptChooser):
 
 
 class Pool(PromptChooser):
-    """The first `size` prompts of the source, in a new random order each round: all of them before one is repeated.
+    """The first `size` prompts of the source, in rounds; each round has all of them in a new random order.
 
-    For plug-ins that keep a record of each prompt (mssr), if the source is endless.
+    For plug-ins with state per prompt (mssr) and an endless source.
     """
 
     evidence: ClassVar[str] = "own"
@@ -75,13 +75,16 @@ class Pool(PromptChooser):
     """The last requested round."""
 
     def index(self, group_id: int) -> int:
-        number, position = divmod(group_id, self.size)
-        if self._order[0] != number:
-            self._order = number, stream("pool", self.seed, number).permutation(self.size).tolist()
+        round_number, position = divmod(group_id, self.size)
+        if self._order[0] != round_number:
+            self._order = (
+                round_number,
+                stream("pool", self.seed, round_number).permutation(self.size).tolist(),
+            )
         return self._order[1][position]
 
 
 def stream(*parts: object) -> np.random.Generator:
-    """Return a random generator that depends on these parts alone, in every process."""
+    """Return a random generator whose numbers depend only on `parts`, in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return np.random.default_rng(int.from_bytes(digest, "big"))

@@ -22,40 +22,42 @@ class Reduction(NamedTuple):
 
 
 class Reducer(Plugin):
-    """Lengths of all samples of the step -> factor of each sample's tokens."""
+    """Base of reducers: map the lengths of all samples of the step to a factor of each sample's tokens."""
 
     over: Literal["all", "active"] = "all"
-    """Samples in the denominator: all of them, or those with an advantage other than 0, whatever the terms. Where no
-    sample has one, all."""
+    """Samples in the denominator: all, or active: those with an advantage other than 0, independent of the loss
+    terms; if no sample has one, all."""
     sample_local: ClassVar[bool] = False
-    """A sample's factor follows from the sample alone."""
+    """Whether a sample's factor depends on that sample only."""
 
     def __call__(self, lengths: Tensor, active: Tensor) -> Reduction:
-        """Reduce. lengths `[N]` of trained tokens; active `[N]` bool: the sample's advantage is not 0."""
+        """Return factors and denominator. `lengths` `[N]`: trained tokens; `active` `[N]` bool: advantages other
+        than 0."""
         return self.reduce(lengths, self._counts(active))
 
     def _counts(self, active: Tensor) -> Tensor:
-        """Return the counted samples.
+        """Return the samples in the denominator.
 
-        All if none is active, because terms without an advantage would be divided by 1.
+        If none is active, these are all: otherwise terms that do not use advantages would be divided by 1.
         """
         return active if self.over == "active" and bool(active.any()) else torch.ones_like(active)
 
     def reduce(self, lengths: Tensor, is_counted: Tensor) -> Reduction:
+        """Return factors and denominator. `is_counted` `[N]` bool: samples in the denominator."""
         raise NotImplementedError
 
     def mass(self, lengths: Tensor, active: Tensor) -> Tensor:
-        """`[N]`, contribution of each sample to the denominator, without a common factor."""
+        """Return the contribution of each sample to the denominator, up to a common factor, `[N]`."""
         share = self.share(lengths)
         return share * self._counts(active).to(share)
 
     def share(self, lengths: Tensor) -> Tensor:
-        """`[N]`, the same for counted samples: a sample each, or its tokens."""
+        """Return the contribution of each sample if it is counted, `[N]`: 1, or its tokens."""
         return torch.ones(len(lengths))
 
 
 class TokenMean(Reducer):
-    """Every token of the step counts the same (DAPO): long responses weigh more."""
+    """Equal weight for every token of the step (DAPO), so that long responses have more weight."""
 
     paper: ClassVar[str] = "DAPO, section 3.3"
     evidence: ClassVar[str] = "R"

@@ -1,9 +1,8 @@
 """Reductions across ranks: sums over data-parallel ranks, and global thresholds.
 
-A plug-in never sees the layout. It gets whole sequences of its own rank (the trainer gathers the results of
+A plug-in does not depend on the layout. It gets whole sequences of its own rank (the trainer gathers the results of
 context-parallel ranks, see rlsys.trainer.model.context_parallel), the table of all samples, and a `Reduce` that sums
-a tensor over the ranks that hold other sequences. Its decisions from such sums are equal on every rank and for every
-layout.
+a tensor over the data-parallel ranks. Decisions from such sums are equal on every rank and in every layout.
 """
 
 from __future__ import annotations
@@ -17,21 +16,22 @@ Reduce = Callable[[Tensor], Tensor]
 """Element-wise sum of equally shaped tensors over ranks; every rank gets the result."""
 
 Condition = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(edges `[E]`, how many values are <= edge `[E]`, their sum `[E]`) -> holds `[E]`, false from some edge on."""
+"""(edges `[E]`, number of values <= edge `[E]`, their sum `[E]`) -> `[E]` bool: true up to an edge, false after
+it."""
 
 
 def single_rank(values: Tensor) -> Tensor:
-    """Return the values: the Reduce of one rank."""
+    """Return `values`: the `Reduce` for a single rank."""
     return values
 
 
 def table_sum(values: Sequence[Tensor], rows: Sequence[Tensor], samples: int, reduce: Reduce) -> Tensor:
-    """Sum the values `[S]` of every rank's sequences at their rows of the sample table. `[samples]`, float64."""
+    """Return the sum of all ranks' sequence values `[S]` for each row of the sample table, `[samples]` float64."""
     device = values[0].device if values else torch.device("cpu")
-    out = torch.zeros(samples, dtype=torch.float64, device=device)
+    sums = torch.zeros(samples, dtype=torch.float64, device=device)
     for value, row in zip(values, rows, strict=True):
-        out = out.index_add(0, row.to(device), value.double())
-    return reduce(out)
+        sums = sums.index_add(0, row.to(device), value.double())
+    return reduce(sums)
 
 
 def threshold(
@@ -44,12 +44,19 @@ def threshold(
     bins: int = 1024,
     rounds: int = 3,
 ) -> float:
-    """Return the largest value in [low, high] for which `holds`, to (high - low) / bins^rounds.
+    """Return the largest value in [low, high] for which a condition holds, up to (high - low) / bins^rounds.
 
-    `low` if it never does.
+    All ranks count their values into bins, which are refined around the result in each round. So no rank needs the
+    values of another one, and the result does not depend on the layout.
 
-    Values `[n]` of all ranks are counted into bins that are refined around the answer, so that no rank sorts or reads
-    another's tokens, and the answer does not depend on the layout.
+    Args:
+        parts: values `[n]` of this rank.
+        holds: the condition.
+        low: lower limit, the result if the condition never holds.
+        high: upper limit.
+        reduce: sum over ranks.
+        bins: number of bins.
+        rounds: number of refinements.
     """
     start, end = low, high
     for _ in range(rounds):

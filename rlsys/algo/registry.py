@@ -14,26 +14,26 @@ from rlsys.core.errors import UserError
 from rlsys.core.imports import import_attribute
 
 KINDS: dict[str, tuple[str, str]] = {
-    "prompt": ("rlsys.algo.prompts:PromptChooser", "which prompt a new group gets, and how it is worded"),
-    "planner": ("rlsys.algo.planners:Planner", "how many samples a group gets, and whether it is kept"),
-    "group_reward": ("rlsys.algo.group_rewards:GroupReward", "rewards that need all samples of a group"),
+    "prompt": ("rlsys.algo.prompts:PromptChooser", "the prompt of a new group, and its wording"),
+    "planner": ("rlsys.algo.planners:Planner", "the number of samples of a group, and whether it is trained"),
+    "group_reward": ("rlsys.algo.group_rewards:GroupReward", "rewards from all samples of a group"),
     "shaping": ("rlsys.algo.shaping:Shaping", "rewards -> rewards, just before the advantages"),
     "advantage": ("rlsys.algo.advantages:Advantage", "rewards of groups -> advantages"),
-    "selector": ("rlsys.algo.selectors:Selector", "which samples and tokens are trained, with which weight"),
+    "selector": ("rlsys.algo.selectors:Selector", "selection and weights of samples and tokens"),
     "correction": (
         "rlsys.algo.corrections:CorrectionPlugin",
         "weights and rejections for tokens of another policy",
     ),
     "loss": ("rlsys.algo.losses:Loss", "a term of the objective, token by token"),
-    "reducer": ("rlsys.algo.reducers:Reducer", "what each token counts, and the denominator"),
+    "reducer": ("rlsys.algo.reducers:Reducer", "the weight of each token, and the denominator"),
     "hook": ("rlsys.algo.hooks:Hook", "learning-rate factors and weight averages around the optimizer step"),
     "imitation": (
         "rlsys.algo.sft.imitation:Imitation",
-        "losses on the tokens of answers, of `rlsys sft` (sft.loss)",
+        "losses of `rlsys sft` on the tokens of answers (sft.loss)",
     ),
     "preference": (
         "rlsys.algo.sft.preferences:Preference",
-        "losses on compared answers, of `rlsys sft` (sft.loss)",
+        "losses of `rlsys sft` on compared answers (sft.loss)",
     ),
 }
 """kind -> (its base class, its purpose), in the order in which a sample passes them."""
@@ -195,9 +195,15 @@ SECTION_KINDS: Mapping[str, str] = {
 
 
 def build(kind: str, name: str, /, **params: Any) -> Any:
-    """Build the plug-in `name` (short name or `package.module:attribute`) of a kind.
+    """Return a new plug-in.
 
-    Raises UserError for any mistake.
+    Args:
+        kind: a key of KINDS.
+        name: short name, or import path `package.module:attribute`.
+        params: parameters of the plug-in.
+
+    Raises:
+        UserError: the name, the kind or a parameter is invalid.
     """
     if not isinstance(name, str):
         raise UserError(f"{kind} = {name!r}: expected a short name or an import path package.module:name")
@@ -205,7 +211,7 @@ def build(kind: str, name: str, /, **params: Any) -> Any:
 
 
 def make(field: str, kind: str, spec: Spec) -> Any:
-    """Build like `build`, with the config field for messages."""
+    """Return the plug-in of a config entry. `field`: its config field, for error messages. See `build`."""
     if kind not in TABLE:
         raise UserError(f"unknown kind of plug-in {kind!r}; {hint(str(kind), TABLE)}")
     path = TABLE[kind].get(spec.name, spec.name)
@@ -222,25 +228,33 @@ def make(field: str, kind: str, spec: Spec) -> Any:
 
 
 def make_all(section: AlgoSection, fields: Collection[str] = SECTION_KINDS) -> dict[str, list[Any]]:
-    """Build every plug-in that these fields of the section name, by field; one plug-in is a list of one."""
-    out = {}
+    """Return the plug-ins of these fields of the section, by field; a field with one plug-in gives a list of one."""
+    plugins = {}
     for field in fields:
         kind, value = SECTION_KINDS[field], getattr(section, field)
         specs = value if isinstance(value, list) else [] if value is None else [value]
-        out[field] = [
+        plugins[field] = [
             make(f"algo.{field}" + (f"[{i}]" if isinstance(value, list) else ""), kind, spec)
             for i, spec in enumerate(specs)
         ]
-    return out
+    return plugins
 
 
 def check(section: AlgoSection) -> None:
-    """Build everything once, so that a mistake is reported before the start. Raises UserError."""
+    """Check that all plug-ins of the section can be built.
+
+    Raises:
+        UserError: one cannot.
+    """
     make_all(section)
 
 
 def load(field: str, path: str) -> Any:
-    """Load the attribute at `package.module:attribute`. Raises UserError with `field`."""
+    """Return the class or function at `package.module:attribute`.
+
+    Raises:
+        UserError: it cannot be imported or is not callable; the message starts with `field`.
+    """
     module_name, _, attribute = path.partition(":")
     attribute_value = import_attribute(field, path)
     if not callable(attribute_value):
@@ -249,9 +263,9 @@ def load(field: str, path: str) -> Any:
 
 
 def _adapt(field: str, base: type[Plugin], function: Callable[..., Any], params: Mapping[str, Any]) -> Plugin:
-    """Wrap a plain function as a plug-in of `base`.
+    """Return a plug-in of class `base` that calls a plain function.
 
-    Its `needs`, a collection of names, and `evidence` are optional.
+    The function may have the attributes `needs`, a collection of names, and `evidence`.
     """
     try:
         inspect.signature(function).bind_partial(**params)
@@ -286,5 +300,5 @@ def _unknown_name_hint(kind: str, name: str) -> str:
 
 def hint(name: str, names: Mapping[str, object]) -> str:
     """Suggest the most similar name, or list all of them."""
-    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"
+    similar_names = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    return f"did you mean {similar_names[0]}?" if similar_names else f"known: {', '.join(names)}"

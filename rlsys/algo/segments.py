@@ -1,4 +1,4 @@
-"""Sums and scans over samples of one group and tokens of one sequence. Pure, differentiable where it matters.
+"""Sums and scans over the samples of a group and the tokens of a sequence. Pure functions.
 
 Shapes: T packed tokens, S sequences, N samples, G groups. `ids` `[T]` is each token's sequence, ascending.
 """
@@ -22,18 +22,19 @@ def groups_of(group_ids: Tensor) -> list[Tensor]:
 
 
 def sum_by(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """Sum `values` `[n]` per value of `index` `[n]`, `[count]`."""
+    """Return the sum of `values` `[n]` for each value of `index` `[n]`, `[count]`."""
     return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, index, values)
 
 
 def max_by(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """Return the largest of `values` `[n]`, none below 0, per value of `index` `[n]`, `[count]`; 0 without any."""
+    """Return the maximum of `values` `[n]`, which must not be negative, for each value of `index` `[n]`, `[count]`;
+    0 for none."""
     out = torch.zeros(count, dtype=values.dtype, device=values.device)
     return out.scatter_reduce(0, index, values, "amax")
 
 
 def merge_close(values: Tensor, group_ids: Tensor, scale: Tensor, tolerance: float) -> Tensor:
-    """Set values `[N]` of a group that are equal up to a tolerance to the smallest of them.
+    """Return `values` `[N]` in which values of a group that are equal up to a tolerance are replaced by the smallest.
 
     The tolerance is `tolerance` times the group's largest `scale` `[N]`.
     """

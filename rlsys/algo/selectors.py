@@ -1,7 +1,7 @@
-"""Selection and weights of samples and tokens. Dropping never changes the denominator, except before the advantages.
+"""Selection and weights of samples and tokens. A dropped sample stays in the denominator, except before the
+advantages.
 
-Shapes: N samples of the step, T tokens. A selector decides from the table that every rank has, or from sums over
-ranks.
+Shapes: N samples of the step, T tokens. A selector uses only the table, which every rank has, and sums over ranks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Selector(Plugin):
-    """Weights of samples and tokens; 0 drops. Selectors act in order, each on the result of those before it."""
+    """Base of selectors: weights of samples and tokens, where 0 drops; each acts on the result of those before it."""
 
     before_advantages: ClassVar[bool] = False
-    """Whether it acts before the advantages: dropped samples are then excluded from baselines and denominators,
-    too."""
+    """Whether it acts before the advantages: baselines and denominators then exclude dropped samples."""
     defers: ClassVar[bool] = False
     """Whether dropped samples are stored for a later extra update (see rlsys.algo.methods.deferred_samples)."""
 
     def store(self) -> DeferredSamples[Any]:
-        """Return the store of a selector that defers."""
+        """Return a new queue of deferred samples, for a selector that defers."""
         raise NotImplementedError
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
@@ -39,35 +38,38 @@ class Selector(Plugin):
         return torch.ones(len(samples), device=samples.rewards.device)
 
     def denominator_share(self, weight: Tensor, mass: Tensor, step: int) -> float:
-        """Return the remaining share of the denominator.
+        """Return the share of the denominator that remains.
 
-        `weight` `[N]` of samples, `mass` `[N]`: their parts of it.
+        Args:
+            weight: `[N]`, weights of samples.
+            mass: `[N]`, contribution of each sample to the denominator.
+            step: train steps before this one.
         """
         return 1.0
 
     def size_of(self, group: int) -> int | None:
-        """Return the remaining samples of a group, if it acts before the advantages.
+        """Return the number of remaining samples of a group, if the selector acts before the advantages.
 
-        None if that depends on the group.
+        None if it depends on the group's samples.
         """
         return None
 
     def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
-        """Return the weight of each token, `[T]` per packed batch of this rank; None for all of them."""
+        """Return the weight of each token, `[T]` for each packed batch of this rank; None for weights of 1."""
         return None
 
 
 class OverlongFilter(Selector):
-    """Do not train responses that were cut off at the longest length: their outcome is unknown.
+    """Exclude truncated responses from training, because their outcome is unknown.
 
-    Their rewards stay in the baselines of their groups. Denominators count them, as ROLL's and, over sequences, TRL's
-    do; with `denominator: kept` the loss is the mean over the others, as TRL's is over tokens.
+    Their rewards stay in the baselines of their groups. Denominators count them, as in ROLL and, over sequences, in
+    TRL; with `denominator: kept` the loss is the mean over the other responses, as in TRL over tokens.
     """
 
     paper: ClassVar[str] = "DAPO, section 3.4: overlong filtering"
     evidence: ClassVar[str] = "R"
     denominator: Literal["kept", "all"] = "all"
-    """Denominator of the mean loss: the responses that ended, or all of the step."""
+    """Denominator of the mean loss: kept: the responses that are not truncated. all: all of the step."""
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         return (~samples.column("truncated").bool()).to(samples.rewards)

@@ -1,6 +1,6 @@
-"""Samples of several sequences: sums over the sequences before or after a sequence in its sample, on any rank.
+"""Samples of several sequences: sums over the earlier or later sequences of a sample, which may be on any rank.
 
-Shapes: N samples of the step, K sequences of the one with most, S sequences and T tokens of one part.
+Shapes: N samples of the step, K sequences of the sample with most, S sequences and T tokens of one part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def sequence_indices(part: Batch) -> Tensor:
 
 
 def sequence_table(parts: Sequence[Batch], values: Sequence[Tensor], samples: int, reduce: Reduce) -> Tensor:
-    """`[N, K]` float64: a value `[S]` of each sequence of all parts and ranks, 0 without a sequence."""
+    """Return a table `[N, K]` float64 of the values `[S]` of all sequences of all ranks; 0 without a sequence."""
     device = values[0].device
     indices = [sequence_indices(part).to(device) for part in parts]
     longest = max([int(p.max()) + 1 for p in indices if len(p)], default=1)
@@ -41,21 +41,21 @@ def sequence_table(parts: Sequence[Batch], values: Sequence[Tensor], samples: in
 
 
 def at_sequences(part: Batch, table: Tensor) -> Tensor:
-    """`[S]`: the entries of `table` `[N, K]` of this part's sequences."""
+    """Return the entries of `table` `[N, K]` for this part's sequences, `[S]`."""
     return table[part.rows.to(table.device), sequence_indices(part).to(table.device)]
 
 
 def sums_before(table: Tensor) -> Tensor:
-    """`[N, K]`: the sum over the earlier sequences of the sample."""
+    """Return the sum over the earlier sequences of the sample, `[N, K]`."""
     return table.cumsum(1) - table
 
 
 def sums_after(table: Tensor) -> Tensor:
-    """`[N, K]`: the sum over the later sequences of the sample."""
+    """Return the sum over the later sequences of the sample, `[N, K]`."""
     return table.flip(1).cumsum(1).flip(1) - table
 
 
 def least_before(table: Tensor) -> Tensor:
-    """`[N, K]`: the smallest entry of the earlier sequences of the sample; inf for the first."""
+    """Return the minimum over the earlier sequences of the sample, `[N, K]`; inf for the first sequence."""
     least = table.cummin(1).values
     return torch.cat([torch.full_like(least[:, :1], torch.inf), least[:, :-1]], 1)

@@ -1,4 +1,5 @@
-"""Reward shaping in the trainer: the ledger and the filter keep the plain rewards, advantages see the shaped ones."""
+"""Reward shaping in the trainer: only advantages use shaped rewards; the ledger and planners use the original
+ones."""
 
 from __future__ import annotations
 
@@ -13,20 +14,20 @@ from rlsys.algo.plugin import Plugin
 
 
 class Shaping(Plugin):
-    """Sample table -> reward of each sample."""
+    """Base of reward shaping: map the sample table to the shaped reward of each sample."""
 
     def __call__(self, samples: Samples) -> Tensor:
-        """`[N]`, or `[N, R]` if the rewards are."""
+        """Return the shaped rewards, `[N]` or `[N, R]` as `samples.rewards`."""
         raise NotImplementedError
 
 
 def take_off(rewards: Tensor, penalty: Tensor) -> Tensor:
-    """Rewards `[N]` less a penalty `[N]`; of `[N, R]`, each reward bears an equal part."""
+    """Return rewards `[N]` minus a penalty `[N]`; for `[N, R]` each of the R rewards is reduced by an equal part."""
     return rewards - penalty if rewards.dim() == 1 else rewards - penalty[:, None] / rewards.shape[1]
 
 
 class Overlong(Shaping):
-    """DAPO's soft punishment of long responses: a linear penalty in the last `buffer` tokens before the cap.
+    """DAPO's soft overlong punishment: a linear penalty in the last `buffer` tokens before the cap.
 
     R - factor * clip((length - (cap - buffer)) / buffer, 0, 1).
     """
@@ -34,7 +35,7 @@ class Overlong(Shaping):
     paper: ClassVar[str] = "DAPO, section 3.4, eq. 13"
     evidence: ClassVar[str] = "R"
     cap: Annotated[int, Field(gt=0)] = 256
-    """Longest response, rollout.max_response_tokens."""
+    """Length in tokens from which the penalty is full, usually rollout.max_response_tokens."""
     buffer: Annotated[int, Field(gt=0)] = 64
     """Tokens before the cap in which the penalty grows (DAPO: a fifth of the cap)."""
     factor: Annotated[float, Field(ge=0)] = 1.0
@@ -44,7 +45,7 @@ class Overlong(Shaping):
     def _cross(self) -> Self:
         if self.buffer > self.cap:
             raise ValueError(
-                f"buffer = {self.buffer} must not be above cap = {self.cap}: every response would be punished"
+                f"buffer = {self.buffer}: expected at most cap = {self.cap}; otherwise every response is penalised"
             )
         return self
 

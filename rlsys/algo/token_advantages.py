@@ -1,4 +1,4 @@
-"""Advantages that differ from token to token: REINFORCE++, MSSR. GAE has a separate file.
+"""Helpers for advantages that differ between tokens: whitening, scans over trained tokens.
 
 Shapes: N samples, T packed tokens. All statistics over tokens are sums over ranks.
 """
@@ -22,11 +22,10 @@ Unit = Annotated[float, Field(ge=0, le=1)]
 def whiten_tokens(
     values: Sequence[Tensor], parts: Sequence[Batch], reduce: Reduce, eps: float = 1e-6
 ) -> list[Tensor]:
-    """Compute (x - mean) / (std + eps), mean and std (with n - 1) over the counted tokens of all ranks.
+    """Return (x - mean) / (std + eps), with mean and std (n - 1) over the counted tokens of all ranks; 0 where
+    masked.
 
-    0 where masked.
-
-    Values that are equal up to rounding have no deviation: all get 0.
+    If all values are equal up to rounding, the result is 0.
     """
     is_counted = [p.counted_tokens for p in parts]
 
@@ -44,15 +43,12 @@ def whiten_tokens(
 
 
 def on_trained(part: Batch, values: Tensor, scan: Any) -> Tensor:
-    """Apply `scan(values, ids)` to the trained tokens only, as if the others did not exist; 0 on the others.
-
-    `[T]`.
-    """
+    """Apply `scan(values, ids)` to the sequence of only the trained tokens; return `[T]`, 0 on the other tokens."""
     return torch.zeros_like(values).masked_scatter(part.keep, scan(values[part.keep], part.ids[part.keep]))
 
 
 def last_token(part: Batch) -> Tensor:
-    """Mark each sequence's last trained token, `[T]` bool."""
+    """Return the mask of each sequence's last trained token, `[T]` bool."""
     position = torch.arange(len(part.mask), device=part.mask.device)
     last = torch.full((part.sequences,), -1, dtype=torch.long, device=part.mask.device)
     last = last.scatter_reduce(0, part.ids[part.keep], position[part.keep], "amax")
@@ -62,7 +58,7 @@ def last_token(part: Batch) -> Tensor:
 
 
 def turn_ends(part: Batch) -> Tensor:
-    """Mark the last trained token of each turn, `[T]` bool."""
+    """Return the mask of the last trained token of each turn, `[T]` bool."""
     index, turns = part.keep.nonzero().flatten(), part.signal("turns")[part.keep]
     ids, last = part.ids[part.keep], torch.ones_like(index, dtype=torch.bool)
     last[:-1] = (turns[1:] != turns[:-1]) | (ids[1:] != ids[:-1])

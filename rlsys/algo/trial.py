@@ -1,9 +1,9 @@
 """Trial of the trainer's objective on a synthetic step before the start.
 
-There are four groups: one with successes and failures, one of successes, one of failures, one mixed again. Their
-tokens are of four weight versions, the last response was truncated, one was drawn from another prompt. Results of
-forward passes are drawn from a fixed seed. The step runs as in rlsys.trainer.step: plan, finish, prepare, loss,
-backward, hooks, and deferred samples; then the state goes through JSON into a second objective.
+There are four groups: two with successes and failures, one of successes, one of failures. Their tokens have four
+weight versions; the last response is truncated, and one was generated from another prompt. Results of forward passes
+are drawn with a fixed seed. The step runs as in rlsys.trainer.step: plan, finish, prepare, loss, backward, hooks and
+deferred samples. Then the state is stored as JSON and loaded into a second objective.
 """
 
 from __future__ import annotations
@@ -40,9 +40,15 @@ PROMPT = 2
 
 
 def try_objective(config: Config, rewards: Sequence[str] | None = ()) -> None:
-    """Try the objective. Raises UserError, one line, if it fails or gives no finite loss.
+    """Run the objective of a config on a synthetic step.
 
-    rewards: names of the reward's parts, none for a plain number; None: unknown, then as many as the objective needs.
+    Args:
+        config: the config.
+        rewards: names of the reward's components; empty for a plain number; None if unknown: as many as the objective
+            needs.
+
+    Raises:
+        UserError: the objective fails, or its loss is not finite.
     """
     objective = Objective(config.algo)
     if rewards is None:
@@ -64,7 +70,7 @@ def try_objective(config: Config, rewards: Sequence[str] | None = ()) -> None:
 
 
 def made_up_groups(config: Config, rewards: Sequence[str]) -> list[SampleGroup]:
-    """Build groups as the trainer takes them, with an odd or even size like the run's groups."""
+    """Return synthetic groups as the trainer receives them; their size is odd if the run's group size is."""
     plugins = make_all(config.algo, ("planners",))
     start = start_size(plugins["planners"], config.rollout.group_size)
     size = min(start, LARGEST + start % 2)
@@ -93,7 +99,7 @@ def _sample(number: int, group: int, index: int, is_success: bool, rewards: Sequ
 
 
 def _table(groups: Sequence[SampleGroup]) -> Samples:
-    """Build the sample table with every optional column."""
+    """Return the sample table with all optional columns."""
     samples = [s for group in groups for s in group.samples]
     indices, stems, forks = fork_columns(samples).values()
     return replace(
@@ -119,7 +125,9 @@ def _turns(sample: Sample) -> int:
 class Outcome:
     """Result of a synthetic step.
 
-    gradients: of the loss by the log-probs, `[tokens]` of each packed row; those of several updates are added.
+    Attributes:
+        metrics: metrics of the step.
+        gradients: packed row -> gradient of the loss by the log-probs, `[tokens]`, summed over the updates.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -127,9 +135,11 @@ class Outcome:
 
 
 def made_up_step(objective: Objective, groups: Sequence[SampleGroup], pieces: int = 2) -> Outcome:
-    """Run the steps of rlsys.trainer.step on one rank, with each update split into `pieces` micro-batches.
+    """Run a train step as rlsys.trainer.step does, on one rank, with `pieces` micro-batches per update.
 
-    Raises UserError for a loss or a gradient that is not finite, and any error of a plug-in.
+    Raises:
+        UserError: a loss or a gradient is not finite.
+        Exception: a plug-in raised it.
     """
     weights, outcome = [("weight", torch.ones(2, 2))], Outcome()
     objective.start(lambda: weights)
@@ -180,7 +190,7 @@ def _learn(
 def _micro_batches(
     samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str], pieces: int
 ) -> list[Batch]:
-    """Pack micro-batches of these rows, with the fields of these passes; fewer if there are fewer rows."""
+    """Return up to `pieces` micro-batches of these rows, with the fields of these passes."""
     cuts = [len(rows) * k // pieces for k in range(pieces + 1)]
     return [_pack(samples, rows[a:b], passes) for a, b in pairwise(cuts) if b > a]
 
@@ -209,7 +219,7 @@ def _pack(samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str]
 
 
 def _noise(batch: Batch, name: str) -> Tensor:
-    """Draw `[T]`, equal for each row in any packing."""
+    """Return random numbers `[T]` that are the same for a row in any packing."""
     values = []
     for row, length in zip(batch.rows.tolist(), batch.cu_seqlens.diff().tolist(), strict=True):
         g = torch.Generator().manual_seed(zlib.crc32(f"{name} {row}".encode()))
@@ -218,7 +228,11 @@ def _noise(batch: Batch, name: str) -> Tensor:
 
 
 def _backward(objective: Objective, part: Batch, denominator: float, outcome: Outcome) -> dict[str, Tensor]:
-    """Return sums for the metrics and add to the gradients. Raises UserError for a non-finite loss or gradient."""
+    """Return the sums for metrics of a micro-batch, and add its gradients to `outcome`.
+
+    Raises:
+        UserError: the loss or a gradient is not finite.
+    """
     leaves = {
         "logp": part.mu + 0.1 * _noise(part, "logp"),
         "entropy": _noise(part, "entropy now").abs(),
@@ -247,7 +261,7 @@ def _backward(objective: Objective, part: Batch, denominator: float, outcome: Ou
 
 
 def _culprit(objective: Objective, tb: TracebackType | None) -> str:
-    """Return ` (Class)` of the innermost plug-in that was running; empty if there was none."""
+    """Return ` (Class)` of the innermost plug-in in the traceback; empty if there is none."""
     label = ""
     while tb is not None:
         owner: Any = tb.tb_frame.f_locals.get("self", tb.tb_frame.f_locals.get("_self"))

@@ -1,6 +1,6 @@
-"""Advantages of turns: each turn of the model has a reward, and a return of its own. MAPO, UI-S1.
+"""Advantages of turns, each of which has a reward and a return: base of MAPO and UI-S1.
 
-Shapes: N samples, K turns of the one with most, T packed tokens. Rewards and returns are `[N, K]`, with 0 after a
+Shapes: N samples, K turns of the sample with most, T packed tokens. Rewards and returns are `[N, K]`, with 0 after a
 sample's last turn; `counts` `[N]` is its number of turns.
 """
 
@@ -19,9 +19,9 @@ from rlsys.algo.segments import group_index
 
 
 def turn_returns(rewards: Tensor, gamma: float, goes_on: Tensor | None = None) -> Tensor:
-    """Compute R_k = r_k + gamma R_{k+1}, `[N, K]`.
+    """Return R_k = r_k + gamma R_{k+1}, `[N, K]`.
 
-    `goes_on` `[N, K]` bool: if it is false, R_k is r_k alone, and earlier turns get nothing from it.
+    `goes_on` `[N, K]` bool: where it is false, R_k = r_k, and the returns of earlier turns exclude R_k.
     """
     returns, later = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
     for turn in reversed(range(rewards.shape[1])):
@@ -33,19 +33,19 @@ def turn_returns(rewards: Tensor, gamma: float, goes_on: Tensor | None = None) -
 
 
 def turn_mask(counts: Tensor, width: int) -> Tensor:
-    """Return which turns exist, `[N, K]` bool."""
+    """Return the mask of the turns that exist, `[N, K]` bool."""
     return torch.arange(width, device=counts.device)[None] < counts[:, None]
 
 
 def _same_turn(group_ids: Tensor, is_turn: Tensor) -> Tensor:
-    """Return an id for the turns of one number in one group, for each existing turn."""
+    """Return for each existing turn an id that turns of the same number in the same group share."""
     index, _ = group_index(group_ids)
     width = is_turn.shape[1]
     return (index[:, None] * width + torch.arange(width, device=index.device)[None])[is_turn]
 
 
 class TurnAdvantage(Advantage):
-    """Gives each turn an advantage, which all its tokens have; the sample's own is their mean."""
+    """Base of estimators with one advantage per turn, for all its tokens; that of the sample is their mean."""
 
     group_local: ClassVar[bool] = False
 

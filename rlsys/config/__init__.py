@@ -1,4 +1,4 @@
-"""An experiment's config: the sections and their fields, how YAML becomes them, and how a mistake is told."""
+"""The config of a run: sections and fields, loading from YAML, and one-line errors."""
 
 from rlsys.config.load import (
     add_config,

@@ -29,10 +29,10 @@ class RewardSpec(Section):
     weight: float = 1.0
     """Factor of its value in the sum of all rewards."""
     signature: Literal["auto", "rlsys", "verl", "slime", "trl", "verifiers"] = "auto"
-    """Calling convention of the function: as rlsys, verl, slime, TRL or verifiers do it. auto inspects its
-    parameters."""
+    """Calling convention of the function: that of rlsys, verl, slime, TRL or verifiers. auto infers it from the
+    function's parameters."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the function."""
+    """Additional arguments of the function."""
 
     @model_validator(mode="before")
     @classmethod
@@ -45,10 +45,6 @@ class RewardSpec(Section):
         return self.name if self == RewardSpec(name=self.name) else serialize(self)
 
 
-def _one_or_several(value: Any) -> Any:
-    return [value] if isinstance(value, str | dict) else value
-
-
 class DataConfig(Section):
     source: str = "chain_sum_tail"
     """Short name of a prompt source, or an import path `package.module:function`, or `path/to/file.py:function`."""
@@ -57,13 +53,14 @@ class DataConfig(Section):
     keys: KeysConfig = KeysConfig()
     """Keys of the rows of jsonl, parquet and dataset, if they differ from the usual ones."""
     chat_template_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the model's chat template, for example enable_thinking: false, or tools: [...].
-    A row's own tools come first."""
+    """Additional arguments of the model's chat template, for example enable_thinking: false, or tools: [...].
+    The tools of a row take precedence."""
     seed: NonNegative = 0
     """Seed of the training prompts; run.seed is added to it."""
-    reward: Annotated[list[RewardSpec], BeforeValidator(_one_or_several)] = Field(
-        default=[RewardSpec(name="reasoning_gym")], min_length=1
-    )
+    reward: Annotated[
+        list[RewardSpec],
+        BeforeValidator(lambda value: [value] if isinstance(value, str | dict) else value),
+    ] = Field(default=[RewardSpec(name="reasoning_gym")], min_length=1)
     """Short name of a reward function, an import path `package.module:function`, `path/to/file.py:function`, or the
     URL of a service that scores; or a list of rewards, `{name: ..., weight: ..., params: ...}`, which are added."""
     reward_env: list[str] = Field(default_factory=list)
@@ -79,8 +76,7 @@ class DataConfig(Section):
     """Judge that finds the first wrong step of a failed response, and the right one, for planners that repair
     (scope): chain_sum (a rule), or an import path."""
     judge_timeout: Seconds = 120.0
-    """Seconds to wait for a verdict. After them there is none. Time in which the engines rest does not
-    count."""
+    """Seconds to wait for a verdict; a later one is ignored. Time in which the engines are paused does not count."""
 
     @property
     def reward_name(self) -> str:
@@ -92,25 +88,24 @@ class EvalSet(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]
     """Prefix of its metrics: NAME/accuracy, NAME/pass_4."""
     data: DataConfig | None = None
-    """Its own prompts and reward, as in the section data; what it does not give has the defaults. Unset: the
-    run's."""
+    """Prompts and reward of this set, with the fields and defaults of the section data. Unset: those of the run."""
     prompts: Annotated[int, Field(gt=0, le=65536)] | None = None
-    """Number of prompts, of those that its source holds out (all of data.params.heldout_path). Unset: 128, or all of
-    them if a file has fewer."""
+    """Number of prompts, out of the held-out ones of its source (all of data.params.heldout_path). Unset: 128, or all
+    of them if a file has fewer."""
     samples: Annotated[int, Field(gt=0, le=1024)] = 1
-    """Responses to each prompt. More than one give pass@k for k = 1, 2, 4 up to all of them."""
+    """Responses to each prompt. More than one give pass@k for k = 1, 2, 4 and so on up to their number."""
     temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Sampling temperature; 0 is greedy."""
     top_k: Annotated[int, Field(ge=2, le=2048)] | None = None
-    """Sample from this number of most probable tokens. Unset: from all."""
+    """Sample from this number of most probable ids only. Unset: from all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the most probable of these ids that together have this probability. Needs top_k."""
+    """Of these, sample from the most probable ids that together have this probability. Needs top_k."""
     max_response_tokens: Positive | None = None
-    """Longest response. Unset: that of training."""
+    """Maximum response length in tokens. Unset: rollout.max_response_tokens."""
 
     @property
     def truncation(self) -> Truncation | None:
-        """Tokens that sampling leaves out; None for none."""
+        """Truncation of the sampling distribution; None for none."""
         return None if self.top_k is None else Truncation(self.top_k, self.top_p)
 
     @model_validator(mode="after")
@@ -127,30 +122,32 @@ class EvalSet(Section):
 
 class EvalConfig(Section):
     interval: Positive = 10
-    """Train steps between two held-out evaluations. One more runs before the first step and one after the last.
-    The next step waits for it, unless it runs in the background."""
+    """Train steps between two held-out evaluations. Two more run before the first step and after the last one.
+    The next step waits for an evaluation, unless it runs in the background."""
     prompts: Annotated[int, Field(ge=0, le=65536)] | None = None
-    """Number of held-out prompts, which are never trained, except where a data set is too small for a split. More
-    prompts make the accuracy more exact and the evaluation longer. Unset: 128, or all of them if a file has fewer.
-    0: no evaluations; what a source holds out is not trained all the same."""
+    """Number of held-out prompts. They are never trained, unless a data set is too small for a split. More prompts
+    make the accuracy more exact and the evaluation longer. Unset: 128, or all of them if a file has fewer. 0: no
+    evaluations; held-out prompts are still not trained."""
     seed: NonNegative = 999
     """Seed of the held-out prompts."""
     background: bool = False
-    """Evaluate beside training: an engine keeps its weights for it and gets no push and no samples until it is done.
-    Needs launch.placement = disaggregated and two engines. The last evaluation is waited for."""
+    """Evaluate while training continues: one engine keeps its weights, and gets no push and no samples until the
+    evaluation ends. Needs launch.placement = disaggregated and two engines. The run waits for the last evaluation."""
     sets: list[EvalSet] = Field(default_factory=list)
-    """Further named sets, each with its own prompts, reward and sampling. They are asked after the held-out
-    prompts, by the same weights."""
+    """Additional named sets, each with its own prompts, reward and sampling. They are evaluated after the held-out
+    prompts, with the same weights."""
 
     def due(self, step: int, last: bool) -> bool:
-        """Whether the weights of so many train steps are evaluated. `last`: they are the run's last."""
+        """Return whether an evaluation follows train step `step`. `last`: whether it is the run's last step."""
         return self.prompts != 0 and (last or step % self.interval == 0)
 
     @model_validator(mode="after")
     def _names(self) -> Self:
         names = [s.name for s in self.sets]
-        if twice := next((n for n in names if names.count(n) > 1), None):
-            raise ValueError(f"sets: the name {twice!r} is there {names.count(twice)} times")
+        if duplicate := next((n for n in names if names.count(n) > 1), None):
+            raise ValueError(
+                f"sets: name = {duplicate!r} of {names.count(duplicate)} sets; expected different names"
+            )
         if self.prompts == 0 and (self.sets or self.background):
             raise ValueError(
                 "prompts = 0: no evaluations, so sets and background have no effect; leave them out"

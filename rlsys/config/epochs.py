@@ -33,13 +33,15 @@ def _steps(config: Config, epochs: float) -> int | None:
     path = (config.sft if tuning else config.data).params.get("path")
     if not path or not (tuning or config.data.source in ("jsonl", "parquet")):
         raise ConfigError(
-            f"trainer.epochs = {epochs:g} needs data.source = jsonl or parquet with data.params.path, whose rows are "
-            f"counted; here the source is {config.data.source}: give trainer.steps"
+            f"trainer.epochs = {epochs:g} needs data.params.path and data.source = jsonl or parquet, to count the "
+            f"rows; data.source = {config.data.source}: set trainer.steps"
         )
     if not existing_files(path):
         return None
     if (rows := count_rows(path)) is None:
-        raise ConfigError(f"trainer.epochs: the rows of {path} cannot be counted: give trainer.steps")
+        raise ConfigError(
+            f"trainer.epochs = {epochs:g}: the rows of {path} cannot be counted: set trainer.steps"
+        )
     if not tuning and "heldout_path" not in config.data.params:
         rows -= rows // 8
     batch = int(config.sft.params.get("batch", 64)) if tuning else config.rollout.groups_per_step

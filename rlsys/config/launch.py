@@ -1,4 +1,4 @@
-"""The config sections `run` and `launch`: the run's folder, and where its processes start."""
+"""The config sections `run` and `launch`: the run's folder, and the machines and processes of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlsys.config.section import FilePath, Gigabytes, NonNegative, Positive, Sec
 
 class ProfileSection(Section):
     steps: Annotated[list[Positive], Field(min_length=1)]
-    """Train steps, from 1. Each file may have hundreds of MB for a large model."""
+    """Train steps to record, from 1. For a large model a file may have hundreds of MB."""
     ranks: list[NonNegative] = Field(default=[0], min_length=1)
     """Trainer ranks that write a file for each step."""
 
@@ -22,19 +22,19 @@ class RunConfig(Section):
     """The run's folder: resolved config, metrics, rollouts, checkpoints, logs and report. The same command with
     the same folder continues the run."""
     share: Literal["group"] | None = None
-    """Further readers of the folder, texts of samples included: `group`, the folder's Unix group. Unset: nobody
-    (mode 0700)."""
+    """Who else may read the folder, including texts of samples: `group`, the folder's Unix group. Unset: only the
+    owner (mode 0700)."""
     trackers: list[Literal["wandb", "mlflow"]] = Field(default_factory=list)
     """Trackers that get every line of metrics.jsonl and tables of samples. Each needs its package:
     pip install 'rlsys[wandb]'. TensorBoard files are always written."""
     spans: bool = False
-    """Send OpenTelemetry spans of samples and train steps, by OTLP over HTTP, to where OTEL_EXPORTER_OTLP_ENDPOINT
-    says. Needs pip install 'rlsys[otel]'. time_spans says what they cost."""
+    """Send OpenTelemetry spans of samples and train steps by OTLP over HTTP to the address in
+    OTEL_EXPORTER_OTLP_ENDPOINT. Needs pip install 'rlsys[otel]'. The metric time_spans is its cost in seconds."""
     profile: ProfileSection | None = None
     """Train steps that torch's profiler records, on chosen trainer ranks. Unset: none."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of prompts, samples and weights that no folder gives. Change it to repeat an experiment with other
-    random numbers."""
+    """Seed of prompts, samples and newly initialised weights. Change it to repeat an experiment with other random
+    numbers."""
 
 
 class LaunchConfig(Section):
@@ -53,26 +53,26 @@ class LaunchConfig(Section):
     """colocated: trainer and engines share the GPUs and take turns. disaggregated: each has its own GPUs, and
     with max_staleness >= 1 generation goes on while the trainer works."""
     release_memory: bool = False
-    """Colocated on GPUs: engines give back the memory of weights and cache while the trainer works. Use it when
-    both do not fit at once."""
+    """With colocated engines on GPUs: release the memory of their weights and caches while the trainer works. Use it
+    if engines and trainer do not fit at the same time."""
     grace_seconds: Seconds = 15.0
     """Seconds a process gets to end by itself before it is killed."""
     preemption_seconds: Seconds = 30.0
     """Seconds between the scheduler's SIGTERM or SIGUSR1 and its SIGKILL. A checkpoint that would take longer
     is not begun."""
     max_restarts: NonNegative = 3
-    """Restarts of a role without a train step in between. One more death stops the run."""
+    """Maximum number of restarts of a role without a train step in between. One more crash stops the run."""
     min_engines: Positive | None = None
-    """Fewest engines to begin with, and to go on with when others do not start or die too often, which are tried
-    again from time to time. Unset: all of them."""
+    """Minimum number of engines with which the run starts, and continues if others fail to start or crash too often.
+    Those are started again from time to time. Unset: all engines."""
     max_engines: Positive | None = None
-    """Most engines, with those that join while the run goes on (rlsys engines join); further ones wait. Unset: any
-    number."""
+    """Maximum number of engines, including those that join during the run (rlsys engines join); later ones wait.
+    Unset: no limit."""
     spare_nodes: NonNegative = 0
-    """Machines that `rlsys submit` asks for beyond nodes. One of them takes the place of a node that is lost, and the
-    run goes on from its last checkpoint without being queued again; until then it costs its price and does nothing.
-    Only for the backend slurm: Ray takes any node that it has."""
+    """Machines that `rlsys submit` requests in addition to nodes. One of them replaces a lost node, and the run
+    continues from its last checkpoint without being queued again; until then it is allocated and idle. Only for the
+    backend slurm: Ray uses any node of its cluster."""
     srun_args: list[str] = Field(default_factory=list)
-    """Further arguments of each role's srun, for example of a container plug-in (backend slurm)."""
+    """Additional arguments of each role's srun, for example of a container plug-in (backend slurm)."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    """Port on loopback where Prometheus reads the run (docs/seeing.md). 0 finds a free one; unset: none."""
+    """Loopback port that serves the run's metrics to Prometheus (docs/seeing.md). 0: a free port. Unset: none."""

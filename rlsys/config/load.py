@@ -1,4 +1,4 @@
-"""Loading of a checked `Config` from a YAML file and `a.b=c` overrides. Every mistake is a one-line `ConfigError`."""
+"""Loading and validation of a `Config` from a YAML file and `a.b=c` overrides. Errors are one-line `ConfigError`s."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ def add_config(command: ArgumentParser) -> None:
         "config", type=Path, metavar="CONFIG", help="YAML file, or the name of a shipped config"
     )
     command.add_argument(
-        "overrides", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="values over the file's"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="values that replace those of the file",
     )
 
 
@@ -37,19 +41,25 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     """Merge `top` over `base`. If the owner of parameters changes, the old parameters are dropped."""
     if "name" in base and "name" in top and base["name"] != top["name"]:
         return top
-    out = dict(base)
+    merged = dict(base)
     for params, names in _PARAMETER_OWNERS.items():
         if any(name in base and name in top and top[name] != base[name] for name in names):
-            out.pop(params, None)
+            merged.pop(params, None)
     for key, value in top.items():
-        out[key] = (
-            _merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+        merged[key] = (
+            _merge(merged[key], value)
+            if isinstance(value, dict) and isinstance(merged.get(key), dict)
+            else value
         )
-    return out
+    return merged
 
 
 def _parse_yaml(text: str, source: str) -> Any:
-    """Parse YAML. Raises ConfigError, one line that starts with `source`."""
+    """Parse YAML.
+
+    Raises:
+        ConfigError: the text is not valid YAML; the message starts with `source`.
+    """
     try:
         return parse_yaml(text, source, position=not source.startswith("override"))
     except UserError as e:
@@ -75,9 +85,7 @@ def read_layers(path: Path, visited: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read the YAML at `path` over its `base:`, if any: a file (relative to this one), or a shipped config."""
     path = path.resolve()
     if path in visited:
-        raise ConfigError(
-            f"{path}: base files form a circle: {' -> '.join(p.name for p in (*visited, path))}"
-        )
+        raise ConfigError(f"{path}: base files form a cycle: {' -> '.join(p.name for p in (*visited, path))}")
     data = _read_yaml(path)
     base = data.pop("base", None)
     if base is None:
@@ -90,24 +98,28 @@ def read_layers(path: Path, visited: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Parse `["a.b=1", ...]` -> `{"a": {"b": 1}}`; values are YAML."""
-    out: dict[str, Any] = {}
+    """Parse overrides: `["a.b=1", ...]` becomes `{"a": {"b": 1}}`. Values are YAML."""
+    merged: dict[str, Any] = {}
     for text in overrides:
-        key, eq, value = text.partition("=")
-        if not eq or not key or not all(key.split(".")):
+        key, separator, value = text.partition("=")
+        if not separator or not key or not all(key.split(".")):
             raise ConfigError(f"override {text!r}: expected section.field=value")
         parsed = _parse_yaml(value, f"override {text!r:.200}")
         for part in reversed(key.split(".")):
             parsed = {part: parsed}
-        out = _merge(out, parsed)
-    return out
+        merged = _merge(merged, parsed)
+    return merged
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, merge and check a config. Raises ConfigError with one line; reads no other files.
+    """Read, merge and validate a config. Files that it names are not read, except to count rows (trainer.epochs).
 
-    `path` may be the name of a shipped config, `model.path` and `algo.teacher.path` folders that are shipped: see
-    rlsys.config.shipped.
+    Args:
+        path: a YAML file, or the name of a shipped config (rlsys/config/shipped.py).
+        overrides: `section.field=value`, applied in this order.
+
+    Raises:
+        ConfigError: the config is invalid; one line.
     """
     data = _merge(read_layers(find_config(path)), parse_overrides(overrides))
     data = _with_shipped(data, "model")

@@ -1,4 +1,4 @@
-"""One-line messages for config mistakes: the field, its value, the expected value."""
+"""One-line messages for errors in a config: the field, its value, the expected value."""
 
 from __future__ import annotations
 
@@ -73,24 +73,28 @@ _KINDS = {
 
 
 def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    """Return the message for an unknown key, with the most similar known one."""
+    """Return the message for an unknown key, with the most similar known key."""
     *path, key = [str(x) for x in loc]
-    at: Any = model
-    for name in (n for n in path if n in at.model_fields):  # in a list, the index follows its field
-        annotation = at.model_fields[name].annotation
+    section: Any = model
+    for name in (n for n in path if n in section.model_fields):  # in a list, the index follows its field
+        annotation = section.model_fields[name].annotation
         choices = (a for a in (annotation, *get_args(annotation)) if isinstance(a, type))
-        at = next((a for a in choices if issubclass(a, BaseModel)), at)
-    names = list(at.model_fields)
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+        section = next((a for a in choices if issubclass(a, BaseModel)), section)
+    names = list(section.model_fields)
+    similar_names = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     dotted = ".".join([*path, key])
     if (reason := _DELETED.get(dotted)) is not None:
         return f"{dotted}: deleted; {reason}"
-    if (new_key := _RENAMED.get((at.__name__, key))) is not None:
+    if (new_key := _RENAMED.get((section.__name__, key))) is not None:
         return f"{dotted}: renamed; use {'.'.join([*path, new_key])}"
     for name in (key, _SYNONYMS.get(key, key)):
         if sections := _sections_with(name, model):
             return f"{dotted}: unknown key; did you mean {' or '.join(f'{s}.{name}' for s in sections)}?"
-    hint = f"did you mean {'.'.join([*path, near[0]])}?" if near else f"known keys: {', '.join(names)}"
+    hint = (
+        f"did you mean {'.'.join([*path, similar_names[0]])}?"
+        if similar_names
+        else f"known keys: {', '.join(names)}"
+    )
     return f"{dotted}: unknown key; {hint}"
 
 
@@ -116,7 +120,7 @@ def _expected(error: ErrorDetails) -> str:
 
 
 def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return one line for the first mistake of a validation error: field, value, expected value."""
+    """Return one line for the first entry of a validation error: field, value, expected value."""
     first = error.errors()[0]
     names = [str(x) for x in first["loc"]]
     loc = ".".join(n for n in names if not set("-[") & set(n))  # without the alternatives of a union
@@ -136,8 +140,8 @@ def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
         if replacement := _DELETED_VALUES.get((loc, first["input"])):
             return f"{loc} = {value}: deleted; use {replacement}"
         choices = re.findall("'([^']*)'", first["ctx"]["expected"])
-        if near := difflib.get_close_matches(first["input"], choices, n=1, cutoff=0.5):
-            return f"{loc} = {value}: did you mean {near[0]}? (known: {', '.join(choices)})"
+        if similar_choices := difflib.get_close_matches(first["input"], choices, n=1, cutoff=0.5):
+            return f"{loc} = {value}: did you mean {similar_choices[0]}? (known: {', '.join(choices)})"
     later_errors = error.errors()[1:]
     if alternatives := [
         _expected(e) for e in later_errors if len(e["loc"]) > 1 and e["loc"][:-1] == first["loc"][:-1]

@@ -1,4 +1,4 @@
-"""User plug-ins: plain functions that the config names (imports.py), tried before the start."""
+"""Checked calls of user plug-ins, plain functions that the config names (rlsys/core/imports.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ Params = TypeVar("Params", bound=BaseModel)
 
 
 def call(field: str, function: Callable[..., Any], /, *args: Any, **params: Any) -> Any:
-    """Call `function(*args, **params)`; unsupported parameters are a UserError with `field`."""
+    """Return `function(*args, **params)`.
+
+    Raises:
+        UserError: the function does not accept these arguments; the message starts with `field`.
+    """
     try:
         inspect.signature(function).bind(*args, **params)
     except (TypeError, ValueError) as e:  # the latter: it has no signature to check
@@ -28,9 +32,17 @@ def call(field: str, function: Callable[..., Any], /, *args: Any, **params: Any)
 def expect_function(
     field: str, maker: Callable[..., Any], result: Any, arguments: str, expected: str
 ) -> None:
-    """Check the result of a plug-in factory. Raises UserError if it is not a function.
+    """Check that a plug-in factory returned a function.
 
-    `result` is what `maker` returned for `arguments`.
+    Args:
+        field: config field that names the factory, for the message.
+        maker: the factory.
+        result: its return value.
+        arguments: its arguments as text, for the message.
+        expected: description of the expected return value, for the message.
+
+    Raises:
+        UserError: `result` is not callable.
     """
     if callable(result):
         return
@@ -42,7 +54,7 @@ def expect_function(
 
 @contextmanager
 def one_line_errors(field: str, kind: type[RlsysError] = UserError) -> Iterator[None]:
-    """Convert any error of a plug-in into a one-line error with `field` and the source location, in a context."""
+    """Convert an exception of a plug-in within the context into a one-line `kind` with `field` and its location."""
     try:
         yield
     except RlsysError:
@@ -52,7 +64,11 @@ def one_line_errors(field: str, kind: type[RlsysError] = UserError) -> Iterator[
 
 
 def parse_params(field: str, model: type[Params], params: Mapping[str, Any]) -> Params:
-    """Validate the parameters of a built-in plug-in. Raises UserError: one line that starts with `field`."""
+    """Validate the parameters of a built-in plug-in.
+
+    Raises:
+        UserError: a parameter is invalid; the message starts with `field`.
+    """
     try:
         return model.model_validate(dict(params))
     except ValidationError as e:

@@ -1,8 +1,8 @@
-"""FP8 parts of a run (`model.fp8`), and the size of logits. The only place that engines, trainer and push consult.
+"""FP8 parts of a run (`model.fp8`), and the number of logits that are computed at once.
 
-rollout engines hold every projection in FP8 blocks; the trainer stays in bfloat16 and quantises the pushed weights
-trainer the trainer's GEMMs run in FP8 blocks through Transformer Engine; engines and pushes stay in bfloat16
-both rollout and trainer in the same blocks: one FP8 graph (Jet-RL)
+    rollout   engines hold every projection in FP8 blocks; the trainer stays in bfloat16 and quantises pushed weights
+    trainer   the trainer's GEMMs run in FP8 blocks through Transformer Engine; engines and pushes stay in bfloat16
+    both      rollout and trainer in the same blocks: one FP8 graph (Jet-RL)
 
 A block is 128 x 128 weights with one scale: SGLang's format of a folder in FP8 (DeepSeek-V3, section 3.3), and
 Transformer Engine's `blockwise` recipe. It has not been run on a GPU yet.
@@ -24,7 +24,7 @@ BLOCK = 128
 TOKENS = 16
 """Transformer Engine's FP8 GEMMs need a multiple of this number of tokens."""
 LOGIT_BYTES = 2**30
-"""Bytes of logits that exist at once (rlsys.trainer.model.output_layer). 1,664 rows of 151,936 ids keep a GPU
+"""Maximum bytes of logits in memory at once (rlsys.trainer.model.output_layer). 1,664 rows of 151,936 ids keep a GPU
 busy."""
 _ROW_MULTIPLE = 128
 SCALE = "weight_scale_inv"
@@ -43,7 +43,7 @@ _PROJECTION = re.compile(
 
 
 def engine_args(config: Config) -> list[str]:
-    """Return the arguments of SGLang's server for a model in FP8, whose weights come with the first push."""
+    """Return the arguments of SGLang's server for a model in FP8, whose weights the first push sends; else empty."""
     if not config.model.fp8_engines:
         return []
     override = json.dumps({"quantization_config": _QUANTIZATION})
@@ -51,7 +51,7 @@ def engine_args(config: Config) -> list[str]:
 
 
 def trainer_fields(config: Config) -> dict[str, Any]:
-    """Return fields of Megatron-Core's TransformerConfig.
+    """Return the FP8 fields of Megatron-Core's TransformerConfig; empty without FP8 in the trainer.
 
     Parameters stay in bfloat16 and are quantised for each GEMM.
     """
@@ -61,38 +61,53 @@ def trainer_fields(config: Config) -> dict[str, Any]:
 
 
 def token_multiple(config: Config) -> int:
-    """Return the divisor of the number of tokens of a context-parallel rank."""
+    """Return the number of which each context-parallel rank's token count must be a multiple."""
     return config.parallel.tp * (TOKENS if config.model.fp8_trainer else 1)
 
 
 def logit_rows(columns: int) -> int:
-    """Return the number of tokens whose logits of `columns` ids, in float32, are computed at once."""
+    """Return the number of tokens whose float32 logits are computed at once.
+
+    Args:
+        columns: vocabulary ids per token on this rank.
+    """
     rows = LOGIT_BYTES // (4 * columns)
     return max(1, rows // _ROW_MULTIPLE * _ROW_MULTIPLE or rows)
 
 
 def is_quantised(name: str) -> bool:
-    """Whether engines hold this tensor (Hugging Face name) in FP8.
+    """Return whether engines hold the tensor with this Hugging Face name in FP8.
 
-    These are the projections of attention, MLPs and experts; not norms, routers, embeddings or the head.
+    They do for projections of attention, MLPs and experts, but not for norms, routers, embeddings or the head.
     """
     return _PROJECTION.search(name) is not None
 
 
 def check_device(config: Config, capability: tuple[int, int] | None, transformer_engine: bool) -> None:
-    """Check the GPU. Raises UserError if `model.fp8` cannot run. `capability` None: there is no GPU."""
+    """Check that this machine supports `model.fp8`.
+
+    Args:
+        config: the run's config.
+        capability: compute capability (major, minor) of the GPU; None without a GPU.
+        transformer_engine: whether Transformer Engine is installed.
+
+    Raises:
+        UserError: it does not.
+    """
     plan = config.model.fp8
     if plan == "none":
         return
     required = CAPABILITY[plan]
     if capability is None or capability < required:
-        detected = "this machine has none" if capability is None else f"this one has {_dotted(capability)}"
+        detected = (
+            "this machine has no GPU" if capability is None else f"this machine's has {_dotted(capability)}"
+        )
         raise UserError(
             f"model.fp8 = {plan} needs a GPU of compute capability {_dotted(required)} or more; {detected}"
         )
     if config.model.fp8_trainer and not transformer_engine:
         raise UserError(
-            f"model.fp8 = {plan} needs Transformer Engine in the trainer, which is not installed; use rollout"
+            f"model.fp8 = {plan} needs Transformer Engine, which is not installed; install it, or use rollout"
         )
 
 

@@ -12,7 +12,7 @@ from rlsys.core.hub import snapshot_name
 
 
 def identity_fields(config: Config) -> dict[str, Any]:
-    """Return the fields that must not change when a run folder is used again; the number of steps may."""
+    """Return the config fields that must not change when a run folder is used again."""
     data = config.model_dump(mode="json")
     data.pop("launch")
     data.pop("router")
@@ -22,12 +22,12 @@ def identity_fields(config: Config) -> dict[str, Any]:
         data["rollout"].pop(key)
     data["data"].pop("judge_timeout")
     if "://" in (data["data"]["judge"] or ""):
-        data["data"]["judge"] = "url"  # its server may move
+        data["data"]["judge"] = "url"  # the server's address may change
     data["engine"] = {k: data["engine"][k] for k in ("deterministic",)}
     for key in ("steps", "checkpoint_every", "export_every", "keep_checkpoints"):
         data["trainer"].pop(key)
     if (teacher := data["algo"]["teacher"]) is not None and teacher.pop("engine") is not None:
-        teacher["engine"] = "engine"  # its server may move
+        teacher["engine"] = "engine"  # the server's address may change
     models = [data["model"]] if teacher is None else [data["model"], teacher, teacher["by_source"]]
     for section in models:
         section |= {name: _model_name(value) for name, value in section.items()}
@@ -37,10 +37,11 @@ def identity_fields(config: Config) -> dict[str, Any]:
 
 
 def _model_name(value: Any) -> Any:
-    """Return the commit of a model in a hub's cache, independent of the cache's location."""
+    """Return `owner/name@commit` for a path in a hub's cache, so that the cache may move; any other value
+    unchanged."""
     return (snapshot_name(Path(value)) or value) if isinstance(value, str) else value
 
 
 def identity(config: Config) -> str:
-    """Return the hash of identity_fields."""
+    """Return the hash of `identity_fields`, 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(identity_fields(config), sort_keys=True).encode()).hexdigest()[:16]

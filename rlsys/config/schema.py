@@ -19,9 +19,9 @@ _SHORTEST_SECONDS = 60.0
 
 class Config(Section):
     run: RunConfig = RunConfig()
-    """Folder and seed."""
+    """Folder and seed of the run."""
     model: ModelConfig
-    """The model that is trained."""
+    """The model to train."""
     data: DataConfig = DataConfig()
     """Prompts and rewards."""
     eval: EvalConfig = EvalConfig()
@@ -29,11 +29,11 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     """Generation: sizes, APRIL, staleness, time limits."""
     algo: AlgoSection = AlgoSection()
-    """The algorithm: which plug-ins, with which parameters."""
+    """The algorithm: plug-ins and their parameters."""
     trainer: TrainerConfig = TrainerConfig()
     """Optimizer, memory and checkpoints."""
     parallel: ParallelConfig = ParallelConfig()
-    """Distribution of the model and the samples over the trainer's ranks."""
+    """Distribution of model and samples over the trainer's ranks."""
     engine: EngineConfig = EngineConfig()
     """The SGLang engines."""
     router: RouterConfig = RouterConfig()
@@ -43,11 +43,11 @@ class Config(Section):
     launch: LaunchConfig = LaunchConfig()
     """Machines, GPUs and start of the processes."""
     sft: SFTConfig = SFTConfig()
-    """The warm start of `rlsys sft`."""
+    """Fine-tuning by `rlsys sft`."""
 
     @property
     def fine_tunes(self) -> bool:
-        """Whether the file has a section `sft`: it is meant for `rlsys sft`, not for `rlsys train`."""
+        """Return whether the config has a section `sft`: it is then for `rlsys sft`, not for `rlsys train`."""
         return "sft" in self.model_fields_set
 
     @property
@@ -56,13 +56,14 @@ class Config(Section):
 
     @property
     def over_provision(self) -> float:
-        """Factor at the start of the run; `auto` adapts it later."""
+        """Over-provisioning factor at the start of the run; `auto` adapts it later."""
         factor = self.rollout.over_provision
         return min(2.0, 1.0 + self.rollout.max_staleness) if factor == "auto" else factor
 
     @property
     def start_seconds(self) -> float:
-        """Time limit of an engine's start: engine.start_timeout, or an estimate from what it reads and compiles."""
+        """Time limit of an engine's start in seconds: engine.start_timeout, or an estimate of its reading and
+        compilation."""
         if self.engine.start_timeout is not None:
             return self.engine.start_timeout
         folder = sum(file.stat().st_size for file in self.model.path.glob("*.safetensors"))
@@ -74,118 +75,119 @@ class Config(Section):
 
     @property
     def work_seconds(self) -> float:
-        """Time limit of a request over all weights of an engine, or of its first pass with new ones.
+        """Time limit in seconds of a request that processes all weights of an engine, or of the first pass with new
+        ones.
 
-        It equals that of a start, which reads and compiles no less.
+        It equals the limit of a start, which reads and compiles at least as much.
         """
         return max(_SHORTEST_SECONDS, self.start_seconds)
 
     @property
     def answer_seconds(self) -> float:
-        """Time limit of an engine request that only waits for its turn: a fifth of a start."""
+        """Time limit in seconds of an engine request that is only queued: a fifth of the limit of a start."""
         return max(_SHORTEST_SECONDS, self.start_seconds / 5)
 
     @property
     def max_running_requests(self) -> int:
-        """Requests that one engine decodes concurrently."""
+        """Maximum number of requests that one engine decodes concurrently."""
         share = -(-self.slots // self.engine.writers)
         return self.engine.max_running_requests or min(2048, max(128, share))
 
     @property
     def fixed_pool_tokens(self) -> int | None:
-        """Tokens in an engine's KV pool; None if the memory of its GPUs decides."""
+        """Capacity of an engine's KV pool in tokens; None if it follows from the memory of its GPUs."""
         if self.engine.max_total_tokens is None and not self.launch.gpus_per_node:
             return 65536
         return self.engine.max_total_tokens
 
     @property
     def prefill_graph_tokens(self) -> int:
-        """Tokens of the largest prompt with a CUDA graph on an engine: the longest response may return as a prompt.
+        """Largest prefill in tokens for which an engine captures a CUDA graph.
 
-        SGLang's own bound makes 58 graphs, which take 40 s of a start.
+        It covers the longest response, which may return as a prompt. With SGLang's own bound an engine captures 58
+        graphs, which takes 40 s.
         """
         return min(8192, max(256, 1 << (self.rollout.max_response_tokens - 1).bit_length()))
 
     @property
     def stream_interval(self) -> int:
-        """Tokens between two stream chunks of an engine: a chunk costs the rollout process as much as 100 tokens."""
+        """Tokens between two stream chunks of an engine. A chunk costs the rollout process as much as 100 tokens."""
         return self.engine.stream_interval or min(256, max(16, self.rollout.max_response_tokens // 64))
 
     @property
     def flush_tokens(self) -> int:
-        """The most tokens that a crash may lose.
+        """Maximum number of tokens that a crash may lose.
 
-        A write of fewer than 64 costs more for its row than for its tokens; with several workers, which receive the
-        tokens, the coordinator writes rows only.
+        A write of fewer than 64 tokens costs more for its row than for its tokens. With several workers the
+        coordinator writes only rows, so the default is larger.
         """
-        at_once = 64 if self.rollout.workers == 1 else 256
-        return self.rollout.flush_tokens or max(16384, at_once * self.slots)
+        write_tokens = 64 if self.rollout.workers == 1 else 256
+        return self.rollout.flush_tokens or max(16384, write_tokens * self.slots)
 
     @property
     def equal_lengths(self) -> bool:
-        """Whether all micro-batches of a step are padded to one length: an all-gather needs equal shapes."""
+        """Return whether all micro-batches of a step are padded to one length: an all-gather needs equal shapes."""
         return self.parallel.dispatcher == "allgather"
 
     @property
     def diagnosis_seconds(self) -> float:
         """Seconds without a token, a reward or a metric after which the supervisor writes a diagnosis.
 
-        It exceeds rollout.stall_timeout, at which a waiting take stops the run by itself.
+        It exceeds rollout.stall_timeout, at which a waiting take stops the run.
         """
         return 1.5 * self.rollout.stall_timeout
 
     @property
     def slots(self) -> int:
-        """Samples in flight over the whole pool; at the start, if over_provision is auto."""
+        """Number of samples in flight over all engines; if over_provision is auto, the number at the start."""
         return round(self.over_provision * self.samples_per_step)
 
     @model_validator(mode="after")
     def _check_placement(self) -> Self:
-        """Check when engines pause and resume, and the resulting age of their samples."""
+        """Check the options that determine when engines pause, and the resulting age of samples."""
         r = self.rollout
         if self.router.interruption != "abort" and self.launch.release_memory:
             raise ValueError(
-                f"router.interruption = {self.router.interruption} keeps samples in the engines, which with "
-                "launch.release_memory = true have no memory while the trainer works; use abort, or false"
+                f"router.interruption = {self.router.interruption} keeps samples in the engines, but "
+                "launch.release_memory = true frees their memory while the trainer works; use abort, or false"
             )
         if r.keep_budget is not None and self.router.interruption != "in_place":
             raise ValueError(
                 f"rollout.keep_budget = {r.keep_budget:g}, but with router.interruption = "
-                f"{self.router.interruption} no sample keeps its keys and values over a push; use in_place, or null"
+                f"{self.router.interruption} no sample keeps its KV cache during a push; use in_place, or null"
             )
         if r.keep_budget is not None and self.weights.rolling is not None:
             raise ValueError(
                 f"rollout.keep_budget = {r.keep_budget:g}, but weights.rolling = {self.weights.rolling} pauses "
-                "engines with all that is in them; leave one of the two out"
+                "engines with all of their samples; unset one of the two"
             )
         if self.launch.release_memory and self.launch.placement != "colocated":
             raise ValueError(
                 f"launch.release_memory = true, but with launch.placement = {self.launch.placement} "
-                "engines never rest; use colocated"
+                "engines never pause; use colocated"
             )
-        writing = self.engine.writers
-        if self.eval.background and (self.launch.placement == "colocated" or writing < 2):
+        writers = self.engine.writers
+        if self.eval.background and (self.launch.placement == "colocated" or writers < 2):
             raise ValueError(
-                "eval.background = true keeps an engine for the evaluation while the others go on: expected "
-                "launch.placement = disaggregated and engine.count >= 2 without a pool that explores, they are "
-                f"{self.launch.placement} and {writing}"
+                "eval.background = true reserves an engine for the evaluation: expected "
+                "launch.placement = disaggregated and at least 2 engines with role = rollout, found "
+                f"{self.launch.placement} and {writers}"
             )
         if (rolling := self.weights.rolling) is not None:
-            if self.launch.placement == "colocated" or writing < 2 or r.max_staleness < 1:
+            if self.launch.placement == "colocated" or writers < 2 or r.max_staleness < 1:
                 raise ValueError(
-                    f"weights.rolling = {rolling} lets engines with older weights go on: expected launch.placement = "
-                    "disaggregated, engine.count >= 2 without a pool that explores, and rollout.max_staleness >= 1, "
-                    f"they are {self.launch.placement}, {writing} and {r.max_staleness}"
+                    f"weights.rolling = {rolling} lets engines generate with older weights: expected "
+                    "launch.placement = disaggregated, at least 2 engines with role = rollout, and "
+                    f"rollout.max_staleness >= 1, found {self.launch.placement}, {writers} and {r.max_staleness}"
                 )
             if r.repeat is not None:
                 raise ValueError(
-                    f"weights.rolling = {rolling} with rollout.repeat: a record does not say which engine had which "
-                    "weights; leave one of them out"
+                    f"weights.rolling = {rolling} with rollout.repeat = {r.repeat}: a run's record does not contain "
+                    "the weights of each engine; unset one of them"
                 )
         if r.over_provision == "auto" and r.max_staleness < 1:
             raise ValueError(
-                f"rollout.max_staleness = {r.max_staleness}: expected 1 or more with rollout.over_provision = auto, "
-                "which is always 1 otherwise"
+                f"rollout.max_staleness = {r.max_staleness}: expected 1 or more with rollout.over_provision = auto"
             )
         if self.over_provision > 1 and r.max_staleness < 1:
             raise ValueError(
@@ -196,23 +198,24 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_companions(self) -> Self:
-        """Check the options for several rollout workers, exploration engines and trees."""
+        """Check the options for rollout workers, exploration engines and tree generators."""
         r = self.rollout
         if r.workers > self.engine.count:
             raise ValueError(
-                f"rollout.workers = {r.workers}, but engine.count = {self.engine.count}: each has engines of its own"
+                f"rollout.workers = {r.workers}: expected at most engine.count = {self.engine.count}, since each "
+                "worker needs an engine"
             )
         if self.engine.explorers and (conflict := self._not_with_explorers()):
             raise ValueError(f"engine.pools: role = explore {conflict}")
         if self.engine.ngram_drafts and r.generator in TREES:
             raise ValueError(
                 f"rollout.generator = {r.generator} with engine.ngram_drafts = {self.engine.ngram_drafts}: trees "
-                "need the most probable ids of each token, which is not tested for drafted ones; expected 0"
+                "need the most probable ids of each token, which are untested for drafted tokens; expected 0"
             )
         if r.repeat is not None and r.generator in TREES:
             raise ValueError(
-                f"rollout.repeat with rollout.generator = {r.generator}: a record does not say where branches were "
-                "begun and cut off; leave one of them out"
+                f"rollout.repeat = {r.repeat} with rollout.generator = {r.generator}: a run's record does not "
+                "contain where branches started and ended; change one of them"
             )
         return self
 
@@ -227,7 +230,7 @@ class Config(Section):
             )
         elif self.launch.placement == "colocated":
             conflict = (
-                "with launch.placement = colocated: the trainer shares memory with such engines; leave it out"
+                "with launch.placement = colocated: the trainer shares memory with these engines; use false"
             )
         elif self.model.fp8_engines:
             conflict = f"with model.fp8 = {self.model.fp8}: the combination is untested; use none"
@@ -241,13 +244,13 @@ class Config(Section):
         r, t = self.rollout, self.trainer
         if r.min_p and self.engine.deterministic:
             raise ValueError(
-                f"rollout.min_p = {r.min_p:g} with engine.deterministic = true: SGLang cannot draw by min_p from a "
-                "seed; use engine.deterministic = false, or top_k and top_p"
+                f"rollout.min_p = {r.min_p:g} with engine.deterministic = true: SGLang's seeded sampling does not "
+                "support min_p; use engine.deterministic = false, or top_k and top_p"
             )
         if r.top_k is not None and any(spec.name == "lens" for spec in self.algo.planners):
             raise ValueError(
-                f"rollout.top_k = {r.top_k} with algo.planners = lens, which trains a response on another prompt "
-                "than it was drawn from: the tokens that were kept there are not this prompt's; leave one of them out"
+                f"rollout.top_k = {r.top_k} with algo.planners = lens: lens trains a response on another prompt than "
+                "it was sampled from, for which the sampling mask is wrong; unset one of them"
             )
         if (fewest := self.launch.min_engines) is not None and fewest > self.engine.writers:
             explore = f", of which {self.engine.explorers} explore" if self.engine.explorers else ""
@@ -277,16 +280,16 @@ class Config(Section):
             raise ValueError(f"run.profile.steps = {step}: expected at most trainer.steps = {t.steps}")
         if t.offload_optimizer and self.model.dtype != "bfloat16":
             raise ValueError(
-                f"trainer.offload_optimizer = {t.offload_optimizer} needs model.dtype = bfloat16, "
-                f"which keeps float32 weights in the optimizer; here it is {self.model.dtype}"
+                f"trainer.offload_optimizer = {t.offload_optimizer} needs float32 weights in the optimizer: expected "
+                f"model.dtype = bfloat16, found {self.model.dtype}"
             )
         if t.offload_optimizer and t.optimizer == "muon":
             raise ValueError(
-                f"trainer.offload_optimizer = {t.offload_optimizer} with trainer.optimizer = muon: only AdamW can be "
-                "updated in host memory; use adamw, or offload_optimizer = 0"
+                f"trainer.offload_optimizer = {t.offload_optimizer} with trainer.optimizer = muon: only AdamW runs "
+                "in host memory; use adamw, or offload_optimizer = 0"
             )
         if t.lora is not None and (conflict := self._not_with_lora()):
-            raise ValueError(f"trainer.lora trains nothing but adapters: {conflict}")
+            raise ValueError(f"trainer.lora trains only adapters: {conflict}")
         if t.mtp_loss and (conflict := self._not_with_mtp()):
             raise ValueError(f"trainer.mtp_loss = {t.mtp_loss:g}: {conflict}")
         if t.mtp_trunk and not t.mtp_loss:
@@ -307,100 +310,104 @@ class Config(Section):
             )
         if self.launch.nodes > 1 and self.launch.backend == "local":
             raise ValueError(
-                f"launch.nodes = {self.launch.nodes} needs launch.backend = slurm or ray; local is one machine"
+                f"launch.nodes = {self.launch.nodes} needs launch.backend = slurm or ray; local uses one machine"
             )
         if self.launch.spare_nodes and self.launch.backend == "ray":
             raise ValueError(
-                f"launch.spare_nodes = {self.launch.spare_nodes}: Ray takes any node that it has; leave it out"
+                f"launch.spare_nodes = {self.launch.spare_nodes} with launch.backend = ray: Ray replaces nodes by "
+                "itself; use 0"
             )
         return self
 
     def _not_with_explorers(self) -> str:
-        """Return the reason against exploration engines, if any."""
+        """Return the conflict of exploration engines with another option; empty if there is none."""
         r = self.rollout
         if self.launch.placement == "colocated":
-            return "needs launch.placement = disaggregated: colocated engines rest while the trainer works"
+            return "needs launch.placement = disaggregated: colocated engines pause while the trainer works"
         if r.workers > 1:
-            return f"needs rollout.workers = 1, since one router must know all engines; it is {r.workers}"
+            return f"needs one router for all engines: expected rollout.workers = 1, found {r.workers}"
         if r.repeat is not None:
-            return "with rollout.repeat: a record does not say what was tried out; leave one of them out"
+            return (
+                f"with rollout.repeat = {r.repeat}: a run's record does not contain probes; unset one of them"
+            )
         if r.generator in TREES:
             return (
-                f"with rollout.generator = {r.generator}: a tree is as large as its branches; use single_turn"
+                f"with rollout.generator = {r.generator}: a tree sets the size of its group; use single_turn"
             )
         return ""
 
     def _not_with_lora(self) -> str:
-        """Return the option that needs more than adapters on megatron-core's own layers, if any."""
+        """Return the conflict of adapters with another option; empty if there is none."""
         if self.trainer.optimizer == "muon":
-            return "trainer.optimizer = muon is for whole matrices; use adamw"
+            return "trainer.optimizer = muon updates whole matrices; use adamw"
         if self.trainer.balance_rate:
             return f"trainer.balance_rate = {self.trainer.balance_rate} moves the routers' biases; use balance_loss"
         if self.algo.critic is not None:
             return "algo.critic trains a second model; leave it out"
         if self.model.fp8_trainer:
-            return f"model.fp8 = {self.model.fp8} needs Transformer Engine: no adapters; use rollout"
+            return f"model.fp8 = {self.model.fp8}: Transformer Engine's layers have no adapters; use rollout"
         return ""
 
     def _not_with_mtp(self) -> str:
-        """Return the option that would change or omit the loss of multi-token prediction, if any."""
+        """Return the conflict of the multi-token prediction loss with another option; empty if there is none."""
         t = self.trainer
         if t.lora is not None:
-            return "trainer.lora trains nothing but adapters; use one of them"
+            return "trainer.lora trains only adapters; use one of them"
         if t.early_backward:
             return (
-                "it is a mean over a step's tokens, of which trainer.early_backward sees some only; use false"
+                "the loss is a mean over all tokens of a step, but trainer.early_backward = true processes a part; "
+                "use false"
             )
         if t.balance_loss:
             return (
-                f"its own router is not told what is padding, trainer.balance_loss = {t.balance_loss:g}; use 0, or "
-                "balance_rate"
+                f"trainer.balance_loss = {t.balance_loss:g} would count padding in the prediction layer's router; "
+                "use 0, or balance_rate"
             )
         if t.offload_optimizer:
             return (
-                "its gradient is clipped by itself, which was never tried with trainer.offload_optimizer = "
+                "the separate clipping of its gradient is untested with trainer.offload_optimizer = "
                 f"{t.offload_optimizer:g}; use 0"
             )
         return ""
 
     def _not_with_adapter_pushes(self) -> str:
-        """Return the option that engines with a separate adapter do not support, if any."""
+        """Return the conflict of adapter pushes with another option; empty if there is none."""
         if self.trainer.lora is None:
             return "expected trainer.lora; without it the whole model changes"
         if self.launch.nodes > 1:
             return (
-                "adapters are sent through the memory of one machine, "
-                f"launch.nodes = {self.launch.nodes}; use auto"
+                f"adapters are sent through the memory of one machine, but launch.nodes = {self.launch.nodes}; use "
+                "auto"
             )
         if self.router.interruption != "abort":
             interruption = self.router.interruption
             return (
-                f"engines keep an adapter that samples in flight use, router.interruption = {interruption}; "
-                "use abort"
+                f"router.interruption = {interruption} keeps samples in flight, so engines cannot replace their "
+                "adapter; use abort"
             )
         if self.launch.release_memory:
-            return "engines would lose model.path with launch.release_memory = true; use auto, or false"
+            return "launch.release_memory = true would drop the weights of model.path; use auto, or false"
         if self.model.fp8_engines:
-            return (
-                f"engines would need model.path in FP8 from the start, model.fp8 = {self.model.fp8}; use none"
-            )
+            return f"model.fp8 = {self.model.fp8} would need model.path in FP8 at the start; use none"
         return ""
 
     def _not_with_drafts(self) -> str:
-        """Return the option that is incompatible with drafts, if any.
+        """Return the conflict of n-gram drafts with another option; empty if there is none.
 
-        Tokens must be the model's, drawn from the sample's seed, and `mu` must be the model's log-prob.
+        Tokens must be sampled from the model with the sample's seed, and `mu` must be the model's log-prob.
         """
         if self.engine.ngram_drafts == 1:
-            return "a tree of one node has no guess in it; expected 0, or 2 and more"
+            return "a tree of one node contains no draft; expected 0, or at least 2"
         if self.engine.deterministic:
-            return "what is guessed depends on other samples, engine.deterministic = true; use false"
+            return "drafts depend on other samples, which engine.deterministic = true excludes; use false"
         if self.rollout.top_k is not None:
-            return f"the ids that sampling kept are not told with it, rollout.top_k = {self.rollout.top_k}; use null"
+            return (
+                f"engines return no sampling mask for drafts, rollout.top_k = {self.rollout.top_k}; use null"
+            )
         if self.engine.return_routes:
-            return "experts of tokens that drafts gave were never compared, engine.return_routes = true; use false"
+            return "expert routes of drafted tokens are untested, engine.return_routes = true; use false"
         if self.weights.method == "adapter":
             return "engines do not draft with adapters, weights.method = adapter; use auto"
         if self.router.interruption != "abort":
-            return f"only aborts were tried, router.interruption = {self.router.interruption}; use abort"
+            return f"drafts are tested with aborts only, router.interruption = {self.router.interruption}; use abort"
         return ""

@@ -32,14 +32,14 @@ Gigabytes = Annotated[float, Field(gt=0, le=2**16)]
 
 
 def _not_empty(value: Any) -> Any:
-    """Refuse an empty text, which Python takes for the current folder."""
+    """Reject an empty text, which Python would interpret as the current folder."""
     if value == "":
         raise ValueError("expected a path, found an empty text")
     return value
 
 
 def _possible(path: Path) -> Path:
-    """Refuse paths that no file system accepts, which would raise at the first use."""
+    """Reject a path that no file system accepts, which would raise at its first use."""
     try:
         sizes = [len(os.fsencode(part)) for part in path.parts]
     except UnicodeEncodeError:
@@ -57,13 +57,13 @@ def expand_path(value: Any) -> Any:
     """Replace `~` and `$VARIABLE` in a path, as a shell does.
 
     Raises:
-        ValueError: a variable that is not set, or a user that does not exist.
+        ValueError: a variable is not set, or a user does not exist.
     """
     if not isinstance(value, str | Path):
         return value
     text = os.path.expanduser(str(value))
     if text.startswith("~"):
-        raise ValueError(f"expected a path, found {text!r:.80}, which begins with the name of no user")
+        raise ValueError(f"expected a path, found {text!r:.80}: this user does not exist")
     missing = [name for name in _VARIABLE.findall(text) if name.strip("{}") not in os.environ]
     if missing:
         raise ValueError(
@@ -85,7 +85,7 @@ def _finite(value: Any, name: str) -> None:
 
 
 NAME_BYTES, PATH_BYTES = 255, 4095
-"""Linux's limits."""
+"""Linux's limits of a file name and of a path."""
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})", re.ASCII)
 FilePath = Annotated[
     Path, BeforeValidator(expand_path), BeforeValidator(_not_empty), AfterValidator(_possible)
@@ -93,7 +93,7 @@ FilePath = Annotated[
 
 
 class Section(BaseModel):
-    """Base of config sections: frozen, without unknown keys, with field descriptions from attribute docstrings.
+    """Base of config sections: frozen, rejects unknown keys, takes field descriptions from attribute docstrings.
 
     Every field has a type, a bound if one exists, and one to three sentences: its effect, when to change it, its
     cost. A derived value is a property, not a field.
@@ -121,7 +121,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse a boolean for a number: Python takes True for 1; in a config it is a mistake."""
+        """Reject a boolean where a number is expected: pydantic would convert True to 1."""
         if isinstance(value, bool) and info.field_name is not None:
             kinds = set(_leaves(cls.model_fields[info.field_name].annotation))
             if kinds & {int, float} and bool not in kinds:
@@ -131,7 +131,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_infinite_parameter(cls, value: Any, info: ValidationInfo) -> Any:
-        """Parameters of plug-ins have no types here; JSON would turn an infinite number into null."""
+        """Reject infinite numbers in parameters of plug-ins, which have no types: JSON would turn them into null."""
         if info.field_name is not None and Any in set(_leaves(cls.model_fields[info.field_name].annotation)):
             _finite(value, "")
         return value

@@ -26,7 +26,11 @@ def names() -> list[str]:
 
 
 def find_config(path: Path) -> Path:
-    """Return the file at `path`, or the shipped config of this name. Raises UserError if there is neither."""
+    """Return the file at `path`, or the shipped config with this name.
+
+    Raises:
+        UserError: neither exists.
+    """
     if exists(path) and not path.is_dir():
         return path
     shipped_names = names()
@@ -35,17 +39,17 @@ def find_config(path: Path) -> Path:
     if str(name) in shipped_names:
         return folder() / f"{name}.yaml"
     if exists(path):
-        inside = path / "config.yaml"
-        if exists(inside):
-            raise UserError(f"{path}: a folder; did you mean {inside}?")
+        config_file = path / "config.yaml"
+        if exists(config_file):
+            raise UserError(f"{path}: a folder; did you mean {config_file}?")
         raise UserError(
             f"{path}: a folder; expected a YAML file, or one of the shipped configs: "
             f"{', '.join(shipped_names[:3])}, ..."
         )
     local_files = [str(p) for pattern in ("*.yaml", "*/*.yaml") for p in Path().glob(pattern)]
-    near = difflib.get_close_matches(str(path), local_files, n=1, cutoff=0.8)
-    near = near or difflib.get_close_matches(str(name), shipped_names, n=1, cutoff=0.6)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    similar_names = difflib.get_close_matches(str(path), local_files, n=1, cutoff=0.8)
+    similar_names = similar_names or difflib.get_close_matches(str(name), shipped_names, n=1, cutoff=0.6)
+    hint = f"; did you mean {similar_names[0]}?" if similar_names else ""
     raise UserError(f"{path}: no such file, and no shipped config of this name{hint}")
 
 
@@ -58,10 +62,7 @@ def find_model(path: Path) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Whether the path exists.
-
-    For invalid names the result is false, and the reader of the file reports the error.
-    """
+    """Return whether the path exists; False for an invalid name, which the reader of the file reports."""
     try:
         return path.exists()
     except OSError:

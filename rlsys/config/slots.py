@@ -13,4 +13,4 @@ def most_slots(config: Config) -> int:
 def _ceiling(config: Config) -> float:
     if config.rollout.over_provision != "auto":
         return config.over_provision
-    return 1.0 + config.rollout.max_staleness  # admission lets no more in
+    return 1.0 + config.rollout.max_staleness  # the bound of admission

@@ -1,4 +1,4 @@
-"""The config sections `model`, `trainer`, `parallel` and `sft`: what is trained, and by how many ranks."""
+"""The config sections `model`, `trainer`, `parallel` and `sft`: the model, its optimizer, and the trainer's ranks."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ Schedule = Literal["constant", "linear", "cosine"]
 class ModelConfig(Section):
     path: FilePath
     """Hugging Face folder that the run starts from: config.json, *.safetensors, and a tokenizer that transformers'
-    AutoTokenizer reads. Or a model of a hub, owner/name or owner/name@REVISION, which is fetched before the start;
+    AutoTokenizer reads. Or a model of a hub, owner/name or owner/name@REVISION, which is downloaded before the start;
     the run's config.yaml records its commit."""
     trust_remote_code: bool = False
-    """Whether code of the folder may run: where its tokenizer is converted, and in engines. Kimi-K2 and Moonlight
-    need it, since their tokenizers are code. Read it first."""
+    """Allow code of the folder to run, in the conversion of its tokenizer and in engines. Kimi-K2 and Moonlight need
+    it, since their tokenizers are code. Review the code first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number type of the weights in trainer and engines. Use bfloat16 on GPUs. float32 takes twice the memory,
-    and there trainer and engine agree to 1e-6."""
+    """Data type of the weights in trainer and engines. Use bfloat16 on GPUs. float32 takes twice the memory; with it
+    the log-probs of trainer and engine agree to 1e-6."""
     fp8: Literal["none", "rollout", "trainer", "both"] = "none"
-    """Processes that compute in FP8: none, the engines (rollout), the trainer, or both. It saves memory and time and
+    """Processes that compute in FP8: none, the engines (rollout), the trainer, or both. FP8 saves memory and time and
     makes log-probs less exact. Needs dtype = bfloat16."""
     fp8_format: Literal["e4m3", "hybrid"] = "e4m3"
     """FP8 format of GEMMs in the trainer: e4m3 forward and backward, or e5m2 for gradients of outputs (hybrid)."""
 
     @property
     def fp8_engines(self) -> bool:
-        """Whether engines compute in FP8."""
+        """Return whether engines compute in FP8."""
         return self.fp8 in ("rollout", "both")
 
     @property
     def fp8_trainer(self) -> bool:
-        """Whether the trainer computes in FP8."""
+        """Return whether the trainer computes in FP8."""
         return self.fp8 in ("trainer", "both")
 
     @model_validator(mode="after")
     def _cross(self) -> Self:
         if self.fp8 != "none" and self.dtype != "bfloat16":
-            raise ValueError(f"fp8 = {self.fp8} needs dtype = bfloat16, here it is {self.dtype}")
+            raise ValueError(f"fp8 = {self.fp8} needs dtype = bfloat16; dtype = {self.dtype}")
         if self.fp8_format != "e4m3" and not self.fp8_trainer:
             raise ValueError(
-                f"fp8_format = {self.fp8_format} is of the trainer's GEMMs, and fp8 = {self.fp8}: use trainer or both"
+                f"fp8_format = {self.fp8_format} needs FP8 in the trainer: fp8 = {self.fp8}, expected trainer or both"
             )
         return self
 
 
 class LoraConfig(Section):
     rank: Annotated[int, Field(ge=1, le=4096)] = 16
-    """Columns of B and rows of A: how many directions of each matrix can change. More learn more, and cost memory and
-    time in proportion."""
+    """Rank of the adapters: columns of B and rows of A. A larger rank can learn more, and costs memory and time in
+    proportion."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """The adapter's product is multiplied by alpha / rank. With one alpha, a learning rate serves all ranks."""
+    """The adapter's product is scaled by alpha / rank, so that one learning rate suits all ranks."""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """Which matrices get an adapter, by the last part of their names in the model's folder: q_proj, down_proj.
+    """Matrices with an adapter, by the last part of their names in the model's folder: q_proj, down_proj.
     Unset: all of attention, feed-forward blocks and experts."""
 
 
@@ -68,75 +68,76 @@ class TrainerConfig(Section):
     steps: NonNegative = 60
     """Train steps of the whole run. Raise it to continue a finished run."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training rows of the files of data.params.path, or of sft.params.path. It replaces steps:
-    epochs * (rows // rows of a step), counted when the config is read; the run's config.yaml has the steps. Without
-    data.params.heldout_path, seven in eight rows are training rows. Unset: steps counts."""
+    """Passes over the training rows in data.params.path, or in sft.params.path. It replaces steps by
+    epochs * (rows // rows per step) when the config is read; the run's config.yaml has the steps. Without
+    data.params.heldout_path, seven in eight rows are training rows. Unset: steps applies."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Optimizer. muon: Muon for the matrices of attention, feed-forward blocks and experts, AdamW for
     the rest, both at `lr`. It needs a third less optimizer memory for matrices, and more time per update
-    (docs/trainer.md). Use it for weights that Muon made, such as Moonlight's and Kimi-K2's."""
+    (docs/trainer.md). Use it for models that were trained with Muon, such as Moonlight and Kimi-K2."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters beside the model's matrices; the model stays as it is (LoRA). It needs optimizer and
-    checkpoints for the adapters only, and about ten times the learning rate. Unset: train the model."""
+    """Train low-rank adapters and keep the model's matrices frozen (LoRA). Optimizer and checkpoints then contain
+    only the adapters; use about ten times the learning rate. Unset: train the model."""
     lr: Annotated[float, Field(gt=0)] = 2e-4
     """Peak learning rate."""
     warmup_steps: NonNegative = 3
-    """Train steps in which the learning rate rises linearly from lr_start * lr to lr."""
+    """Train steps during which the learning rate rises linearly from lr_start * lr to lr."""
     lr_start: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Where the rise of the learning rate starts, as a share of lr."""
+    """Initial learning rate of the warm-up, as a share of lr."""
     warmup_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of the steps; it replaces warmup_steps when the config is read. Unset: warmup_steps counts."""
+    """Warm-up steps as a share of all steps; it replaces warmup_steps when the config is read. Unset: warmup_steps
+    applies."""
     schedule: Schedule = "constant"
-    """The learning rate after the warm-up: constant, or falling to lr_end * lr at the last step."""
+    """Learning rate after the warm-up: constant, or decaying to lr_end * lr at the last step."""
     lr_end: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Last value of a falling learning rate, as a share of lr."""
+    """Final learning rate of a linear or cosine schedule, as a share of lr."""
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     """AdamW's two betas."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decoupled weight decay."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
-    """Largest norm of the whole gradient; a larger gradient is scaled down to it."""
+    """Maximum norm of the whole gradient; a larger gradient is scaled down to it."""
     nonfinite_limit: NonNegative = 2
-    """Largest number of updates in a row that are skipped because their gradient is not finite. One more stops the
+    """Maximum number of consecutive updates that are skipped because the gradient is not finite. One more stops the
     run."""
     recompute: list[
         Literal["layer", "core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
     ] = Field(default_factory=list)
-    """Which parts compute their activations again in the backward pass instead of storing them; layer is all of
-    it. It saves memory and costs up to one more forward pass."""
+    """Parts of a layer that recompute their activations in the backward pass instead of storing them; layer is the
+    whole layer. It saves memory and costs up to one more forward pass."""
     offload_optimizer: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the optimizer's state that is kept and updated in host memory. It saves GPU memory and makes
-    updates slower. Needs model.dtype = bfloat16."""
+    """Share of the optimizer's state that is kept and updated in host memory. A larger share saves GPU memory and
+    makes updates slower. Needs model.dtype = bfloat16."""
     balance_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the routers' load-balancing loss of each sequence (DeepSeek-V3, eq. 17), per token. 0 is off."""
     balance_rate: Annotated[float, Field(ge=0)] = 0.0
     """Step by which an update moves the routers' biases towards idle experts (Wang et al. 2024, balancing without a
     loss). For routers with biases, such as DeepSeek-V3's. 0 is off."""
     mtp_loss: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the loss of multi-token prediction, per token: train the layer with which engines draft, on the
-    tokens that the policy is trained on (docs/trainer.md). For models that have one: DeepSeek-V3, GLM-4.5. 0 is off:
-    the layer stays as the folder has it."""
+    """Weight of the loss of multi-token prediction, per token. It trains the layer with which engines draft, on the
+    tokens that train the policy (docs/trainer.md). For models with such a layer: DeepSeek-V3, GLM-4.5. 0 is off: the
+    layer is not trained."""
     mtp_trunk: bool = False
-    """Whether that loss also moves the model's other weights, as in pre-training. false: only the layer itself, and
-    the policy is trained as without it."""
+    """Let the loss of multi-token prediction also train the model's other weights, as in pre-training. false: it
+    trains only its own layer and does not affect the policy."""
     token_budget: Positive = 8192
-    """Most tokens that one packed micro-batch computes. More use the hardware better and need more memory for
-    activations."""
+    """Maximum number of tokens of one packed micro-batch. A larger budget uses the hardware better and needs more
+    memory for activations."""
     early_backward: bool = False
     """Compute gradients of finished groups while the step's other groups are still generated (FlexMARL's
     micro-batch pipeline). It hides training time. Needs launch.placement = disaggregated and an algorithm that
-    treats each group by itself."""
+    treats each group independently."""
     replay: Literal["off", "engine", "trainer"] = "off"
-    """Source of the expert choices of training. off: its own. engine: those made when the token was sampled (R3).
-    trainer: those of the scoring pass at the start of the step (R2). It removes mismatch between engine and
-    trainer; engine also needs engine.return_routes."""
+    """Source of the expert choices in training. off: the trainer's router. engine: the choices made when the token
+    was sampled (R3). trainer: those of the scoring pass at the start of the step (R2). Replay removes a mismatch
+    between engine and trainer; engine needs engine.return_routes."""
     checkpoint_every: Positive = 10
     """Train steps between two checkpoints. A crash costs at most the steps since the last one."""
     export_every: NonNegative = 0
-    """Train steps between two exports of a Hugging Face folder to exports/step-N in the run, with `lora` of PEFT's
-    adapter folder; 0 makes none."""
+    """Train steps between two exports of a Hugging Face folder (with `lora`, a PEFT adapter folder) to exports/step-N
+    in the run; 0 makes none."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
-    """Number of newest checkpoints that stay on disk. The one with the best evaluation stays, too."""
+    """Number of newest checkpoints to keep. The checkpoint with the best evaluation is also kept."""
 
 
 class ParallelConfig(Section):
@@ -145,8 +146,8 @@ class ParallelConfig(Section):
     pp: Positive = 1
     """Pipeline parallel size: ranks that each hold a part of the layers."""
     vpp: Positive = 1
-    """Virtual pipeline stages per rank, interleaved. More of them shorten the pipeline's idle time and send
-    more messages. More than 1 needs pp > 1."""
+    """Virtual pipeline stages per rank, interleaved. More stages reduce the pipeline's idle time and send more
+    messages. More than 1 needs pp > 1."""
     cp: Positive = 1
     """Context parallel size: ranks that share the tokens of each sequence. For long sequences."""
     ep: Positive = 1
@@ -170,12 +171,12 @@ class ParallelConfig(Section):
     def data_parallel(self) -> int:
         if self.dp is not None:
             return self.dp
-        need = self.ep * self.expert_tp
-        return need // math.gcd(need, self.tp * self.cp)
+        divisor = self.ep * self.expert_tp
+        return divisor // math.gcd(divisor, self.tp * self.cp)
 
     @property
     def why_dp(self) -> str:
-        """Explanation of a derived data-parallel size, for messages."""
+        """Explanation of a derived data-parallel size, for error messages; empty if dp is set or 1."""
         if self.dp is not None or self.data_parallel == 1:
             return ""
         etp = f" * etp = {self.ep} * {self.expert_tp}" if self.expert_tp > 1 else f" = {self.ep}"
@@ -188,11 +189,11 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _divides(self) -> Self:
         lanes = self.tp * self.cp * self.data_parallel
-        need = self.ep * self.expert_tp
-        if lanes % need:
+        divisor = self.ep * self.expert_tp
+        if lanes % divisor:
             raise ValueError(
-                f"tp*cp*dp = {lanes} ranks cannot be divided by ep*etp = {need}; "
-                f"raise parallel.dp to a multiple of {need}"
+                f"tp*cp*dp = {lanes} ranks cannot be divided by ep*etp = {divisor}; "
+                f"raise parallel.dp to a multiple of {divisor}"
             )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp = {self.vpp} interleaves pipeline stages, but pp = 1; use pp >= 2")
@@ -201,15 +202,15 @@ class ParallelConfig(Section):
 
 class SFTConfig(Section):
     traces: str = "chain_sum"
-    """Short name of what writes the answers that `rlsys sft` learns from, or `package.module:function`,
-    or `path/to/file.py:function`. chats, pairs and labels read files of rows (docs/sft.md)."""
+    """Source of the answers that `rlsys sft` trains on: a short name, `package.module:function`, or
+    `path/to/file.py:function`. chats, pairs and labels read files of rows (docs/sft.md)."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of it."""
+    """Arguments of the source."""
     loss: Spec = Spec(name="cross_entropy")
     """Loss on the answers (docs/algorithms.md). Kind imitation, token by token: cross_entropy, dft, otr.
-    Kind preference, on compared answers: dpo, simpo, orpo, kto, reward_model and others, which cost one forward pass
-    more; all but reference-free ones keep a copy of the first weights in host memory, and cost two."""
+    Kind preference, on compared answers: dpo, simpo, orpo, kto, reward_model and others. They cost one more forward
+    pass; those with a reference model cost two, and keep a copy of the initial weights in host memory."""
     schedule: Schedule = "linear"
-    """The learning rate after the warm-up: constant, or falling to lr_end."""
+    """Learning rate after the warm-up: constant, or decaying to lr_end."""
     lr_end: Annotated[float, Field(ge=0, le=1)] = 0.02
     """Learning rate of the last step, as a share of trainer.lr."""

@@ -12,7 +12,7 @@ class WeightMethod(NamedTuple):
 
     Attributes:
         transport: import path of a subclass of rlsys.weights.weight_transport.WeightTransport.
-        rate: assumed GB/s of a push: memory of one machine, a fast network, a shared folder (written, then read).
+        rate: assumed speed of a push in GB/s.
     """
 
     transport: str
@@ -30,10 +30,10 @@ WEIGHT_METHODS = {
 
 
 def check_method(value: str) -> str:
-    """Return the name of a built-in transport, or an import path.
+    """Return `value` if it is the name of a built-in transport or an import path.
 
     Raises:
-        PydanticKnownError: neither.
+        PydanticKnownError: it is neither.
     """
     if value in WEIGHT_METHODS or ":" in value:
         return value

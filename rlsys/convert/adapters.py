@@ -53,12 +53,18 @@ def matrices(hf: HFConfig) -> list[str]:
 
 
 def check_lora(config: Config, hf: HFConfig) -> None:
-    """Raise UserError for adapters that this model, or its parallel layout, cannot have."""
+    """Check that the model and the parallel layout support trainer.lora.
+
+    Raises:
+        UserError: they do not.
+    """
     lora, path = config.trainer.lora, config.model.path
     if lora is None:
         return
     if hf.delta is not None:
-        raise UserError(f"trainer.lora: adapters were never tried with a gated delta net, which {path} has")
+        raise UserError(
+            f"trainer.lora: adapters are untested with the gated delta net of {path}; expected null"
+        )
     names = matrices(hf)
     for target in lora.targets or ():
         if target not in names:
@@ -72,24 +78,23 @@ def check_lora(config: Config, hf: HFConfig) -> None:
         stacked = {_last(name) for entry in entries(hf) if entry.expert is not None for name in entry.hf}
         of_attention = [name for name in names if name not in stacked]
         raise UserError(
-            f"trainer.lora.targets: the experts of {path} are stacked in one tensor, which PEFT has no "
-            f"adapters of this kind for; expected targets among {', '.join(of_attention)}"
+            f"trainer.lora.targets: the experts of {path} are stacked in one tensor, for which PEFT has no adapters; "
+            f"expected targets among {', '.join(of_attention)}"
         )
     if config.weights.method == "adapter" and hf.family.architecture not in _ADAPTER_ARCHITECTURES:
         raise UserError(
             f"weights.method = adapter: expected one of {', '.join(_ADAPTER_ARCHITECTURES)}, {path} is "
-            f"{hf.family.architecture}; "
-            "SGLang's adapters were tried with these only. Use tensor"
+            f"{hf.family.architecture}; SGLang's adapters are tested with these only; use auto"
         )
     if of_experts and config.parallel.expert_tp > config.parallel.tp:
         raise UserError(
             f"parallel.etp = {config.parallel.expert_tp} with adapters of experts: expected at most parallel.tp = "
-            f"{config.parallel.tp}, for megatron-core would count the gradients of ranks that share one twice"
+            f"{config.parallel.tp}; megatron-core would count the gradients of ranks that share one twice"
         )
 
 
 def _last(name: str) -> str:
-    """model.layers.0.self_attn.q_proj.weight -> q_proj"""
+    """Return the last part of a weight's name: `model.layers.0.self_attn.q_proj.weight` gives `q_proj`."""
     return name.split(".")[-2]
 
 
@@ -103,7 +108,7 @@ def _pairs(entry: Entry, lora: LoraConfig) -> list[Pair]:
 
 
 def _factor(entry: Entry, pattern: str, name: str, letter: str, shape: tuple[int, ...]) -> Entry:
-    """Build the entry of a factor. A has the matrix's columns, B its rows: each is sharded where these are."""
+    """Return the entry of a factor. A is sharded like the matrix's columns, B like its rows."""
     axis = 1 if letter == "A" else 0
 
     def factor_name(name: str) -> str:

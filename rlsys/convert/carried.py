@@ -1,9 +1,9 @@
-"""Tensors of a folder that are no parameters of the model here, and are carried along: vision towers, and layers for
-multi-token prediction.
+"""Tensors of a folder that rlsys copies without training them: vision towers, and untrained layers for multi-token
+prediction.
 
-All stay unchanged where those layers are not trained. A folder has them among its other tensors, a Megatron
-checkpoint converted from one in separate files. Where they are trained, only copies remain: folders repeat the
-model's embedding and head in them, and get the model's current ones.
+A folder has them among its other tensors, a converted Megatron checkpoint in separate files. If layers for
+multi-token prediction are trained, only their copies of the model's embedding and head belong here; exports write
+the current ones.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def with_carried(
     """Yield the model's `tensors`, then the carried ones of `source`, in a fixed order.
 
     Args:
-        source: the folder or checkpoint that the model began with.
+        source: the folder or checkpoint of the initial model.
     """
     carried: HFTensors | CheckpointCarried
     if any(source.glob("*.safetensors")):

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face model folder, in one vocabulary for all families, and checked."""
+"""Reader of config.json: validates the fields of all model families and converts them to common names."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ _PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 @dataclass(frozen=True)
 class HFConfig:
-    """The fields of config.json that decide shapes and numbers. Sizes in elements.
+    """The fields of config.json that determine shapes and numbers. Sizes in elements.
 
-    `moe_layers`: for each layer whether it has experts. `prediction_layers`: layers after the last one, for
-    multi-token prediction. `mtp`: they are part of the model here, and trained; else they are carried along unchanged
-    (rlsys.convert.carried). `window`: tokens that a query sees, its own among them, in the layers of
-    `windowed_layers`. `linear_layers`: those with a gated delta net of the sizes `delta` instead of attention.
-    `megatron`: more fields of megatron's TransformerConfig. `quantised`:
-    how the folder holds weights (rlsys.convert.quantised).
+    `moe_layers`: for each layer whether it has experts. `prediction_layers`: number of layers for multi-token
+    prediction after the last layer. `mtp`: they are part of the model and trained; else they are copied unchanged
+    (rlsys.convert.carried). `window`: tokens to which a query attends, including its own, in the layers of
+    `windowed_layers`. `linear_layers`: layers with a gated delta net of the sizes `delta` instead of attention.
+    `megatron`: additional fields of megatron's TransformerConfig. `quantised`: format of the folder's weights
+    (rlsys.convert.quantised).
     """
 
     family: Family
@@ -237,7 +237,7 @@ class HFConfig:
         return frozenset(name for name, present in have.items() if present)
 
     def rules(self, layer: int) -> list[Rule]:
-        """The rules of one layer. One for multi-token prediction is of the last layer's kind."""
+        """Return the rules of one layer. A layer for multi-token prediction has the kind of the last layer."""
         like = min(layer, self.layers - 1)
         kind: Feature = "moe" if self.moe_layers[like] else "dense"
         attention: Feature = "linear" if self.linear_layers and self.linear_layers[like] else "full"
@@ -247,7 +247,7 @@ class HFConfig:
         return [r for r in self.family.rules if r.per_layer and r.only in have]
 
     def shape(self, letters: str) -> tuple[int, ...]:
-        """The HF shape that the name table spells in `letters` (rlsys.convert.families)."""
+        """Return the HF shape for the `letters` of the name table (rlsys.convert.rules)."""
         return tuple(self._sizes[letter] for letter in letters)
 
     @functools.cached_property
@@ -349,7 +349,7 @@ _ROPE_POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings", "b
 
 
 def _check_numbers(raw: dict[str, Any], family: Family, source: str) -> None:
-    """Refuse numbers that are not finite (Python's JSON reads NaN), and sizes that are no whole numbers."""
+    """Reject numbers that are not finite (Python's JSON reads NaN), and sizes that are not whole numbers."""
 
     def refuse(field: str, value: object, expected: str) -> NoReturn:
         raise UserError(f"{source}: {field} = {value!r:.80}: expected {expected}")
@@ -394,7 +394,7 @@ def _check_numbers(raw: dict[str, Any], family: Family, source: str) -> None:
 def _check_divisions(
     raw: dict[str, Any], family: Family, refuse: Callable[[str, object, str], NoReturn]
 ) -> None:
-    """Refuse sizes that do not divide others as required."""
+    """Reject sizes that do not divide others as required."""
     heads, groups = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if heads and groups and heads % groups and not family.mla:
         refuse("num_key_value_heads", groups, f"a divisor of num_attention_heads = {heads}")
@@ -412,8 +412,8 @@ def _check_divisions(
         refuse(
             field,
             1,
-            "2 experts and more, or norm_topk_prob = false: the normalised weight of one expert is 1, whatever its "
-            "score, which megatron-core does not compute, and by which no router would learn",
+            "at least 2, or norm_topk_prob = false: the normalised weight of one expert is always 1, so the router "
+            "would not learn, and megatron-core does not compute it",
         )
     groups, top = raw.get("n_group", 1), raw.get("topk_group", 1)
     if experts % groups:
@@ -427,7 +427,7 @@ def _is_number(value: object) -> bool:
 
 
 def _check_supported(raw: dict[str, Any], family: Family, source: str) -> None:
-    """Refuse values that would silently change the computation."""
+    """Reject values that would silently change the computation."""
     for field, values in family.allowed.items():
         if raw.get(field) not in values:
             expected = " or ".join(repr(v) for v in values)
@@ -474,7 +474,11 @@ _DENSE_LAYERS = ("first_k_dense_replace", "moe_layer_end_index", "mlp_only_layer
 
 
 def _check_layer_kinds(raw: dict[str, Any], fields: dict[str, Any], family: Family, source: str) -> None:
-    """Raise UserError if a list of the layers' kinds contradicts a field that SGLang reads instead of it."""
+    """Check that lists of the layers' kinds agree with the fields that SGLang reads instead.
+
+    Raises:
+        UserError: they do not.
+    """
     dense = [field for field in _DENSE_LAYERS if field in fields]
     if family.moe and "mlp_layer_types" in fields and dense:
         unnamed = {name: value for name, value in raw.items() if name != "mlp_layer_types"}
@@ -493,10 +497,10 @@ def _check_layer_kinds(raw: dict[str, Any], fields: dict[str, Any], family: Fami
 
 
 def _moe_layers(raw: dict[str, Any], family: Family, source: str) -> tuple[bool, ...]:
-    """Return whether each layer has experts.
+    """Return for each layer whether it has experts.
 
-    DeepSeek and GLM begin with dense layers; Qwen lists dense ones, or has experts in every n-th layer. Ernie may end
-    with dense ones. Newer folders list the kind of every layer.
+    In DeepSeek and GLM the first layers are dense; Qwen lists dense layers, or has experts in every n-th layer; in
+    Ernie the last layers may be dense. Newer folders list the kind of every layer.
     """
     layers = raw["num_hidden_layers"]
     if family.moe and (kinds := raw.get("mlp_layer_types")) is not None:
@@ -537,7 +541,7 @@ def _delta_net(raw: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _linear_layers(raw: dict[str, Any], source: str) -> tuple[bool, ...]:
-    """Return whether each layer has a gated delta net."""
+    """Return for each layer whether it has a gated delta net."""
     layers, interval = raw["num_hidden_layers"], raw.get("full_attention_interval", 4)
     kinds = raw.get("layer_types")
     if kinds is None:
@@ -549,7 +553,11 @@ def _linear_layers(raw: dict[str, Any], source: str) -> tuple[bool, ...]:
 def _kinds(
     raw: dict[str, Any], field: str, value: object, allowed: tuple[str, ...], source: str
 ) -> list[str]:
-    """Return the kind of each layer. Raises UserError unless each layer has an allowed one."""
+    """Return the kind of each layer.
+
+    Raises:
+        UserError: a layer has no allowed kind.
+    """
     layers = raw["num_hidden_layers"]
     if not isinstance(value, list) or len(value) != layers or any(kind not in allowed for kind in value):
         expected = " or ".join(repr(kind) for kind in allowed)

@@ -9,11 +9,11 @@ from rlsys.convert.table import prediction_layers
 
 
 def crossover_length(hf: HFConfig) -> float:
-    """The length n0 at which attention costs as much as all matrices: a sequence of n tokens costs n + n^2 / n0.
+    """Return the length n0 at which attention costs as much as all matrices: n tokens cost n + n^2 / n0.
 
-    A forward pass takes 2 FLOPs a token and parameter that the token visits (of the experts, the chosen ones), and
-    n^2 FLOPs a head and number of its query and its value, since half of the scores are masked. The backward pass
-    takes twice both.
+    A forward pass takes 2 FLOPs per token and visited parameter (only selected experts count), and n^2 FLOPs per
+    head and element of its query and its value, since half of the scores are masked. A backward pass takes twice as
+    many of both.
     """
     if (latent := hf.latent) is not None:
         head = latent.plain + latent.rotary + latent.value
@@ -24,12 +24,12 @@ def crossover_length(hf: HFConfig) -> float:
 
 
 def visited_parameters(hf: HFConfig) -> float:
-    """Return the parameters that one token visits: all but the embedding and the experts it is not routed to."""
+    """Return the number of parameters that one token uses: all but the embedding and the unselected experts."""
     return sum(visited_by_kind(hf))
 
 
 def visited_by_kind(hf: HFConfig) -> tuple[float, float]:
-    """Return the parameters that one token visits, outside of experts and in experts."""
+    """Return the number of parameters that one token uses, outside of experts and in experts."""
     layers = [*range(hf.layers), *(prediction_layers(hf) if hf.mtp else ())]
     rules = [rule for layer in layers for rule in hf.rules(layer)]
     rules += [rule for rule in hf.family.rules if not rule.per_layer][

@@ -1,8 +1,8 @@
 """Location of a model's tensors in a folder, from the index and the files' headers: no tensors, no torch.
 
-Trainer and engine have to read the same bits. SGLang loads every tensor of every file that the index lists, in the
-order of the files' names, so the last copy of a tensor counts there; without an index it loads all files. The index
-decides here, and a folder that engines would read otherwise is refused.
+Trainer and engine must read the same bits. SGLang loads every tensor of every file that the index lists, in the
+order of the files' names, so it uses the last copy of a tensor; without an index it loads all files. rlsys follows
+the index, and rejects a folder that engines would read differently.
 """
 
 from __future__ import annotations
@@ -141,21 +141,21 @@ def _read_headers(folder: Path, hf: HFConfig) -> dict[str, StoredTensor]:
             continue
         twice = f"{folder}: {name} is stored twice: in {' and in '.join(s.file.name for s in stored_ones)}"
         if index is None:
-            raise UserError(f"{twice}; there is no {INDEX} that says which counts")
+            raise UserError(f"{twice}; expected one copy, or an {INDEX} that selects one")
         last = stored_ones[-1].file.name
         if index.get(name) != last:
             raise UserError(
-                f"{twice}; {INDEX} says {index.get(name, 'nothing of it')}, and SGLang, which reads these files in "
-                f"the order of their names, takes {last}"
+                f"{twice}; {INDEX} has {index.get(name, 'no entry for it')}, but SGLang, which reads these files in "
+                f"the order of their names, uses {last}"
             )
     return {name: stored_ones[-1] for name, stored_ones in copies.items()}
 
 
 def _files(folder: Path, index: dict[str, str] | None, hf: HFConfig) -> list[Path]:
-    """List the files that SGLang reads, in its order."""
+    """Return the files that SGLang reads, in its order."""
     names = {file.name for file in folder.glob("*.safetensors")}
     if not names:
-        raise UserError(f"{folder}: no *.safetensors in it")
+        raise UserError(f"{folder}: contains no *.safetensors; expected the model's weights")
     if index is None:
         return [
             folder / name for name in sorted(names - {_ORIGINAL} if names == {_ORIGINAL, _MERGED} else names)
@@ -224,7 +224,11 @@ def _take_scales(
 
 
 def _check_type(tensor: StoredTensor, scale: StoredTensor | None, hf: HFConfig) -> None:
-    """Raise UserError unless the tensor is a plain weight, or eight bits with the scales of its blocks."""
+    """Check that the tensor is a plain weight, or an FP8 one with the scales of its blocks.
+
+    Raises:
+        UserError: it is not.
+    """
     expected = "expected " + ", ".join(WEIGHT_TYPES)
     if hf.quantised == "fp8":
         expected += f", or {_FP8} with a scale {FP8_SCALES}"
@@ -297,7 +301,11 @@ def _locations(
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """Read the tensors of a file. Raises UserError unless its size matches its header."""
+    """Return the tensors of a file, from its header.
+
+    Raises:
+        UserError: the header is damaged, or the file's size does not match it.
+    """
     try:
         size = file.stat().st_size
         if not file.is_file():
@@ -336,7 +344,7 @@ def read_header(file: Path) -> list[StoredTensor]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object. Raises ValueError for a duplicate name, of which JSON readers take different ones."""
+    """Return a JSON object. Raises ValueError for a duplicate name, for which JSON readers use different values."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         raise ValueError

@@ -28,9 +28,9 @@ class HashShares:
 
 
 def hash_shares(hf: HFConfig, ranks: int, *, experts_together: bool) -> HashShares:
-    """Assign units in the order of the name table, each to the rank with the fewest elements so far.
+    """Assign tensors to ranks in the order of the name table, each to the rank with the fewest elements so far.
 
-    So the units of one bucket are spread over the ranks.
+    So the tensors of one bucket are distributed over the ranks.
 
     Args:
         experts_together: whether one rank hashes all experts of a layer: SHA-256 needs it, a GPU's digest is a sum.

@@ -32,7 +32,7 @@ class HFTensors:
     """Tensors of a folder by their names in the table, read on demand."""
 
     def __init__(self, folder: Path, config: HFConfig) -> None:
-        """Raise UserError as find_tensors does, unless the folder has exactly the model's tensors."""
+        """Locate the tensors of `folder`. Raises UserError if they are not exactly the model's (find_tensors)."""
         self._locations = find_tensors(folder, config)
         self.carried = carried_names(config, self.names)
         """Names of the tensors that are not trained."""
@@ -43,11 +43,15 @@ class HFTensors:
 
     @property
     def bytes(self) -> int:
-        """Size of all tensors as they are read: a quantised one counts as bfloat16."""
+        """Size of all tensors in bytes as they are read; a quantised tensor counts as bfloat16."""
         return sum(location.bytes for location in self._locations.values())
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor. Raises UserError when the file has damage that its header does not show."""
+        """Read a tensor.
+
+        Raises:
+            UserError: the file is damaged.
+        """
         location = self._locations[name]
         try:
             if location.scales is not None:
@@ -136,9 +140,9 @@ def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
 
 
 def copy_side_files(source: Path, folder: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Copy the files beside the weights, so that `folder` loads by itself.
+    """Copy the files that accompany the weights, so that `folder` is a complete model.
 
-    The copy of config.json says that the weights are not quantised.
+    The copy of config.json has no quantisation.
 
     Args:
         changes: changed fields of config.json.

@@ -1,7 +1,7 @@
-"""Models of a Hugging Face hub in the place of folders: `owner/name`, or `owner/name@REVISION`.
+"""Models of a Hugging Face hub: resolution of `owner/name` and `owner/name@REVISION` to folders.
 
-Every field and argument that names a model may name one so. The command that starts a run puts the folder of the
-snapshot in its place; that folder's name has the commit, and the run's config.yaml records it.
+Every config field and argument for a model folder accepts such a name. The command that starts a run replaces it by
+the folder of the snapshot, whose name contains the commit; the run's config.yaml records that folder.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ _CONFIG, _MODEL, _TEACHER = "config.yaml", "model.path", "algo.teacher."
 
 
 def find_folder(path: Path, field: str, *, weights: bool = True, commit: str | None = None) -> Path:
-    """`path`, the shipped folder or the snapshot of the hub's model that it names.
-
-    A path that exists is never taken for a name.
+    """Return the model folder for `path`: an existing folder, a shipped one, or the snapshot of a hub's model.
 
     Args:
-        field: Of the config or the command line that has `path`, for errors.
+        path: A path, or `owner/name[@REVISION]`. An existing path takes precedence.
+        field: Config field or command-line option with `path`, for error messages.
         weights: Whether the weights are needed; config.json, tokenizer and templates always are.
-        commit: Of the snapshot, where `path` has no revision.
+        commit: Commit of the snapshot, if `path` has no revision.
 
     Raises:
-        UserError: The name's model cannot be had, or its folder has links to other files (`check_files`).
+        UserError: The model is not available, or its folder has links to files outside (`check_files`).
     """
     path = find_model(path)
     match = _NAME.fullmatch(str(path))
@@ -44,16 +43,16 @@ def find_folder(path: Path, field: str, *, weights: bool = True, commit: str | N
 
 
 def pin_models(config: Config, *, weights: bool = True) -> Config:
-    """Replace each model of a hub by the folder of its snapshot.
+    """Return the config with each model of a hub replaced by the folder of its snapshot.
 
-    The revision is that of the name, else that of the snapshot with which the run in `run.dir` began, else the hub's
-    newest.
+    The revision is that of the name, else that with which the run in `run.dir` started, else the hub's newest.
 
     Args:
+        config: The config.
         weights: Whether the weights are needed.
 
     Raises:
-        UserError: A model cannot be had.
+        UserError: A model is not available.
     """
     file = config.run.dir / _CONFIG
     recorded_folders = _folders(load_config(file)) if file.is_file() else {}
@@ -73,7 +72,7 @@ def pin_models(config: Config, *, weights: bool = True) -> Config:
 
 
 def model_overrides(config: Config) -> list[str]:
-    """The folders of `config`'s models as overrides, for another process that reads the same file."""
+    """Return the folders of `config`'s models as overrides, for another process that reads the same file."""
     overrides = [f"model.path={json.dumps(str(config.model.path))}"]
     if (teacher := config.algo.teacher) is not None:
         folders = teacher.model_dump(mode="json", include={"path", "by_source"})
@@ -82,6 +81,6 @@ def model_overrides(config: Config) -> list[str]:
 
 
 def _folders(config: Config) -> dict[str, Path]:
-    """Map each field that names a model of a run to the path in it."""
+    """Return the path of each model of a run, by config field."""
     teacher = config.algo.teacher.folders if config.algo.teacher is not None else {}
     return {_MODEL: config.model.path, **{f"{_TEACHER}{field}": path for field, path in teacher.items()}}

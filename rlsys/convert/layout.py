@@ -57,7 +57,8 @@ def _part_gated(tensor: Tensor, config: HFConfig) -> list[Tensor]:
 
 
 def _delta_sections(config: HFConfig) -> tuple[int, list[int], list[int]]:
-    """Key heads; channels of queries, keys and values; the same of one key head."""
+    """Return the number of key heads, and the channels of queries, keys and values: of all heads, and per key
+    head."""
     assert config.delta is not None
     n = config.delta.key_heads
     sizes = config.delta.sections

@@ -20,14 +20,13 @@ def partial_of(folder: Path) -> Path:
 
 @contextmanager
 def new_folder(folder: Path, size: int) -> Iterator[None]:
-    """Let the block write `folder`, about `size` bytes, at partial_of(folder).
+    """Create `folder` atomically: the context writes about `size` bytes to partial_of(folder).
 
     Raises:
-        UserError: the folder exists or the disk is too small, also when this shows during the block; partial output
-            is deleted.
+        UserError: the folder exists, or the disk is or becomes full. Partial output is then deleted.
     """
     if folder.exists():
-        raise UserError(f"--out {folder}: exists already; name a new folder")
+        raise UserError(f"--out {folder}: exists already; expected a new folder")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder.parent).free

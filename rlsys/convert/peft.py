@@ -1,4 +1,4 @@
-"""Adapters as a PEFT folder, which vLLM and SGLang load, too."""
+"""Adapters as a PEFT folder, which vLLM and SGLang can load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlsys.convert.output import partial_of
 
 
 def adapter_config(base: Path, lora: LoraConfig, hf: HFConfig) -> dict[str, Any]:
-    """Return PEFT's adapter_config.json. `base`: the folder of the model under the adapters."""
+    """Return the content of PEFT's adapter_config.json. `base`: folder of the base model."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -37,7 +37,7 @@ def adapter_config(base: Path, lora: LoraConfig, hf: HFConfig) -> dict[str, Any]
 def write_adapter(
     folder: Path, base: Path, lora: LoraConfig, hf: HFConfig, factors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Write a PEFT folder atomically. `factors`: by PEFT's names, all held in memory at once."""
+    """Write a PEFT folder atomically. `factors`: (PEFT name, tensor); all are in memory at once."""
     partial = partial_of(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -1,7 +1,5 @@
-"""Tokens that sequences have in common at their beginning: whether they are computed once, known from config.json
-alone, and what sequences then cost. Pure.
-
-rlsys/trainer/prefixes.py says which tokens these are.
+"""Common first tokens of sequences (rlsys/trainer/prefixes.py): whether they are computed once, by config.json, and
+the resulting cost of sequences. Pure.
 """
 
 from __future__ import annotations
@@ -16,12 +14,12 @@ Sharing = tuple[float, float]
 
 
 def why_not_shared(config: Config, hf: HFConfig, transformer_engine: bool) -> str | None:
-    """Return why every sequence computes its own prompt, or None where a micro-batch computes a common one once.
+    """Return why every sequence computes its own prompt; None if a micro-batch computes a common prompt once.
 
     Args:
-        config: A run's.
+        config: The run's config.
         hf: The trained model.
-        transformer_engine: Whether the trainer's hosts have it.
+        transformer_engine: Whether Transformer Engine is installed on the trainer's hosts.
     """
     if config.parallel.cp > 1:
         return f"parallel.cp = {config.parallel.cp} cuts every sequence"

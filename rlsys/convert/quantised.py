@@ -1,9 +1,9 @@
-"""Weights that a folder holds in few bits, as the numbers they stand for.
+"""Dequantisation of the weights of a folder to bfloat16, as transformers does it.
 
 mxfp4   gpt-oss: 32 numbers of 4 bits (E2M1) share an exponent (OCP Microscaling Formats 1.0); experts' weights only
 fp8     DeepSeek-V3, Kimi-K2, MiniMax-M2: E4M3, a block of 128 x 128 shares a float32 scale
 
-They become bfloat16, as transformers makes them. The weights are trained so; nothing is quantised again on its own.
+Training uses the dequantised weights, which are not quantised again.
 """
 
 from __future__ import annotations

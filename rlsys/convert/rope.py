@@ -38,7 +38,7 @@ def rope_fields(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     If both are given, `rope_scaling` replaces the other, as in transformers 5 and SGLang.
 
     Raises:
-        UserError: `rope_parameters` then has a value that no other field has: engines would use a default.
+        UserError: `rope_parameters` has a value that `rope_scaling` lacks, for which engines would use a default.
     """
     for name in ("rope_scaling", "rope_parameters"):
         value = raw.get(name)
@@ -75,7 +75,10 @@ def read_rope(raw: dict[str, Any], family: Family, source: str) -> Rope:
     """
     fields = rope_fields(raw, source)
     if nested := sorted(name for name, value in fields.items() if isinstance(value, dict)):
-        raise UserError(f"{source}: rope of {nested[0]} apart from other layers is not supported")
+        raise UserError(
+            f"{source}: rope_parameters.{nested[0]}: separate values per kind of layer are not supported; expected "
+            "one"
+        )
     kind = fields.get("rope_type") or "default"
     share = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if raw.get("rotary_dim") and raw.get("head_dim"):

@@ -1,4 +1,4 @@
-"""Rows of the name tables, and words of config.json, that several families share. No torch."""
+"""Rules of the name tables, and fields of config.json, that several families share. No torch."""
 
 from __future__ import annotations
 
@@ -68,8 +68,11 @@ LATENT_ATTENTION = (
 
 
 def mtp(final_norm: str = "shared_head.norm") -> tuple[Rule, ...]:
-    """DeepSeek-V3, section 2.2: norms of the token's embedding and of the hidden state, and what joins them; then
-    comes a whole layer, and its norm. Embedding and head are the model's own."""
+    """Return the additional rules of a layer for multi-token prediction (DeepSeek-V3, section 2.2).
+
+    These are the norms of the token's embedding and of the hidden state, their projection, and the final norm.
+    Embedding and head are those of the model.
+    """
     return (
         Rule(P + "enorm.weight", {H + "enorm.weight": "h"}),
         Rule(P + "hnorm.weight", {H + "hnorm.weight": "h"}),
@@ -81,7 +84,7 @@ def mtp(final_norm: str = "shared_head.norm") -> tuple[Rule, ...]:
 def mlp(
     megatron: str, hf: str, letter: str, only: Feature, names: str = "gate_proj up_proj down_proj"
 ) -> tuple[Rule, ...]:
-    """A gated feed-forward block of any kind."""
+    """Return the rules of a gated feed-forward block."""
     gate, up, down = (f"{H}{hf}.{x}.weight" for x in names.split())
     return (
         Rule(
@@ -103,7 +106,7 @@ _BIAS = "mlp.gate.e_score_correction_bias"
 
 
 def router_bias(hf: str = _BIAS, shape: str = "e", engine_name: str = "") -> tuple[Rule, ...]:
-    """Added to the scores of experts when they are chosen, and only then."""
+    """Return the rule of the bias that is added to experts' scores for their selection only."""
     return (Rule(M + "mlp.router.expert_bias", {H + hf: shape}, only="moe", engine_name=engine_name),)
 
 
@@ -125,7 +128,7 @@ DENSE = mlp("mlp", "mlp", "f", "dense")
 def fused(
     experts: str = "mlp.experts", names: str = "gate_proj up_proj down_proj"
 ) -> dict[str, tuple[str, ...]]:
-    """Return the names of a layer's experts in two tensors, as transformers 5 holds them."""
+    """Return the names of a layer's experts in two tensors, as in transformers 5."""
     gate, up, down = (f"{H}{experts}.{{e}}.{x}.weight" for x in names.split())
     return {H + "mlp.experts.gate_up_proj": (gate, up), H + "mlp.experts.down_proj": (down,)}
 

@@ -1,4 +1,4 @@
-"""The words of the name tables: what a rule and a family are. No torch.
+"""Types of the name tables: Rule, Stack and Family. No torch.
 
 A `Rule` pairs one Megatron parameter (names of the local layer spec) with the HF tensors that make it up.
 `{l}` is the layer, `{e}` the expert. The HF shape is spelt in letters, one an axis:

@@ -30,7 +30,7 @@ def stack_experts(tensors: Iterable[tuple[str, Tensor]], hf: HFConfig) -> Iterat
                 torch.stack([join_parts(of_expert, slot.stack) for of_expert in parts_of_experts]),
             )
     if incomplete:
-        raise ValueError(f"experts are missing for {next(iter(incomplete))}")
+        raise ValueError(f"{next(iter(incomplete))}: experts are missing; expected all experts of the layer")
 
 
 def join_parts(parts: list[Tensor], stack: Stack) -> Tensor:

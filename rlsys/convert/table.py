@@ -1,4 +1,4 @@
-"""Every parameter of a whole model, in one order: what the name table makes of a config. No tensors, no torch."""
+"""All parameters of a whole model in a fixed order, from the name table and a config. No tensors, no torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rlsys.core.errors import UserError
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of a whole model: its name there, and the HF tensors (name -> shape) that make it up.
+    """One parameter of a whole model: its Megatron name, and the HF tensors (name -> shape) that it consists of.
 
-    `megatron` has a place `{e}` for the expert's number, because each expert-parallel rank counts its own.
+    `megatron` has a placeholder `{e}` for the expert's number, because each expert-parallel rank counts its own.
     """
 
     rule: Rule
@@ -32,8 +32,7 @@ class Entry:
 
 
 def entries(config: HFConfig) -> Iterator[Entry]:
-    """Every parameter of a whole model, once: embedding, layer by layer, head. The order never changes. Layers for
-    multi-token prediction come behind the others, where they are trained."""
+    """Yield all parameters of a whole model in a fixed order: embedding, layer by layer, head, trained MTP layers."""
     rules = config.family.rules
     first = next(i for i, rule in enumerate(rules) if rule.per_layer)
     last = max(i for i, rule in enumerate(rules) if rule.per_layer)
@@ -59,7 +58,7 @@ def _entry(rule: Rule, config: HFConfig, layer: int | None = None, expert: int |
 
 
 def prediction_layers(config: HFConfig) -> range:
-    """The numbers that folders give to layers for multi-token prediction."""
+    """Return the layer numbers of the layers for multi-token prediction in folders."""
     return range(config.layers, config.layers + config.prediction_layers)
 
 
@@ -131,7 +130,11 @@ def shared_names(config: HFConfig) -> dict[str, str]:
 
 
 def check_names(config: HFConfig, present: frozenset[str], source: str) -> None:
-    """Raise UserError, with the first name, for a missing or unknown tensor."""
+    """Check that `present` has exactly the model's tensors.
+
+    Raises:
+        UserError: a tensor is missing or unknown; the message has the first one.
+    """
     expected = {name for entry in entries(config) for name in entry.hf}
     present -= carried_names(config, present)
     if config.tied:
@@ -139,7 +142,7 @@ def check_names(config: HFConfig, present: frozenset[str], source: str) -> None:
     if missing := sorted(expected - present):
         raise UserError(f"{source}: {len(missing)} tensor(s) are missing, first: {missing[0]}")
     if extra := sorted(present - expected):
-        raise UserError(f"{source}: {len(extra)} tensor(s) have no place in the model, first: {extra[0]}")
+        raise UserError(f"{source}: {len(extra)} tensor(s) do not belong to the model, first: {extra[0]}")
 
 
 @dataclass(frozen=True)

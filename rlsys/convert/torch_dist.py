@@ -1,9 +1,9 @@
-"""A folder in torch.distributed.checkpoint's format, read and written a piece at a time, by one process.
+"""Reader and writer of torch.distributed.checkpoint's format for one process, chunk by chunk.
 
-Megatron writes and loads the same format with all ranks and their whole state in memory. Here nothing but the piece
-at hand is: a model larger than memory passes through. A tensor is stored in pieces (a box of the tensor: where it
-begins, its sizes), each as torch.save writes it, one after the other in files `__<rank>_0.distcp`; `.metadata` says
-what lies where, and megatron's own `metadata.json` and `common.pt` make the folder one of its checkpoints.
+Megatron writes and loads the same format with all ranks and their whole state in memory. Here only one chunk is in
+memory, so a model may be larger than the memory. A tensor is stored in chunks (boxes of the tensor with an offset
+and sizes), each in torch.save's format, one after the other in files `__<rank>_0.distcp`. `.metadata` has their
+locations; megatron's `metadata.json` and `common.pt` make the folder a Megatron checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FORMAT = {
 
 @dataclass(frozen=True)
 class Box:
-    """Extent of a piece in its tensor: first element and size along each axis."""
+    """Extent of a chunk in its tensor: first element and size along each axis."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -58,14 +58,14 @@ class Box:
         return Box(start, size) if min(size, default=1) > 0 else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """The slices that cut this box out of the values of `outer`."""
+        """Return the slices that select this box in the values of `outer`."""
         return tuple(
             slice(a - o, a - o + n) for a, n, o in zip(self.start, self.size, outer.start, strict=True)
         )
 
 
 class DistWriter:
-    """Writer of a checkpoint: `write` every piece once, then `finish`. Holds the files of all ranks open."""
+    """Writer of a checkpoint: `write` every chunk once, then `finish`. The files of all ranks stay open."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -87,7 +87,7 @@ class DistWriter:
         )
         metadata.chunks.append(ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)))
         name, data = f"__{rank}_0.distcp", io.BytesIO()
-        # A copy: a view would be saved with all that it is a view of.
+        # A copy, because a view would be saved with its whole base tensor.
         torch.save(piece.reshape(box.size).clone(memory_format=torch.contiguous_format), data)
         if name not in self._files:
             self._files[name] = (self._folder / name).open("wb")
@@ -96,7 +96,7 @@ class DistWriter:
         file.write(data.getbuffer())
 
     def finish(self, common: dict[str, Any]) -> None:
-        """Complete the checkpoint. `common`: the state that is no tensor."""
+        """Complete the checkpoint. `common`: the state other than tensors."""
         metadata = Metadata({**self._tensors}, planner_data={}, storage_data=self._locations)
         (self._folder / _METADATA).write_bytes(pickle.dumps(metadata))
         torch.save(common, self._folder / "common.pt")
@@ -111,8 +111,8 @@ _OTHER_PARTS = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads `.metadata`, which is a pickle: it may name any function of any module, and call it. Allowed are types
-    that only hold values: dataclasses and enumerations of the format, and torch's numbers types and sizes."""
+    """Unpickler of `.metadata` that allows only plain data types: dataclasses and enumerations of the format, torch's
+    dtypes and sizes. An unrestricted pickle could call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
         if "." not in name:
@@ -126,8 +126,15 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class DistReader:
-    """Reader of a checkpoint. Raises UserError when `folder` is none. `shapes`: of all tensors in it, by key.
-    `objects`: keys of what is no tensor; torch unpickles it without limits."""
+    """Reader of a checkpoint.
+
+    Attributes:
+        shapes: key -> shape of every tensor.
+        objects: keys of other objects, which torch would unpickle without restrictions.
+
+    Raises:
+        UserError: the folder is not a checkpoint.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -153,7 +160,11 @@ class DistReader:
         self.objects = metadata.state_dict_metadata.keys() - self.shapes.keys()
 
     def check_types(self, keys: Iterable[str]) -> None:
-        """Raise UserError for a tensor of `keys` whose stored type is no weight's."""
+        """Check that the tensors `keys` have types of weights.
+
+        Raises:
+            UserError: one has another type.
+        """
         for key in keys:
             if (dtype := self._tensors[key].properties.dtype) not in _WEIGHT_TYPES:
                 names = [str(t).removeprefix("torch.") for t in (dtype, *_WEIGHT_TYPES)]
@@ -162,12 +173,16 @@ class DistReader:
                 )
 
     def bytes_of(self, key: str) -> int:
-        """Return the size of the tensor's values."""
+        """Return the size of the tensor's values in bytes."""
         metadata = self._tensors[key]
         return math.prod(metadata.size) * metadata.properties.dtype.itemsize
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Read the values of `box`, `[box.size]`. Raises UserError when some are missing or a file is damaged."""
+        """Read the values of `box`, `[box.size]`.
+
+        Raises:
+            UserError: values are missing, or a file is damaged.
+        """
         metadata = self._tensors[key]
         out = torch.empty(box.size, dtype=metadata.properties.dtype)
         copied = 0

@@ -17,7 +17,7 @@ def cache_folder(name: str) -> Path:
     It lies in XDG_CACHE_HOME, or in `~/.cache`, or in TMPDIR where the home folder is not writable.
 
     Raises:
-        UserError: another user can write to the folder, or the disk refuses.
+        UserError: another user can write to the folder, or it cannot be created.
     """
     base = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(base) if base else Path.home() / ".cache") / "rlsys" / name
@@ -27,10 +27,10 @@ def cache_folder(name: str) -> Path:
         folder = Path(tempfile.gettempdir()) / f"rlsys-cache-{os.getuid()}" / name
     with disk_errors(folder, UserError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for owned in (folder, folder.parent):
-            check_owner(owned)
-            if owned.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        for directory in (folder, folder.parent):
+            check_owner(directory)
+            if directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise UserError(
-                    f"{owned}: writable by other users; expected a private folder (set XDG_CACHE_HOME)"
+                    f"{directory}: writable by other users; expected a private folder (set XDG_CACHE_HOME)"
                 )
     return folder

@@ -1,4 +1,5 @@
-"""Control groups (cgroup v2): where this process is, limits for several processes together, and their end."""
+"""Control groups (cgroup v2): the group of this process, and new groups whose processes share limits and are killed
+together."""
 
 from __future__ import annotations
 
@@ -48,10 +49,12 @@ def kill(group: Path) -> None:
 
 @functools.cache
 def limiting_group() -> Path | None:
-    """Return the nearest group, of this process or above, in which it can make groups with limits.
+    """Return the nearest group, from this process's own group upwards, that accepts subgroups with limits.
 
-    The kernel takes limits for the groups in a group only where that one has no processes of its own, or is the
-    root. None: there is no such group.
+    The kernel limits subgroups only if their parent contains no processes or is the root group.
+
+    Returns:
+        The group; None if no group qualifies.
     """
     group = current_group()
     if group is None:
@@ -71,10 +74,12 @@ def limiting_group() -> Path | None:
 
 @contextmanager
 def limited(limits: Mapping[str, int | str]) -> Iterator[list[str]]:
-    """Yield the prefix of a command that starts it in a group of its own; kill what is left of it at the end.
+    """Yield a command prefix that starts a program in a new group; kill all processes of the group on exit.
+
+    Without a `limiting_group` the prefix is empty and there are no limits.
 
     Args:
-        limits: file of the group, such as memory.max -> value. Without a `limiting_group` there are no limits.
+        limits: control file of the group, for example memory.max -> value.
     """
     parent = limiting_group()
     if parent is None:

@@ -42,8 +42,9 @@ def raise_descriptors(requests: int, fields: str) -> None:
 
 
 def descriptors_left(newest: int) -> bool:
-    """Whether enough descriptors are free for what is no connection. The kernel gives the lowest free number, so the
-    number of a new descriptor tells how many are open.
+    """Return whether the process has enough free descriptors for purposes other than connections.
+
+    The kernel assigns the lowest free number, so the number of a new descriptor bounds the number of open ones.
 
     Args:
         newest: the descriptor that was opened last.

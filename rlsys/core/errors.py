@@ -41,7 +41,7 @@ class TooFewPrompts(UserError):
     """A prompt source holds out fewer different prompts than requested.
 
     Attributes:
-        count: prompts that it has; of a mixture, an upper bound.
+        count: number of held-out prompts in the source; an upper bound for a mixture.
     """
 
     def __init__(self, message: str, count: int) -> None:

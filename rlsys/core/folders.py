@@ -1,4 +1,4 @@
-"""Folders and files at predictable paths: another user may have made them first."""
+"""Folders and files at predictable paths, which another user may have created first."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ PART = ".part"
 
 
 def check_owner(folder: Path, field: str = "", *, entries: bool = False) -> None:
-    """Check that a folder belongs to this user, and a link to it too.
+    """Check that this user owns a folder and, if `folder` is a symbolic link, the link.
 
-    This user is the owner of a file that this process makes in the folder: a file server may map users, root for one.
+    The user is taken from a file that this process creates in the folder, because a file server may map user ids.
 
     Args:
         folder: An existing folder.
         field: Name of the setting, for the message.
-        entries: Also check what lies directly in the folder, which may also be root's.
+        entries: Also check the direct entries of the folder; root may own them too.
 
     Raises:
-        UserError: Another user owns it.
+        UserError: Another user owns the folder, the link or an entry.
     """
     name = f"{field} = {folder}" if field else str(folder)
     with disk_errors(folder, UserError):
@@ -39,7 +39,7 @@ def check_owner(folder: Path, field: str = "", *, entries: bool = False) -> None
                 )
         owners = {}
         for entry in sorted(os.listdir(folder)) if entries else ():
-            with contextlib.suppress(FileNotFoundError):  # a run at work deletes files
+            with contextlib.suppress(FileNotFoundError):  # a running run deletes files
                 owners[entry] = (folder / entry).lstat().st_uid
     for entry, owner in owners.items():
         if owner not in (user, 0):
@@ -56,17 +56,17 @@ def _user_name(user: int) -> str:
 
 
 def deny_writing_by_others() -> None:
-    """Let files and folders that this process and its children make be writable for this user only."""
+    """Extend the umask: only this user can write to files and folders that this process and its children create."""
     os.umask(os.umask(0o077) | 0o022)
 
 
 def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
-    """Replace a file atomically: readers see the old content or the new. No link that lies there is followed.
+    """Replace a file atomically: readers see either the old or the new content. A symbolic link is not followed.
 
     Args:
         path: The file.
         content: Its new content.
-        sync: Write it to the disk first, so that a crash leaves the old or the new content.
+        sync: Flush the content to disk before the replacement, so that a crash leaves either content complete.
     """
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -1,7 +1,7 @@
 """Repositories of a Hugging Face hub, as folders in the cache of huggingface_hub.
 
-The roles of a run read only what is on this disk (HF_HUB_OFFLINE), so a repository is fetched by the command that
-starts them. `HF_ENDPOINT` names another hub than Hugging Face's own, `HF_HOME` another place for the cache.
+The roles of a run read local files only (HF_HUB_OFFLINE), so the command that starts them fetches repositories first.
+`HF_ENDPOINT` selects another hub, `HF_HOME` another folder for the cache.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
 def fetch_snapshot(
     field: str, name: str, revision: str | None, kind: Kind, without: Sequence[str] = ()
 ) -> Path:
-    """The folder of a repository at a revision; of the hub's default branch where there is none.
+    """Return the local folder of a repository, downloaded if needed.
 
-    Asks the hub where that is allowed, and takes what the cache has when the hub does not answer.
+    If HF_HUB_OFFLINE is set or the hub is unreachable, the cache is used.
 
     Args:
-        field: Of the config or the command line, for the error.
-        without: Patterns of files that are not wanted.
+        field: Config field or command-line option, for error messages.
+        name: `owner/name` of the repository.
+        revision: Branch, tag or commit; None for the default branch.
+        kind: Kind of the repository.
+        without: Patterns of files to leave out.
 
     Raises:
-        UserError: The hub has no such repository or revision; or it does not answer, and the cache has no whole copy.
+        UserError: The hub has no such repository or revision, or it is unreachable and the cache lacks files of it.
     """
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
     noun = _NOUNS[kind]
-    of_the_way: tuple[type[Exception], ...] = (EntryNotFoundError, *HfHubHTTPError.__bases__)
-    """OSError, and the HTTPError of its HTTP library, among them."""
+    download_errors: tuple[type[Exception], ...] = (EntryNotFoundError, *HfHubHTTPError.__bases__)
+    """The bases include OSError and the HTTPError of the hub's HTTP library."""
     try:
         return Path(
             huggingface_hub.snapshot_download(
@@ -50,19 +53,19 @@ def fetch_snapshot(
             )
         )
     except HFValidationError as e:
-        raise UserError(f"{field} = {name!r}: no id of a {noun}: {_first_line(e)}") from None
-    except of_the_way as e:
-        at = f" at revision {revision}" if revision else ""
-        copy = "only a part of it" if hasattr(e, "snapshot_path") else f"no copy{at}"
+        raise UserError(f"{field} = {name!r}: expected the id of a {noun}: {_first_line(e)}") from None
+    except download_errors as e:
+        suffix = f" at revision {revision}" if revision else ""
+        copy = "only a part of it" if hasattr(e, "snapshot_path") else f"no copy{suffix}"
         if constants.HF_HUB_OFFLINE:
             reason = f"and the cache has {copy}; {_ADVICE[kind].format(name=name)}"
         else:
-            reason = f"and {constants.ENDPOINT} gives no {noun} of this name{at}: {_first_line(e)}"
+            reason = f"and {constants.ENDPOINT} returns no {noun} of this name{suffix}: {_first_line(e)}"
         raise UserError(f"{field} = {name!r}: no such folder, {reason}") from None
 
 
 def snapshot_name(folder: Path) -> str | None:
-    """`owner/name@commit` of a model's folder in a cache, wherever the cache is; None for any other folder."""
+    """Return `owner/name@commit` for a model's folder in a hub cache; None for any other folder."""
     match = _SNAPSHOT.fullmatch("/".join(folder.parts[-3:]))
     return f"{match[1]}/{match[2]}@{match[3]}" if match else None
 

@@ -63,6 +63,7 @@ class Identity:
         return version if owner == self.owner else None
 
     def headers(self, path: str) -> dict[str, str]:
+        """Return the authorization header for a request to `path`; empty if the engine needs no key."""
         key = self.api_key if path.startswith(_API_KEY_PATHS) else self.admin_key
         return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -89,7 +90,7 @@ def write_config(path: Path, identity: Identity) -> None:
     """Write an engine's `--config` file atomically, with mode 0600 and weight version 0.
 
     Raises:
-        RunError: the disk refuses.
+        RunError: the file cannot be written.
     """
     part = path.with_suffix(".part")
     # JSON is YAML, and a key of digits alone stays text.
@@ -130,6 +131,6 @@ def read_keys(path: Path) -> Identity:
     )
     if not any(keys.values()):
         raise UserError(f"{path}: expected api-key and admin-api-key, as SGLang's --config takes them")
-    # With one key alone SGLang opens both kinds of request with it, or asks for none.
+    # If only one key is set, SGLang accepts it for both kinds of requests, or leaves one kind open.
     admin = keys["admin_key"] or keys["api_key"]
     return Identity(api_key=keys["api_key"], admin_key=admin)

@@ -25,7 +25,7 @@ from rlsys.core.errors import UserError
 def module_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module in this Python.
 
-    `-P`: a file of the user in the working directory (`launch.py`, `queue.py`) hides no module of rlsys or of Python.
+    With `-P`, a user's file in the working directory (`launch.py`, `queue.py`) shadows no module of rlsys or Python.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 
@@ -39,20 +39,20 @@ def resolve(field: str, name: str, registry: Mapping[str, Callable[..., Any]]) -
         registry: built-in functions by name.
 
     Raises:
-        UserError: unknown name, failed import, or no function there.
+        UserError: the name is unknown, the import failed, or the attribute is no function.
     """
     if name in registry:
         return registry[name]
     module_name, colon, attribute = name.partition(":")
     if not colon:
-        near = difflib.get_close_matches(name, registry, n=1, cutoff=0.5)
+        matches = difflib.get_close_matches(name, registry, n=1, cutoff=0.5)
         package, dot, last = name.rpartition(".")
         if name.endswith(".py"):
             hint = f"did you mean {name}:FUNCTION?"
         elif dot:  # as slime and verl write it
             hint = f"did you mean {package}:{last}?"
         else:
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(registry))}"
+            hint = f"did you mean {matches[0]}?" if matches else f"known: {', '.join(sorted(registry))}"
         raise UserError(
             f"{field} = {name!r}: unknown name; {hint} (or package.module:function, or path/to/file.py:function)"
         )
@@ -74,17 +74,17 @@ def import_attribute(field: str, path: str) -> Any:
             _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
         )
         return getattr(module, attribute, None)
-    except (ImportError, ValueError, TypeError) as e:  # the latter two: no name of a module
+    except (ImportError, ValueError, TypeError) as e:  # the latter two: the name cannot be a module's
         raise UserError(
             f"{field} = {path!r}: cannot import {module_name}: {' '.join(str(e).split())}"
         ) from None
     except Exception as e:  # a user's module: any exception becomes one line
         message = " ".join(str(e).split())
-        at = (
+        location = (
             "" if isinstance(e, SyntaxError) else source_location(e)
         )  # a SyntaxError names file and line itself
         raise UserError(
-            f"{field} = {path!r}: cannot import {module_name}: {type(e).__name__}: {message}{at}"
+            f"{field} = {path!r}: cannot import {module_name}: {type(e).__name__}: {message}{location}"
         ) from e
 
 
@@ -117,7 +117,7 @@ def _import_file(path: Path) -> ModuleType:
     name = path.stem if _is_module_of(path.stem, path) else f"rlsys_plugin_file_{digest}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None  # of every file that ends in .py
+        assert spec is not None and spec.loader is not None  # true for every file that ends in .py
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
@@ -148,11 +148,11 @@ def source_location(error: BaseException) -> str:
     if not frames:
         return ""
     user_frames = [f for f in frames if not f.filename.startswith((*_INSTALLED, "<"))]
-    at = user_frames[-1] if user_frames else frames[-1]
-    path = Path(at.filename)
+    frame = user_frames[-1] if user_frames else frames[-1]
+    path = Path(frame.filename)
     with contextlib.suppress(ValueError, OSError):  # OSError: the working directory was deleted
         path = path.relative_to(Path.cwd())
-    return f" ({path if user_frames else path.name}:{at.lineno})"
+    return f" ({path if user_frames else path.name}:{frame.lineno})"
 
 
 _PACKAGE = Path(__file__).parents[1]

@@ -44,7 +44,7 @@ def interface_of(address: str) -> str:
         ip = socket.gethostbyname(address)
     except OSError as e:
         raise UserError(f"{address}: the host name does not resolve: {e.strerror}") from None
-    if is_loopback(ip):  # all of these are the loopback interface's, which lists the first one only
+    if is_loopback(ip):  # the loopback interface has all of these addresses, and lists only the first
         ip = _LOOPBACK
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.family == socket.AF_INET and a.address == ip for a in addresses):

@@ -47,7 +47,7 @@ def write_member(owner: Owner, url: str, tp: int, pool: str | None = None, *, ac
     """Register an engine of this launch that serves at `url`, or (`active=False`) that is to leave.
 
     Raises:
-        RunError: the disk refuses.
+        RunError: the file cannot be written.
     """
     path = _file(owner, url)
     with disk_errors(path):

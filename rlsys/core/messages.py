@@ -27,10 +27,10 @@ def decode(body: bytes, kind: type[T]) -> T:
 def _to_bytes(value: object) -> bytes:
     if isinstance(value, array):
         return value.typecode.encode() + value.tobytes()
-    raise NotImplementedError(f"{type(value).__name__} in a message")
+    raise NotImplementedError(f"cannot encode {type(value).__name__}; expected a msgspec type or an array")
 
 
 def _from_bytes(kind: type, value: bytes) -> array[Any]:
     if kind is not array:
-        raise NotImplementedError(f"{kind.__name__} in a message")
+        raise NotImplementedError(f"cannot decode {kind.__name__}; expected a msgspec type or an array")
     return array(value[:1].decode(), value[1:])

@@ -1,4 +1,4 @@
-"""Language-model fields and files of a model folder, whatever other parts the model has."""
+"""Language-model fields and files of a model folder, also of a model with a vision tower."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def language_part(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return config.json with the fields of `text_config` in place of the whole model's.
 
     `tie_word_embeddings` is taken from the whole model: transformers' class for the text part defaults to
-    True where the file does not say.
+    True if the file has no value.
 
     Args:
         raw: content of config.json.
@@ -48,7 +48,7 @@ def language_part(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
-    """Return the language-model fields of config.json, also of a model family that is not supported.
+    """Return the language-model fields of config.json. The model family need not be supported.
 
     Raises:
         OSError, ValueError: the file cannot be read.
@@ -62,8 +62,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
 def side_files(folder: Path) -> list[Path]:
     """Return the files that accompany a model's weights, relative to `folder` and sorted.
 
-    These are all files but weight files, files that describe them, hidden files, and subfolders with weight
-    files.
+    Excluded are weight files, files that describe them, hidden files, and subfolders that contain weight files.
     """
     names = [p.relative_to(folder) for p in folder.rglob("*") if p.is_file()]
     names = [n for n in names if not any(part.startswith(".") for part in n.parts)]
@@ -81,12 +80,12 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def check_files(folder: Path) -> None:
-    """Check the files of a model folder of unknown origin: readers follow its links, and copy files into exports.
+    """Check that a model folder of unknown origin exposes no files from outside: exports copy what links point to.
 
-    A link may lead to a file of the folder, or to a blob of a hub's cache; a link to weights may lead anywhere.
+    A link may point to a file of the folder or to a blob of a hub's cache; a link to weights may point anywhere.
 
     Raises:
-        UserError: a link leads to another place, or a file is a device or a pipe.
+        UserError: another link points out of the folder, or a file is a device or a pipe.
     """
     if not os.path.lexists(folder / "config.json"):  # not a model folder, and possibly a large one
         return
@@ -100,8 +99,8 @@ def check_files(folder: Path) -> None:
         is_blob = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
         if not (target.is_relative_to(root) or is_blob or file.suffix in WEIGHT_SUFFIXES):
             raise UserError(
-                f"{file}: a link to {target}, outside of the model folder; expected a file: copy it if it belongs to "
-                "the model"
+                f"{file}: a link to {target}, outside of the model folder; expected a file: copy it if it belongs "
+                "to the model"
             )
 
 
@@ -118,7 +117,7 @@ def read_stop_ids(folder: Path) -> frozenset[int]:
     Ids outside the vocabulary are dropped: published files have -1 for none, or ids of a larger vocabulary.
 
     Raises:
-        UserError: a file is unreadable, or a value is neither.
+        UserError: a file is unreadable, or a value is neither an id nor a list of ids.
     """
     stop_ids: set[int] = set()
     vocabulary: list[int] = []
@@ -148,7 +147,7 @@ _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
 def read_sampling_defaults(folder: Path) -> dict[str, float]:
     """Return the sampling parameters of generation_config.json, by SGLang's names; empty if there is no such file.
 
-    SGLang's OpenAI server samples with them where a request names no value.
+    SGLang's OpenAI server uses them as defaults for requests.
 
     Raises:
         UserError: the file is unreadable, or a value is not a number.
@@ -168,11 +167,14 @@ def read_sampling_defaults(folder: Path) -> dict[str, float]:
 
 
 def language_model_overrides(folder: Path) -> dict[str, Any]:
-    """Return changes of config.json with which SGLang serves the language part of a model without its vision tower.
+    """Return the overrides of config.json with which SGLang serves a vision model's language part alone.
 
-    The engine then holds exactly what weight updates send. Empty for a model without a vision tower. Text has
-    the same position on all axes of the rotary embedding, which becomes a plain one. SGLang's own
-    --language-model-only fails for Qwen3-VL in 0.5.23.
+    The engine then holds exactly the tensors that weight updates send. The multi-axis rotary embedding becomes a
+    plain one, because a text token has the same position on all axes. SGLang's --language-model-only fails for
+    Qwen3-VL in 0.5.23.
+
+    Returns:
+        Field -> value; empty for a model without a vision tower.
     """
     file = folder / "config.json"
     raw = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -64,7 +64,7 @@ class Owner:
 
         Raises:
             FencedError: a later launch has taken it.
-            RunError: the disk refuses.
+            RunError: the owner cannot be determined because of a disk error.
         """
         path = _file(self.run_dir, self.epoch)
         try:
@@ -127,11 +127,11 @@ def _claim(run_dir: Path, sockets: Path) -> Owner:
         if earlier < epoch:
             _remove_sockets(_file(run_dir, earlier), host)
             _file(run_dir, earlier).unlink(missing_ok=True)
-    at = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(at)
+        os.fsync(descriptor)
     finally:
-        os.close(at)
+        os.close(descriptor)
     return Owner(run_dir, epoch, key, sockets)
 
 
@@ -164,7 +164,7 @@ def owner_of_process(run_dir: Path, environment: Mapping[str, str] = os.environ)
         ) from None
     owner = _read(run_dir, epoch)
     if owner is None:
-        Owner(run_dir, epoch, "").check()  # says which launch owns it now
+        Owner(run_dir, epoch, "").check()  # raises FencedError with the current owner
         raise RunError(f"{_file(run_dir, epoch)}: not readable as an ownership record")
     return owner, start
 

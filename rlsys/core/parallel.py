@@ -32,34 +32,34 @@ def map_ranges(total: int, work: Callable[[int, int], T], min_size: int) -> list
         min_size: minimum size of a part.
 
     Raises:
-        RlsysError: the first one that a part raised.
+        RlsysError: the first error, in the order of the parts, that `work` raised.
     """
     count = max(1, min(len(os.sched_getaffinity(0)), MAX_PROCESSES, total // min_size))
     bounds = [total * i // count for i in range(count + 1)]
-    started: list[tuple[int, int]] = []
+    processes: list[tuple[int, int]] = []
     try:
         for start, stop in itertools.pairwise(bounds[1:]):
-            started.append(_fork(work, start, stop))
+            processes.append(_fork(work, start, stop))
         results = [work(0, bounds[1])]
-        results += [_result(pipe) for _, pipe in started]
+        results += [_result(pipe) for _, pipe in processes]
         return results
     finally:
-        for process, pipe in started:
-            os.close(pipe)  # a process that still writes ends with it
+        for process, pipe in processes:
+            os.close(pipe)  # a process that still writes ends with BrokenPipeError
             os.waitpid(process, 0)
 
 
 def _fork(work: Callable[[int, int], T], start: int, stop: int) -> tuple[int, int]:
     """Fork a process; return its id and the read end of the pipe for its result."""
-    reads, writes = os.pipe()
+    read_end, write_end = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads: see the module's docstring
         process = os.fork()
     if process == 0:
-        os.close(reads)
-        _run(work, start, stop, writes)
-    os.close(writes)
-    return process, reads
+        os.close(read_end)
+        _run(work, start, stop, write_end)
+    os.close(write_end)
+    return process, read_end
 
 
 def _run(work: Callable[[int, int], T], start: int, stop: int, pipe: int) -> NoReturn:
@@ -67,7 +67,7 @@ def _run(work: Callable[[int, int], T], start: int, stop: int, pipe: int) -> NoR
     code = 1
     try:
         gc.disable()
-        with contextlib.suppress(ValueError):  # not of the main thread
+        with contextlib.suppress(ValueError):  # raised outside the main thread
             signal.set_wakeup_fd(-1)  # else a signal to this process would wake the parent's event loop
         message: tuple[bool, object]
         try:
@@ -89,7 +89,9 @@ def _result(pipe: int) -> Any:
         try:
             succeeded, value = pickle.load(file)
         except EOFError:
-            raise RuntimeError("a process for a part of the rows failed") from None
+            raise RuntimeError(
+                "a forked process of map_ranges exited without a result; its traceback is on stderr"
+            ) from None
     if succeeded:
         return value
     raise value

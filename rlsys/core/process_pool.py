@@ -1,7 +1,7 @@
-"""Pool of subprocesses for user functions: one that hangs is killed, one that crashes affects no other.
+"""Pool of subprocesses for user functions: a call that hangs is killed, and a crash affects no other call.
 
-Threads could do neither. Requests are bytes and results are JSON, because user code is trusted with nothing
-more than numbers and texts. `serve` is the subprocess's main loop.
+Threads would allow neither. Requests are bytes and results are JSON, because a result of user code is not trusted
+enough to be unpickled. `serve` is the subprocess's main loop.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class PoolProcessError(Exception):
 class ProcessPool:
     """Pool of reusable processes of one kind.
 
-    Starting a process takes seconds, mostly for imports, while most calls take microseconds. So a further
-    process starts only if none has become idle within the time that a start takes: the wait is at most twice
-    the optimum.
+    Starting a process takes seconds, mostly for imports, while most calls take microseconds. So another process
+    starts only if none becomes idle within the time that a start takes; the wait is at most twice the optimum.
     """
 
     def __init__(self, field: str, module: str, config: bytes, variables: Collection[str] = ()) -> None:
@@ -77,9 +76,9 @@ class ProcessPool:
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[PoolProcess]:
-        """Lend an idle process. It is killed if it is still busy at the end."""
+        """Yield an idle process. On exit it returns to the pool, or is killed if it is still busy."""
         async with self._queue:
-            worker = await self._free() or await self._start()
+            worker = await self._wait_idle() or await self._start()
         self._in_use += 1
         try:
             yield worker
@@ -90,8 +89,8 @@ class ProcessPool:
             else:
                 self._idle.put_nowait(worker)
 
-    async def _free(self) -> PoolProcess | None:
-        """Return a process that is idle, or becomes idle sooner than a new one would start."""
+    async def _wait_idle(self) -> PoolProcess | None:
+        """Return a process that becomes idle within the time that a new one takes to start; None without one."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._start_seconds if self._in_use else 0):
                 return await self._idle.get()
@@ -132,7 +131,7 @@ class ProcessPool:
         return worker
 
     def _environment(self) -> dict[str, str]:
-        """Return the variables that programs need and the requested ones: others hold tokens and keys."""
+        """Return INHERITED_VARIABLES and the requested variables; others may contain tokens and keys."""
         names = {*INHERITED_VARIABLES, *self._variables}
         variables = {name: value for name, value in os.environ.items() if name in names}
         return variables | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -249,10 +248,12 @@ def _with_text_keys(value: Any) -> Any:
     if isinstance(value, dict):
         items = {str(key): _with_text_keys(item) for key, item in value.items()}
         if len(items) < len(value):
-            raise ValueError(f"two keys that are the same text, of {', '.join(items)[:200]}")
+            raise ValueError(
+                f"two keys that are the same text, among {', '.join(items)[:200]}; expected keys that differ as texts"
+            )
         return items
     if isinstance(value, list | tuple):
         return [_with_text_keys(item) for item in value]
     if isinstance(value, bytes | bytearray | memoryview):  # float() reads their digits
-        raise TypeError(f"{type(value).__name__}, expected a number")
+        raise TypeError(f"a value is of type {type(value).__name__}; expected a number")
     return value

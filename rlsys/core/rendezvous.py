@@ -39,17 +39,17 @@ def bound_store(host: str, port: int, world: int, rank: int, timeout: timedelta)
     """Return a TCPStore whose server, on rank 0, listens on `host` only.
 
     Raises:
-        RuntimeError: rank 0 cannot listen there, or another rank cannot connect within `timeout`.
+        RuntimeError: rank 0 cannot listen on the address, or another rank cannot connect within `timeout`.
     """
-    listening = None
+    descriptor = None
     if rank == 0:
         try:
-            listening = socket.create_server((host, port), backlog=_BACKLOG, reuse_port=True).detach()
+            descriptor = socket.create_server((host, port), backlog=_BACKLOG, reuse_port=True).detach()
         except OSError as e:
             raise RuntimeError(f"cannot listen on {host}:{port}: {e.strerror}") from None
     return dist.TCPStore(
         host, port, world, is_master=rank == 0, timeout=timeout, wait_for_workers=False,
-        master_listen_fd=listening,
+        master_listen_fd=descriptor,
     )  # fmt: skip
 
 
@@ -61,8 +61,8 @@ def register_scheme() -> None:
     ) -> Iterator[tuple[dist.Store, int, int]]:
         address = urlsplit(url)
         assert address.hostname is not None and address.port is not None, url
-        members = {name: int(value) for name, value in parse_qsl(address.query)}  # torch adds both
-        rank, world = members["rank"], members["world_size"]
+        parameters = {name: int(value) for name, value in parse_qsl(address.query)}  # torch adds both
+        rank, world = parameters["rank"], parameters["world_size"]
         yield bound_store(address.hostname, address.port, world, rank, timeout), rank, world
 
     dist.register_rendezvous_handler(SCHEME, rendezvous)

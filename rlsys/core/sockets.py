@@ -2,7 +2,7 @@
 
 Linux limits the path of a Unix socket to 107 bytes, so these folders lie neither under TMPDIR nor in the run
 folder, which may be deep or on a file system without sockets. A client asks the kernel (SO_PEERCRED) which
-user listens before it sends anything: a path can be left over, and another user may have created it again.
+user listens before it sends anything: another user may have recreated a path that this user's process has left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STORE_VARIABLE = "RLSYS_STORE"
 """Environment variable of ranks on one machine: their rendezvous file, one per start (rlsys/core/rendezvous.py)."""
 _PREFIX, _LOCK = "rlsys-", ".lock"
 _DRAFT_SECONDS = 3600.0
-"""Age from which the maker of a folder without its final name is taken for dead; naming takes milliseconds."""
+"""Age at which a folder without its final name is removed: renaming takes milliseconds, so its creator has died."""
 _locks: list[int] = []
 """Descriptors of the folders that this process has created."""
 _PARENTS = ("/tmp", "/var/tmp", "/dev/shm")
@@ -54,8 +54,8 @@ def make_folder() -> Path:
             failures.append(f"{parent}: {e.strerror}")
             continue
         try:
-            # The folder gets the name that `_sweep` looks for once it is locked: a process that starts at the
-            # same time must not take it for one whose maker has ended.
+            # The folder gets its final name only after it is locked: otherwise `_sweep` in a process that starts
+            # at the same time would remove it.
             _locks.append(_lock(draft / _LOCK, os.O_CREAT))  # for the life of this process
             folder = draft.rename(draft.with_name(draft.name.removeprefix(".")))
         except OSError as e:
@@ -71,7 +71,14 @@ def make_folder() -> Path:
 
 
 def _lock(path: Path, flags: int = 0) -> int:
-    """A descriptor that holds the file's lock, as long as it is open. Raises OSError where another one holds it."""
+    """Lock a file.
+
+    Returns:
+        A descriptor that holds the lock until it is closed.
+
+    Raises:
+        OSError: another descriptor holds the lock, or the file cannot be opened.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,7 +89,7 @@ def _lock(path: Path, flags: int = 0) -> int:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether the lock that this process holds excludes others; on some file systems it does not."""
+    """Return whether the lock of this process excludes other descriptors; on some file systems it does not."""
     try:
         os.close(_lock(path))
     except BlockingIOError:
@@ -93,15 +100,15 @@ def _is_locked(path: Path) -> bool:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove folders of this user whose owner has been killed."""
+    """Remove this user's folders whose processes were killed."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is in use, somebody else's, or has gone
+        with contextlib.suppress(OSError):  # in use, owned by another user, or removed meanwhile
             if folder.lstat().st_uid == os.geteuid():
                 descriptor = _lock(folder / _LOCK)
                 remove_folder(folder)
                 os.close(descriptor)
     oldest = time.time() - _DRAFT_SECONDS
-    for draft in parent.glob(f".{_PREFIX}*"):  # its maker was killed before it could give the folder its name
+    for draft in parent.glob(f".{_PREFIX}*"):  # its creator may have been killed before the renaming
         with contextlib.suppress(OSError):
             status = draft.lstat()
             if status.st_uid == os.geteuid() and status.st_mtime < oldest:
@@ -115,18 +122,18 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_tree(folder: Path | str) -> None:
-    """Remove a folder in which untrusted programs may have written: at any depth, without following a link.
+    """Remove a folder in which untrusted programs may have written: of any depth, without following links.
 
-    What cannot be removed stays. shutil.rmtree recurses once per level, and raises RecursionError.
+    Files that cannot be removed remain. shutil.rmtree is no alternative: it recurses once per level.
     """
     with contextlib.suppress(OSError):
         subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def role_folder() -> Path:
-    """Return the folder of this role's sockets: its keeper's, or without a keeper a new one for this process.
+    """Return the folder of this role's sockets. Without a keeper that has created one, create one for this process.
 
-    A folder that no longer exists, because a cleaner of temporary files has removed it, is replaced.
+    If a cleaner of temporary files has removed the folder, it is replaced.
     """
     inherited = os.environ.get(FOLDER_VARIABLE)
     if inherited is not None:
@@ -141,7 +148,7 @@ def role_folder() -> Path:
 
 
 class UnknownListener(OSError):
-    """A user who is not allowed to listens on a Unix socket. Nothing was sent."""
+    """Another user listens on a Unix socket than those who may. Nothing was sent."""
 
 
 class UnixConnection(http.client.HTTPConnection):
@@ -162,7 +169,7 @@ class UnixConnection(http.client.HTTPConnection):
         """Connect, and verify the listener's user.
 
         Raises:
-            UnknownListener: a user listens who is not allowed to.
+            UnknownListener: the listener's user is not among the permitted ones.
             OSError: no process listens.
         """
         connection = socket.socket(socket.AF_UNIX)
@@ -170,7 +177,9 @@ class UnixConnection(http.client.HTTPConnection):
             connection.settimeout(self.timeout)
             connection.connect(str(self._path))
             if (user := _listener(connection)) not in self._users:
-                raise UnknownListener(f"{self._path}: user {user} listens there")
+                raise UnknownListener(
+                    f"{self._path}: user {user} listens there; expected {', '.join(map(str, self._users))}"
+                )
         except BaseException:
             connection.close()
             raise

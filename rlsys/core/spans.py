@@ -37,7 +37,7 @@ class TurnReward(NamedTuple):
 
     Attributes:
         reward: the reward.
-        matched: whether the turn did the same as the trajectory that it follows, for replayed trajectories.
+        matched: whether the turn's action equals the recorded one, if the trajectory replays another one.
     """
 
     reward: float

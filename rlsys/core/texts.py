@@ -1,7 +1,7 @@
 """Sanitising of text from outside. Standard library only.
 
-JSON can carry half of a character outside the basic plane: a lone UTF-16 surrogate, as is left of an emoji
-that was cut in two. Python's json reads it; tokenizers, sqlite and every UTF-8 encoder raise for it.
+JSON can contain a lone UTF-16 surrogate, for example one half of an emoji that was cut in two. Python's json reads
+it; tokenizers, sqlite and every UTF-8 encoder raise an error for it.
 """
 
 from __future__ import annotations
@@ -72,5 +72,5 @@ def shorten(text: str, limit: int) -> str:
     """Return at most `limit` characters of the text; a cut text ends with its length."""
     if len(text) <= limit:
         return text
-    mark = f" ... ({len(text)} characters)"
-    return text[: max(0, limit - len(mark))] + mark
+    suffix = f" ... ({len(text)} characters)"
+    return text[: max(0, limit - len(suffix))] + suffix

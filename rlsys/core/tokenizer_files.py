@@ -3,8 +3,8 @@
 A folder's tokenizer is what AutoTokenizer reads: AutoTokenizer takes tokens from tokenizer_config.json, and
 for some classes it builds another tokenizer than the one in tokenizer.json. A folder is converted once for
 each content of its tokenizer files, in a subprocess: only it imports transformers, and with it torch. The
-cache is private, and nothing is written into the model folder. A folder whose other files change nothing is
-used as it is.
+cache is private, and nothing is written into the model folder. A folder is used without conversion if AutoTokenizer
+would use its tokenizer.json unchanged.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ _KEYED = frozenset({".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"})
 
 
 def tokenizer_folder(path: Path, trust_remote_code: bool = False) -> Path:
-    """Return the folder with the tokenizer.json of model folder `path`; convert it first if needed.
+    """Return a folder with tokenizer.json for model folder `path`; convert the tokenizer first if needed.
 
-    That is `path` itself, or its conversion, which also has the special tokens' names in
-    tokenizer_config.json.
+    That is `path` itself or a converted copy. Its tokenizer_config.json names the special tokens.
 
     Args:
         path: the model folder.
-        trust_remote_code: let a tokenizer's own code run.
+        trust_remote_code: whether the tokenizer's own code may run.
 
     Raises:
         UserError: there is no tokenizer, it needs the folder's own code without permission, or no
@@ -214,7 +213,7 @@ def _key(path: Path) -> str:
 
 
 def _convert(path: Path, folder: Path, code: bool) -> None:
-    """Write `folder` atomically."""
+    """Write the converted tokenizer of `path` to `folder`, atomically. `code`: run the tokenizer's own code."""
     with disk_errors(folder, UserError):
         partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
     try:

@@ -47,7 +47,7 @@ def is_reward(value: object) -> bool:
 
 
 class CensorCause(StrEnum):
-    """Cause why a sample has no reward."""
+    """Cause of a sample's missing reward."""
 
     PROMPT = "prompt"  # it leaves no room for a response, or has an id outside the vocabulary
     ROW = "row"  # its row cannot be read as a prompt
@@ -62,12 +62,12 @@ class CensorCause(StrEnum):
 class GroupState(StrEnum):
     """State of a group in the ledger. Every group ever issued is in exactly one state (invariant 3)."""
 
-    ACTIVE = "active"  # some sample is parked or in flight
+    ACTIVE = "active"  # at least one sample is parked or in flight
     READY = "ready"  # all samples terminal, waiting for `take`
     TRAINED = "trained"  # taken by a train step
     FILTERED = "filtered"  # finished, and dropped by a planner
     EXPIRED = "expired"  # older than max_staleness, under the policies drop and wait
-    CENSORED = "censored"  # some sample could not be rewarded
+    CENSORED = "censored"  # at least one sample has no reward
 
 
 LARGEST_SEED = 2**31 - 1
@@ -101,13 +101,11 @@ class Segment:
     support: bytes | None = (
         None  # rows of the ids that sampling kept, one a token (rlsys/segments/support.py)
     )
-    tops: list[list[tuple[float, int]]] | None = (
-        None  # of each token, the most probable ids with their log-probs
-    )
+    tops: list[list[tuple[float, int]]] | None = None  # most probable ids of each token, with their log-probs
     id_range: tuple[int, int] | None = None  # smallest and largest id in `support` and `tops`
     rounded: int = 0  # tokens whose log-prob was above 0 because of rounding
     checks: int = (
-        0  # speculative decoding: verification passes, and the tokens of the call that they accepted
+        0  # speculative decoding: verification passes of the call; `checked`: the tokens that they accepted
     )
     checked: int = 0
 
@@ -158,7 +156,7 @@ class TokenSequence:
     pieces: list[Piece] = field(default_factory=list)
     sequence: int = 0  # its number in the sample
     parent: int | None = None  # the sequence whose history it continues, rewritten; None: a new one
-    aside: bool = False  # a request outside the main conversation: recorded, never trained
+    aside: bool = False  # whether it is a request outside the main conversation: recorded, never trained
     last_turn: int = 0  # number of its last turn among those of all sequences
 
     def __post_init__(self) -> None:
@@ -179,15 +177,15 @@ class TokenSequence:
         n = len(segment.ids)
         if len(segment.mu) != n:
             raise ValueError(f"sample {self.sample_id}: {n} ids but {len(segment.mu)} log-probs")
-        at = 0
+        end = 0
         for span in segment.spans:
-            if span.start != at or span.end < span.start:
+            if span.start != end or span.end < span.start:
                 raise ValueError(
                     f"sample {self.sample_id}: version spans {segment.spans} do not tile [0, {n})"
                 )
-            at = span.end
-        if at != n:
-            raise ValueError(f"sample {self.sample_id}: version spans cover {at} of {n} tokens")
+            end = span.end
+        if end != n:
+            raise ValueError(f"sample {self.sample_id}: version spans cover {end} of {n} tokens")
         rows = None if segment.support is None else segment.support.count(0)
         if rows is not None and rows != n:
             raise ValueError(f"sample {self.sample_id}: {n} ids but {rows} rows of the sampling mask")
@@ -249,7 +247,7 @@ class TokenSequence:
 
     @property
     def observed_last(self) -> bool:
-        """Whether the response ends with an observation, so that the model's next tokens start a new turn."""
+        """Return whether the response ends with an observation, so that the model's next tokens start a new turn."""
         return bool(self.observed) and self.observed[-1].end == self.tokens
 
     def turns(self) -> list[TokenSpan]:
@@ -270,10 +268,10 @@ class TokenSequence:
 
     def trained(self) -> list[bool]:
         """Return whether each response token is trained, `[tokens]`."""
-        out = [True] * self.tokens
+        mask = [True] * self.tokens
         for span in (*self.observed, *self.masked):
-            out[span.start : span.end] = [False] * (span.end - span.start)
-        return out
+            mask[span.start : span.end] = [False] * (span.end - span.start)
+        return mask
 
     def _check_routes(self, routes: RouteSpan, last: int) -> None:
         """Check that routes follow the previous ones and end at position `last`."""
@@ -291,15 +289,15 @@ class TokenSequence:
 
     def versions(self) -> list[int]:
         """Return the weight version of each response token, `[tokens]`."""
-        out: list[int] = []
+        versions: list[int] = []
         for span in self.spans:
-            out.extend([span.version] * (span.end - span.start))
-        return out
+            versions.extend([span.version] * (span.end - span.start))
+        return versions
 
 
 @dataclass(slots=True)
 class Sample(TokenSequence):
-    """One response to one prompt: its first sequence, the sequences after it, and what it has once.
+    """One response to one prompt: its first sequence, references to the others, and the fields of the whole response.
 
     Its status is that of its first sequence.
     """
@@ -314,9 +312,9 @@ class Sample(TokenSequence):
     censor_cause: CensorCause | None = (
         None  # not restored after a restart: a censored sample does not run again
     )
-    tool_penalty: float = 0.0  # of a response with tools: set at take
+    tool_penalty: float = 0.0  # penalty of a response with tools, set at take
     own_prompt: bool = False
-    """Whether it was sampled from, and is trained on, another prompt than its group's (agents)."""
+    """Whether the sample has another prompt than its group, as agents' samples may."""
     extra_sequences: list[TokenSequence] = field(default_factory=list)
     """The sequences after the first, by number."""
     fork: Fork | None = (
@@ -390,7 +388,7 @@ class Sample(TokenSequence):
         return sequence
 
     def censor(self, cause: CensorCause, reason: str) -> None:
-        """Mark the sample as having no reward. The reason may be anything: its text is sanitised and shortened."""
+        """Mark the sample as having no reward. `reason` may be any text: it is sanitised and shortened."""
         self.status, self.censor_cause = Status.CENSORED, cause
         self.censor_reason = shorten(valid_text(str(reason)), LONGEST_REASON)
 
@@ -404,7 +402,10 @@ AnySequence = TypeVar("AnySequence", bound=TokenSequence)
 
 
 def _write_once(name: str) -> property:
-    """Return a property in place of a slot of TokenSequence: code of a user cannot give it another identity."""
+    """Return a property that replaces a slot of TokenSequence and rejects a second assignment.
+
+    User code could otherwise change the identity of a sample.
+    """
     slot = TokenSequence.__dict__[name]
 
     def set_once(sequence: TokenSequence, value: object) -> None:
@@ -484,8 +485,8 @@ class Prompt:
     question: str = ""
     location: str = ""
     refusal: str = ""
-    """Why the source could not read its row, with the row's location; then `ids` is empty, and its samples are
-    censored for `refusal_cause`."""
+    """Reason why the source could not read the row, with the row's location; `ids` is then empty, and the samples
+    are censored with `refusal_cause`."""
     refusal_cause: CensorCause = CensorCause.ROW
 
 
@@ -510,7 +511,7 @@ class SampleGroup:
 
 @dataclass(slots=True)
 class LogProbRequest:
-    """A sequence whose response tokens from `start` on were sampled by the trainer's current weights: score them."""
+    """Request for the trainer's log-probs of response tokens from `start` on, which its current weights sampled."""
 
     sample: TokenSequence
     start: int

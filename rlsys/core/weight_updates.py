@@ -12,11 +12,11 @@ class EngineAddress:
     Attributes:
         url: its address.
         tp: its tensor-parallel size.
-        holds: the weight version that attestation has confirmed on it; -1 for none.
+        holds: the weight version that attestation has confirmed; -1 if none.
         index: its number in the run's layout; None if it joined later.
         key: its admin key; empty if it needs none.
         epoch: number of this update on the engine, which refuses tensors with another one.
-        chain: the relay chain at whose end it is, for an engine that joined later.
+        chain: number of the relay chain that ends with it, for an engine that joined later.
     """
 
     url: str

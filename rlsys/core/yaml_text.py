@@ -1,6 +1,6 @@
-"""Safe YAML reader and writer for configs, overrides and other people's files.
+"""Safe YAML reader and writer for configs, overrides and files of other programs.
 
-Both take `1e-3` for a number, as YAML 1.2 and JSON do; PyYAML follows YAML 1.1, where it is a text.
+Both treat `1e-3` as a number, as YAML 1.2 and JSON do; PyYAML follows YAML 1.1, where it is a text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writer that quotes texts which the reader would take for numbers."""
+    """Writer that quotes texts that the reader would parse as numbers."""
 
 
 for _class in (_Loader, _Dumper):
@@ -41,7 +41,7 @@ for _class in (_Loader, _Dumper):
 
 
 def dump_yaml(data: Any) -> str:
-    """Return the document of `data`, which `parse_yaml` reads again as it is."""
+    """Return `data` as a YAML document that `parse_yaml` converts back to the same value."""
     text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False)
     return text
 

@@ -19,7 +19,7 @@ from rlsys.data.tokenizer import Tokenizer
 
 
 def mixture(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Build a weighted mixture of several sources."""
+    """Return a weighted mixture of several sources."""
     p = parse_params("data.params", MixtureParams, params)
     sources = []
     for index, part in enumerate(p.sources):
@@ -45,10 +45,10 @@ SOURCES: dict[str, Callable[..., PromptSource]] = {
 
 
 def build_source(config: Config, tokenizer: Tokenizer) -> PromptSource:
-    """Build the source that `data.source` names, as `function(config, tokenizer, **data.params)`.
+    """Return the prompt source of `data.source`: the result of `function(config, tokenizer, **data.params)`.
 
     Raises:
-        UserError: the name is unknown (the message has the nearest known one), or has no such parameters.
+        UserError: the name is unknown, or the source does not accept these parameters.
     """
     source: PromptSource = call(
         "data.params",

@@ -1,7 +1,7 @@
 """`chain_sum_tail`: sums of one-digit numbers, most short and some long, so that responses have a tail.
 
-reasoning-gym's `chain_sum` twice, with two ranges of terms. A response that works line by line needs about
-seven tokens a term, so the long problems take several times the mean: what APRIL is for.
+It combines two of reasoning-gym's `chain_sum` with different ranges of terms. A response that works line by line
+needs about seven tokens per term, so long problems take several times the mean, a workload for APRIL.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class ChainSumParams(Section):
     def _check_order(self) -> Self:
         for name, (low, high) in (("short", self.short), ("long", self.long)):
             if low > high:
-                raise ValueError(f"{name} = [{low}, {high}]: the fewest terms come first")
+                raise ValueError(f"{name} = [{low}, {high}]: expected the smaller number first")
         return self
 
     def tasks(self) -> list[Task]:
-        """The two reasoning-gym tasks, with their shares."""
+        """Return the two reasoning-gym tasks with their shares."""
         parts = ((self.short, 1 - self.long_share), (self.long, self.long_share))
         return [
             Task(
@@ -55,11 +55,11 @@ class ChainSumParams(Section):
 
 
 def expression(entry: Entry) -> str:
-    """`4-1-7+2` of an entry: the problem without the sentence around it."""
+    """Return the expression of an entry, such as `4-1-7+2`, without the surrounding sentence."""
     return str(entry["metadata"]["expression"]).replace(" ", "")
 
 
 def chain_sum_tail(config: Config, tokenizer: Tokenizer, **params: Any) -> ReasoningGymSource:
-    """The source; parameters: ChainSumParams."""
+    """Return the prompt source `chain_sum_tail`; `params` are those of ChainSumParams."""
     p = parse_params("data.params", ChainSumParams, params)
     return p.source(tokenizer, config.data.seed + config.run.seed, config.eval.seed)

@@ -1,8 +1,7 @@
-"""Chat templates of Hugging Face model folders: jinja2's sandbox with what transformers gives them, and with bounds.
+"""Chat templates of Hugging Face model folders: jinja2's sandbox with transformers' functions, and with limits.
 
-A template is an untrusted program. It has `SECONDS` of CPU time for a chat, and no value that it makes is larger than
-`MAX_LENGTH`. Loops and macros look at the clock; operators, filters and calls are refused before and after they make
-something too large.
+A template is an untrusted program. It has `SECONDS` of CPU time for a chat, and none of its values may be larger than
+`MAX_LENGTH`. Loops and macros check the time; operators, filters and calls check sizes before and after they run.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from rlsys.core.texts import joined_text
 SECONDS = 2.0
 """CPU time of the thread, for one chat; real templates take milliseconds."""
 MAX_LENGTH = 2**24
-"""Characters of a text, items of a list, and the largest number that may say how many."""
+"""Maximum characters of a text, items of a list, and value of a number that is used as a size."""
 MAX_BITS = 2**14
 """Largest size of an integer in bits."""
 TEMPLATE_ERRORS = (
@@ -39,7 +38,7 @@ _STEP, _SIZED, _PRINTED = "rlsys_step", "rlsys_sized", "rlsys_printed"
 _PRINTERS = frozenset(
     {"do_join", "sync_do_join", "_to_json", "soft_str", "do_pprint", "do_urlencode", "do_xmlattr"}
 )
-"""Filters that make text of all that is in their value."""
+"""Filters that convert their whole value to text."""
 _WIDE = re.compile(r"\d{7}")
 
 
@@ -66,7 +65,7 @@ class ChatTemplate:
 
         def step() -> str:
             if time.thread_time() > end:
-                raise jinja2.TemplateRuntimeError(f"it takes more than {SECONDS:g} s")
+                raise jinja2.TemplateRuntimeError(f"it takes more than {SECONDS:g} s of CPU time")
             return ""
 
         pieces, size = [], 0
@@ -134,7 +133,7 @@ def _add_checks(tree: nodes.Template, environment: _Environment) -> nodes.Templa
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter: it refuses a number, and a result, that is too large."""
+    """Return a filter that raises TemplateError if a number or its result is too large."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -167,13 +166,13 @@ def _check_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
 
 def _check_format(text: str) -> None:
-    """Refuse a format with a large width or precision, which is a number of characters."""
+    """Reject a format with a large width or precision, which is a number of characters."""
     if _WIDE.search(text):
         _too_large()
 
 
 def _check_printed(value: Any) -> Any:
-    """Return the value. Raises TemplateError if its text would be too large: lists may hold one list many times."""
+    """Return `value`. Raises TemplateError if its text would be too large: lists may contain a list many times."""
     if isinstance(value, list | tuple | dict):
         size, items = 0, [value]
         while items:
@@ -191,7 +190,7 @@ def _check_printed(value: Any) -> Any:
 
 
 def _sized(value: Any) -> Any:
-    """Return the value. Raises TemplateError for one that is too large."""
+    """Return `value`. Raises TemplateError if it is too large."""
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         _too_large()
     _check_size(_length(value))
@@ -204,7 +203,7 @@ def _check_size(size: int) -> None:
 
 
 def _too_large() -> NoReturn:
-    raise jinja2.TemplateRuntimeError(f"it makes something larger than {MAX_LENGTH:,} characters or items")
+    raise jinja2.TemplateRuntimeError(f"it creates a value larger than {MAX_LENGTH:,} characters or items")
 
 
 def _length(value: Any) -> int:

@@ -1,9 +1,9 @@
-"""Rows with answers, for `rlsys sft`: chats to imitate, pairs of answers to compare, answers marked good or bad.
+"""Rows with answers, for `rlsys sft`: chats to imitate, pairs of answers to compare, answers labelled good or bad.
 
-Rows are those that TRL knows: `messages`; or `prompt` with `completion`, with `chosen` and `rejected`, or with
-`completion` and `label`. An answer is a text, exactly as the model writes it after its turn was opened, or messages,
-which the model's chat template writes. Where a row has ids beside (`prompt_ids`, `completion_ids`, ...), as those of
-`rlsys samples --rows` have, they are what is learned.
+Rows have TRL's formats: `messages`; or `prompt` with `completion`, with `chosen` and `rejected`, or with
+`completion` and `label`. An answer is a text that the model should generate after its turn was opened, or messages,
+which the chat template renders. If a row also has ids (`prompt_ids`, `completion_ids`, ...), as rows of `rlsys
+samples --rows` do, the ids are used.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rlsys.data.tokenizer import Tokenizer
 from rlsys.data.trace import Trace
 
 Batches = Callable[[int], list[Trace]]
-"""The traces of a 0-based step, always the same ones."""
+"""Function from a 0-based step to its traces, which are always the same."""
 _LARGEST_MARGIN = 1e6
-"""Difference of two rewards; also keeps NaN and infinities out of a loss."""
+"""Bound of the difference of two rewards, which also excludes NaN and infinity."""
 
 
 class AnswerParams(Section):
@@ -36,16 +36,17 @@ class AnswerParams(Section):
     batch: Positive = 64
     """Rows of one train step."""
     shuffle_seed: NonNegative = 0
-    """Further seed of the order, which changes with each epoch; data.seed and run.seed change it too."""
+    """Seed of the order, which changes with each epoch, in addition to data.seed and run.seed."""
 
 
 class ChatParams(AnswerParams):
     train: Literal["all", "last"] = "all"
-    """Turns of the assistant that are imitated."""
+    """Turns of the assistant to imitate: all, or only the last one."""
 
 
 def chats(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
-    """Build batches of rows with `messages` that end with the assistant's turn, or with `prompt` and `completion`."""
+    """Return batches of rows with `messages` that end with the assistant's turn, or with `prompt` and
+    `completion`."""
     p = parse_params("sft.params", ChatParams, params)
 
     def traces(row: Entry, location: str) -> list[Trace]:
@@ -56,7 +57,8 @@ def chats(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
 
 
 def pairs(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
-    """Build batches of rows with `chosen` and `rejected`, with a `prompt` or as whole chats, maybe a `margin`."""
+    """Return batches of rows with `chosen` and `rejected`, with a `prompt` or as whole chats, and optional
+    `margin`."""
 
     def traces(row: Entry, location: str) -> list[Trace]:
         answers = [_answer(row, key, location, config, tokenizer) for key in ("chosen", "rejected")]
@@ -70,7 +72,7 @@ def pairs(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
 
 
 def labels(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
-    """Build batches of rows with `prompt`, `completion` and `label`, which is true for a good answer."""
+    """Return batches of rows with `prompt`, `completion` and `label`, which is true for a good answer."""
 
     def traces(row: Entry, location: str) -> list[Trace]:
         answer = _answer(row, "completion", location, config, tokenizer)
@@ -111,7 +113,11 @@ class _Rows:
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def batch(self, step: int) -> list[Trace]:
-        """Return the traces of a step. Raises UserError, one line, for a malformed row or one that does not fit."""
+        """Return the traces of a step.
+
+        Raises:
+            UserError: a row is malformed, or too long for trainer.token_budget.
+        """
         out: list[Trace] = []
         for i in range(self._size):
             epoch, index = divmod(step * self._size + i, len(self._table))
@@ -150,7 +156,7 @@ def _answer(
         turns = [i for i, m in enumerate(answer) if isinstance(m, dict) and m["role"] == "assistant"]
         if isinstance(answer, str) or not turns:
             raise UserError(
-                f"{location}: {key} has no turn of the assistant, and there is no prompt beside it"
+                f"{location}: {key} has no turn of the assistant; expected one, or a prompt in the row"
             )
         first = turns[0] if all_turns else turns[-1]
         tools = tools_of(row, config.data.keys.tools, location)
@@ -176,7 +182,7 @@ def _ids(row: Entry, key: str, location: str, tokenizer: Tokenizer) -> list[int]
         raise UserError(f"{location}: {key} is {describe_type(ids)}; expected a list of ids")
     if (largest := max(ids)) >= tokenizer.vocab_size or min(ids) < 0:
         raise UserError(
-            f"{location}: {key} has id {largest}, of 0 to {tokenizer.vocab_size - 1}: another model's tokens?"
+            f"{location}: {key} has id {largest}; expected ids of this model, 0 to {tokenizer.vocab_size - 1}"
         )
     return ids
 
@@ -188,11 +194,11 @@ def encode_answer(
     tools: list[dict[str, Any]] | None = None,
     all_turns: bool = False,
 ) -> Trace:
-    """Return the ids that the model should generate for an answer, each of its turns up to the stop id that ends it.
+    """Return the ids that the model should generate for an answer; each turn ends with its stop id.
 
-    A turn ends with the last stop id that the chat template writes in it; without one, with the next role's mark if
-    that is a stop id (GLM), and an answer with the tokenizer's turn_end_id. Pieces are encoded one by one, as in a
-    rollout.
+    The end of a turn is the last stop id that the chat template writes in it, or else the next role's token if that
+    is a stop id (GLM). An answer without either gets the tokenizer's turn_end_id. Turns are encoded one by one, as
+    in a rollout.
 
     Args:
         all_turns: train on all turns of the assistant in `answer`, else on the last one.
@@ -213,11 +219,11 @@ def encode_answer(
         is_answer = message["role"] == "assistant"
         text = tokenizer.apply_chat([*prompt, *answer[: i + 1]], generate=not is_answer, tools=tools)
         if not text.startswith(so_far):
-            last = "; or imitate the last turn alone (sft.params: {train: last})" if i else ""
+            last = "; or imitate only the last turn (sft.params: {train: last})" if i else ""
             raise UserError(
                 f"the chat template changes earlier text when turn {len(prompt) + i + 1} is added, so the text that "
-                f"the model would generate is undefined: it does not begin with {so_far[-30:]!r} any more; give the "
-                f"turns before as prompt, and as completion the text that the model writes after them{last}"
+                f"the model would generate is undefined: the chat no longer starts with ...{so_far[-30:]!r}; use the "
+                f"earlier turns as prompt, and the text that the model generates after them as completion{last}"
             )
         piece = tokenizer.encode(text[len(so_far) :])
         ends = [k + 1 for k, token in enumerate(piece) if token in stop_ids]

@@ -1,7 +1,7 @@
-"""`data.source: environment`: the prompts of a `verifiers` environment of one turn, as prime-rl trains on.
+"""`data.source: environment`: the prompts of a single-turn `verifiers` environment, as prime-rl uses them.
 
-`load` names its `load_environment`. What is used of it: its data set, system prompt and few-shot examples here; its
-rubric in the reward `environment`. verifiers itself is imported by the environment's own module, or not at all.
+`load` names its `load_environment`. The source uses its data set, system prompt and few-shot examples, the reward
+`environment` its rubric. Only the environment's own module imports verifiers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ class EnvironmentParams(RowParams):
 
 
 def load_environment(params: dict[str, Any]) -> Any:
-    """Load the environment that `data.params` names. Raises UserError: it is missing, or has several turns."""
+    """Load the environment of `data.params`.
+
+    Raises:
+        UserError: it is missing, or has several turns.
+    """
     p = parse_params("data.params", EnvironmentParams, params)
     path = p.load if ":" in p.load else f"{p.load.rpartition('/')[2].replace('-', '_')}:load_environment"
     make = import_attribute(FIELD, path)
@@ -43,19 +47,19 @@ def load_environment(params: dict[str, Any]) -> Any:
     turns = getattr(environment, "max_turns", 1)
     if turns != 1:
         raise UserError(
-            f"{FIELD} = {p.load!r}: {type(environment).__name__} has max_turns = {turns}, expected 1: an environment "
-            "of several turns needs a rollout.generator"
+            f"{FIELD} = {p.load!r}: {type(environment).__name__} has max_turns = {turns}; expected 1: an environment "
+            "with several turns needs a rollout.generator"
         )
     return environment
 
 
 def environment(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Build prompts of a verifiers environment; its evaluation set, if any, is held out."""
+    """Return the prompts of a verifiers environment; its evaluation set, if any, is held out."""
     verifiers_environment = load_environment(params)
     rows = _rows(verifiers_environment, "dataset")
     if not rows:
         raise UserError(
-            f"{FIELD} = {params['load']!r}: {type(verifiers_environment).__name__} has no data set"
+            f"{FIELD} = {params['load']!r}: {type(verifiers_environment).__name__} has no data set; expected one"
         )
     heldout_rows = _rows(verifiers_environment, "eval_dataset")
     config = config.model_copy(update={"data": config.data.model_copy(update={"keys": KeysConfig()})})
@@ -69,7 +73,7 @@ def environment(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSo
 
 
 def _rows(environment: Any, name: str) -> list[dict[str, Any]]:
-    """Return the rows of a data set, with a chat as `prompt`: their own, or system prompt, examples and question."""
+    """Return the rows of a data set with a chat as `prompt`: the row's, or system prompt, examples and question."""
     dataset = getattr(environment, name, None)
     first_messages = []
     if system := getattr(environment, "system_prompt", None):

@@ -29,10 +29,10 @@ class FaultParams(ChainSumParams):
 
 
 class ChainSumFaults:
-    """Judged solutions of the sums of `sums`.
+    """Prompts that ask a judge for the first wrong line of solutions of `sums`.
 
-    A flawed solution has one line with a wrong result, and continues from the right one: its final answer is right.
-    An entry has `step`, the number of that line or -1, and `steps`.
+    A flawed solution has one line with a wrong result and continues with the right one, so its final answer is right.
+    The entry of a prompt has `step`, the number of the wrong line or -1, and `steps`.
     """
 
     def __init__(self, sums: PromptSource, tokenizer: Tokenizer, params: FaultParams, seed: int) -> None:
@@ -67,7 +67,7 @@ class ChainSumFaults:
 
 
 def chain_sum_faults(config: Config, tokenizer: Tokenizer, **params: Any) -> ChainSumFaults:
-    """The source; parameters: FaultParams."""
+    """Return the prompt source `chain_sum_faults`; `params` are those of FaultParams."""
     p = parse_params("data.params", FaultParams, params)
     seed = config.data.seed + config.run.seed
     return ChainSumFaults(p.source(tokenizer, seed, config.eval.seed), tokenizer, p, seed)

@@ -21,14 +21,20 @@ _SAVED_FILES = ("state.json", "dataset_dict.json")
 
 
 def read_dataset(name: str, subset: str | None, split: str, revision: str | None) -> Arrow:
-    """Read one split. Raises UserError for an unknown data set, subset or split."""
+    """Read one split of a data set.
+
+    Raises:
+        UserError: the data set, subset or split is unknown, or empty.
+    """
     import datasets
 
     folder = Path(name)
     if not folder.exists():
         folder = fetch(name, revision)
     elif revision is not None:
-        raise UserError(f"data.params.revision = {revision!r}: {name} is a folder; a revision is a hub's")
+        raise UserError(
+            f"data.params.revision = {revision!r}: {name} is a folder; expected null, or the id of a hub's data set"
+        )
     is_saved = any((folder / file).is_file() for file in _SAVED_FILES)
     try:
         rows = (
@@ -44,17 +50,19 @@ def read_dataset(name: str, subset: str | None, split: str, revision: str | None
         rows = rows[split]
     rows = rows.with_format(None)  # a saved one may have numpy's or torch's
     if not len(rows):
-        raise UserError(f"{name}, split {split}: no prompts in it")
+        raise UserError(f"{name}, split {split}: contains no prompts")
     return Arrow(rows, f"{name} ({split})")
 
 
 def fetch(name: str, revision: str | None) -> Path:
     """Return the folder of a hub's data set, in the cache of huggingface_hub.
 
-    Requests it from the hub where that is allowed, and uses the cache when the hub does not answer. Raises UserError.
+    If HF_HUB_OFFLINE is set or the hub is unreachable, the cache is used. Raises UserError if it is not available.
     """
     if not _HUB_ID.fullmatch(name):
-        raise UserError(f"data.params.name = {name!r}: no such folder, and no id of a data set, owner/name")
+        raise UserError(
+            f"data.params.name = {name!r}: no such folder, and no id of a data set; expected owner/name"
+        )
     return fetch_snapshot("data.params.name", name, revision, "dataset")
 
 

@@ -1,8 +1,8 @@
 """`data.source: mixture`: several prompt sources with weights.
 
-Which source gives prompt `index`, and which of its prompts, follows from the seed and the index alone. So the mixture
-keeps no state either, and a resumed run goes on with the same prompts. Prompts are drawn in blocks: each block has as
-many of every source as its weight says, in an order of its own.
+The seed and `index` determine the source of a prompt and its index there. So the mixture has no state, and a resumed
+run continues with the same prompts. Prompts are drawn in blocks: each block contains prompts of all sources in
+proportion to their weights, in a random order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlsys.data.row_source import RowSource
 from rlsys.data.source import PromptSource, ReasoningGymSource
 
 BLOCK = 1000
-"""Prompts in a block: a weight is exact to one in so many."""
+"""Number of prompts in a block, which limits the precision of weights."""
 
 
 class Part(Section):
@@ -34,18 +34,18 @@ class Part(Section):
     source: str
     """Name of the source, as data.source."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Its share of the training prompts is its weight over the sum of all weights."""
+    """Weight of the source; its share of the training prompts is weight / sum of all weights."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the source, as data.params."""
     keys: KeysConfig | None = None
     """Keys of the source's rows. Unset: data.keys."""
     name: str | None = None
-    """Value of `data_source` of a prompt whose row has none. Unset: the source's name."""
+    """Value of `data_source` for prompts whose row has none. Unset: the source's name."""
 
 
 class MixtureParams(Section):
     sources: Annotated[list[Part], Field(min_length=1)]
-    """The sources, each with weight and arguments."""
+    """The sources with their weights and arguments."""
 
 
 class Mixture:
@@ -64,7 +64,7 @@ class Mixture:
 
     @property
     def data_sources(self) -> frozenset[str] | None:
-        """Values of `data_source` in prompts' entries; None where a part's are unknown before they are drawn."""
+        """Values of `data_source` in the prompts' entries; None if those of a source are unknown in advance."""
         names: set[str] = set()
         for name, source in zip(self._names, self.sources, strict=True):
             if (source_names := known_data_sources(source)) is None:
@@ -129,19 +129,24 @@ class Mixture:
 
 
 def row_sources(source: PromptSource) -> list[RowSource]:
-    """List the tables among a source's parts."""
+    """Return the row sources that a source consists of."""
     if isinstance(source, Mixture):
         return [table for part in source.sources for table in row_sources(part)]
     return [source] if isinstance(source, RowSource) else []
 
 
 def known_data_sources(source: PromptSource) -> frozenset[str] | None:
-    """Return the values of `data_source` of a source's prompts; None for a user's source, which does not say."""
+    """Return the values of `data_source` of a source's prompts; None for a user's source, for which they are
+    unknown."""
     return source.data_sources if isinstance(source, Mixture | RowSource | ReasoningGymSource) else None
 
 
 def check_teachers(config: Config, source: PromptSource) -> None:
-    """Raise UserError for a name in algo.teacher.by_source that no prompt has."""
+    """Check that prompts have every name of algo.teacher.by_source.
+
+    Raises:
+        UserError: no prompt has a name.
+    """
     teacher = config.algo.teacher
     if teacher is None or not teacher.by_source or (data_sources := known_data_sources(source)) is None:
         return
@@ -155,22 +160,26 @@ def check_teachers(config: Config, source: PromptSource) -> None:
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Return each source's prompts in a block, by largest remainders. Raises UserError for a source without any."""
+    """Return the number of each source's prompts in a block, by largest remainders.
+
+    Raises:
+        UserError: a source has none.
+    """
     exact = [w / sum(weights) * BLOCK for w in weights]
     counts = [int(e) for e in exact]
     by_rest = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
     for i in by_rest[: BLOCK - sum(counts)]:
         counts[i] += 1
     if 0 in counts:
-        at = counts.index(0)
+        empty = counts.index(0)
         raise UserError(
-            f"data.params.sources[{at}].weight = {weights[at]:g}: less than one prompt in {BLOCK} of "
-            f"{sum(weights):g}; leave it out, or give it more"
+            f"data.params.sources[{empty}].weight = {weights[empty]:g}: less than one prompt in {BLOCK} of "
+            f"{sum(weights):g}; increase it, or remove the source"
         )
     return counts
 
 
 def part_config(config: Config, part: Part) -> Config:
-    """Return the run's config as a part of the mixture reads it."""
+    """Return the run's config with the section `data` of a part of the mixture."""
     updates = {"source": part.source, "params": part.params, "keys": part.keys or config.data.keys}
     return config.model_copy(update={"data": config.data.model_copy(update=updates)})

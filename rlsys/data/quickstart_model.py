@@ -1,9 +1,8 @@
-"""The quickstart's model before any training: `python -m rlsys.data.quickstart_model FOLDER [--seed 0]`.
+"""The quickstart's untrained model: `python -m rlsys.data.quickstart_model FOLDER [--seed 0]`.
 
-A Qwen3-MoE of 774,208 parameters (fp32, 3.1 MB) with random weights, and a tokenizer of single characters:
-106 tokens, of which the tags are plain added tokens, so that they survive engines that skip special tokens.
-`rlsys sft configs/quickstart_sft.yaml` teaches it the working of a sum (README.md of
-configs/models/quickstart-moe).
+A Qwen3-MoE of 774,208 parameters (fp32, 3.1 MB) with random weights, and a tokenizer of single characters with 106
+tokens. Its tags are plain added tokens, because engines skip special tokens. `rlsys sft configs/quickstart_sft.yaml`
+trains it to write the steps of a sum (README.md of configs/models/quickstart-moe).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def model_config() -> dict[str, object]:
-    """config.json of the model."""
+    """Return the content of config.json."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -74,7 +73,7 @@ def model_config() -> dict[str, object]:
 
 
 def random_weights(seed: int) -> dict[str, np.ndarray]:
-    """Tensors under their Hugging Face names: normal with deviation INIT_STD, norms 1."""
+    """Return tensors by Hugging Face name: normally distributed with deviation INIT_STD, norms 1."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
@@ -109,7 +108,7 @@ def random_weights(seed: int) -> dict[str, np.ndarray]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     vocab = {token: i for i, token in enumerate((*SPECIAL, *TAGS, *CHARACTERS))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
@@ -125,7 +124,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_model(folder: Path, seed: int = 0) -> None:
-    """The whole folder: config.json, generation_config.json, model.safetensors and the tokenizer's files."""
+    """Write the model folder: config.json, generation_config.json, model.safetensors and the tokenizer's files."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", model_config())
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}

@@ -1,8 +1,8 @@
 """A check of all rows of a run's data: `python -m rlsys.data.row_check --config RUN/config.yaml ...`.
 
-Each row is read, rendered by the chat template and encoded, as the run does it. The counts are kept by a fingerprint
-of the data and of what reads them, so that each table is checked once. The rollout process starts the command beside
-the first steps (rlsys/rollout/row_checks.py); `rlsys explain` checks small tables itself.
+Each row is read, rendered by the chat template and encoded, as in the run. The counts are cached by a fingerprint of
+the data and of the code that reads it, so that each table is checked once. The rollout process runs the command
+during the first steps (rlsys/rollout/row_checks.py); `rlsys explain` checks small tables itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlsys.engine_requests import Limits, RefusedPrompt
 _READERS = ("datasets", "jinja2", "msgspec", "pyarrow", "tokenizers")
 """Packages that read, render and encode rows."""
 MAX_LISTED_ROWS = 3
-"""Rows of a kind that are listed; the others are counted."""
+"""Number of rows of each kind that are listed; further ones are only counted."""
 ROWS_PER_PROCESS = 2000
 KINDS = {
     "too_long": "rows are too long, and are left out",
@@ -46,7 +46,7 @@ KINDS = {
 
 @dataclass
 class RowCounts:
-    """Number of rows of each of KINDS among `rows` rows, with the first ones."""
+    """Number of rows of each of KINDS among `rows` rows, and the first rows of each kind."""
 
     rows: int = 0
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
@@ -64,7 +64,7 @@ class RowCounts:
             self.first[kind] = (self.first[kind] + counts.first[kind])[:MAX_LISTED_ROWS]
 
     def lines(self) -> Iterator[str]:
-        """Yield messages. Missing answers are not reported if no row has one."""
+        """Yield messages, one per kind. Missing answers are reported only if some rows have answers."""
         for kind, text in KINDS.items():
             count = self.counts[kind]
             if count and not (kind == "unanswered" and count == self.rows):
@@ -100,7 +100,7 @@ def check_rows(table: Table, keys: KeysConfig, tokenizer: Tokenizer, limits: Lim
 
 
 def row_counts(source: RowSource, limits: Limits, *, max_rows: int | None = None) -> RowCounts | None:
-    """Count the source's rows, held-out ones included: from the cache, or by a check.
+    """Return the counts of the source's rows, including held-out ones, from the cache or by a check.
 
     Args:
         max_rows: return None for a larger table whose counts are not in the cache.
@@ -129,7 +129,7 @@ def row_counts(source: RowSource, limits: Limits, *, max_rows: int | None = None
 
 
 def checking_files() -> list[Path]:
-    """List the source files that read and check a row: other code may count differently."""
+    """Return the source files that read and check rows; the counts depend on them."""
     rlsys = Path(__file__).parents[1]
     packages = (rlsys / "data", rlsys / "engine_requests")
     return [*(file for package in packages for file in sorted(package.glob("*.py"))), rlsys / "core/texts.py"]

@@ -25,12 +25,12 @@ _SPLIT_ALIASES = {"valid": "validation", "val": "validation", "dev": "validation
 
 
 class PathError(UserError):
-    """Path of rows that cannot be used; `of_field` adds the name of the config field."""
+    """A path of data files is invalid; `of_field` adds the name of the config field."""
 
 
 @contextmanager
 def of_field(name: str) -> Iterator[None]:
-    """Add the config field to the message of a PathError."""
+    """Convert a PathError within the context into a UserError that starts with the config field `name`."""
     try:
         yield
     except PathError as e:
@@ -38,7 +38,7 @@ def of_field(name: str) -> Iterator[None]:
 
 
 def row_files(paths: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:
-    """List the files of `paths`, each folder's and each glob's by name.
+    """Return the files of `paths`; those of a folder or glob are sorted by name.
 
     Raises:
         UserError: a folder or a glob has no such files, a folder has files of several splits, or a file is beside its
@@ -55,7 +55,9 @@ def row_files(paths: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[
             if not files:
                 files = [file for match in matches if match.is_dir() for file in _in_folder(match, kind)]
             if not files:
-                raise PathError(f"{path}: no file matches; a path is seen from the folder where rlsys starts")
+                raise PathError(
+                    f"{path}: no file matches; paths are relative to the current directory of rlsys"
+                )
             files_of_paths += files
         else:
             files_of_paths.append(path)
@@ -88,25 +90,25 @@ def _in_folder(folder: Path, kind: Literal["jsonl", "parquet"]) -> list[Path]:
 
 
 def _check_links(files: Sequence[Path]) -> None:
-    """Raise UserError for a link to a missing file: its rows would be left out silently."""
+    """Check that no link points to a missing file, whose rows would be missing silently."""
     for file in files:
         if file.is_symlink() and not file.exists():
-            raise PathError(f"{file}: a link to {file.readlink()}, which does not exist")
+            raise PathError(f"{file}: a link to {file.readlink()}; expected an existing file")
 
 
 def _check_forms(files: Sequence[Path]) -> None:
-    """Raise UserError for a file beside its compressed form: its rows would count twice."""
+    """Check that no file exists both plain and compressed: its rows would count twice."""
     forms: dict[str, Path] = {}
     for file in files:
         plain = str(file).removesuffix(file.suffix if file.suffix in _COMPRESSED else "")
         if (first_form := forms.setdefault(plain, file)) != file:
             raise PathError(
-                f"{first_form} and {file}: forms of one file, whose rows would count twice; remove one"
+                f"{first_form} and {file}: the same file in two forms, whose rows would count twice; remove one"
             )
 
 
 def _rows(files: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:
-    """Return the files whose names mark them as rows; all, where none do."""
+    """Return the files whose names identify them as data; all files if no name does."""
     return _with_endings(files, kind) or list(files)
 
 

@@ -29,7 +29,7 @@ from rlsys.data.tables import Table, read_lines, read_parquet
 from rlsys.data.tokenizer import TextTooLong, Tokenizer
 
 ROWS_A_PROCESS = 50_000
-"""Rows for which another process is worth its start."""
+"""Number of rows from which an additional process is faster."""
 
 
 def _several(value: Any) -> Any:
@@ -43,11 +43,11 @@ class RowParams(Section):
     """Parameters of all sources of rows."""
 
     shuffle: bool = True
-    """Whether each epoch has its own order. false: the order of the rows."""
+    """Shuffle the rows in each epoch. false: the order of the rows."""
     shuffle_seed: NonNegative = 0
-    """Further seed of the order; data.seed and run.seed change it too."""
+    """Seed of the order, in addition to data.seed and run.seed."""
     max_prompt_tokens: Positive | None = None
-    """Longest prompt, with the chat template. Unset: what the context holds beside a response."""
+    """Maximum prompt length in tokens, with the chat template. Unset: the context minus the longest response."""
     overlong_prompts: Literal["drop", "left", "right"] = "drop"
     """Treatment of a longer prompt: its samples are omitted and counted (drop), or its tokens are truncated on the
     left or on the right."""
@@ -55,12 +55,14 @@ class RowParams(Section):
     """Keys of the held-out rows. Unset: those of data.keys."""
 
     def fit(self, prompt: Prompt) -> Prompt:
-        """Return the prompt within max_prompt_tokens."""
+        """Return the prompt, truncated or refused if it is longer than max_prompt_tokens."""
         limit, length = self.max_prompt_tokens, len(prompt.ids)
         if limit is None or length <= limit:
             return prompt
         if self.overlong_prompts == "drop":
-            reason = f"the prompt has {length} tokens, data.params.max_prompt_tokens is {limit} ({prompt.location})"
+            reason = (
+                f"the prompt has {length} tokens, data.params.max_prompt_tokens = {limit} ({prompt.location})"
+            )
             return replace(prompt, ids=[], refusal=reason, refusal_cause=CensorCause.PROMPT)
         return replace(
             prompt, ids=prompt.ids[-limit:] if self.overlong_prompts == "left" else prompt.ids[:limit]
@@ -72,25 +74,25 @@ class FileParams(RowParams):
     """File, folder or glob of files, or a list of these; JSON also as .gz or .zst.
     Rows have `prompt` (a text or a chat) or `messages`, and what the reward needs."""
     heldout_path: Paths | None = None
-    """The same for held-out prompts, JSON or Parquet by the name; without it one row in eight of `path`, by the hash
-    of its prompt."""
+    """The same for held-out prompts, JSON or Parquet by file name. Unset: one row in eight of `path`, by the hash of
+    its prompt."""
 
 
 class DatasetParams(RowParams):
     name: str
     """Folder of a data set (written by save_to_disk, or with data files), or its id on a hub."""
     subset: str | None = None
-    """Configuration of a data set that has several."""
+    """Configuration (subset) of a data set with several ones."""
     split: str = "train"
     """Split with the training prompts."""
     heldout_split: str | None = None
-    """Split with the held-out prompts; without it one row in eight of `split`, by the hash of its prompt."""
+    """Split with the held-out prompts. Unset: one row in eight of `split`, by the hash of its prompt."""
     revision: str | None = None
-    """Commit, tag or branch on the hub. `rlsys train` writes the commit down, so a run keeps its data."""
+    """Commit, tag or branch on the hub. `rlsys train` records the commit, so that a resumed run has the same data."""
 
 
 class RowSource:
-    """Prompts of a table, by default in an order that is shuffled again in each epoch."""
+    """Prompts of a table, by default shuffled in each epoch."""
 
     def __init__(
         self,
@@ -118,11 +120,15 @@ class RowSource:
         self.leave_out(self.held_keys)
 
     def leave_out(self, keys: np.ndarray) -> None:
-        """Exclude rows with these `split_hash` from training. Raises UserError when none is left."""
+        """Exclude rows with these values of `split_hash` from training.
+
+        Raises:
+            UserError: no row remains.
+        """
         self._train = self._train[~np.isin(self._hashes[self._train], keys)]
         if not len(self._train):
             raise UserError(
-                f"data.params: {self.rows.location(0)}: no training prompt is left beside the held-out"
+                f"data.params: {self.rows.location(0)}: all prompts are held out; expected other training prompts"
             )
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
@@ -165,7 +171,7 @@ class RowSource:
 
 
 def prompt_of_row(table: Table, number: int, keys: KeysConfig, tokenizer: Tokenizer, index: int) -> Prompt:
-    """Build the prompt of a row; a refused one where the row cannot be read."""
+    """Return the prompt of a row; a refused prompt if the row cannot be read."""
     location, row = table.location(number), None
     try:
         row = read_row(table.row(number), keys, location)
@@ -196,7 +202,11 @@ class Scan:
 
 
 def scan_rows(table: Table, keys: KeysConfig) -> Scan:
-    """Scan all rows. Raises RowError for the first one without a prompt."""
+    """Scan all rows.
+
+    Raises:
+        RowError: a row has no prompt; the first one is reported.
+    """
     read_row(
         table.row(0), keys, table.location(0)
     )  # whole: the columns of a table are those of its first row
@@ -234,7 +244,7 @@ class HeldOut:
     rows: np.ndarray
     """Their rows, in the order of the table."""
     is_trained: bool
-    """Whether evaluations use training prompts, because a split would leave one side empty."""
+    """Whether evaluations use training prompts, because one side of a split would be empty."""
 
 
 def hold_out(rows: Scan, heldout_rows: Scan | None) -> HeldOut:
@@ -244,13 +254,13 @@ def hold_out(rows: Scan, heldout_rows: Scan | None) -> HeldOut:
         return HeldOut(keys, np.sort(firsts), is_trained=False)
     keys, firsts = np.unique(rows.hashes, return_index=True)
     selected = keys >> np.uint64(SPLIT_SHIFT) & np.uint64(HELDOUT_ONE_IN - 1) == 0
-    if not selected.any() or selected.all():  # a few prompts, as in a test whether anything is learned
+    if not selected.any() or selected.all():  # a few prompts, for example in a test of overfitting
         return HeldOut(keys[:0], np.sort(firsts), is_trained=True)
     return HeldOut(keys[selected], np.sort(firsts[selected]), is_trained=False)
 
 
 def heldout_count(config: Config) -> int | None:
-    """Return how many prompts a data file holds out, without a tokenizer; None for another source.
+    """Return the number of held-out prompts of data files, without a tokenizer; None for another source.
 
     Raises:
         UserError: The file or a row cannot be read.
@@ -266,17 +276,17 @@ def heldout_count(config: Config) -> int | None:
 
 
 def jsonl(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Build prompts from files of JSON lines."""
+    """Return the prompts of files of JSON lines."""
     return _file_source(read_lines, config, tokenizer, params)
 
 
 def parquet(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Build prompts from Parquet files, verl's among them."""
+    """Return the prompts of Parquet files, including verl's."""
     return _file_source(read_parquet, config, tokenizer, params)
 
 
 def dataset(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Build prompts from a data set of the `datasets` library, on disk or on a hub."""
+    """Return the prompts of a data set of the `datasets` library, on disk or on a hub."""
     p = parse_params("data.params", DatasetParams, params)
     rows = read_dataset(p.name, p.subset, p.split, p.revision)
     heldout_rows = read_dataset(p.name, p.subset, p.heldout_split, p.revision) if p.heldout_split else None
@@ -286,7 +296,7 @@ def dataset(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource
 def _reader_of(
     paths: Sequence[Path], default: Callable[[list[Path]], Table]
 ) -> Callable[[list[Path]], Table]:
-    """Return the reader of files by their names; `default` where these tell no format, or several."""
+    """Return the reader for the file names' format; `default` if it is unknown or there are several."""
     if all(path.suffix == ".parquet" for path in paths):
         return read_parquet
     return read_lines if all(path.suffix in (".json", ".jsonl") for path in paths) else default

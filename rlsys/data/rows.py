@@ -30,7 +30,7 @@ MEDIA = (
     *(f"{kind}{form}" for kind in ("image", "video", "audio") for form in _FORMS),
     "media", "multi_modal_data", "multi_modal_inputs", "multimodal_data", "multimodal_inputs", "pixel_values",
 )  # fmt: skip
-"""Keys of rows that are more than text."""
+"""Keys of images, sounds and films."""
 _LIKELY = ("question", "problem", "input", "instruction", "query", "conversations", "text")
 """Frequent other names of a prompt, proposed in the error message."""
 _MAX_LISTED_KEYS = 12
@@ -60,12 +60,16 @@ class Row:
 
 
 def read_row(row: Any, keys: KeysConfig, location: str) -> Row:
-    """Parse a row. `location`: the row's, for messages. Raises RowError, one line, for a row without a prompt."""
+    """Parse a row. `location`: FILE:LINE of the row, for messages.
+
+    Raises:
+        RowError: the row has no prompt, or other content than text.
+    """
     if not isinstance(row, dict):
         raise RowError(f"{location}: expected an object with prompt or messages, found {describe_type(row)}")
     media = next((name for name in MEDIA if row.get(name)), None)
     if media or (media := next((str(name) for name, value in row.items() if _is_media(value)), None)):
-        raise RowError(f"{location}: has {media}; models and prompts here are text: expected rows without it")
+        raise RowError(f"{location}: has {media}; only text is supported: expected rows without it")
     prompt = _prompt(row, keys.prompt, location)
     if isinstance(prompt, str):
         messages, question = [{"role": "user", "content": prompt}], prompt
@@ -111,7 +115,7 @@ class QuickKeys:
             values: the row's values of `names`; UNSET for those that it does not have.
 
         Returns:
-            None for a row that only `read_row` can judge.
+            None for a row that only `read_row` can parse.
         """
         media = values[self._media :]
         if media != self._no_media and any(media):
@@ -136,7 +140,7 @@ class QuickKeys:
         return "" if value is UNSET else str(value)
 
     def _reader(self, path: str) -> Callable[[Sequence[Any]], Any]:
-        """Return a function that gives the value at `a` or `a.b`; UNSET where there is none."""
+        """Return a function that returns the value at `a` or `a.b`; UNSET if there is none."""
         full_path = itemgetter(self._indices[path])
         name = path.partition(".")[0]
         if name == path:
@@ -154,7 +158,7 @@ class QuickKeys:
 
 
 def _chat_key(messages: list[Any]) -> str | None:
-    """Return `json.dumps(messages)`, or that of the only user's text; None for what only `read_row` can judge."""
+    """Return `json.dumps(messages)`, or that of the only user's text; None if only `read_row` can parse them."""
     parts = []
     role = content = None
     for message in messages:
@@ -177,7 +181,11 @@ def _chat_key(messages: list[Any]) -> str | None:
 
 
 def check_texts(value: Any, location: str) -> None:
-    """Raise RowError for a lone surrogate in any text of a row, which no tokenizer or file can encode."""
+    """Check that no text of a row has a lone surrogate, which no tokenizer or file can encode.
+
+    Raises:
+        RowError: a text has one.
+    """
     pending = [value]
     while pending:
         item = pending.pop()
@@ -194,7 +202,7 @@ def check_texts(value: Any, location: str) -> None:
 
 
 def json_row(row: Entry, location: str) -> Entry:
-    """Return a row as it is sent to another program: its keys as texts, numpy's values as Python's.
+    """Return a row as JSON values for another program: keys become texts, numpy's values Python's.
 
     Values of other types, such as dates, are sent as texts.
 
@@ -225,7 +233,7 @@ def json_row(row: Entry, location: str) -> Entry:
 
 
 def _is_media(value: Any) -> bool:
-    """Whether it is an image, a sound or a film, as `datasets` stores or decodes it, or begins with one."""
+    """Return whether a value is an image, a sound or a film as `datasets` stores or decodes it, or a list of them."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, dict):
         return first.keys() == {"bytes", "path"} and any(first.values())
@@ -233,7 +241,7 @@ def _is_media(value: Any) -> bool:
 
 
 def find(row: Entry, path: str) -> Any:
-    """Return the value at `a` or `a.b`; _MISSING where there is none."""
+    """Return the value at `a` or `a.b`; _MISSING if there is none."""
     if path in row:
         return row[path]
     value: Any = row
@@ -264,12 +272,16 @@ def _prompt(row: Entry, key: str | None, location: str) -> str | list[Any]:
 
 
 def read_messages(messages: list[Any], location: str) -> list[Message]:
-    """Parse a chat. Raises RowError for an item that is no message."""
+    """Parse a chat.
+
+    Raises:
+        RowError: an item is not a message.
+    """
     return [_message(m, location) for m in messages]
 
 
 def _message(message: Any, location: str) -> Message:
-    """Parse a message, without keys that have no value: tables give every message the keys of all of them."""
+    """Parse a message, without keys that have no value: in a table every message has the keys of all messages."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RowError(
             f'{location}: a message is {str(message)[:80]!r}; expected {{"role": ..., "content": ...}}'
@@ -298,7 +310,11 @@ def _with_answer(row: Entry, key: str | None, location: str) -> Entry:
 
 
 def tools_of(row: Entry, key: str | None, location: str) -> list[dict[str, Any]] | None:
-    """Return the schemas of the functions that a row offers. Raises RowError for a value that is no list of them."""
+    """Return the schemas of a row's functions; None without any.
+
+    Raises:
+        RowError: the value is not a list of schemas.
+    """
     tools = find(row, key or "tools")
     if tools is _MISSING or tools is None:
         if key:

@@ -1,8 +1,8 @@
-"""Prompt sources: random access to training prompts, and a held-out set that training never meets.
+"""Prompt sources: random access to training prompts, and a held-out set that is never trained.
 
-`train(index)` depends on (seed, index) alone, so a source keeps no state: the ledger's next group id is the
-data position, and a resumed run goes on with the very same prompts. Train and held-out are split by a hash of
-the problem's text, so they stay disjoint whatever the seeds, the number of held-out prompts or the run.
+`train(index)` depends only on (seed, index), so a source has no state: the ledger's next group id is the data
+position, and a resumed run continues with the same prompts. A hash of the problem's text assigns it to training or
+held-out prompts, so both are disjoint for any seeds, number of held-out prompts and run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rlsys.core.types import Prompt
 from rlsys.data.tokenizer import Tokenizer
 
 HELDOUT_ONE_IN = 8
-"""One problem in this many, by the hash of its text, belongs to the held-out side."""
+"""One in this many problems, by the hash of its text, is held out."""
 SPLIT_SHIFT = 33
-"""The side follows from the upper 31 bits of `split_hash`."""
+"""The upper 31 bits of `split_hash` determine the side."""
 HELDOUT_PROMPTS = 128
 """Held-out prompts of an evaluation whose `prompts` is unset, if the source has as many."""
 ATTEMPTS = 1000
-"""Draws for one prompt before a source is judged to have no (new) problem on the wanted side."""
+"""Number of draws for a prompt after which a source counts as having no more problems on the required side."""
 
 _quoted = json.encoder.encode_basestring_ascii
 Entry = dict[str, Any]
@@ -40,11 +40,12 @@ Render = Callable[[Entry], str]
 
 class PromptSource(Protocol):
     def train(self, index: int) -> Prompt:
-        """The training prompt of this index, always the same one; any index >= 0."""
+        """Return the training prompt of an index >= 0; it is always the same."""
         ...
 
     def heldout(self, n: int) -> list[Prompt]:
-        """The first `n` different held-out prompts; always the same, a longer list starts with a shorter."""
+        """Return the first `n` different held-out prompts. They are always the same, and a prefix of a longer
+        list."""
         ...
 
 
@@ -71,7 +72,7 @@ def is_heldout(problem: str) -> bool:
 
 
 def split_hash(problem: str) -> int:
-    """Return `stable_hash("split", problem, bits=64)`, which identifies a text and decides its side."""
+    """Return `stable_hash("split", problem, bits=64)`, which identifies a text and determines its side."""
     digest = hashlib.blake2b(f'["split", {_quoted(problem)}]'.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
@@ -88,7 +89,7 @@ class Task:
 
 
 class ReasoningGymSource:
-    """Prompts from one or several reasoning-gym tasks; `render` makes the user's message of an entry."""
+    """Prompts from reasoning-gym tasks. `render`: function from an entry to the user's message."""
 
     data_sources: frozenset[str] | None = frozenset([""])
     """Values of `data_source` in its prompts' entries: none."""
@@ -106,13 +107,13 @@ class ReasoningGymSource:
         return self._prompt(index, self.entry(index))
 
     def entry(self, index: int) -> Entry:
-        """The reasoning-gym entry of `train(index)`."""
+        """Return the reasoning-gym entry of `train(index)`."""
         for attempt in range(ATTEMPTS):
             entry = self._draw(self._train_stream, index, attempt)
             if not is_heldout(entry["question"]):
                 return entry
         raise UserError(
-            f"data.params: {self._names()} gave no training problem in {ATTEMPTS} draws: too few problems"
+            f"data.params: {self._names()} returned no training problem in {ATTEMPTS} draws; expected more problems"
         )
 
     def heldout(self, n: int) -> list[Prompt]:
@@ -134,7 +135,7 @@ class ReasoningGymSource:
         return prompts
 
     def _draw(self, stream: str, index: int, attempt: int) -> Entry:
-        """Entry of (stream, index, attempt): the share of each task holds in every long run of indices."""
+        """Return the entry of (stream, index, attempt); tasks are chosen in proportion to their shares."""
         pick = (
             stable_hash(stream, "task", index, attempt, bits=53) / 2**53 * sum(t.share for t in self._tasks)
         )
@@ -157,12 +158,16 @@ class ReasoningGymSource:
 
 
 def _dataset(name: str, args: str, size: int, seed: int) -> Any:
-    """A reasoning-gym dataset. Raises UserError that repeats what the task says about its arguments."""
+    """Return a reasoning-gym dataset.
+
+    Raises:
+        UserError: the task rejects its arguments; the message has the task's reason.
+    """
     import reasoning_gym  # 1.5 s to import; only where a source needs it
 
     try:
         return reasoning_gym.create_dataset(name, size=size, seed=seed, **json.loads(args))
-    except (AssertionError, TypeError, ValueError) as e:  # what a task raises on arguments it does not take
+    except (AssertionError, TypeError, ValueError) as e:  # raised by tasks for invalid arguments
         raise UserError(f"data.params: reasoning-gym task {name!r} with {args}: {e}") from None
 
 
@@ -178,7 +183,7 @@ class ReasoningGymParams(Section):
 
 
 def reasoning_gym(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Build the source of any reasoning-gym task by its name."""
+    """Return the prompt source of a reasoning-gym task."""
     p = parse_params("data.params", ReasoningGymParams, params)
 
     def render(entry: Entry) -> str:

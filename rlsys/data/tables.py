@@ -1,7 +1,7 @@
-"""Tables of rows: JSON lines, JSON arrays, Parquet, and data sets of the `datasets` library, each row with its place.
+"""Tables of rows: JSON lines, JSON arrays, Parquet, and data sets of the `datasets` library.
 
-A table keeps the bytes of its files, or Arrow's buffers, and where each row begins; a row becomes Python objects when
-it is read. `columns` reads a few keys of all rows, several times as fast as `row`.
+A table contains the bytes of its files, or Arrow's buffers, and the position of each row; a row is converted to
+Python objects when it is read. `columns` reads a few keys of all rows, several times as fast as `row`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, number: int) -> Any:
-        """Read row `number`, from 0. Raises RowError for one that cannot be read."""
+        """Return row `number`, from 0.
+
+        Raises:
+            RowError: it cannot be read.
+        """
         ...
 
     def location(self, number: int) -> str:
@@ -64,7 +68,7 @@ class Table(Protocol):
     def columns(self, names: Collection[str], start: int = 0, stop: int | None = None) -> Iterator[Any]:
         """Yield the values of `names` of rows `start` to `stop`: a tuple with UNSET for missing ones.
 
-        A row that has to be read by `row` is yielded whole; it is no tuple.
+        A row that only `row` can read is yielded as a whole, not as a tuple.
         """
         ...
 
@@ -159,7 +163,7 @@ class JsonFile:
 
 
 def _integer(digits: str) -> int | str:
-    """Parse an integer; a longer one stays the text of its digits."""
+    """Return an integer, or its digits as text if they are too many for Python."""
     return int(digits) if len(digits) <= _LONGEST_INTEGER else digits
 
 
@@ -176,14 +180,14 @@ def read_lines(paths: Sequence[Path]) -> Lines:
     files = [_read_json(path) for path in row_files(paths, "jsonl")]
     table = Lines([file for file in files if len(file)], ", ".join(map(str, paths)))
     if not len(table):
-        raise UserError(f"{table.name}: no prompts in it")
+        raise UserError(f"{table.name}: contains no prompts")
     return table
 
 
 def _read_json(path: Path) -> JsonFile:
     data = _content(path)
     if data[:4] == _PARQUET:
-        raise UserError(f"{path}: a Parquet file; data.source = parquet reads it")
+        raise UserError(f"{path}: a Parquet file; expected JSON, or data.source = parquet")
     for mark, encoding in _UNICODE.items():
         if data[: len(mark)] == mark:
             try:
@@ -212,7 +216,7 @@ def _read_json(path: Path) -> JsonFile:
 
 
 def _array(path: Path, data: Data, newlines: np.ndarray) -> JsonFile | None:
-    """Locate the rows of a file that is one JSON array; None for JSON lines that are arrays. Raises UserError."""
+    """Locate the rows of a file that is one JSON array; None for JSON lines that are arrays."""
     body: Data = data
     try:
         if data[: len(_BOM)] == _BOM:
@@ -232,7 +236,11 @@ def _array(path: Path, data: Data, newlines: np.ndarray) -> JsonFile | None:
 
 
 def _array_of_python(path: Path, data: Data) -> JsonFile:
-    """Read an array with Python's json, which accepts more, as NaN. Raises UserError naming file and line."""
+    """Read an array with Python's json, which accepts more input, for example NaN.
+
+    Raises:
+        UserError: it is not JSON; the message has file and line.
+    """
     text = bytes(data).decode().removeprefix("\ufeff")
     try:
         count = len(_DECODER.decode(text))
@@ -260,7 +268,11 @@ def _spans(path: Path, data: Data, spans: Sequence[tuple[int, int]], newlines: n
 
 
 def _newlines(path: Path, data: Data) -> np.ndarray:
-    """Locate the line feeds. Raises UserError naming the line that is not UTF-8 text."""
+    """Return the positions of line feeds.
+
+    Raises:
+        UserError: the text is not UTF-8; the message has the line.
+    """
     if not _is_utf8(data):
         raise UserError(_not_utf8(path, data))
     positions = []
@@ -303,10 +315,14 @@ def _not_utf8(path: Path, data: Data) -> str:
 
 
 def _content(path: Path) -> Data:
-    """Read a file, decompressed. Raises UserError naming the file."""
+    """Return the decompressed content of a file.
+
+    Raises:
+        UserError: it cannot be read; the message has its path.
+    """
     head = _head(path, 6)
     if head[:3] == b"BZh" or head[:6] == b"\xfd7zXZ\x00" or head[:4] == b"PK\x03\x04":
-        raise UserError(f"{path}: compressed in a form that is not read; expected plain, .gz or .zst")
+        raise UserError(f"{path}: unsupported compression; expected plain, .gz or .zst")
     try:
         with path.open("rb") as file:
             if head[:2] == b"\x1f\x8b":
@@ -326,13 +342,16 @@ def _head(path: Path, size: int) -> bytes:
             return file.read(size)
     except OSError as e:
         raise PathError(
-            f"{path}: cannot read: {e.strerror or e}; a path is seen from the folder where rlsys starts"
+            f"{path}: cannot read: {e.strerror or e}; paths are relative to the current directory of rlsys"
         ) from None
 
 
 def read_parquet(paths: Sequence[Path]) -> Arrow:
-    """Files with the same columns, one after the other; folders and globs of them. Raises UserError
-    naming the file."""
+    """Read Parquet files with the same columns, and folders and globs of them.
+
+    Raises:
+        UserError: a file cannot be read, or has other columns; the message has its path.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -340,7 +359,7 @@ def read_parquet(paths: Sequence[Path]) -> Arrow:
     columns: dict[str, tuple[Any, Path]] = {}
     for path in row_files(paths, "parquet"):
         if _head(path, len(_PARQUET)) != _PARQUET:
-            raise UserError(f"{path}: not a Parquet file; data.source = jsonl reads JSON lines")
+            raise UserError(f"{path}: expected a Parquet file; for JSON lines use data.source = jsonl")
         try:
             tables.append(pyarrow.parquet.read_table(path, partitioning=None))
         except (pyarrow.ArrowException, OSError) as e:
@@ -361,16 +380,16 @@ def read_parquet(paths: Sequence[Path]) -> Arrow:
     except pyarrow.ArrowException as e:
         raise PathError(f"path: files with different columns: {' '.join(str(e).split())}") from None
     if not len(table):
-        raise UserError(f"{', '.join(map(str, paths))}: no prompts in it")
+        raise UserError(f"{', '.join(map(str, paths))}: contains no prompts")
     return Arrow(table, ", ".join(map(str, paths)))
 
 
 class _DifferentTypes(Exception):
-    """Types of a column, or of a part of it, whose values are not of one kind: its name, and both types."""
+    """A column has values of different types in two files: its name, and both types."""
 
 
 def _common_type(name: str, a: Any, b: Any) -> Any:
-    """Return a type that holds the values of both as they are.
+    """Return a type that represents the values of both types without loss.
 
     Raises:
         _DifferentTypes: there is none.
@@ -427,7 +446,11 @@ def _cast(table: Any, columns: dict[str, tuple[Any, Path]]) -> Any:
 
 
 def read_rows(paths: Sequence[Path]) -> Table:
-    """Files of JSON or of Parquet, by their content. Raises UserError."""
+    """Read files of JSON or Parquet, by their content.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
     try:
         first = row_files(paths, "parquet")[0]
     except UserError:  # folders without Parquet files
@@ -528,7 +551,7 @@ def _values(array: Any) -> Any:
 
 
 def _unzstd(data: bytes) -> bytes:
-    """Decompress all frames of a file; skippable ones, with which pzstd begins, have no content.
+    """Decompress all frames of a file. Skippable frames, which pzstd writes first, have no content.
 
     Raises:
         ZstdError: a frame is damaged or truncated.
@@ -541,7 +564,7 @@ def _unzstd(data: bytes) -> bytes:
         frame = zstandard.ZstdDecompressor().decompressobj()
         frames.append(frame.decompress(data))
         if not frame.eof:
-            raise zstandard.ZstdError("it is cut off")
+            raise zstandard.ZstdError("it is truncated")
         data = frame.unused_data
     return b"".join(frames)
 

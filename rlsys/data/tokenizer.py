@@ -1,7 +1,7 @@
 """Text <-> ids of a Hugging Face model folder, with its chat template. No torch, no transformers in this process.
 
-The folder's tokenizer is AutoTokenizer's, as a tokenizer.json (rlsys/core/tokenizer_files.py), and templates are
-rendered by jinja2 (rlsys/data/chat_template.py); tests hold both to transformers, which would bring torch into the
+The tokenizer is AutoTokenizer's, converted to a tokenizer.json (rlsys/core/tokenizer_files.py), and jinja2 renders
+templates (rlsys/data/chat_template.py). Tests compare both with transformers, which would import torch into the
 rollout process.
 
 Token in, token out: a response is decoded for its reward only; decoded text is never encoded again.
@@ -27,7 +27,7 @@ from rlsys.core.tokenizer_files import chat_templates, read_config, token_text, 
 from rlsys.data.chat_template import TEMPLATE_ERRORS, ChatTemplate
 
 LONGEST_CHARACTER = 4
-"""Bytes of a character in UTF-8, each of which may be an id."""
+"""Maximum bytes of a character in UTF-8, each of which may be an id."""
 ALWAYS_READ = 1_000_000
 """Characters; a longer text is tokenized only if the model's context may hold it. It takes seconds in the event loop
 that all samples share."""
@@ -37,13 +37,14 @@ _QUESTION, _ANSWER = "RLSYS-QUESTION", "RLSYS-ANSWER"
 
 
 class TextTooLong(ValueError):
-    """Text that is longer than any context of the model."""
+    """The text is longer than the model's context allows."""
 
 
 class Tokenizer:
     """The tokenizer and the chat template of the folder `path`.
 
-    Raises UserError that names the file when one is missing or cannot be read.
+    Raises:
+        UserError: a file is missing or cannot be read; the message has its path.
     """
 
     def __init__(
@@ -53,8 +54,13 @@ class Tokenizer:
         *,
         trust_remote_code: bool = False,
     ) -> None:
-        """`chat_args`: what the chat template gets beside the messages (data.chat_template_args).
-        `trust_remote_code`: a folder without tokenizer.json may be converted by its own code."""
+        """Load the tokenizer.
+
+        Args:
+            path: model folder.
+            chat_args: variables of the chat template in addition to the messages (data.chat_template_args).
+            trust_remote_code: whether the folder's own code may convert a tokenizer without tokenizer.json.
+        """
         self.path = Path(path)
         self.chat_args = dict(chat_args or {})
         source = tokenizer_folder(self.path, trust_remote_code)
@@ -74,7 +80,7 @@ class Tokenizer:
         }
         self.eos_token, self.eos_id = self._eos()
         self.special_ids = frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
-        """Ids that mark something, as a turn or an end, and are no text."""
+        """Ids of special tokens, for example the end of a turn, which are not text."""
         marks = {t.content for t in self._fast.get_added_tokens_decoder().values() if t.special}
         self._marks = re.compile(
             "|".join(re.escape(m) for m in sorted(marks, key=len, reverse=True)) or r"(?!)"
@@ -99,8 +105,8 @@ class Tokenizer:
             if (text := self._fast.id_to_token(number)) is not None:
                 return text, number
         raise UserError(
-            f"{self.path}: no eos_token in tokenizer_config.json or special_tokens_map.json, and no eos_token_id in "
-            "config.json that tokenizer.json has"
+            f"{self.path}: expected an eos_token in tokenizer_config.json or special_tokens_map.json, or an "
+            "eos_token_id in config.json that tokenizer.json contains"
         )
 
     @classmethod
@@ -111,16 +117,17 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Ids with which the model ends a response, whatever a config says: those that the folder names, the
-        tokenizer's eos, and the end of a turn in the chat template.
+        """Ids with which the model ends a response: those of the folder, the tokenizer's eos, and the end of a turn
+        in the chat template.
 
-        Raises UserError when the folder's are unreadable.
+        Raises:
+            UserError: the folder's ids cannot be read.
         """
         return read_stop_ids(self.path) | {self.eos_id, self.turn_end_id}
 
     @cached_property
     def turn_end_id(self) -> int:
-        """The special token that the chat template writes directly behind an answer; eos where it writes none."""
+        """Id of the special token that the chat template writes directly after an answer; eos if there is none."""
         try:
             chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
             text_before, _, text_after = self.apply_chat(chat, generate=False).partition(_ANSWER)
@@ -133,11 +140,15 @@ class Tokenizer:
         return ids[0] if ids and ids[0] in self.special_ids and not opens_a_turn else self.eos_id
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of `text` as it stands: no bos or eos is added, unless `special`. Raises ValueError for half of a
-        character, TextTooLong for a text of megabytes that the model's context cannot hold."""
+        """Return the ids of `text`. `special`: add bos and eos as the tokenizer does.
+
+        Raises:
+            ValueError: the text has a lone surrogate.
+            TextTooLong: the text cannot fit the model's context.
+        """
         if len(text) > ALWAYS_READ and len(text) > self._max_characters:
             raise TextTooLong(
-                f"a text of {len(text):,} characters; there is room for {self._max_characters:,} at most"
+                f"a text of {len(text):,} characters; expected at most {self._max_characters:,}"
             )
         if not is_valid_text(text):
             raise ValueError(f"a text with half of a character (a lone UTF-16 surrogate): {text!a:.80}")
@@ -145,7 +156,7 @@ class Tokenizer:
 
     @cached_property
     def _max_characters(self) -> int:
-        """Length of a text that fills the context with the longest token."""
+        """Length in characters of a text that fills the context with the longest token."""
         try:
             context = read_fields(self.path).get("max_position_embeddings")
         except (OSError, ValueError, RecursionError):
@@ -154,7 +165,7 @@ class Tokenizer:
         return max(ALWAYS_READ, tokens * max(map(len, self._fast.get_vocab()), default=1))
 
     def unread(self, text: str) -> list[str]:
-        """Return the characters of `text` without a token: the model reads <unk> there, or nothing."""
+        """Return the characters of `text` without a token, for which the model reads <unk> or nothing."""
         unknown = self._fast.token_to_id(self._names.get("unk_token", ""))
         ids_of = {c: self.encode(c) for c in sorted(set(text)) if not c.isspace()}
         return [c for c, ids in ids_of.items() if not ids or unknown in ids]
@@ -202,7 +213,7 @@ class Tokenizer:
         Args:
             generate: open the assistant's turn.
             tools: schemas of functions, instead of those of the chat arguments.
-            chat_args: further chat arguments, beside those of the tokenizer.
+            chat_args: chat arguments in addition to those of the tokenizer.
 
         Raises:
             UserError: the folder has no template, or the template does not read a chat argument.
@@ -219,13 +230,17 @@ class Tokenizer:
             raise RowError(f"{self.path}: the chat template refuses the messages: {reason}") from None
 
     def _template_of(self, name: str) -> ChatTemplate:
-        """Return the folder's template of this name, or its default one. Raises UserError."""
+        """Return the folder's template with this name, or its default one.
+
+        Raises:
+            UserError: there is neither.
+        """
         if self._template is None:
             self._template = self._compile()
         if template := self._template.get(name) or self._template.get("default"):
             return template
         names = ", ".join(self._template)
-        raise UserError(f"{self.path}: no chat template is named default; expected it beside {names}")
+        raise UserError(f"{self.path}: has the chat templates {names}; expected one named default")
 
     def _compile(self) -> dict[str, ChatTemplate]:
         if not self._template_text:
@@ -249,6 +264,6 @@ class Tokenizer:
                     f"did you mean {matches[0]}?" if matches else f"it uses {', '.join(candidates) or 'none'}"
                 )
                 raise UserError(
-                    f"data.chat_template_args.{name}: the chat template of {self.path} has no use for it; {hint}"
+                    f"data.chat_template_args.{name}: the chat template of {self.path} does not use it; {hint}"
                 )
         return templates

@@ -1,10 +1,10 @@
-"""A process that writes the tokenizer of a model folder as tokenizer.json:
+"""Conversion of a model folder's tokenizer to tokenizer.json, in a separate process:
 
     python -m rlsys.data.tokenizer_conversion FOLDER OUT [--trust-remote-code]
 
-Started by tokenizer_files.py only. AutoTokenizer reads the folder. What it reads is written in the form of the
-`tokenizers` library, read again, and compared with AutoTokenizer on texts in many scripts; a conversion with any
-other id is refused. Runs code of the folder only with `--trust-remote-code`.
+Only rlsys/core/tokenizer_files.py starts it. AutoTokenizer reads the folder. The result is written in the format of
+the `tokenizers` library, loaded, and compared with AutoTokenizer on texts in many scripts; a conversion with any
+different id is rejected. The folder's code runs only with `--trust-remote-code`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,11 @@ RANDOM = 10_000
 
 
 def check_texts(special: Sequence[str], seed: int = 0) -> Iterator[str]:
-    """Texts in many scripts, each assigned character in several places, runs of whitespace and digits, emoji, text
-    that is no words, and `special` tokens in and between all of it, whole and in part."""
+    """Yield texts in many scripts for the comparison.
+
+    They contain every assigned character in several contexts, runs of whitespace and digits, emoji, random
+    characters, and complete and partial `special` tokens in and between them.
+    """
     yield from LINES
     yield from WHITESPACE
     for space in WHITESPACE:
@@ -96,7 +99,11 @@ def check_texts(special: Sequence[str], seed: int = 0) -> Iterator[str]:
 
 
 def convert(folder: Path, out: Path, trust_remote_code: bool) -> None:
-    """Raises UserError for a tokenizer that has no equal in the form of tokenizer.json."""
+    """Write the converted tokenizer of `folder` to `out`.
+
+    Raises:
+        UserError: no tokenizer.json gives the same ids.
+    """
     if not hasattr(tokenization_gpt2, "bytes_to_unicode"):
         # transformers 5 has moved it, and Kimi-K2's code imports it from its old place.
         tokenization_gpt2.bytes_to_unicode = bytes_to_unicode
@@ -116,7 +123,7 @@ def convert(folder: Path, out: Path, trust_remote_code: bool) -> None:
         else:
             break
     else:
-        raise first_error or UserError(f"{type(tokenizer).__name__} is a class of its own")
+        raise first_error or UserError(f"{type(tokenizer).__name__}: unsupported tokenizer class")
     config = read_config(folder) if (folder / CONFIG).is_file() else {}
     tokens = {name: token_text(token) for name, token in config.items() if name.endswith("_token")}
     names: dict[str, Any] = {name: text for name, text in tokens.items() if text}
@@ -131,10 +138,7 @@ def convert(folder: Path, out: Path, trust_remote_code: bool) -> None:
 
 
 def special_texts(folder: Path, tokenizer: Any) -> set[str]:
-    """Return the special tokens, which are no text: AutoTokenizer's, and those of the folder's files.
-
-    AutoTokenizer omits some of the latter.
-    """
+    """Return the special tokens: AutoTokenizer's, and those of the folder's files, some of which it omits."""
     texts = {str(t) for t in tokenizer.all_special_tokens}
     for name in (CONFIG, "special_tokens_map.json"):
         fields = json.loads((folder / name).read_text(encoding="utf-8")) if (folder / name).is_file() else {}
@@ -173,7 +177,7 @@ def forms(tokenizer: Any, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _of_tiktoken(encoding: Any, tokenizer: Any) -> dict[str, Any]:
-    """Build a byte-level BPE with the pattern and the ranks of a tiktoken encoding; special tokens keep their ids."""
+    """Return a byte-level BPE with the pattern and ranks of a tiktoken encoding; special tokens keep their ids."""
     ranks, special = encoding._mergeable_ranks, encoding._special_tokens
     converter = TikTokenConverter(vocab_file="", pattern=encoding._pat_str)
     converter.load_tiktoken_bpe = lambda _: ranks
@@ -195,7 +199,11 @@ def _marked(content: dict[str, Any], special: set[str]) -> dict[str, Any]:
 
 
 def compare(tokenizer: Any, fast: FastTokenizer) -> None:
-    """Raise UserError with the first text that has other ids, or whose ids decode to another text."""
+    """Check that both tokenizers encode and decode equally.
+
+    Raises:
+        UserError: they differ; the message has the first text.
+    """
     added = {t.content: i for i, t in fast.get_added_tokens_decoder().items()}
     for text in check_texts(list(added)[:64]):
         expected = list(tokenizer.encode(text, add_special_tokens=False))
@@ -215,12 +223,12 @@ def compare(tokenizer: Any, fast: FastTokenizer) -> None:
             ids, clean_up_tokenization_spaces=False
         ):
             raise UserError(
-                f"AutoTokenizer decodes {ids[:6]}... otherwise than the conversion: {text_of_ids!r:.60}"
+                f"AutoTokenizer and the conversion decode {ids[:6]}... differently: {text_of_ids!r:.60}"
             )
     for text, number in added.items():
         if tokenizer.convert_tokens_to_ids(text) != number:
             raise UserError(
-                f"{text!r} is {tokenizer.convert_tokens_to_ids(text)}, and {number} in the conversion"
+                f"{text!r} has id {tokenizer.convert_tokens_to_ids(text)}, but {number} in the conversion"
             )
 
 

@@ -7,10 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Trace:
-    """A prompt and an answer to it; the answer's last id is the eos, unless it is a sample that was cut off.
+    """A prompt and an answer to it; the answer's last id is the eos, unless it is a truncated sample.
 
-    `trained`: which ids of the answer are; None: all. `pair`: a number that two answers share which are compared; -1:
-    compared with none. `liked`: the better one of its pair, or marked as good. `margin`: by how much it is better.
+    Attributes:
+        prompt_ids: the prompt.
+        response_ids: the answer.
+        trained: whether each id of the answer is trained; None: all are.
+        pair: number of its pair, the same for two compared answers; -1 without a pair.
+        liked: whether it is the better one of its pair, or labelled as good.
+        margin: difference of the rewards of the pair.
     """
 
     prompt_ids: list[int]

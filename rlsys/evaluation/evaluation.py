@@ -1,7 +1,7 @@
 """Evaluation with greedy responses to held-out prompts. A response with the full reward is correct.
 
-`respond` lets engines that serve a fixed model respond to prompts, and scores the responses. Within a run,
-the rollout manager evaluates. For `rlsys eval`:
+`respond` generates responses with engines that serve a fixed model, and scores them. Within a run, the rollout
+manager evaluates. For `rlsys eval`:
 
     python -m rlsys.evaluation.evaluation --config EVALUATION/config.yaml --engine URL ...
 
@@ -68,7 +68,7 @@ async def generate_responses(generator: Generator, items: Sequence[EvalItem]) ->
     outcomes = await asyncio.gather(*(respond_to(generator, s, p, prompt_name(p)) for s, p in items))
     for (_, prompt), censored in zip(items, outcomes, strict=True):
         if censored is not None:
-            log.warning("evaluation: held-out prompt %d is left out: %s", prompt.index, censored.reason)
+            log.warning("evaluation: held-out prompt %d is excluded: %s", prompt.index, censored.reason)
     return [None if censored is None else censored.reason for censored in outcomes]
 
 
@@ -186,7 +186,7 @@ async def respond(
     items: list[EvalItem],
     turns: Callable[[Config, Router], GenerateTurn],
 ) -> list[Verdict]:
-    """Let engines that already serve the model respond to prompts, and return the verdicts.
+    """Generate responses with engines that already serve the model, and return the verdicts.
 
     Args:
         config: the config of the evaluation.

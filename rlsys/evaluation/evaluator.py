@@ -1,8 +1,8 @@
-"""Evaluations of a run: the trainer waits for one, or it runs in the background on an engine of its own.
+"""Evaluations of a run: the trainer waits for them, or they run in the background on a reserved engine.
 
 In the background (eval.background) an engine is pinned: it keeps its weights, gets no weight update and no
-training samples, and is stale when the evaluation has ended. So all responses come from one weight version,
-and training continues on the other engines.
+training samples, and is stale after the evaluation. So all responses come from one weight version, and training
+continues on the other engines.
 """
 
 from __future__ import annotations
@@ -76,9 +76,10 @@ class Evaluator:
         return True
 
     async def poll(self, wait: bool, watched: Watched) -> EvalStatus:
-        """Return the state of the background evaluation, after waiting for its end if `wait` is set.
+        """Return the state of the background evaluation. `wait`: wait for its end first.
 
-        Raises the evaluation's error, except if its engine died: the evaluated weights are then lost.
+        An error of the evaluation is raised. If its engine died, the evaluation is abandoned instead, because the
+        evaluated weights are lost.
         """
         if self._task is None:  # cancelled, because the run ends
             return EvalStatus(done=True)
@@ -90,7 +91,7 @@ class Evaluator:
         try:
             return EvalStatus(done=True, result=task.result())
         except PinLost as e:
-            log.warning("evaluation abandoned: %s", e)
+            log.warning("the background evaluation was abandoned: %s", e)
             return EvalStatus(done=True)
 
     async def stop(self) -> None:

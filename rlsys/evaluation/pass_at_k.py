@@ -19,7 +19,9 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
         ValueError: a size is out of range.
     """
     if not (0 < k <= n and 0 <= correct <= n):
-        raise ValueError(f"pass@{k} of {correct} correct responses among {n}")
+        raise ValueError(
+            f"pass@{k} of {correct} correct responses among {n}: expected 1 <= k <= n and 0 <= correct <= n"
+        )
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
@@ -49,11 +51,11 @@ def pass_at_k_metrics(correct: Sequence[Sequence[bool]], samples: int) -> dict[s
         correct: for each prompt, whether each judged response is correct.
         samples: number of responses per prompt.
     """
-    out: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for k in reported_ks(samples):
         values = [pass_at_k(len(r), sum(r), k) for r in correct if len(r) >= k]
         if values:
             mean = sum(values) / len(values)
             low, high = wilson(min(1.0, mean), len(values))
-            out |= {f"pass_{k}": mean, f"pass_{k}_low": low, f"pass_{k}_high": high}
-    return out
+            metrics |= {f"pass_{k}": mean, f"pass_{k}_low": low, f"pass_{k}_high": high}
+    return metrics

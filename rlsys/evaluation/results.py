@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class EvalStatus:
-    """State of a background evaluation. Done without a result: it was abandoned, because its engine died."""
+    """State of a background evaluation. It is done without a result if it was abandoned because its engine died."""
 
     done: bool
     result: EvalResult | None = None

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 CHUNK = 64
-"""Tokens whose differences are solved for together."""
+"""Number of tokens of a chunk, for which one triangular system is solved."""
 
 
 def normalize(x: Tensor) -> Tensor:
-    """Scale to length 1 along the last axis, with the reference's eps."""
+    """Scale vectors along the last axis to length 1, with the eps of the reference implementation."""
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
@@ -28,7 +28,8 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Compute the gated delta rule.
 
-    Within a chunk the u solve a triangular system: each depends on those before it and on the state at the start.
+    Within a chunk, u is the solution of a triangular system: each u_t depends on the earlier ones and on the state at
+    the start of the chunk.
 
     Args:
         q, k: `[R, L, H, p]`.

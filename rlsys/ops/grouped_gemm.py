@@ -53,7 +53,7 @@ def _stack_weights(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Grouped GEMM with autograd. Saves no copy of the weights."""
+    """Grouped GEMM with autograd that saves no copy of the weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:

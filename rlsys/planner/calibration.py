@@ -33,7 +33,7 @@ _ROUNDS, _STEPS, _DAMPING = 4, 12, 0.7
 
 @dataclass(frozen=True)
 class Calibration:
-    """Costs of a run, on the machine and layout that it ran on."""
+    """Measured costs of a run, for its machine and layout."""
 
     by_tp: dict[int, Costs]
     """Tensor-parallel size of an engine -> costs."""
@@ -143,8 +143,8 @@ def _fit_overheads(
 def lengths_of(groups: Sequence[Sequence[Length]]) -> LengthDistribution:
     """Return the lengths of the newest half of the groups, since lengths change while a policy learns.
 
-    An unfinished response is assumed to end like a random finished one that is longer. Without these, a run
-    that was stopped with long responses in flight would show short ones only.
+    An unfinished response is assumed to have the length of a random finished one that is longer. Without unfinished
+    responses, a run that stopped with long responses in flight would have short ones only.
     """
     newest, rng = groups[len(groups) // 2 :], random.Random(0)
     finished = sorted(length.tokens for group in newest for length in group if length.complete)

@@ -1,11 +1,11 @@
 """Number of engines that a trainer needs, and its idle time with fewer: ECHO-2's capacity rule (docs/seeds.md). Pure.
 
-A step takes T seconds. The trainer is busy for b of them, and engines pause for L of these, while it pushes.
-It trains B samples. It never waits if engines finish B samples in T - L, and if a step's groups are complete
-before they are too old. A group that starts right after a push may take S whole steps and the next one's
-waiting time, if tokens may be S steps old: g <= S (T - L) + T - b, with g seconds for the longest response.
-Both bound a step's seconds from below. ECHO-2 has the rule in words; the formula is ours. With N'/N above 1 a
-step need not wait for the longest response, and old groups are dropped: `rlsys plan` simulates that.
+A step takes T seconds and trains B samples. The trainer is busy for b of them, and engines pause for L of these,
+during a push. The trainer never waits if engines finish B samples in T - L, and if a step's groups are complete
+before they are too old. If tokens may be S steps old, a group that starts right after a push may take S whole steps
+and the waiting time of the next one: g <= S (T - L) + T - b, with g seconds for the longest response. Both are lower
+bounds of a step's seconds. ECHO-2 states the rule in words; the formula is rlsys's. With N'/N above 1 a step need
+not wait for the longest response, and old groups are dropped: `rlsys plan` simulates that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlsys.planner.memory import MEAN_PROMPT_TOKENS, Fact, budget, engine_sample
 from rlsys.planner.weight_update_cost import push_rounds
 
 _DRAWS, _RESPONSES = (20, 200), 20_000
-"""Number of random groups over which the longest response is averaged, and about how many responses they have."""
+"""Number of random groups over which the longest response is averaged, and their approximate number of responses."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class Demand:
         return self.samples / (self.busy - self.pause)
 
     def engines_needed(self, kinds: Sequence[EngineKind]) -> dict[str, int]:
-        """Return the sufficient number of engines of each kind, the cheapest per sample first; all, if too few."""
+        """Return a sufficient number of engines of each kind, the cheapest per sample first; all if they are too
+        few."""
         remaining_rate, counts = self.required_rate, {}
         for kind in sorted(kinds, key=lambda s: s.cost / s.rate):
             counts[kind.name] = min(kind.count, max(0, math.ceil(remaining_rate / kind.rate - 1e-9)))
@@ -193,8 +194,8 @@ def describe_capacity(config: Config, forecast: StepForecast) -> list[Fact]:
     if config.launch.placement != "disaggregated":
         return []
     demand, rate, age = forecast.demand, forecast.rate, config.rollout.max_staleness
-    text = f"a step keeps the trainer busy for {demand.busy:.0f} s: {demand.required_rate:.3g} samples/s feed it, "
-    text += f"engines end {rate:.3g}"
+    text = f"a step keeps the trainer busy for {demand.busy:.0f} s: it needs {demand.required_rate:.3g} samples/s, "
+    text += f"engines finish {rate:.3g}"
     if rate >= demand.required_rate:
         needed_counts = demand.engines_needed(forecast.kinds)
         text += ": " + ", ".join(

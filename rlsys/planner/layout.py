@@ -1,9 +1,9 @@
 """Layout: assignment of trainer ranks and engines to nodes and GPUs. Pure.
 
-Trainer ranks come first, because rank 0 reaches the rollout process by loopback: both are on node 0, as is
-the supervisor. Colocated engines start there as well and share the GPUs; disaggregated ones use the remaining
-GPUs. Ranks and engines fill the GPUs in order, so that splits may be uneven; an engine crosses a boundary
-between nodes only if it needs whole nodes.
+Trainer ranks come first, because rank 0 and the rollout process communicate by loopback: both are on node 0, as is
+the supervisor. Colocated engines also start there and share the GPUs; disaggregated ones use the remaining GPUs.
+Ranks and engines fill the GPUs in order, so that splits may be uneven; an engine spans several nodes only if it
+needs whole nodes.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _on_gpus(config: Config) -> Layout:
     total = launch.nodes * per_node
     if world > total:
         raise UserError(
-            f"parallel makes {world} trainer ranks, but launch.nodes * gpus_per_node = {total} GPUs"
+            f"parallel needs {world} trainer ranks: expected at least as many GPUs, found launch.nodes * "
+            f"gpus_per_node = {total}"
         )
     at = world if launch.placement == "disaggregated" else 0
     engines = []
@@ -107,9 +108,8 @@ def _on_gpus(config: Config) -> Layout:
         if at > total:
             suffix = f" and {world} trainer ranks" if launch.placement == "disaggregated" else ""
             raise UserError(
-                f"engine.count = {config.engine.count} engines of {_sizes(config)}{suffix} do not fit "
-                f"launch.nodes * gpus_per_node = {launch.nodes} * {per_node} GPUs: no GPUs are left for "
-                f"engine {index}"
+                f"engine.count = {config.engine.count} engines of {_sizes(config)}{suffix} do not fit launch.nodes "
+                f"* gpus_per_node = {launch.nodes} * {per_node} GPUs: no GPUs are free for engine {index}"
             )
         engines.append(_shares(start, tp, per_node))
     return Layout(_shares(0, world, per_node), engines)
@@ -122,13 +122,13 @@ def _sizes(config: Config) -> str:
     return f"engine.pools = [{pools}]" if pools else f"engine.tp = {e.tp}"
 
 
-def _engine_start(at: int, tp: int, per_node: int) -> int:
-    """Return the first GPU from `at` on where an engine may start."""
-    remaining = per_node - at % per_node
+def _engine_start(first: int, tp: int, per_node: int) -> int:
+    """Return the first GPU from `first` on at which an engine may start."""
+    remaining = per_node - first % per_node
     if tp > per_node and tp % per_node:
         raise UserError(f"engine.tp = {tp} needs whole nodes, but launch.gpus_per_node = {per_node}")
     fits = remaining >= tp or (tp > per_node and remaining == per_node)
-    return at if fits else at + remaining
+    return first if fits else first + remaining
 
 
 def _shares(start: int, count: int, per_node: int) -> list[NodeShare]:

@@ -1,9 +1,8 @@
 """Search for a layout of trainer and engines that fits a model and a number of GPUs.
 
-Of the trainer the first layout that fits is taken, in the order of its communication cost: fewer tensor- and
-pipeline-parallel ranks first, an optimizer on the GPU before one in host memory. Engines get the size with which a
-train step is forecast to be shortest. All estimates are those of `rlsys.planner.memory`, which
-`rlsys explain` shows and `rlsys rehearse` checks.
+The trainer gets the first layout that fits, in the order of communication cost: fewer tensor- and pipeline-parallel
+ranks first, an optimizer on the GPU before one in host memory. Engines get the size with the shortest forecast of a
+train step. Estimates are those of `rlsys.planner.memory`, which `rlsys explain` shows and `rlsys rehearse` checks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ GPUS_PER_NODE = 8
 MEMORY_SHARE = 0.9
 """Share of a GPU's memory that a layout may use; the remainder is for NCCL, cuBLAS and fragmentation."""
 _MIN_RUNNING_REQUESTS = 16
-"""Per engine; a layout whose KV pool holds fewer of the samples in flight is not taken."""
+"""Minimum number of samples in flight per engine that the KV pool of a layout must hold."""
 _BYTES_PER_PARAMETER = 8
 """Least bytes of GPU memory per parameter: weights of trainer and engine in bfloat16, gradients in float32."""
 
@@ -44,13 +43,13 @@ class Candidate:
 def first_fit(
     hf: HFConfig, gpus: int, machine: Machine, config_of: Callable[[Candidate], Config]
 ) -> tuple[Candidate, Config] | None:
-    """Return the first trainer layout that fits, with the best size of its engines, and its config; None if none.
+    """Return the first trainer layout that fits, with the best engine size, and its config; None if no layout fits.
 
     Args:
         hf: the model.
         gpus: number of GPUs; 0 for a host without GPUs.
         machine: the GPU.
-        config_of: makes the config of a layout, or raises UserError.
+        config_of: returns the config of a layout, or raises UserError.
     """
     size, limit = model_size(hf), MEMORY_SHARE * machine.memory
     if gpus and _BYTES_PER_PARAMETER * size.total > gpus * limit * GB:
@@ -88,7 +87,7 @@ def first_fit(
 
 
 def _trainer_layouts(hf: HFConfig, gpus: int) -> Iterator[Candidate]:
-    """All layouts of the trainer, those with less communication first."""
+    """Yield all layouts of the trainer, those with less communication first."""
     if gpus == 0:
         yield Candidate(1, 1, 1, 1, 0.0)
         return

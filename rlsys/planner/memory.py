@@ -269,7 +269,8 @@ def _pool_samples(config: Config, pool_tokens: int) -> int:
 
 
 def with_pool(config: Config) -> Config:
-    """Return the config with the tokens of its KV pool, if the model's folder is here and memory leaves a pool."""
+    """Return the config with the tokens of its KV pool, if the model's folder exists and memory suffices for a
+    pool."""
     if config.fixed_pool_tokens is not None or not (config.model.path / "config.json").is_file():
         return config
     tokens = budget(config, model_size(HFConfig.read(config.model.path))).pool_tokens
@@ -410,7 +411,7 @@ def _output_layer(config: Config, size: ModelSize) -> tuple[float, float]:
 
     Logits exist in float32 and in the model's dtype, in a scoring pass as two copies in float32. If they are computed
     for some rows at a time (rlsys.trainer.model.output_layer), the hidden states, their gradient and that of the
-    weight exist beside them. Fused accumulation, which depends on what is installed, takes less for the latter.
+    weight exist in addition. With fused accumulation, which depends on installed packages, the latter takes less.
     """
     p, width = config.parallel, value_bytes(config)
     rows, columns = config.trainer.token_budget / p.cp, size.vocab / p.tp
@@ -522,7 +523,7 @@ def expected_staleness(config: Config) -> str:
     """
     r = config.rollout
     if r.max_staleness == 0:
-        return "0: every token is of the current weights"
+        return "0: the current weights sample every token"
     overlap = config.launch.placement == "disaggregated"
     mean = min(config.over_provision - 1 + overlap, r.max_staleness)
     return f"about {mean:.2g} train steps on average, at most {r.max_staleness}"
@@ -533,20 +534,20 @@ TRAINER_FACTS = ("parameters", "trainer, one rank", "a checkpoint")
 
 
 def trainer_memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
-    """Describe a trainer that needs more memory than a GPU with `gpu_gb` GB has."""
+    """Return one line if a trainer rank needs more memory than a GPU with `gpu_gb` GB has."""
     need = budget(config, model_size(hf)).trainer
     if need <= gpu_gb * GB:
         return []
-    return [f"a trainer rank needs {need / GB:.3g} GB, a GPU has {gpu_gb:g}"]
+    return [f"a trainer rank needs {need / GB:.3g} GB, a GPU has {gpu_gb:g} GB"]
 
 
 def memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
-    """Describe what needs more memory than a GPU with `gpu_gb` GB has."""
+    """Return one line for each part of a run that needs more memory than a GPU with `gpu_gb` GB has."""
     size = model_size(hf)
     b, problems = budget(config, size), []
     for name, need in (("a trainer rank", b.trainer), ("an engine rank", b.engine_with_graphs)):
         if need > gpu_gb * GB:
-            problems.append(f"{name} needs {need / GB:.3g} GB, a GPU has {gpu_gb:g}")
+            problems.append(f"{name} needs {need / GB:.3g} GB, a GPU has {gpu_gb:g} GB")
     releases_memory = config.launch.release_memory
     idle_engine = (
         0.0 if releases_memory else b.engine_with_graphs
@@ -554,19 +555,19 @@ def memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
     both = max(b.trainer + idle_engine, b.engine_with_graphs + b.idle_trainer)
     if config.launch.placement == "colocated" and both > gpu_gb * GB:
         hint = "" if releases_memory else "; see launch.release_memory"
-        problems.append(f"trainer and engine on one GPU need {both / GB:.3g} GB of {gpu_gb:g}{hint}")
+        problems.append(f"trainer and engine on one GPU need {both / GB:.3g} GB, it has {gpu_gb:g} GB{hint}")
     if not problems and b.pool_tokens < config.rollout.max_response_tokens:
         problems.append(
-            f"beside weights and trainer the KV pool of an engine has room for {b.pool_tokens} tokens, a response "
-            f"has up to {config.rollout.max_response_tokens}"
+            f"in addition to weights and trainer the KV pool of an engine holds {b.pool_tokens} tokens, but a "
+            f"response has up to rollout.max_response_tokens = {config.rollout.max_response_tokens}"
         )
     return problems
 
 
 def size_warnings(config: Config, hf: HFConfig) -> list[str]:
-    """Describe sizes that do not match.
+    """Return warnings about sizes that do not match.
 
-    Engines may well decode fewer samples than are in flight, if a KV pool holds no more: the others wait.
+    Engines may decode fewer samples than are in flight if their KV pools hold no more; the others wait.
     """
     warnings = []
     pool_tokens = budget(config, model_size(hf)).pool_tokens

@@ -37,7 +37,7 @@ _MAX_GPUS = 65536
 
 @dataclass(frozen=True)
 class Value:
-    """A config value and why it has been chosen."""
+    """A config value and the reason for it."""
 
     value: Any
     reason: str
@@ -48,7 +48,7 @@ Sections = dict[str, dict[str, Value]]
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Config sections with reasons, and the validated config that they make."""
+    """Config sections with reasons, and the validated config."""
 
     sections: Sections
     config: Config
@@ -84,7 +84,7 @@ def recommend(
 
 
 def _enough(model: Path, hf: HFConfig, gpus: int, machine: Machine) -> int | None:
-    """Return the smallest number of GPUs above `gpus`, in whole nodes, that holds the model."""
+    """Return the smallest number of GPUs above `gpus`, in whole nodes, on which the model fits; None if none does."""
     least = gpus // GPUS_PER_NODE + 1
     nodes = 1 << (least - 1).bit_length()
     while not _first_fit(model, hf, nodes * GPUS_PER_NODE, machine, {}):
@@ -139,7 +139,9 @@ def _sections(model: Path, hf: HFConfig, size: ModelSize, c: Candidate, gpus: in
         },
         "rollout": {
             "groups_per_step": Value(groups, "prompts per train step"),
-            "group_size": Value(group_size, "responses per prompt; their spread is the baseline of GRPO"),
+            "group_size": Value(
+                group_size, "responses per prompt; their mean reward is the baseline of GRPO"
+            ),
             "over_provision": Value(
                 OVER_PROVISION, "APRIL: start more groups, interrupt and resume the rest"
             ),
@@ -237,7 +239,7 @@ def _add_pool(sections: Sections, config: Config, size: ModelSize) -> None:
 
 
 def _context(model: Path) -> int:
-    """Positions of the model."""
+    """Return the context length of the model in tokens."""
     fields = read_fields(model)
     length = fields.get("max_position_embeddings")
     if length is None and isinstance(text := fields.get("text_config"), dict):
@@ -254,13 +256,13 @@ def _config(sections: Sections, data: dict[str, Any]) -> Config:
 
 
 def _scalar_or_flow(value: Any) -> str:
-    """Write a value as YAML on one line."""
+    """Return a value as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True)
     return text.removesuffix("...\n").strip()
 
 
 def as_yaml(sections: Sections) -> str:
-    """Write the sections as YAML with the reason of each value behind it."""
+    """Return the sections as YAML, with the reason of each value as a comment."""
     lines = []
     for name, fields in sections.items():
         lines.append(f"{name}:")

@@ -1,4 +1,4 @@
-"""Settings of a config to try: placement and number of trainer ranks and engines, N'/N, and staleness."""
+"""Candidate settings for a config: placement, number of trainer ranks and engines, N'/N, and staleness."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Changes = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Setting:
-    """A config to try."""
+    """A candidate config and its description."""
 
     name: str
     config: Config
@@ -49,9 +49,9 @@ def unchanged_setting(config: Config) -> Setting:
 def settings(
     config: Config, hf: HFConfig, gpus: int | None, machine: Machine | None
 ) -> Iterator[Setting | str]:
-    """Yield each possible setting, or a text with the reason why it is impossible.
+    """Yield settings, or for an impossible setting a text with the reason.
 
-    If none is possible with the config's own parallelism, settings with the first layout that fits follow.
+    If none is possible with the config's parallelism, settings with the first layout that fits follow.
 
     Args:
         config: the config.

@@ -54,7 +54,7 @@ class _Request:
 
 
 class SimulatedEngine:
-    """One server. `run` is its scheduler; `answer` and `stream` are its HTTP side."""
+    """One simulated server. `run` is its scheduler; `answer` and `stream` handle HTTP requests."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class SimulatedEngine:
             done.set()
 
     def _admit(self) -> list[_Request]:
-        """Move waiting requests into the batch, in order, while there is room."""
+        """Move waiting requests into the batch, in order, while it has free slots and cache."""
         fresh = []
         while self._waiting and len(self._running) < self._slots:
             request = self._waiting[0]
@@ -198,7 +198,7 @@ class SimulatedEngine:
                 self._remove(request, request.finish)
 
     def _retract(self) -> None:
-        """Return requests to the queue that the cache has no more room for, those with the fewest units first."""
+        """Return requests to the queue until the others fit the cache, those with the fewest units first."""
         for request in sorted(self._running.values(), key=self._generated_units):
             if self._context <= self._cache_units or len(self._running) == 1:
                 return

@@ -48,7 +48,7 @@ _UNITS = 50_000
 _MIN_WARMUP_STEPS = 3
 """Minimum number of train steps before the measured ones."""
 _SUCCESS_RATE = 0.5
-"""Assumed fraction of responses with reward 1: it matters if groups with equal rewards are dropped."""
+"""Assumed fraction of responses with reward 1. It has an effect only if groups with equal rewards are dropped."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,9 @@ class _Run:
             early_seconds += work
         batch = await manager.take(self._step)
         if batch is None:
-            raise RunError("a simulated engine rejoined without weights")
+            raise RunError(
+                "simulation: an engine rejoined without weights; expected all engines to keep serving"
+            )
         self._waited += clock() - start
         start = clock()
         await asyncio.sleep(max(0.0, self._costs.train(self._sequence_lengths(batch)) - early_seconds))
@@ -325,11 +327,13 @@ class _Run:
 
     def _sequence_lengths(self, batch: TrainBatch) -> list[Sharing]:
         """Return the tokens of each sequence, prompts included."""
-        out: list[Sharing] = []
+        lengths: list[Sharing] = []
         for g in batch.groups:
             prompt = self._grain * len(g.samples[0].prompt_ids)
-            out += group_of(prompt, [self._grain * s.tokens for s in g.samples], self._costs.shared_prompts)
-        return out
+            lengths += group_of(
+                prompt, [self._grain * s.tokens for s in g.samples], self._costs.shared_prompts
+            )
+        return lengths
 
     async def _push(self, manager: RolloutManager) -> None:
         remaining = True

@@ -1,4 +1,4 @@
-"""Settings that are legal, and unusual for the size of the model: they suit the quickstart's small one."""
+"""Valid settings that are unusual for the size of the model; they suit the quickstart's small model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.planner.memory import GB, budget, model_size
 
 PRETRAINED_PARAMETERS = 100_000_000
-"""Size from which a model is taken for a published one."""
+"""Number of parameters from which a model counts as a published one."""
 LARGEST_FULL_LR = 1e-5
 """SmolLM2-135M lost at 3e-5 what it had learned (docs/performance.md); verl's and slime's examples use 1e-6."""
 SHORT_RESPONSE = 256
@@ -21,7 +21,7 @@ _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether this machine's CPU has instructions for bfloat16; True where it is not known."""
+    """Return whether this machine's CPU has instructions for bfloat16; True if this is unknown."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -31,12 +31,12 @@ def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def slow_bfloat16(config: Config) -> list[str]:
-    """Describe bfloat16 in a run on this machine's CPU, if it has no instructions for it."""
+    """Return one line if a run on this machine's CPU uses bfloat16, for which the CPU has no instructions."""
     if config.model.dtype != "bfloat16" or cpu_multiplies_bfloat16():
         return []
     return [
-        "model.dtype = bfloat16: this CPU has no instructions for it (AVX-512 BF16, AMX), so that a step takes "
-        "longer than in float32"
+        "model.dtype = bfloat16: this CPU has no instructions for it (AVX-512 BF16, AMX), so a step takes longer "
+        "than in float32"
     ]
 
 
@@ -61,7 +61,7 @@ def unusual_settings(config: Config, hf: HFConfig) -> list[str]:
 
 
 def host_memory_problems(config: Config, hf: HFConfig, host_gb: float) -> list[str]:
-    """Compare all roles of a run without GPUs with the memory of its machines, of `host_gb` GB each."""
+    """Return one line if all roles of a run without GPUs need more memory than machines with `host_gb` GB have."""
     b = budget(config, model_size(hf))
     trainer = config.parallel.world_size * (b.trainer + b.host)
     engines = 0.0 if config.fine_tunes else sum(config.engine.tps) * b.engine

@@ -1,4 +1,4 @@
-"""Event loop whose clock jumps to the next event: waiting costs nothing, and nothing is late."""
+"""Event loop with a virtual clock that jumps to the next event, so that waiting takes no real time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _VirtualSelector(selectors.DefaultSelector):
         if timeout is not None:
             self.virtual_now += timeout
         elif not (events := super().select(REAL_SECONDS)):
-            raise RuntimeError("deadlock: no event can occur")
+            raise RuntimeError("deadlock: all tasks wait, and no event can occur")
         return events
 
 
@@ -46,7 +46,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual_selector.virtual_now
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
-        """Call the function on the loop's own thread, because a thread ends sooner or later on each machine."""
+        """Call the function on the loop's own thread, so that its end does not depend on the machine's speed."""
         return self.create_task(_call(func, args))
 
 

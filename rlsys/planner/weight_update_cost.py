@@ -1,4 +1,4 @@
-"""Cost of a weight update: bytes of senders and receivers, and seconds. From config.json and the layout only."""
+"""Cost of a weight update, from config.json and the layout: bytes of senders and receivers, and seconds."""
 
 from __future__ import annotations
 
@@ -64,10 +64,7 @@ def rate(config: Config) -> float:
 
 
 def _assumed_rate(config: Config) -> float:
-    """Return the GB/s of one link.
-
-    It is broadcast's for a custom transport, and for auto if an engine needs a process group.
-    """
+    """Return the assumed GB/s of one link: broadcast's for a custom transport, and for auto with a process group."""
     method = config.weights.method
     if method not in WEIGHT_METHODS or (method == "auto" and not _by_memory(config)):
         method = "broadcast"
@@ -90,8 +87,8 @@ def describe_senders(plan: SendersPlan, config: Config) -> str:
     of_link = plan.received_bytes / min(config.engine.tps)
     return (
         f"{len(plan.schedules)} of {len(plan.total_bytes)} trainer ranks; a rank sends {_gb(plan.mean)} GB on "
-        f"average, at most {_gb(max(plan.total_bytes))}, what goes to engines counted once; an engine rank's link "
-        f"takes {_gb(of_link)}: {short(seconds(plan, config), 2)} s or more at {LINK:g} GB/s a link"
+        f"average, at most {_gb(max(plan.total_bytes))} GB, with data for engines counted once; an engine rank's "
+        f"link receives {_gb(of_link)} GB: {short(seconds(plan, config), 2)} s or more at {LINK:g} GB/s a link"
     )
 
 

@@ -17,9 +17,12 @@ log = logging.getLogger("rlsys.rollout")
 
 
 class Explorer:
-    """Runs probes. `generate`: answers by exploration engines.
+    """Runs probes.
 
-    `seed`: run.seed; probes have seeds that no sample has.
+    Args:
+        generate: generates responses with exploration engines.
+        scorer: scores them.
+        seed: run.seed. Seeds of probes differ from those of samples.
     """
 
     def __init__(self, generate: Generator, scorer: Scorer, seed: int) -> None:
@@ -27,10 +30,9 @@ class Explorer:
         self._warned = False  # whether the missing exploration engine was logged
 
     async def rewards(self, prompt: Prompt, group_id: int, count: int) -> list[float]:
-        """Return the rewards of `count` probe answers to the prompt.
+        """Return the rewards of `count` probes of the prompt, without those that failed.
 
-        There are fewer if some could not be generated or judged. It does not wait for an exploration engine if none
-        exists.
+        It does not wait for an exploration engine if none exists.
         """
         seeds = [sample_seed(self._seed, group_id, MAX_GROUP + i) for i in range(count)]
         probes = [Sample(EVALUATION, EVALUATION, i, prompt.ids, seed=seed) for i, seed in enumerate(seeds)]
@@ -42,7 +44,9 @@ class Explorer:
             censored = await respond(self._generate, sample, prompt, f"a probe of {prompt_name(prompt)}")
         except NoExplorationEngine:
             if not self._warned:
-                log.warning("no engine explores: groups get rollout.group_size samples until one does")
+                log.warning(
+                    "no engine with role = explore is available: groups get rollout.group_size samples until one is"
+                )
             self._warned = True
             return None
         self._warned = False

@@ -1,4 +1,5 @@
-"""Group rewards: responses of a whole group -> their rewards, or the reason for their absence (invariant 5)."""
+"""Group rewards: computation of rewards from the responses of a whole group, or the reason of a failure (invariant
+5)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from rlsys.rewards.workers import contained
 
 
 class GroupScorer:
-    """Runs the group reward, which is user code: a failure costs one group, is counted and reported.
+    """Runs the group reward, which is user code: a failure affects one group, and is counted and reported.
 
     `timeouts` counts groups without rewards within `timeout` seconds, excluding the time of judge calls (the judge
     has its own limit); `failures` those for which it raised or gave no usable rewards.
@@ -74,5 +75,5 @@ class GroupScorer:
 
 
 def _unjudged(rewards: Any) -> int:
-    """Count the samples that the group reward explicitly leaves without a reward."""
+    """Return the number of samples for which the group reward returned None."""
     return sum(r is None for r in rewards) if isinstance(rewards, list | tuple) else 0

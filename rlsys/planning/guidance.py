@@ -28,7 +28,7 @@ class Guidance:
         self.counts: dict[str, float] = {"guided": 0, "guidance_missing": 0}
 
     async def of(self, prompt: Prompt, samples: Sequence[Sample]) -> list[int] | None:
-        """Return ids of the guided prompt; None without guidance. `samples`: failed ones, with their tokens."""
+        """Return the ids of the prompt with guidance; None without guidance. `samples`: failed ones, with tokens."""
         problem = prompt.question or prompt.text
         texts = [self._tokenizer.without_special(self._tokenizer.decode(s.judged_ids)) for s in samples]
         failures = "\n".join(FAILED.format(number=i + 1, text=text.strip()) for i, text in enumerate(texts))

@@ -1,4 +1,5 @@
-"""Planning: the algorithm's plug-ins in the rollout process. Prompt, size and final decision of each group.
+"""Planning: the algorithm's plug-ins in the rollout process. They determine prompt, size and acceptance of each
+group.
 
     group id -> prompt chooser -> Prompt
     its samples -> group reward -> planners -> Accept | Drop | AddSamples | Hold
@@ -6,9 +7,10 @@
 Planning decides; the runner executes. Its state is that of its plug-ins: the buffer commits it together with the
 decisions, so that a restart neither loses nor repeats a decision.
 
-An exception of a plug-in about one group costs that group: index, template, needs_*, receive_*, decide, on_decided,
-forget, on_rewards, a group reward. One about all groups ends the run with a RunError that names the plug-in and the
-method: waiting, released, close_round, restart, counts, state_dict, load_state_dict.
+An exception in a plug-in's method for one group (index, template, needs_*, receive_*, decide, on_decided, forget,
+on_rewards, a group reward) censors that group. An exception in a method for all groups (waiting, released,
+close_round, restart, counts, state_dict, load_state_dict) ends the run with a RunError that names the plug-in and
+the method.
 """
 
 from __future__ import annotations
@@ -49,10 +51,13 @@ log = logging.getLogger("rlsys.rollout.exceptions")
 
 
 class Planning:
-    """Plug-ins and services of group decisions. Raises UserError for a plug-in that does not exist.
+    """Plug-ins and services of group decisions.
 
     `judge` serves group rewards, `prompt_scores` provides scores of prompts, `repairs` repairs of failed responses,
     `explorer` probes of prompts. `teacher` scores every response.
+
+    Raises:
+        UserError: a plug-in does not exist.
     """
 
     def __init__(
@@ -108,20 +113,22 @@ class Planning:
         return self._apply_template(group_id, train_prompt(self._source, index))
 
     def restored_prompt(self, group: SampleGroup) -> Prompt:
-        """Return the prompt of a group from before a restart.
+        """Return the prompt of a group that started before a restart.
 
-        Raises UserError if the source returns another prompt now, unless an agent made its own prompts from it.
+        Raises:
+            UserError: the source returns another prompt, and no agent has derived its own prompts from it.
         """
         prompt = self._apply_template(group.group_id, train_prompt(self._source, group.prompt_index))
         original_ids = next((s.prompt_ids for s in group.samples if not s.own_prompt), prompt.ids)
         if prompt.refusal or not original_ids:
-            reason = "its row could not be read when its group began"
+            reason = "its row could not be read when its group started"
             return replace(
                 prompt, ids=original_ids, refusal=prompt.refusal or f"{reason} ({prompt_name(prompt)})"
             )
         if prompt.ids != original_ids:
             raise UserError(
-                f"data.source: prompt {prompt.index} differs from that of its group in the ledger"
+                f"data.source: prompt {prompt.index} differs from that of its group in the ledger; expected "
+                "unchanged data"
             )
         return prompt
 
@@ -138,7 +145,9 @@ class Planning:
         if template == Template() or prompt.refusal:
             return prompt
         if not prompt.question:
-            raise UserError("algo.prompt: data.source gives whole chats, and only a question can be reworded")
+            raise UserError(
+                "algo.prompt: data.source returns whole chats; expected questions, which can be reworded"
+            )
         text = self._text.apply_chat(template.messages(prompt.question)) + template.opening
         entry = {**prompt.entry, "form": template.form, "marks": list(template.marks)}
         return replace(prompt, text=text, ids=self._text.encode(text), entry=entry)
@@ -146,9 +155,15 @@ class Planning:
     async def reward(
         self, prompt: Prompt, group: SampleGroup, load: Callable[[list[Sample]], list[Sample]] = list
     ) -> str | None:
-        """Set the rewards that need the whole group. Return the reason if the group is unusable, else None.
+        """Set the rewards that need the whole group.
 
-        `load`: gives samples their tokens.
+        Args:
+            prompt: the group's prompt.
+            group: the group.
+            load: loads the tokens of samples into memory.
+
+        Returns:
+            The reason if the group cannot be used, else None.
         """
         if self._scorer is None:
             return None
@@ -168,9 +183,9 @@ class Planning:
 
     @property
     def counts(self) -> dict[str, float]:
-        """Counts for the metrics, for each existing service.
+        """Return the counts for metrics of each existing service and planner.
 
-        They are groups without a result of the group reward, requests without a verdict, and the planners' counts.
+        They include groups for which the group reward failed, and requests without a verdict.
         """
         counts: dict[str, float] = {}
         if (scorer := self._scorer) is not None:
@@ -190,21 +205,19 @@ class Planning:
 
     @property
     def has_timeouts(self) -> bool:
-        """Whether a task of a plug-in may still run and resist cancellation."""
+        """Return whether a task of a plug-in has timed out and may still run in spite of its cancellation."""
         return any(n for name, n in self.counts.items() if name.endswith("_hung"))
 
     def needs_probes(self, group: SampleGroup) -> bool:
-        """Whether a planner needs probes of the group's prompt."""
+        """Return whether a planner needs probes of the group's prompt."""
         return any(p.needs_probes(group.group_id) for p in self._planners)
 
     async def explore(self, prompt: Prompt, group: SampleGroup) -> int:
-        """Run probes of the prompt for the planners that need them. Return the number of samples that are added."""
+        """Run probes of the prompt for the planners that need them, and return the number of samples to add."""
         extra = 0
         for planner in self._planners:
             if count := planner.needs_probes(group.group_id):
-                assert self._explorer is not None, (
-                    "preflight lets no such planner in without engines that explore"
-                )
+                assert self._explorer is not None, "preflight requires engines with role = explore"
                 rewards = await self._explorer.rewards(prompt, group.group_id, count)
                 extra += planner.receive_probes(group.group_id, rewards)
         return extra
@@ -212,7 +225,7 @@ class Planning:
     async def score_prompt(self, group: SampleGroup) -> None:
         """Give the planners that need it the disagreement of policy and reference on the group's prompt."""
         if requesting := [p for p in self._planners if p.needs_scores(group)]:
-            assert self._prompt_scores is not None, "preflight lets no such planner in without a reference"
+            assert self._prompt_scores is not None, "preflight requires engine.reference"
             scores, protect = await self._prompt_scores(group.samples[0].prompt_ids)
             for planner in requesting:
                 planner.receive_scores(group.group_id, scores, protect)
@@ -223,7 +236,7 @@ class Planning:
         """Give the planners that need them the first wrong steps of responses and their corrections."""
         for planner in self._planners:
             if indices := planner.needs_repairs(group):
-                assert self._repairs is not None, "preflight lets no such planner in without a process judge"
+                assert self._repairs is not None, "preflight requires data.process_judge"
                 samples = load([group.samples[index] for index in indices])
                 planner.receive_repairs(group.group_id, await self._repairs.of(prompt, samples))
 
@@ -233,15 +246,16 @@ class Planning:
         """Give the planners that need it the prompt with a judge's guidance from failed responses."""
         for planner in self._planners:
             if indices := planner.needs_guidance(group):
-                assert self._guidance is not None, "preflight lets no such planner in without a judge"
+                assert self._guidance is not None, "preflight requires data.judge"
                 ids = await self._guidance.of(prompt, load([group.samples[index] for index in indices]))
                 if ids is not None:
                     planner.receive_guidance(group.group_id, ids)
 
     def decide(self, group: SampleGroup) -> Decision:
-        """Decide about a group whose samples all have their rewards.
+        """Return the decision about a group whose samples all have rewards.
 
-        Raises TypeError or ValueError for what is no decision.
+        Raises:
+            TypeError, ValueError: a planner returned an invalid decision.
         """
         decision: object = decide(self._planners, group)
         if not isinstance(decision, Decision):
@@ -249,15 +263,17 @@ class Planning:
         if isinstance(decision, AddSamples) and decision.samples > (
             room := self.largest - len(group.samples)
         ):
-            raise ValueError(f"AddSamples.samples = {decision.samples}: limit leaves room for {room}")
+            raise ValueError(
+                f"AddSamples.samples = {decision.samples}: expected 1 to {room}, by Planner.limit"
+            )
         return decision
 
     def waiting(self) -> set[int]:
-        """Return the ids of groups that wait for others, to be decided with them."""
+        """Return the ids of groups that wait to be decided together with others."""
         return {i for p, name in self._named_planners() for i in _ids(name, "waiting", p.waiting)}
 
     def released(self) -> list[int]:
-        """Return the ids of groups that waited, and can be decided now."""
+        """Return the ids of waiting groups that can be decided now."""
         return sorted({i for p, name in self._named_planners() for i in _ids(name, "released", p.released)})
 
     def released_error(self, group_id: int) -> RunError:
@@ -266,19 +282,19 @@ class Planning:
         return RunError(f"{next(names)}: released: group {group_id} does not wait")
 
     def close_round(self) -> None:
-        """Decide the waiting groups without further ones, because nothing else runs or may start."""
+        """Let planners decide the waiting groups, because no other group runs or may start."""
         for planner, name in self._named_planners():
             with _all_groups(name, "close_round"):
                 planner.close_round()
 
     def restart(self) -> None:
-        """Reset the planners: all undecided groups will be added again."""
+        """Reset the planners. All undecided groups will be added again."""
         for planner, name in self._named_planners():
             with _all_groups(name, "restart"):
                 planner.restart()
 
     def close(self, group: SampleGroup, *, rewarded: bool, accepted: bool = False) -> None:
-        """Report a final decision, or a drop without rewards. `accepted`: the group goes to the trainer."""
+        """Report a final decision, or a drop without rewards, to the plug-ins. `accepted`: the group is trained."""
         if rewarded:
             self._chooser.on_rewards(group)
         else:
@@ -322,7 +338,7 @@ class Planning:
 
 @contextmanager
 def _all_groups(plugin: str, method: str) -> Iterator[None]:
-    """Convert any error of a plug-in into a RunError: it concerns all groups, and cannot cost one of them."""
+    """Convert an exception of a plug-in's method for all groups, within the context, into a RunError."""
     with one_line_errors(f"{plugin}: {method}", RunError):
         try:
             yield

@@ -18,12 +18,11 @@ log = logging.getLogger("rlsys.rollout")
 
 
 class ReferenceScores:
-    """`await scores(ids)`.
+    """Scores of a prompt's tokens: |log policy - log reference|, and whether the token is protected.
 
-    |log policy - log reference| of each token, and whether it is protected, `[len(ids)]` both.
-
-    The first token has no log-prob: it is protected, as the `protected` ids are. `timeout_s`: seconds for which the
-    reference may be unavailable (the supervisor restarts one that it started); then RunError.
+    `await scores(ids)` returns both, `[len(ids)]`. The first token has no log-prob and is protected, as are the
+    `protected` ids. `timeout_s`: seconds for which the reference may be unavailable (the supervisor restarts its own
+    one) before a RunError.
     """
 
     def __init__(
@@ -49,10 +48,10 @@ class ReferenceScores:
                         if isinstance(e, EngineError) and e.status in REFUSAL_STATUSES:
                             raise RefusedRequest(f"engine.reference: {e}") from None
                         log.warning(
-                            "the reference at %s does not answer: %s", self._reference.url, e or type(e)
+                            "engine.reference: %s does not respond: %s", self._reference.url, e or type(e)
                         )
                         await asyncio.sleep(RETRY_SECONDS)
         except TimeoutError:
             raise RunError(
-                f"engine.reference: {self._reference.url} has not answered for {self._timeout_s:g} s"
+                f"engine.reference: {self._reference.url} has not responded for {self._timeout_s:g} s"
             ) from None

@@ -1,4 +1,4 @@
-"""Repairs of failed responses by a process judge, as token prefixes of further samples of the group."""
+"""Repairs of failed responses by a process judge, as token prefixes of additional samples of the group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ log = logging.getLogger("rlsys.rollout")
 class Repairs:
     """Requests repairs from the process judge, which is user code.
 
-    A request that fails or exceeds `seconds` gives no repair, and is counted. `budget`: tokens of a response.
+    A request that fails or exceeds `seconds` returns no repair, and is counted. `budget`: maximum tokens of a
+    response.
     """
 
     def __init__(self, judge: ProcessJudge, tokenizer: Tokenizer, seconds: float, budget: int) -> None:
@@ -26,7 +27,7 @@ class Repairs:
         self.counts: dict[str, float] = {"repairs": 0, "repairs_failed": 0, "repairs_hung": 0}
 
     async def of(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Prefix]:
-        """Return the prefixes of the samples with a repair that leaves room for an answer. They have their tokens."""
+        """Return the prefixes of the repaired samples that leave tokens for an answer. Samples have their tokens."""
         tasks = [asyncio.ensure_future(self._request(prompt, s)) for s in samples]
         try:
             done, _ = await asyncio.wait(tasks, timeout=self._seconds)
@@ -49,11 +50,12 @@ class Repairs:
     async def _request(self, prompt: Prompt, sample: Sample) -> Repair | None:
         repair = await self._judge(prompt, self._tokenizer.decode(sample.response_ids))
         if repair is not None and not (isinstance(repair, Repair) and repair.at >= 0 and repair.text):
-            raise TypeError(f"gave {repair!r:.80}, expected a Repair with a text, or None")
+            raise TypeError(f"returned {repair!r:.80}; expected a Repair with a text, or None")
         return None if repair is None else repair._replace(text=valid_text(repair.text))
 
     def _prefix(self, sample: Sample, repair: Repair) -> Prefix:
-        """Return whole tokens of the response; the correct part of the next token is encoded again."""
+        """Return the prefix: whole tokens of the response, then the encoded rest of the correct text and the
+        repair."""
         text = ""
         count = 0
         for piece in self._tokenizer.pieces(sample.response_ids):

@@ -20,13 +20,13 @@ from rlsys.engine_requests import ANY_ENGINE, Limits, RefusedPrompt
 from rlsys.segments import teacher_logprobs
 from rlsys.worker.assembly import client_maker, prompt_limits
 
-UNAVAILABLE = "the teacher is away"
-"""Prefix of reasons that are independent of the sample."""
+UNAVAILABLE = "the teacher is unavailable"
+"""Prefix of reasons that do not depend on the sample."""
 RETRY_SECONDS = 1.0
 _ITS_FAULT = 500
 """The first HTTP status that is independent of the request: the server fails, or is about to exit."""
 AT_ONCE = 16
-"""Concurrent responses: a result has `algo.teacher.top_k` entries for each token."""
+"""Maximum number of concurrent requests, because a result has `algo.teacher.top_k` entries per token."""
 
 log = logging.getLogger("rlsys.rollout")
 
@@ -55,7 +55,8 @@ class EngineTeacher:
     async def score(self, sample: Sample) -> str | None:
         """Set the missing `teacher_logprobs` of all trained sequences.
 
-        Return the reason if that is impossible, else None.
+        Returns:
+            The reason if this failed, else None.
         """
         for sequence in sample.trained_sequences:
             if sequence.taught or not sequence.tokens:
@@ -92,10 +93,10 @@ class EngineTeacher:
                         self._log_availability(unavailable=True, reason=error_text(e))
                         await asyncio.sleep(RETRY_SECONDS)
         except TimeoutError:
-            return f"{UNAVAILABLE}: {url} has not answered for {self._timeout_s:g} s"
+            return f"{UNAVAILABLE}: {url} has not responded for {self._timeout_s:g} s"
 
     def _check(self, ids: Sequence[int]) -> None:
-        """Check the ids. Raises EngineError for an id that the policy does not have."""
+        """Check that the policy has all ids. Raises EngineError if it lacks one."""
         try:
             self._limits.check_ids(ids)
         except RefusedPrompt as e:
@@ -111,9 +112,9 @@ class EngineTeacher:
 
 
 def build_teacher(config: Config, url: str, owner: Owner, session: ClientSession) -> EngineTeacher:
-    """Build the teacher engine at `url`.
+    """Return the client of the teacher engine at `url`.
 
-    It may be unavailable for its start time, but not so long that waiting for groups counts as a stall.
+    The engine may be unavailable for the time of a start, but not so long that waiting for groups counts as a stall.
     """
     section, teacher = config.algo.teacher, teacher_config(config)
     assert section is not None

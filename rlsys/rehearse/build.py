@@ -1,7 +1,7 @@
 """Builds the trainer's layers as `python -m rlsys.rehearse.build`: a config as JSON on stdin, no output.
 
-The layers have shapes and no values (torch's device `meta`), and of the layout only the built rank exists: no memory,
-no network, no weights. The first, the fullest middle and the last pipeline stage are built.
+The layers have shapes but no values (torch's device `meta`), and only the built rank of the layout exists, so the
+build needs no memory, network or weights. The first, the fullest middle and the last pipeline stage are built.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def build(config: Config) -> None:
 
 
 def _teachers(config: Config) -> list[HFConfig]:
-    """Models that the trainer compares the policy with, on the same ranks."""
+    """Return the teachers that the trainer holds on the same ranks."""
     teacher = config.algo.teacher
     if teacher is None or teacher.engine is not None:
         return []

@@ -38,7 +38,7 @@ def _bytes(value: object) -> int:
 
 
 def buffers_filled(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """Return the buffers that this call fills and that were allocated for it; none if it works in place."""
+    """Return the buffers that were allocated for this call and that it fills; none if it works in place."""
     return tensors_of(args[0]) if func._opname.lstrip("_").startswith(_FILLS) else []
 
 

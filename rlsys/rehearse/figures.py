@@ -9,7 +9,7 @@ from typing import Any
 KINDS = ("weights", "gradients", "optimizer", "activations", "communication", "other")
 """Kinds of memory. communication: buffers that a collective fills; other: temporaries of the optimizer step."""
 HOST = "host"
-"""Kind of memory on the host, which is no part of a peak."""
+"""Kind of memory on the host, which a peak does not include."""
 PHASES = ("score", "passes", "reduce", "update", "gather")
 """Phases in their order: scoring pass, forward and backward passes, gradients over data-parallel ranks, optimizer
 step with the gathering of its parameters, and the gathering of whole tensors for the engines."""
@@ -52,8 +52,8 @@ class Collective:
 class Figures:
     """Figures of one rank.
 
-    `live_bytes`: bytes alive after the step, by kind. `guessed`: values of fake tensors that the code requested; it
-    got 1. `micro_batches` of `tokens` each, padding included.
+    `live_bytes`: bytes alive after the step, by kind. `guessed`: number of requests for values of fake tensors, which
+    returned 1. `micro_batches` have `tokens` each, including padding.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class Figures:
 
     @property
     def worst(self) -> Phase:
-        """The phase with the largest peak."""
+        """Return the phase with the largest peak."""
         return max(self.phases, key=lambda phase: phase.total)
 
     def phase(self, name: str) -> Phase:

@@ -109,7 +109,7 @@ def attention(upstream: Callable[..., Tensor], count: CountFlops) -> Callable[..
 
 
 def padded_attention(count: CountFlops) -> Callable[..., Tensor]:
-    """Return a replacement of `without_sinks`. A kernel skips half of a causal square, and no part of a mask."""
+    """Return a replacement of `without_sinks`. A kernel skips half of a causal square, but no part of a mask."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         pairs = q.shape[:-1].numel() * k.shape[2] * (1 if mask is None else 2)
@@ -127,15 +127,13 @@ def norm(self: torch.nn.RMSNorm, x: Tensor) -> Tensor:
 
 
 def experts(count: CountFlops) -> Callable[..., tuple[Tensor, None]]:
-    """Return a replacement of SequentialMLP.forward.
-
-    It raises ValueError if the splits do not add up to the tokens.
-    """
+    """Return a replacement of SequentialMLP.forward. It raises ValueError if the splits do not add up to the
+    tokens."""
 
     def forward(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         if int(tokens_per_expert.sum()) != hidden.shape[0]:
             raise ValueError(
-                f"{int(tokens_per_expert.sum())} tokens for experts, {hidden.shape[0]} have come"
+                f"tokens_per_expert adds up to {int(tokens_per_expert.sum())}; expected {hidden.shape[0]} tokens"
             )
         first = GroupedGemm.apply(hidden, count, *(e.linear_fc1.weight for e in self.local_experts))
         gate, up = first.chunk(2, -1)

@@ -34,7 +34,11 @@ def stage_of(config: Config, rank: int) -> int:
 
 
 def one_rank(config: Config, rank: int) -> list[int]:
-    """Return the rank as a list. Raises UserError for a rank outside the layout."""
+    """Return `[rank]`.
+
+    Raises:
+        UserError: the rank is not in the layout.
+    """
     size = config.parallel.world_size
     if not 0 <= rank < size:
         raise UserError(f"--rank {rank}: expected 0 to {size - 1}, the ranks of parallel")
@@ -42,7 +46,7 @@ def one_rank(config: Config, rank: int) -> list[int]:
 
 
 def kinds_of_rank(config: Config, hf: HFConfig, every_stage: bool = False) -> list[int]:
-    """Return the first rank of the first, the fullest middle and the last stage; of each stage if `every_stage`."""
+    """Return the first rank of the first, the fullest middle and the last stage, or of `every_stage`."""
     p = config.parallel
     in_stage = p.world_size // p.pp
     middle = range(1, p.pp - 1)
@@ -51,7 +55,8 @@ def kinds_of_rank(config: Config, hf: HFConfig, every_stage: bool = False) -> li
 
 
 def fullest(config: Config, hf: HFConfig, stages: range) -> list[int]:
-    """Return the stage with most expert layers; of several the first, which keeps most micro-batches in flight."""
+    """Return the stage with the most expert layers; in a tie the first, which has the most micro-batches in
+    flight."""
     layers = stage_layers(hf.layers, config.parallel.pp)[0]
     experts = {s: sum(hf.moe_layers[s * layers : (s + 1) * layers]) for s in stages}
     return [max(stages, key=lambda s: (experts[s], -s))] if stages else []
@@ -64,9 +69,9 @@ def name_of_kind(stage: int, stages: int) -> str:
 
 
 def micro_batches(config: Config, request: Request) -> int:
-    """Return enough micro-batches that stage s of p keeps p - s in flight; two without a pipeline.
+    """Return a number of micro-batches with which stage s of p has p - s in flight; two without a pipeline.
 
-    An interleaved pipeline keeps more, and processes them in rounds of p.
+    An interleaved pipeline has more in flight, and processes them in rounds of p.
     """
     p = config.parallel
     if request.micro_batches is not None:
@@ -75,9 +80,9 @@ def micro_batches(config: Config, request: Request) -> int:
 
 
 def node_of(config: Config) -> Callable[[int], int]:
-    """Return the node of each rank: ranks fill nodes in order (rlsys.planner.layout).
+    """Return a function from a rank to its node: ranks fill nodes in order (rlsys.planner.layout).
 
-    Without a number of GPUs there is one.
+    Without launch.gpus_per_node there is one node.
     """
     per_node = config.launch.gpus_per_node or config.parallel.world_size
     return lambda rank: rank // per_node

@@ -68,7 +68,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude collectives of objects, which use separate groups, in a context."""
+        """Exclude collectives of objects, which use separate groups, within the context."""
         previous, self._paused = self._paused, True
         try:
             yield

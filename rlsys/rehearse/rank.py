@@ -1,6 +1,6 @@
 """Rehearsal of one rank: `python -m rlsys.rehearse.rank`, a request as JSON on stdin, figures as JSON on stdout.
 
-It is a separate process, because stand-ins and the fake world last for the process. Progress goes to stderr.
+It is a separate process, because the stand-ins and the fake world affect the whole process. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -85,10 +85,7 @@ def figures(
 
 
 def hashed_bytes(config: Config, model: HFConfig, rank: int, gpu: bool) -> int:
-    """Return the bytes that a rank hashes in a weight update without shards.
-
-    Every rank hashes its share of all tensors.
-    """
+    """Return the bytes that a rank hashes in a weight update that is not sharded: its share of all tensors."""
     shares = hash_shares(model, config.parallel.world_size, experts_together=not gpu)
     width = 4 if config.model.dtype == "float32" else 2
     return shares.elements[rank] * width * len(config.engine.tps)

@@ -33,10 +33,10 @@ def problems(figures: Sequence[Figures], gpu_gb: float | None, engine_bytes: flo
             if gpu_gb is None or need <= gpu_gb * GB:
                 continue
             largest = max(KINDS, key=lambda kind: phase.peak.get(kind, 0))
-            engine = f" beside an engine of {engine_bytes / GB:.3g}" if engine_bytes else ""
+            engine = f" beside an engine of {engine_bytes / GB:.3g} GB" if engine_bytes else ""
             messages.append(
                 f"{name_of_kind(f.stage, f.stages)} (rank {f.rank}): {_PHASES[phase.name]} needs "
-                f"{phase.total / GB:.3g} GB{engine}, a GPU has {gpu_gb:g}; most of it is {largest}, "
+                f"{phase.total / GB:.3g} GB{engine}, a GPU has {gpu_gb:g} GB; most of it is {largest}, "
                 f"{phase.peak[largest] / GB:.3g} GB"
             )
             break  # a run would end in the first phase that fails
@@ -44,7 +44,7 @@ def problems(figures: Sequence[Figures], gpu_gb: float | None, engine_bytes: flo
 
 
 def describe(config: Config, figures: Sequence[Figures], engine_bytes: float) -> str:
-    """Render a column for each rank, then the collectives of each."""
+    """Return a table with a column for each rank, then the collectives of each."""
     p = config.parallel
     title = (
         f"{p.world_size} trainer ranks: tp {p.tp}, pp {p.pp}, vpp {p.vpp}, cp {p.cp}, ep {p.ep}, etp {p.expert_tp}, "
@@ -61,7 +61,7 @@ def describe(config: Config, figures: Sequence[Figures], engine_bytes: float) ->
     for note in dict.fromkeys(note for f in figures for note in f.notes):
         lines.append(f"note: {note}")
     if requests := sorted({question for f in figures for question in f.guessed}):
-        lines.append(f"asked of tensors without values, and told 1: {'; '.join(requests)}")
+        lines.append(f"values of tensors without values, assumed to be 1: {'; '.join(requests)}")
     return "\n".join(lines)
 
 
@@ -132,7 +132,7 @@ def _collectives(f: Figures) -> list[str]:
 
 
 def group_name(description: str) -> str:
-    """Format a group name: EXPERT_MODEL_PARALLEL_GROUP -> expert model parallel."""
+    """Return the readable name of a group: `expert model parallel` for EXPERT_MODEL_PARALLEL_GROUP."""
     return (
         "all ranks"
         if description == "default_pg"
@@ -141,7 +141,8 @@ def group_name(description: str) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Format ranks: 8: 0-7; 4: 0-24 by 8; without a pattern the first two and the last."""
+    """Return a short text for ranks, such as `8: 0-7` or `4: 0-24 by 8`; without a pattern the first two and the
+    last."""
     steps = {b - a for a, b in pairwise(ranks)}
     if len(steps) > 1:
         return f"{len(ranks)}: {ranks[0]}, {ranks[1]} ... {ranks[-1]}"

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def routing_map(tokens: int, experts: int, topk: int, skew: float = 1.0) -> Tensor:
-    """Return `[tokens, experts]` bool. Token t uses experts t k ... t k + k - 1, modulo their number.
+    """Return a routing map `[tokens, experts]` bool: token t uses experts t k ... t k + k - 1, modulo their number.
 
-    `skew` > 1: the first `topk` experts, which are neighbours and so mostly on one rank, get `skew` times their even
-    share of tokens.
+    With `skew` > 1 the first `topk` experts, which are mostly on one rank, get `skew` times their even share of
+    tokens.
     """
     expert_ids = (torch.arange(tokens)[:, None] * topk + torch.arange(topk)) % experts
     hot = int(tokens * min(1.0, (skew - 1) * topk / experts))

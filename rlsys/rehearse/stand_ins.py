@@ -1,7 +1,7 @@
 """Stand-ins of a rehearsal for functions of megatron-core, torch and the trainer. Everything else is production code.
 
 Each stand-in checks that its target has the expected source, as megatron_patches do, and raises PatchError otherwise.
-`always`: also if a real step is measured, so that both use the same routes.
+Stand-ins of the kind `always` also apply to a real step that is measured, so that both use the same routes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rlsys.trainer.model.weights import LocalWeights
 from rlsys.trainer.pack import MicroBatch
 
 When = Literal["always", "fake", "gpu"]
-"""fake: if tensors have no values. gpu: if the layout is for GPUs, and the tensors are fake."""
+"""Condition of a stand-in. always: any step. fake: tensors have no values. gpu: also, the layout is for GPUs."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ def _routes(upstream: Any, setting: Setting) -> Any:
 
 def _no_counts(upstream: Any, setting: Setting) -> Any:
     def count(self: LayerReplay, router_ids: Tensor, expert_ids: Tensor, target: Tensor | None) -> None:
-        """Skip the count: `routes` decides the experts."""
+        """Skip the count, because `routes` determines the experts."""
 
     return count
 
 
 def _locate(upstream: Any, setting: Setting) -> Any:
     def locate(self: Any, entry: Any) -> tuple[int, str, torch.dtype]:
-        """Return this stage, or another one for entries that are not here; which one makes no difference."""
+        """Return this stage, or any other one for entries of other stages."""
         stage, stages = self.pp_group.rank(), self.pp_group.size()
         for name in self.candidates(entry):
             if name in self:
@@ -110,10 +110,9 @@ def _locate(upstream: Any, setting: Setting) -> Any:
 
 
 def representatives(experts: Sequence[int]) -> dict[int, int]:
-    """Select experts of equal cost that stand for all of them.
+    """Select experts that represent all of them, which have equal cost.
 
-    Two neighbours are among them where there are any: the memory of a tensor is released only after its successor
-    is allocated.
+    They include two neighbours, if any, because a tensor's memory is released only after its successor is allocated.
 
     Args:
         experts: Increasing expert indices.
@@ -165,7 +164,7 @@ def _sort_chunks(upstream: Any, setting: Setting) -> Any:
         fused: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if int(split_sizes.sum()) != len(input):
-            raise ValueError(f"chunks of {int(split_sizes.sum())} tokens, {len(input)} have come")
+            raise ValueError(f"split_sizes add up to {int(split_sizes.sum())}; expected {len(input)} tokens")
         return _Reordered.apply(input), None if probs is None else _Reordered.apply(probs)
 
     return sort_chunks
@@ -206,11 +205,11 @@ def _apply(upstream: Any, setting: Setting) -> Any:
 STAND_INS: tuple[StandIn, ...] = (
     StandIn(
         "routes", "always", "megatron-core 0.16.1 - 0.19.2",
-        "logits without values choose no experts; a balanced (or skewed) map gives true counts and splits",
+        "logits without values select no experts; a balanced (or skewed) map gives realistic counts and splits",
         TopKRouter, "forward", ("probs, routing_map = self.routing(",), _routes,
     ),
     StandIn(
-        "no_counts", "always", "ours", "there is no count of choices that nobody made",
+        "no_counts", "always", "ours", "the router selects no experts that could be counted",
         LayerReplay, "_count", ("load.scatter_add_(0, expert_ids.flatten(),",), _no_counts,
     ),
     StandIn(
@@ -218,11 +217,11 @@ STAND_INS: tuple[StandIn, ...] = (
         grouped_gemm, "supported", ("_grouped_mm",), lambda *_: lambda *_: False,
     ),
     StandIn(
-        "place", "fake", "ours", "no other stage is there to tell the names of its parameters",
+        "place", "fake", "ours", "other stages, which have their parameters' names, do not exist",
         LocalWeights, "locate", ("self._stages",), _locate,
     ),
     StandIn(
-        "entries", "fake", "ours", "the first expert of this rank and of the next stand for all",
+        "entries", "fake", "ours", "the first experts of this rank and of the next one represent all",
         weights, "entries", ("for expert in range(config.experts)",), _entries,
     ),
     StandIn(
@@ -233,7 +232,7 @@ STAND_INS: tuple[StandIn, ...] = (
         _sort_chunks,
     ),
     StandIn(
-        "last_stage", "fake", "ours", "no last stage is there to tell its scores and sums",
+        "last_stage", "fake", "ours", "the last stage, which has the scores and sums, does not exist",
         passes, "from_last_stage", ("broadcast_object_list",), _last_stage,
     ),
     StandIn(

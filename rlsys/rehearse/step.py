@@ -32,9 +32,9 @@ from rlsys.trainer.trainer import Trainer
 
 
 def samples_for(config: Config, vocab_size: int, shared: bool) -> list[TrainSample]:
-    """Build samples of the longest response that fill a micro-batch exactly.
+    """Return samples with the longest response that fill a micro-batch exactly.
 
-    They are whole groups of one prompt each, the last one in part. `shared`: a prompt is computed once for its group.
+    They are whole groups of one prompt each, except for the last group. `shared`: a group's prompt is computed once.
     """
     budget, size = config.trainer.token_budget, config.rollout.group_size
     longest = min(config.rollout.max_response_tokens, budget)
@@ -54,7 +54,7 @@ def samples_for(config: Config, vocab_size: int, shared: bool) -> list[TrainSamp
 
 
 def stand_in_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute a loss with the structure of policy losses; an objective adds only vectors of one number per token."""
+    """Return a loss with the structure of policy losses; an objective adds only vectors of one number per token."""
     ratio = (scores.logp - micro.mu).exp()
     loss = -(torch.minimum(ratio, ratio.clamp(0.8, 1.28)) * micro.mask).sum()
     for extra in (scores.entropy, scores.values):
@@ -70,11 +70,11 @@ class _Weightless(Trainer):
         return build_model(self.config, self.hf, self._device, load=lambda *_: None)
 
     def _transformer_engine(self) -> bool:
-        """Whether Transformer Engine is used, as on GPU hosts."""
+        """Return whether Transformer Engine is used, as on GPU hosts."""
         return self.config.launch.gpus_per_node > 0
 
     def _create_control(self, undo: ExitStack) -> Control:
-        """Return a control over the world group: there is no other rank and no gloo group."""
+        """Return a control over the world group, because there are no other ranks and no gloo group."""
         return Control(dist.group.WORLD)
 
 
@@ -111,7 +111,7 @@ class Rehearsal:
         )
 
     def step(self, micro_batches: int) -> None:
-        """Score, update, gather. Afterwards the meter has their phases."""
+        """Run a scoring pass, an update and the gathering of weights; the meter then has their phases."""
         t = self.trainer
         shared = t.passes.pack.shared
         samples = samples_for(self.config, t.hf.vocab_size, shared != "no")
@@ -141,7 +141,7 @@ class Rehearsal:
         self.meter.begin(phase)
 
     def _name_kinds(self) -> None:
-        """Tell the meter which storages belong to the model and to the optimizer."""
+        """Register the storages of the model and of the optimizer with the meter."""
         see, trainer = self.meter.memory.see, self.trainer
         buffers = [b for model in trainer.models for b in (*model.buffers, *model.expert_parallel_buffers)]
         in_buffers = {b.param_data.untyped_storage()._cdata for b in buffers if b.param_data is not None}
@@ -178,7 +178,7 @@ def _optimizers(trainer: Trainer) -> list[torch.optim.Optimizer]:
 
 @contextmanager
 def _phases(meter: Meter, trainer: Trainer, report: Callable[[str], None]) -> Iterator[None]:
-    """Start the phases of an update when it reduces gradients and when the optimizer steps, in a context."""
+    """Within the context, start a phase when an update reduces gradients and when the optimizer steps."""
     finalize: Any = target("phases", trainer_module, "finalize_model_grads", package="rlsys.rehearse.step")
     step: Any = trainer.optimizer.step
 

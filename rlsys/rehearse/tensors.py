@@ -28,7 +28,7 @@ BIG = 64 << 20
 
 
 class FakeTensors:
-    """Fake mode. `guessed` counts the values of fake tensors that code requested, by request: it got 1, or true."""
+    """Fake mode. `guessed` counts requests for values of fake tensors, which return 1 or true, by request."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)

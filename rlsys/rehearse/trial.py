@@ -22,7 +22,11 @@ _FRAME = re.compile(r'^\s*File "(.+)", line (\d+)', re.MULTILINE)
 
 
 def check_build(config: Config) -> None:
-    """Check the build. Raises UserError, in one line, if the installed packages cannot build the trainer's layers."""
+    """Check that the installed packages can build the trainer's layers.
+
+    Raises:
+        UserError: they cannot.
+    """
     done = subprocess.run(
         module_command("rlsys.rehearse.build"),
         input=config.model_dump_json(), capture_output=True, text=True, env={**os.environ, **_ENV}, check=False,
@@ -37,7 +41,7 @@ def check_build(config: Config) -> None:
 
 def _error(done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode < 0:
-        return f"the process that tried ended by signal {-done.returncode}"
+        return f"the build process was killed by signal {-done.returncode}"
     text = _RANK.sub("", done.stderr)
     lines, frames = text.strip().splitlines(), _FRAME.findall(text)
     location = f" ({Path(frames[-1][0]).name}:{frames[-1][1]})" if frames else ""
@@ -45,7 +49,7 @@ def _error(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _versions() -> str:
-    """Describe packages of another version than required, else the versions of the trainer's packages."""
+    """Return the packages with another version than required, or else the versions of the trainer's packages."""
     unmet = mismatches()
     wrong = [str(unmet[name]) for name in PACKAGES if name in unmet]
     if wrong:

@@ -11,9 +11,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def enter(rank: int, size: int) -> None:
-    """Create the default group of `size` ranks; all later groups are fake, whatever backend they request.
+    """Create a fake default group of `size` ranks; all later groups of this process are fake, for any backend.
 
-    Objects are not exchanged: every rank is assumed to hold this rank's object. Lasts for the process.
+    Objects are not exchanged: every rank is assumed to have this rank's object.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     make = dist.new_group
@@ -37,7 +37,7 @@ def enter(rank: int, size: int) -> None:
 
 @contextmanager
 def of_rank(rank: int, size: int) -> Iterator[None]:
-    """Be rank `rank` of a world of `size` ranks while the context is active."""
+    """Make this process rank `rank` of a world of `size` ranks within the context."""
     real = dist.new_group, dist.all_gather_object, dist.broadcast_object_list
     enter(rank, size)
     try:

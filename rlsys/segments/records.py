@@ -281,13 +281,12 @@ class SegmentReader:
         tokens, scores, masks, teacher = ([r for r in records if r.kind is kind] for kind in kinds)
         if (stored_tokens := sum(r.tokens for r in tokens)) != sample.tokens:
             raise RunError(
-                f"sample {sample.sample_id}: {sample.tokens} tokens in the ledger, but {stored_tokens} "
-                "in its segments"
+                f"sample {sample.sample_id}: {sample.tokens} tokens in the ledger, but {stored_tokens} in its "
+                "segments"
             )
         if mismatched := [r.tokens for r in teacher if (r.start, r.tokens) != (0, sample.tokens)]:
             raise RunError(
-                f"sample {sample.sample_id}: teacher log-probs of {mismatched[0]} tokens, but it has "
-                f"{sample.tokens}"
+                f"sample {sample.sample_id}: teacher log-probs of {mismatched[0]} tokens; expected {sample.tokens}"
             )
         behaviour = np.full(max((r.start + r.tokens for r in scores), default=0), np.nan, np.float32)
         for record in scores:

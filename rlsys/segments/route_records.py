@@ -45,7 +45,7 @@ ROUTES_VARIABLE = "RLSYS_ROUTES"
 ROUTES_PARAM = "rlsys_routes"
 """Key in a request's custom_params, ignored by stock SGLang: return a pointer to the routed experts if possible."""
 _FILE = re.compile(r"(\d{6})-([\w-]{1,100})-(\d{1,9})/(\d{1,9})-(\d{6})\.seg", re.ASCII)
-"""Bounded, because a longer name would be an OS error in the process that opens the file."""
+"""Form of a file name. Its length is limited, because a longer name would be an OS error for the reader."""
 _POINTER = b"rlsyspt1"
 """Prefix of a pointer. A stock response starts with an expert's id as int32, which is never that large."""
 _TABLE = struct.Struct("<HHI")
@@ -140,7 +140,9 @@ def read_pointer(data: bytes, first: int, rows: int) -> RouteLocation | None:
         data[len(_POINTER) :], type=tuple[str, int, int, int, int, int]
     )
     if RouteFile.of(segment) is None or min(location) < 0:
-        raise ValueError(f"routes in {segment[:100]!r} at {location}")
+        raise ValueError(
+            f"pointer to routes in {segment[:100]!r} at {location}: expected a file of routed experts"
+        )
     if (start, tokens) != (first, rows):
         raise ValueError(f"routes of {tokens} positions from {start} on, expected {rows} from {first} on")
     return RouteLocation(segment, *location)

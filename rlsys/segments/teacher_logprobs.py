@@ -19,9 +19,11 @@ def encode(ids: NDArray[np.int32], logp: NDArray[np.float32]) -> bytes:
         ValueError: other shapes, or a log-prob that is not finite.
     """
     if ids.ndim != 2 or ids.shape != logp.shape or not ids.size:
-        raise ValueError(f"ids {list(ids.shape)} and log-probs {list(logp.shape)}, expected [tokens, K] both")
+        raise ValueError(
+            f"ids have shape {list(ids.shape)}, log-probs {list(logp.shape)}; expected both to be [tokens, K]"
+        )
     if not np.isfinite(logp).all():
-        raise ValueError("a log-prob that is not finite")
+        raise ValueError("a teacher log-prob is not finite; expected finite numbers")
     return ids.astype("<i4").tobytes() + logp.astype("<f4").tobytes()
 
 
@@ -32,7 +34,9 @@ def decode(data: bytes, tokens: int) -> tuple[NDArray[np.int32], NDArray[np.floa
         ValueError: the size does not fit this number of tokens.
     """
     if not data or len(data) % (_ENTRY * tokens):
-        raise ValueError(f"{len(data)} bytes of teacher log-probs for {tokens} tokens")
+        raise ValueError(
+            f"{len(data)} bytes of teacher log-probs for {tokens} tokens; expected a multiple of {tokens} ids"
+        )
     half = len(data) // 2
     ids = np.frombuffer(data, "<i4", half // 4).reshape(tokens, -1)
     return ids, np.frombuffer(data, "<f4", half // 4, half).reshape(tokens, -1)

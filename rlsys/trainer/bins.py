@@ -22,8 +22,8 @@ def plan_bins(
 ) -> list[list[int]]:
     """Return the indices of the sequences of each of this rank's micro-batches. See `pack`.
 
-    Sequences in one bin compute their common tokens once; sequences in several bins are spread more evenly. Of
-    several plans, the one with the least sum of each round's most expensive bin is taken.
+    Sequences in one bin compute their common tokens once; sequences in several bins are balanced better. The result
+    is the plan with the smallest sum, over rounds, of the cost of the most expensive bin.
     """
     round_size = dp_size * multiple
     plans = [
@@ -52,9 +52,8 @@ def _fill_rounds(
 def _smallest(find: Callable[[int], T | None], least: int) -> T:
     """Return the result of `find` for the smallest number from `least` on with a result.
 
-    Every larger number must have one, too.
-
-    Steps that double, then halves of the last one: seconds for tens of thousands of sequences would be minutes.
+    Every larger number must have one, too. The search doubles its steps and then bisects, since each call of `find`
+    is slow for tens of thousands of sequences.
     """
     step, below, result = 1, least - 1, find(at := least)
     while result is None:

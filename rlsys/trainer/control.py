@@ -17,7 +17,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 UNLIMITED = timedelta(days=365)
-"""Longer than any run; gloo knows no "never"."""
+"""Time limit that exceeds any run: gloo has no infinite one."""
 
 
 class Control:
@@ -46,9 +46,9 @@ class Control:
         """Return the values of all ranks, in rank order, on rank 0; an empty list on other ranks."""
         if dist.get_world_size() == 1:
             return [value]
-        out: list[T] | None = [value] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(value, out, dst=0, group=self._group)
-        return out or []
+        values: list[T] | None = [value] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values or []
 
     def wait_for_all(self) -> None:
         """Block until every rank has called this method."""

@@ -23,11 +23,10 @@ from rlsys.trainer.trainer import Trainer
 
 
 class Critic(Trainer):
-    """A trainer whose model ends in one value per token.
+    """A trainer whose model outputs one value per token.
 
-    Its routers choose their own experts: no routes are replayed.
-
-    Scores have `values` only; their log-probs are 0. The policy's checkpoints contain its state.
+    Its scores have `values` only; log-probs are 0. Its routers choose experts themselves: routes are not replayed.
+    The policy's checkpoints contain its state.
     """
 
     def __init__(self, policy: Trainer, section: CriticSection) -> None:
@@ -84,5 +83,5 @@ class Critic(Trainer):
 
 
 def add_critic(policy: Trainer, section: CriticSection) -> None:
-    """Give the policy's trainer a critic, from the weights of `model.path`. Collective."""
+    """Set `policy.critic` to a new critic with the weights of `model.path`. Collective."""
     policy.critic = Critic(policy, section)

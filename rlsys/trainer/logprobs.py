@@ -80,7 +80,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class ValueScoring:
-    """Values of tokens, of a model that ends in them; log-probs are 0. `layer`: None on other pipeline stages."""
+    """Values of tokens from a model with a value layer; log-probs are 0. `layer`: None on other pipeline stages."""
 
     layer: ValueLayer | None
 
@@ -155,11 +155,11 @@ def _distillation_scores(logits: Tensor, targets: Targets, section: TeacherSecti
 
 
 def sampling_logits(logits: Tensor, targets: Targets, temperature: float) -> Tensor:
-    """Return the logits of the distributions that the following tokens were drawn from.
+    """Return the logits of the distributions from which the following tokens were sampled.
 
-    They are scaled by the temperature; ids outside the sampling mask are excluded (Keep Sampling Mask, DeepSeek-V3.2,
-    arXiv 2512.02556, section 3.1). Excluded ids need no gradient: their probability is 0 in every score computed
-    here, and so is the gradient.
+    They are scaled by the temperature, and ids outside the sampling mask are excluded (Keep Sampling Mask,
+    DeepSeek-V3.2, arXiv 2512.02556, section 3.1). Excluded ids have probability 0 in all scores, so they need no
+    gradient.
     """
     logits = logits.float()
     if temperature != 1.0:

@@ -1,4 +1,4 @@
-"""Muon for the matrices of the layers, beside AdamW for everything else.
+"""Muon for the matrices of the layers; AdamW updates all other parameters.
 
 Keller Jordan 2024, "Muon: an optimizer for hidden layers in neural networks", with the scale of Liu et al. 2025,
 "Muon is Scalable for LLM Training" (Moonlight). The average of the gradient, with Nesterov's look ahead, is made
@@ -35,15 +35,16 @@ from rlsys.trainer.model.weights import LocalWeights, shard, unshard
 MOMENTUM = 0.95
 STEPS = 5
 SCALE = 0.2
-"""Root mean square of AdamW's updates, as Moonlight saw it."""
+"""Root mean square of AdamW's updates, as measured for Moonlight."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _LEAST_NORM = 1e-7
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """About U V^T of `matrix = U S V^T`: `[r, c]` -> `[r, c]`, of `dtype`, in which it is computed.
+    """Return an approximation of U V^T for `matrix = U S V^T`, `[r, c]`, computed in `dtype`.
 
-    Five steps of Jordan's quintic iteration leave singular values between about 0.7 and 1.2. Zeros stay zeros.
+    After five steps of Jordan's quintic iteration the singular values are between about 0.7 and 1.2. Zeros stay
+    zeros.
     """
     a, b, c = COEFFICIENTS
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
@@ -56,7 +57,7 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_muon(optimizer: Any, chunks: Chunks, hf: HFConfig) -> None:
-    """Let megatron's `optimizer` of these chunks update their matrices by Muon. Collective."""
+    """Make megatron's `optimizer` update the matrices of these chunks with Muon. Collective."""
     local, rules = LocalWeights(chunks, hf), {}
     for entry in entries(hf):
         if is_matrix(entry):
@@ -78,7 +79,7 @@ class _Piece:
 
     @property
     def gradient_view(self) -> Tensor:
-        """View of the shard's range in the gradient of the whole parameter."""
+        """Return a view of the shard's range in the gradient of the whole parameter."""
         flat: Tensor = self.parameter.main_grad.view(-1)
         return flat[self.start : self.start + self.shard.numel()]
 

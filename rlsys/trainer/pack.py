@@ -70,8 +70,8 @@ class TrainSample:
         if not self.prompt_ids or not n or set(per_token.values()) != {n}:
             counts_text = ", ".join(f"{count} {name}" for name, count in per_token.items())
             raise ValueError(
-                f"{len(self.prompt_ids)} prompt ids, {n} response ids, {counts_text}: prompt and response must not "
-                "be empty, the last four equal"
+                f"{len(self.prompt_ids)} prompt ids, {n} response ids, {counts_text}: expected a prompt and a "
+                "response that are not empty, and one value per response token"
             )
 
     @classmethod
@@ -83,7 +83,7 @@ class TrainSample:
         load_routes: ReadRoutes = list,
         first_turn: int = 0,
     ) -> TrainSample:
-        """Build from a sample.
+        """Return the train sample of a sequence.
 
         Args:
             sample: The sequence.
@@ -136,7 +136,11 @@ class LazySample:
     first_turn: int = 0
 
     def read(self) -> TrainSample:
-        """Read the tokens. Raises RunError if a segment is missing or damaged."""
+        """Read the tokens.
+
+        Raises:
+            RunError: a segment is missing or damaged.
+        """
         return TrainSample.of(
             self.sample, self.row, self.segments.arrays(self.sample), self._routes, self.first_turn
         )
@@ -173,9 +177,7 @@ class MicroBatch(Batch):
     pass if replay requires it; by virtual pipeline stage, for the tokens of this rank's routers.
     """
 
-    copy: bool = (
-        False  # of a sequence that another rank trains, so that all ranks have equally many; all masked
-    )
+    copy: bool = False  # a masked copy, which gives this rank as many micro-batches as the others
     targets: Tensor | None = (
         None  # [T] ids whose log-probs are computed instead of the tokens'; None: the tokens
     )
@@ -242,14 +244,13 @@ def pack(
 ) -> list[MicroBatch]:
     """Pack samples into the micro-batches of one rank.
 
-    Every rank gets the same number: expert all-to-alls run in lockstep.
-
-    The longest first, into the bin of least cost with room; a sequence of n tokens costs n + n^2 / `crossover`
-    (rlsys.convert.flops). The number of bins is the smallest that fits and gives each of `dp_size` ranks a multiple
-    of `multiple` (interleaved pipelines need one). The ranks' bins of one index cost about the same. A sample longer
-    than `token_budget` gets a bin of its own. A bin without samples is a masked copy of the shortest one. The result
-    depends on lengths, prompts and numbers that are equal on all ranks, so that ranks agree; a rank reads only its
-    own samples.
+    Every rank gets the same number of micro-batches, because expert all-to-alls run in lockstep. The longest
+    sequence is placed first, always into the cheapest bin with enough space; a sequence of n tokens costs n + n^2 /
+    `crossover` (rlsys.convert.flops). The number of bins is the smallest that suffices and gives each of `dp_size`
+    ranks a multiple of `multiple`, as interleaved pipelines require. Bins of the same index have about the same cost
+    on all ranks. A sample longer than `token_budget` gets a separate bin. A bin without samples becomes a masked
+    copy of the shortest one. The plan depends only on lengths, prompts and sizes, which are equal on all ranks; a
+    rank reads only its own samples.
     """
     if not samples:
         raise ValueError("pack needs at least one sample")
@@ -340,10 +341,10 @@ def build(samples: Sequence[TrainSample], shared: PrefixSharing = "no") -> Micro
 
 
 def _order_by_prefix(samples: Sequence[TrainSample], by_route: bool) -> tuple[list[TrainSample], list[int]]:
-    """Order samples so that each shares most with the one before it. Returns them and the shared lengths.
+    """Order samples so that each shares most with the one before it. Return them and the shared lengths.
 
-    Response tokens with further data (experts, sampling masks, teacher log-probs) are not shared, because equal
-    tokens can differ in it.
+    Response tokens with additional data (experts, sampling masks, teacher log-probs) are not shared, because equal
+    tokens can have different data.
     """
     tokens = [np.concatenate([s.prompt_ids, np.asarray(s.response_ids)]).astype(np.int64) for s in samples]
     keys = [(s.routed_by, bool(s.routes)) if by_route else () for s in samples]
@@ -364,12 +365,17 @@ def _support_columns(samples: Sequence[TrainSample], starts: Sequence[int]) -> t
 
 
 def _teacher_columns(samples: Sequence[TrainSample], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return ids and log-probs `[T, K]`; 0 at prompts. Raises RunError if samples have different K."""
+    """Return a teacher's ids and log-probs `[T, K]`; 0 at prompts.
+
+    Raises:
+        RunError: samples have different K.
+    """
     columns = [teacher_logprobs.decode(s.teacher_logprobs, len(s.response_ids)) for s in samples]
     widths = sorted({ids.shape[1] for ids, _ in columns})
     if len(widths) > 1:
         raise RunError(
-            f"a teacher's {widths[0]} most probable ids at each token of some samples, {widths[-1]} of others"
+            f"teacher log-probs have {widths[0]} ids per token in some samples and {widths[-1]} in others; expected "
+            "one number in a step (algo.teacher.top_k)"
         )
     all_ids = torch.zeros((starts[-1], widths[0]), dtype=torch.int64)
     all_logp = torch.zeros((starts[-1], widths[0]))

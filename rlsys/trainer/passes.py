@@ -104,11 +104,9 @@ class Passes:
         self._packed_tokens = self._real_tokens = self._computed_tokens = 0
 
     def logprobs(self, batch: list[MicroBatch], temperature: float | None = None) -> list[Tensor]:
-        """Return the log-prob of each token given its predecessors, `[T]` per micro-batch.
+        """Return the log-prob of each token given its predecessors, `[T]` per micro-batch; 0 at a first token.
 
-        0 at a sequence's first token.
-
-        The default is the rollout's temperature, at which the engine's log-prob is mu.
+        The default temperature is the rollout's, at which the engine's log-prob is mu.
         """
         return [scores.logp for scores in self.score(batch, temperature)]
 
@@ -160,7 +158,7 @@ class Passes:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a backward pass has run since the last update."""
+        """Return whether a backward pass has run since the last update."""
         return self._computed_tokens > 0
 
     def take_accumulated(self) -> Accumulated:

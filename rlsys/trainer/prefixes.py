@@ -1,11 +1,11 @@
-"""Tokens that sequences have in common at their beginning, which a micro-batch computes once. Pure.
+"""Common first tokens of sequences, which a micro-batch computes once. Pure.
 
-Sequences of a micro-batch stand in the order of their tokens, so that each has most in common with the one before it,
-and shares its first k tokens with that one: of the two, only the earlier one computes them. Responses to one prompt
-share the prompt, further turns the turns before them, branches of a tree what came before the fork.
+Sequences of a micro-batch are sorted by their tokens, so that each has most in common with its predecessor. It shares
+its first k tokens with that one, and only the predecessor computes them. Responses to one prompt share the prompt,
+later turns share the earlier ones, and branches of a tree share the tokens before the fork.
 
-The last common token is computed by each sequence: what follows it, and so what it predicts, differs. A sequence of n
-tokens that shares k computes n - k, each of which attends to the k and to those before it among its own.
+Each sequence computes the last common token itself, because its prediction differs. A sequence of n tokens that
+shares k computes n - k tokens, each of which attends to the k shared ones and to its own predecessors.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Prompted(Protocol):
 
     @property
     def routed_by(self) -> tuple[int, bool]:
-        """First weight version, and whether the engine read another prompt.
+        """Return the first weight version, and whether the engine read another prompt.
 
-        Both decide which experts an engine chose for the prompt.
+        Both determine the experts that an engine chose for the prompt.
         """
 
     def __len__(self) -> int: ...
 
 
 def shared_tokens(first: NDArray[Any], second: NDArray[Any]) -> int:
-    """Count the common first tokens of two sequences `[n]`, `[m]`, except for the last one."""
+    """Return the number of common first tokens of two sequences `[n]`, `[m]`, without the last common one."""
     n = min(len(first), len(second))
     different = np.flatnonzero(first[:n] != second[:n])
     return max(0, (int(different[0]) if len(different) else n) - 1)
@@ -57,7 +57,7 @@ def in_order(
     Args:
         sequences: Their tokens, `[n_i]` each.
         keys: Sequences with different keys share nothing. Comparable.
-        limits: Of a sequence the number of its first tokens that may be common with another; None: all.
+        limits: For each sequence the number of its first tokens that may be common with another one; None: all.
     """
     order = sorted(range(len(sequences)), key=lambda i: (keys[i], _sortable(sequences[i]), i))
     shared = [0]
@@ -70,10 +70,11 @@ def in_order(
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Common tokens of sequences by their prompts alone, which every rank knows.
+    """Common tokens of sequences as far as their prompts determine them, which every rank knows.
 
-    `order`: all sequences, by their prompts. `shared`: of each place in it, the tokens that its sequence shares with
-    the one before. `family`: of each place; places of one family share something with their neighbours.
+    `order`: all sequences, sorted by their prompts. `shared`: for each position in `order` the number of tokens that
+    its sequence shares with the previous one. `family`: for each position the number of its family, in which all
+    neighbours share tokens. `position`: position of each sequence in `order`.
     """
 
     lengths: Sequence[int]
@@ -84,7 +85,7 @@ class Prefixes:
 
     @classmethod
     def of(cls, sequences: Sequence[Prompted], by_route: bool) -> Prefixes:
-        """`by_route`: experts are replayed, and only prompts that an engine routed alike are shared."""
+        """Find the common tokens. `by_route`: experts are replayed, so only equally routed prompts are shared."""
         tokens: dict[int, NDArray[Any]] = {}
         prompts = [s.prompt for s in sequences]  # keeps the objects alive, so that their ids stay unique
         for prompt in prompts:
@@ -124,7 +125,7 @@ class Prefixes:
         return cost(self.of_bin(members), crossover)
 
     def of_bin(self, members: Sequence[int]) -> list[tuple[int, int]]:
-        """(length, shared tokens) of the sequences of one micro-batch."""
+        """Return (length, shared tokens) of the sequences of one micro-batch."""
         positions = sorted(self.position[i] for i in members)
         out = [(self.lengths[self.order[at]], 0) for at in positions[:1]]
         for a, b in pairwise(positions):
@@ -133,7 +134,7 @@ class Prefixes:
         return out
 
     def units(self, limit: int) -> list[list[int]]:
-        """Neighbours that share something, in parts that compute at most `limit` tokens or have one sequence."""
+        """Return groups of neighbours that share tokens; each computes at most `limit` tokens or has one sequence."""
         out: list[list[int]] = []
         tokens = 0
         for at, i in enumerate(self.order):
@@ -147,9 +148,9 @@ class Prefixes:
         return out
 
     def candidates(self, token_budget: int, round_size: int) -> list[list[list[int]]]:
-        """Return ways to keep sequences together, from the largest parts to none at all.
+        """Return alternative groupings of the sequences, from the largest groups to single sequences.
 
-        Large parts share most; small ones are spread over `round_size` ranks most evenly.
+        Large groups share most; small ones can be balanced better over `round_size` ranks.
         """
         if not any(self.shared):
             return [[[i] for i in range(len(self.lengths))]]

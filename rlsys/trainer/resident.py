@@ -1,8 +1,8 @@
 """Swap of adapter sets in one trainer, each with its optimizer state and its accumulated gradient.
 
-There is one model and one set at a time: before another tenant's pass its set is loaded, and the previous set is
-saved. The saved state contains everything that training depends on, so that each tenant trains as if it had the
-trainer alone.
+The trainer has one model and one set at a time: before a pass of another tenant the current set is saved and the
+tenant's set is loaded. The saved state contains everything that training depends on, so that each tenant trains as
+with an exclusive trainer.
 
 Factors are identified by PEFT's names. The optimizer holds each as a flat range of float32 (its shard); with one
 data-parallel rank that is the whole factor.
@@ -46,7 +46,7 @@ class AdapterState:
 
     @property
     def finite(self) -> bool:
-        """Whether all weights and moments are finite."""
+        """Return whether all weights and moments are finite."""
         groups = (self.weights, *self.moments.values())
         return all(bool(value.isfinite().all()) for values in groups for value in values.values())
 
@@ -59,7 +59,7 @@ class AdapterState:
 
     @classmethod
     def read(cls, data: bytes, *, optimizer: bool = True) -> AdapterState:
-        """Read the output of `to_bytes`; without `optimizer` the optimizer state starts anew."""
+        """Read the output of `to_bytes`; without `optimizer` the optimizer state is empty."""
         groups: dict[str, dict[str, Tensor]] = {"weight": {}}
         for key, value in load(data).items():
             kind, _, name = key.partition("/")
@@ -87,15 +87,15 @@ class _FactorSlot:
 class Resident:
     """Owner of the adapter set in the trainer.
 
-    Raises UserError for a trainer without adapters, or with several data-parallel ranks, each of which has only a
-    part of the optimizer's state.
+    Raises:
+        UserError: the trainer has no adapters, or several data-parallel ranks, which share the optimizer's state.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         if trainer.adapters is None:
             raise UserError("trainer.lora: expected adapters; without them tenants would share one model")
         if parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
-            raise UserError("parallel: several tenants were tried with one data-parallel rank only")
+            raise UserError("parallel: several tenants are supported with one data-parallel rank only")
         self._trainer = trainer
         self._lora = trainer.adapters
         self._slots = list(_factor_slots(trainer))
@@ -112,13 +112,19 @@ class Resident:
 
     @torch.no_grad()
     def enter(self, state: AdapterState) -> None:
-        """Replace the current set. Raises RunError for a set with other factors."""
+        """Replace the current set.
+
+        Raises:
+            RunError: the set has other factors than the model.
+        """
         wrong = {p.name for p in self._slots} ^ state.weights.keys()
         for slot in self._slots:
             if slot.name not in wrong and state.weights[slot.name].shape != slot.parameter.shape:
                 wrong.add(slot.name)
         if wrong:
-            raise RunError(f"adapters of another model or rank: {min(wrong)} and {len(wrong) - 1} more")
+            raise RunError(
+                f"adapters of another model or LoRA rank: {min(wrong)} and {len(wrong) - 1} more factors do not fit"
+            )
         for slot in self._slots:
             value = state.weights[slot.name].to(slot.main.device)
             slot.main.copy_(value.reshape(-1))
@@ -138,7 +144,7 @@ class Resident:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a backward pass has run since the last update of the current set."""
+        """Return whether a backward pass has run since the last update of the current set."""
         state = self._trainer.passes.exchange(AccumulationState())
         self._trainer.passes.exchange(state)
         return state.computed_tokens > 0
@@ -185,7 +191,11 @@ class Resident:
 
 
 def _factor_slots(trainer: Trainer) -> Iterator[_FactorSlot]:
-    """Iterate over the factors. Raises RunError for a factor without an optimizer."""
+    """Iterate over the factors.
+
+    Raises:
+        RunError: a factor has no optimizer.
+    """
     slots: dict[int, tuple[Tensor, torch.optim.Optimizer]] = {}
     for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
         if part.is_stub_optimizer:
@@ -196,5 +206,5 @@ def _factor_slots(trainer: Trainer) -> Iterator[_FactorSlot]:
     assert trainer.adapters is not None
     for name, _, parameter in trainer.adapters.named_factors():
         if id(parameter) not in slots:
-            raise RunError(f"no optimizer updates {name}")
+            raise RunError(f"{name}: no optimizer updates this factor")
         yield _FactorSlot(name, parameter, *slots[id(parameter)])

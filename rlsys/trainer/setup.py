@@ -38,7 +38,7 @@ def init_distributed(config: Config) -> torch.device:
         this rank's device.
 
     Raises:
-        UserError: the layout needs another number of ranks than were started, or `model.fp8` other hardware.
+        UserError: the layout needs another number of ranks, or `model.fp8` needs other hardware.
     """
     cuda = torch.cuda.is_available()
     check_device(config, torch.cuda.get_device_capability() if cuda else None, have_transformer_engine())
@@ -55,7 +55,7 @@ def init_distributed(config: Config) -> torch.device:
         dist.init_process_group(backends(cuda), store=store, rank=rank, world_size=world)
     p = config.parallel
     if dist.get_world_size() != p.world_size:
-        raise UserError(f"parallel needs {p.world_size} ranks, {dist.get_world_size()} were started")
+        raise UserError(f"parallel needs {p.world_size} ranks, but {dist.get_world_size()} were started")
     if parallel_state.is_initialized():
         raise RuntimeError("this process already has a trainer's layout; close that trainer first")
     with ExitStack() as undo:
@@ -75,9 +75,9 @@ def init_distributed(config: Config) -> torch.device:
 
 
 def backends(cuda: bool) -> str:
-    """Return the backends: tensors on a GPU use NCCL, host memory and pickled objects use gloo.
+    """Return torch's backends: NCCL for tensors on a GPU, gloo for host memory and pickled objects.
 
-    With NCCL, torch would copy them into GPU memory on every rank.
+    With NCCL alone, torch would copy pickled objects into GPU memory on every rank.
     """
     return "cpu:gloo,cuda:nccl" if cuda else "gloo"
 
@@ -89,7 +89,7 @@ def log_missing_libraries() -> None:
         ("amp_C", "Apex", "torch's AdamW and gradient norm"),
     ):
         if torch.cuda.is_available() and importlib.util.find_spec(module) is None:
-            log.warning("%s is not installed: %s take its place", name, fallback)
+            log.warning("%s is not installed; using %s instead", name, fallback)
 
 
 def leave_layout() -> None:
@@ -115,8 +115,8 @@ def leave_job() -> None:
 def data_parallel(chunks: Chunks, overlap: bool) -> list[DistributedDataParallel]:
     """Wrap the chunks with their gradient buffers.
 
-    Parameters are gathered at once, not layer by layer in the next forward pass: the engines get them right after the
-    step.
+    Parameters are gathered right after the update, not layer by layer in the next forward pass, because the push to
+    the engines needs them.
     """
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
@@ -129,9 +129,10 @@ def data_parallel(chunks: Chunks, overlap: bool) -> list[DistributedDataParallel
 
 
 def offloads(config: Config) -> bool:
-    """Whether optimizer state leaves the GPU; without one it is in host memory anyway.
+    """Return whether optimizer state is moved from the GPU to host memory; False without a GPU.
 
-    Raises UserError where megatron's settings for it need Transformer Engine.
+    Raises:
+        UserError: megatron's offloading needs Transformer Engine, which is not installed.
     """
     offload = config.trainer.offload_optimizer > 0 and torch.cuda.is_available()
     if offload and not have_transformer_engine():
@@ -143,7 +144,7 @@ def offloads(config: Config) -> bool:
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:
-    """AdamW with gradient clipping. The learning rate is set step by step."""
+    """Return the settings of AdamW with gradient clipping; the learning rate is set in each step."""
     t = config.trainer
     offload = offloads(config)
     return OptimizerConfig(

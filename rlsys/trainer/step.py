@@ -2,10 +2,10 @@
 
     plan        a table with a row per sample; the trained rows, and the optimizer update of each
     pack        this rank's micro-batches of each update
-    score       signals of the objective: log-probs (old, reference, averages), values of a critic, a teacher's
-    advantages  and the weight of every token
-    loss        of each micro-batch, and its gradient
-    update      the optimizer's, once for each list of micro-batches
+    score       signals of the objective: log-probs (old, reference, averages, teacher), values of a critic
+    advantages  advantage and weight of every token
+    loss        the loss of each micro-batch, and its gradient
+    update      one optimizer update for each list of micro-batches
 
 `take` precedes it and the push follows it, in rlsys.train. The objective defines the computation of each stage
 (rlsys.algo.objective); the trainer runs it. Every rank calls every function together, with the same groups, and gets
@@ -165,7 +165,7 @@ def learn(
 
 
 def splits_samples(objective: Objective, samples: Sequence[Sample], rows: Sequence[int]) -> bool:
-    """Whether a plug-in aggregates over whole samples, and a sample may be in several micro-batches."""
+    """Return whether a plug-in aggregates over whole samples, and a sample may be in several micro-batches."""
     return objective.requirements.whole_samples and any(len(samples[r].trained_sequences) > 1 for r in rows)
 
 
@@ -230,12 +230,16 @@ def sample_table(groups: Sequence[SampleGroup], train_step: int, needs: Collecti
 
 
 def turn_columns(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    """Build the columns of turn rewards. Raises UserError for a sample without them."""
+    """Return the columns of turn rewards, by name.
+
+    Raises:
+        UserError: a sample has no turn rewards.
+    """
     marks = [s.turn_rewards for s in samples]
     if missing := [s.sample_id for s in samples if s.turn_rewards is None]:
         raise UserError(
             f"algo: sample {missing[0]} has no rewards of its turns, which a plug-in needs; expected "
-            "rollout.generator = environment, or a data.reward that gives turn_rewards beside the score"
+            "rollout.generator = environment, or a data.reward that also returns turn_rewards"
         )
     counts = torch.tensor([len(m or ()) for m in marks])
     shape = len(samples), max(1, int(counts.max()))
@@ -252,7 +256,7 @@ def answer_id(answer: str | None) -> int:
 
 
 def shuffled(rows: Sequence[int], parts: int, seed: tuple[int, int]) -> list[list[int]]:
-    """Deal rows in random order to at most `parts` non-empty lists. `seed`: (run.seed, train step)."""
+    """Distribute rows in random order to at most `parts` non-empty lists. `seed`: (run.seed, train step)."""
     generator = torch.Generator().manual_seed(seed[0] * 1_000_003 + seed[1])
     order = torch.randperm(len(rows), generator=generator).tolist()
     return [dealt for k in range(parts) if (dealt := [rows[i] for i in order[k::parts]])]
@@ -300,7 +304,9 @@ def score_extra_signals(batches: Sequence[list[MicroBatch]], objective: Objectiv
         trainer.critic.score_values(batches)
     if "divergence" in passes and trainer.teacher is None:  # an engine has scored the samples
         if any(micro.teacher_ids is None for batch in batches for micro in batch):
-            raise RunError("a sample of the step has no log-probs of algo.teacher.engine")
+            raise RunError(
+                "algo.teacher.engine: a sample of the step has no log-probs of the teacher; expected all"
+            )
     elif "divergence" in passes:
         assert isinstance(trainer.teacher, Teachers), "add_teacher comes before the first step"
         trainer.teacher.score(batches)
@@ -369,7 +375,8 @@ class EarlyPasses:
 
 
 def backward_early(trainer: Trainer, objective: Objective, part: TrainBatch, early: EarlyPasses) -> None:
-    """Run the passes of a step's first groups. Weights stay; the step divides by its whole denominator."""
+    """Run the backward passes of a step's first groups. The update, after the last group, divides by the
+    denominator."""
     start = time.monotonic()
     plan = objective.plan(sample_table(part.groups, part.train_step, objective.requirements.needs))
     samples = [s for group in part.groups for s in group.samples]

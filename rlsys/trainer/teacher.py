@@ -1,4 +1,4 @@
-"""Teachers: frozen models with their own weights and architectures, which the policy is compared with.
+"""Teachers: frozen models with their own weights and architectures, with which the policy is compared.
 
 Each has the policy's layout over the ranks and gets the same micro-batches. Shapes: T tokens of a micro-batch, P of
 it padded, c context-parallel ranks, V vocabulary, K of its entries.
@@ -32,14 +32,18 @@ from rlsys.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class TeacherScores(Scores):
-    """The most probable tokens in place of each token, or the token itself, `ids`, and their `logprobs`: `[T, K]`."""
+    """A teacher's most probable `ids` at each token, or the token itself, and their `logprobs`, `[T, K]`."""
 
     ids: Tensor | None = None
     logprobs: Tensor | None = None
 
 
 class Teacher:
-    """One teacher, without gradients and optimizer. Raises UserError for a folder or a layout that does not fit."""
+    """One teacher, without gradients and optimizer.
+
+    Raises:
+        UserError: its folder or the layout does not fit.
+    """
 
     def __init__(self, policy: Trainer, section: TeacherSection, folder: Path) -> None:
         model = policy.config.model.model_copy(update={"path": folder})
@@ -128,7 +132,7 @@ class Teachers:
                     ids, logprobs = scores.ids, scores.logprobs
                     if number:
                         assert micro.teachers is not None, (
-                            "a step with several teachers tells its groups' sources"
+                            "a step with several teachers needs the source of each group"
                         )
                         is_taught = (micro.expand(micro.teachers) == number)[:, None]
                         ids, logprobs = (
@@ -144,5 +148,5 @@ def _select_rows(is_taught: Tensor, new: Tensor | None, previous: Tensor | None)
 
 
 def add_teacher(policy: Trainer) -> None:
-    """Give the policy's trainer the teachers of `algo.teacher`. Collective."""
+    """Set `policy.teacher` to the teachers of `algo.teacher`. Collective."""
     policy.teacher = Teachers(policy)

@@ -100,13 +100,14 @@ class Trainer:
     unless `algo.critic` is given). `ref` keeps a copy of this rank's first weights in host memory. `owner`: see
     Checkpoints. `candidates`: see rlsys.algo.sft.imitation.
 
-    Raises UserError for a layout or a model folder that does not fit; see rlsys.trainer.model.model.
+    Raises:
+        UserError: the layout or the model folder does not fit; see rlsys.trainer.model.model.
     """
 
     critic: Trainer | None = None
     """A value model of this policy, see rlsys.trainer.critic."""
     teacher: object | None = None
-    """A frozen model that the policy is compared with, see rlsys.trainer.teacher."""
+    """A frozen model with which the policy is compared, see rlsys.trainer.teacher."""
 
     def __init__(
         self,
@@ -211,10 +212,10 @@ class Trainer:
 
     def gather_dp(self, value: T) -> list[T]:
         """Return `value` of every data-parallel rank, on all of them."""
-        out: list[Any] = [value] * self.dp_size
+        values: list[Any] = [value] * self.dp_size
         if self.dp_size > 1:
-            dist.all_gather_object(out, value, group=parallel_state.get_data_parallel_group())
-        return out
+            dist.all_gather_object(values, value, group=parallel_state.get_data_parallel_group())
+        return values
 
     def release_unused_memory(self) -> None:
         """Release GPU memory that no tensor uses, if engines share these GPUs.
@@ -274,8 +275,8 @@ class Trainer:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         if self._skipped_in_a_row > (limit := self.config.trainer.nonfinite_limit):
             raise RunError(
-                f"the gradient was not finite in {self._skipped_in_a_row} updates in a row; "
-                f"trainer.nonfinite_limit = {limit} may be skipped. The weights are those before them"
+                f"the gradient was not finite in {self._skipped_in_a_row} updates in a row; expected at most "
+                f"trainer.nonfinite_limit = {limit}. The weights are those before these updates"
             )
         return result
 
@@ -371,9 +372,9 @@ class Trainer:
             self._fill_weights(resident)
 
     def without_replay(self) -> AbstractContextManager[None]:
-        """Score with the routers' own experts in a context, whatever trainer.replay is.
+        """Score with the routers' own experts within the context, for any trainer.replay.
 
-        With the experts of the policy, a reference would be a model that was never trained.
+        With the policy's experts, a reference would be another model than the trained one.
         """
         return self._routing.off()
 
@@ -444,7 +445,7 @@ class Trainer:
     def canaries(self, sequences: list[list[int]]) -> list[Canary]:
         """Score the sequences: this model's log-probs of their tokens 1.. at temperature 1.
 
-        They share forward passes as far as micro-batches have room, because the engines wait.
+        Several sequences share a forward pass, because the engines wait for the result.
         """
         groups: list[list[Tensor]] = []
         for ids in sequences:
@@ -475,7 +476,7 @@ class Trainer:
     def check_base(self) -> None:
         """Check the base model of adapters. Raises RunError if it has changed. Collective."""
         if self._chunks.lora is not None and fingerprint(self._chunks, self.hf) != self._chunks.lora.base:
-            raise RunError("weights that trainer.lora keeps frozen have changed; nothing was saved")
+            raise RunError("trainer.lora: frozen weights have changed; the checkpoint was not saved")
 
     def finish_checkpoint(self, wait: bool = True) -> int | None:
         """Publish a written checkpoint and return its step; None if there is none, or it is not finished."""

@@ -91,10 +91,7 @@ class AdapterPush(WeightTransport):
 
     @staticmethod
     def _unload(receivers: Receivers) -> None:
-        """Unload the previous adapter.
-
-        A newly started engine refuses, since it has none; one that failed halfway may have one.
-        """
+        """Unload the previous adapter. Refusals are ignored: a newly started engine has no adapter."""
         answers = receivers.post_all([unload_adapter()] * len(receivers.present))
         for engine in list(receivers.present):
             try:

@@ -1,9 +1,9 @@
 """Expected values of an engine's checksums (SGLang's /weights_checker), computed from the tensors of a push.
 
 An engine stores as one tensor what a model folder stores separately: query, key and value; gate and up; all
-experts of a layer. Each tensor-parallel rank has a part. SGLang hashes what each rank stores: SHA-256 on a
-CPU, a kernel of its own on a GPU. Some kernels need their weights in another order; which ones shows in the
-comparison (router/attest.py).
+experts of a layer. Each tensor-parallel rank has a part. SGLang hashes the tensors of each rank: with SHA-256 on a
+CPU, with a special kernel on a GPU. Some kernels need their weights in another order; the comparison detects these
+(router/attest.py).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def merge_checksums(partials: Sequence[PartialChecksums]) -> list[dict[str, str]
 class EngineChecksums:
     """Computes the checksums of one push: `watch` the tensors, then call `digests`.
 
-    If several trainer ranks hash a share each, call `partial_digests` on all of them and `merge_checksums`.
-    In memory are only parts that came out of order, and those of the next kernel launch on a GPU
-    (rlsys.weights.hashes).
+    If several trainer ranks hash a share each, call `partial_digests` on all of them and `merge_checksums`. Only
+    parts that arrived out of order, and those of the next kernel launch on a GPU (rlsys.weights.hashes), are kept in
+    memory.
     """
 
     def __init__(self, hf: HFConfig, *tps: int, rank: int = 0, ranks: int = 1) -> None:
@@ -178,8 +178,8 @@ def _stack_shard(weights: Tensor, stack: Stack, tp: int, rank: int) -> Tensor:
 class _EngineTensor:
     """A tensor of the engine, hashed for each of its ranks.
 
-    SHA-256 takes the parts in order, so a part that comes early waits. A GPU's digest is a sum: this trainer
-    rank may have only some of the experts.
+    SHA-256 needs the parts in order, so early parts are kept. A GPU's digest is a sum, so this trainer rank may have
+    only some of the experts.
     """
 
     def __init__(self, digests: PartDigests, count: int = 0, *, experts: bool = False) -> None:

@@ -26,7 +26,7 @@ from rlsys.weights.weight_transport import GatheredTransport, Tensors
 
 
 class DiskPush(GatheredTransport):
-    """Lets engines load a folder that rank 0 writes (SGLang's `update_weights_from_disk`)."""
+    """Transport through a folder that rank 0 writes and engines load (SGLang's `update_weights_from_disk`)."""
 
     def __init__(self, config: Config, rank: int = 0, plan: PushPlan | None = None) -> None:
         super().__init__(config, rank, plan)
@@ -83,14 +83,14 @@ class DiskFolders:
         return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
 
     def _is_current(self, update: WeightUpdate) -> bool:
-        """Return whether the folder of the last push brings every engine of the update to its version."""
+        """Return whether the folder of the last push suffices for every engine of the update."""
         same_version = update.weight_version == self._version
         return same_version and (self._base is None or all(e.holds == self._base for e in update.engines))
 
     def _delete_unused(self, folder: Path, requested: set[str], loaded: set[str]) -> None:
         """Delete folders without readers.
 
-        An engine that did not respond may read one until it has loaded a later one.
+        An engine that did not respond may still read a folder until it has loaded a later one.
         """
         for readers in self._reading.values():
             readers -= loaded

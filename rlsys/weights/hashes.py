@@ -2,9 +2,9 @@
 
 A CPU engine hashes bytes with SHA-256. A CUDA engine runs a kernel of its own (0.5.23,
 `sglang/kernels/ops/memory/gpu_tensor_hash.py`): it mixes each 32-bit word with its index (MurmurHash3's
-32-bit finalizer, twice with different seeds), adds words up in tiles of 8,192, finalizes the tiles and adds
-them up. That kernel needs the whole tensor in one piece. A sum over tiles does not: `PartDigests` computes it
-with rlsys/ops/tensor_digest.py for the parts of many tensors at once. `TileHash` is the same number in plain
+32-bit finalizer, twice with different seeds), sums the words of tiles of 8,192, finalizes the tiles and sums them.
+That kernel needs the whole tensor. A sum over tiles does not: `PartDigests` computes it with
+rlsys/ops/tensor_digest.py for the parts of many tensors at once. `TileHash` computes the same number in plain
 torch, on any device.
 """
 
@@ -98,8 +98,8 @@ def final_hash(parts: Sequence[TilePart]) -> str | None:
 class PartDigests:
     """Digests parts of GPU tensors, in one kernel launch per PENDING_BYTES. The host waits once, in `results`.
 
-    A part is kept until it is digested; its memory must not change meanwhile. Where Triton does not support
-    the device (one that a test simulates), parts are digested one by one in plain torch.
+    A part is referenced until it is digested; its memory must not change before. If Triton does not support the
+    device (for example one that a test simulates), parts are digested one by one in plain torch.
     """
 
     def __init__(self) -> None:

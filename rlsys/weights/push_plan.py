@@ -48,7 +48,7 @@ class PushPlan:
 
     @property
     def shared(self) -> bool:
-        """Whether several trainer ranks serve one engine."""
+        """Return whether several trainer ranks serve one engine."""
         return any(len(set(ranks)) > 1 for ranks in self.memory.values())
 
     @property
@@ -131,7 +131,7 @@ def check_group(members: Sequence[DeviceLocation]) -> None:
     locations = set()
     for location in members:
         if location in locations:
-            raise UserError(f"two ranks of one NCCL group on {location}")
+            raise UserError(f"two ranks of one NCCL group are on {location}; expected at most one per GPU")
         locations.add(location)
 
 
@@ -149,7 +149,7 @@ def _same_gpu(
 def _same_host(
     trainer: Sequence[DeviceLocation], engines: Sequence[Sequence[DeviceLocation]]
 ) -> dict[int, tuple[int, ...]]:
-    """Assign ranks of one host in turn, so that each holds an equal part; any can open the memory of any other."""
+    """Assign trainer ranks of the same host round-robin: on a host, any rank can open the memory of any other."""
     ranks_by_node = {
         node: cycle([rank for rank, location in enumerate(trainer) if location.node == node])
         for node in {location.node for location in trainer}

@@ -132,5 +132,5 @@ def post(engine: EngineAddress, call: Call, seconds: float) -> dict[str, Any]:
     if not isinstance(result, dict):
         raise RunError(f"{engine.url}{call.path}: not a response of SGLang: {body[:100]!r}")
     if not result.get("success"):
-        raise RunError(f"{engine.url}{call.path}: {result.get('message')}")
+        raise RunError(f"{engine.url}{call.path}: the engine refused: {result.get('message')}")
     return result

@@ -58,12 +58,11 @@ class SendersGroup:
         self.members = list(receivers.present)
 
     def connect(self) -> dict[str, str]:
-        """Establish the communicator after all members were asked to load: NCCL does so now, gloo has already.
+        """Establish NCCL's communicator after all members have received the load request; gloo already has one.
 
         Returns:
-            URL -> reason for the engines that failed. NCCL reports that a group hangs, not which rank: then
-                all count as
-            failed, and each gets a push of its own.
+            URL -> reason for the engines that failed. NCCL does not report which rank hangs; all engines then count
+                as failed, and each gets a separate push.
         """
         if (group := self._group) is None or dist.get_backend(group) != "nccl":
             return {}
@@ -130,7 +129,9 @@ class SendersGroup:
         rendezvous = self._control.on_main(lambda: GroupRendezvous.create(receivers.present, self._trainers))
         self.name = rendezvous.name
         answers = receivers.post_all(rendezvous.calls(receivers.present)) if self._rank == 0 else {}
-        failure = RunError(f"no process group with {len(receivers.present)} engines at {rendezvous}")
+        failure = RunError(
+            f"cannot create a process group with {len(receivers.present)} engines at {rendezvous}"
+        )
         try:
             self._group = rendezvous.join(self._rank, self._join_seconds)
         except (RuntimeError, TimeoutError) as e:
@@ -159,7 +160,7 @@ class SendersGroup:
                 failed[url] = str(e)
 
     def _wait_all(self, works: Sequence[tuple[str, dist.Work]], failed: dict[str, str]) -> None:
-        """Wait for NCCL. It reports that a group hangs, not which rank: then all engines count as failed."""
+        """Wait for NCCL. It does not report which rank hangs; all engines then count as failed."""
         end = time.monotonic() + self._seconds
         while not all(work.is_completed() for _, work in works):
             if time.monotonic() > end:

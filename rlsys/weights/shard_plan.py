@@ -1,13 +1,13 @@
 """Plan of a sharded push: the trainer rank that sends each tensor, and the shards it gathers. Pure, without torch.
 
-A tensor is sent by a rank of its pipeline stage, an expert by a rank that owns it; what several ranks could
-send goes to the one with the least to send. The sender gathers the tensor-parallel shards from its group, so
-no rank holds more than the tensors in transfer. Tensors that engines fuse on loading are one unit, sent by
-one rank: query, key and value; gate and up; latent attention's two first projections.
+A tensor is sent by a rank of its pipeline stage, an expert by a rank that owns it; of several candidates, the one
+with the least to send. The sender gathers the tensor-parallel shards from its group, so no rank holds more than the
+tensors in transfer. Tensors that engines fuse on loading are one unit, sent by one rank: query, key and value; gate
+and up; latent attention's two first projections.
 
-All senders send concurrently (rlsys.engine.hooks.bucket_order). An engine receives whole tensors and slices
-its own parts, as SGLang's loaders do, whatever its layout. But each bucket goes to one of its ranks, which
-distributes it within the machine: so a link carries the model divided by the engine's ranks.
+All senders send concurrently (rlsys.engine.hooks.bucket_order). An engine receives whole tensors and slices its own
+parts, as SGLang's loaders do in any layout. Each bucket is sent to one of the engine's ranks, which distributes it
+within the machine, so a link carries the model's size divided by the engine's ranks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SendersPlan:
 
     @property
     def total_bytes(self) -> tuple[float, ...]:
-        """Bytes that each rank sends, counting what goes to engines once."""
+        """Bytes that each rank sends; data for several engines is counted once."""
         return tuple(
             to_engines + to_senders
             for to_engines, to_senders in zip(self.engine_bytes, self.gather_bytes, strict=True)

@@ -77,4 +77,6 @@ class Shards:
         for name in self._local.candidates(entry):
             if name in self._local:
                 return name
-        raise RuntimeError(f"rank {self._rank} should have a shard of {next(iter(entry.hf))}")
+        raise RuntimeError(
+            f"rank {self._rank} has no shard of {next(iter(entry.hf))}, which the push plan expects on it"
+        )

@@ -71,7 +71,7 @@ class MemoryTransport:
 
     @property
     def idle(self) -> bool:
-        """Whether this rank serves no engine."""
+        """Return whether this rank serves no engine."""
         return not self._targets
 
     def send(self, flat: FlatBucket, receivers: Receivers) -> None:
@@ -201,7 +201,9 @@ class GroupTransport:
         first = {url: a for url, a in answers.items() if a.done()}
         abort(self._group)
         self._group, self._members = None, []
-        receivers.exclude_failed(answers, first, RunError("the broadcast of weights failed"))
+        receivers.exclude_failed(
+            answers, first, RunError(f"the broadcast of weights to {len(answers)} engines failed")
+        )
 
     def _open(self, receivers: Receivers) -> None:
         """Create a group with all present engines; exclude those that fail to join, and try again without them."""
@@ -215,7 +217,7 @@ class GroupTransport:
         rendezvous = GroupRendezvous.create(receivers.present, 1)
         self._name = rendezvous.name
         answers = receivers.post_all(rendezvous.calls(receivers.present))
-        failure = RunError(f"no process group with {len(answers)} engines at {rendezvous}")
+        failure = RunError(f"cannot create a process group with {len(answers)} engines at {rendezvous}")
         try:
             self._group = rendezvous.join(0, self._join_seconds)
         except (RuntimeError, TimeoutError) as e:
@@ -276,9 +278,8 @@ def begin_first(
         seconds: time limit of the call.
 
     Returns:
-        The work; None if the call failed, a member refused, or the time is over: abort the group then. The
-            thread remains
-        if even aborting does not end the call, as in ncclCommInitRank.
+        The work; None if the call failed, a member refused, or the time limit has passed: the caller must then abort
+            the group. The thread remains if an abort does not end the call, as in ncclCommInitRank.
     """
     result: Future[dist.Work | None] = Future()
     # Device and stream are thread-local.
@@ -292,7 +293,7 @@ def begin_first(
             result.set_exception(e)
         finally:  # after any other error, which the thread prints, the caller must not wait
             if not result.done():
-                result.set_exception(RunError("the first collective failed"))
+                result.set_exception(RunError("the first collective of a process group with engines failed"))
 
     threading.Thread(target=call, name="first-collective", daemon=True).start()
     end = time.monotonic() + seconds
@@ -382,8 +383,8 @@ def backend() -> str:
 def _without_nccl_watchdog() -> Iterator[None]:
     """Create NCCL groups whose errors do not end this process.
 
-    By default NCCL's watchdog ends a process that shares a group with one that has died or hangs. Torch reads
-    the variable when it creates a group: the trainer's own groups keep their setting.
+    By default NCCL's watchdog ends a process whose group contains a dead or hanging member. Torch reads the variable
+    when it creates a group, so the trainer's own groups keep their setting.
     """
     previous = os.environ.get(_ERROR_HANDLING)
     os.environ[_ERROR_HANDLING] = "0"

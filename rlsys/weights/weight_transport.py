@@ -1,7 +1,8 @@
 """Interface of a weight transport, the class that `weights.method` names. Runs on every trainer rank.
 
-GatheredTransport is the base of most transports: its `push` gets the tensors of the whole model, one after the other.
-A transport that gathers nothing, or that sends something else than the model, is a WeightTransport.
+GatheredTransport is the base of most transports: its `push` receives the gathered tensors of the whole model in
+order. A transport that does not gather tensors, or sends other data than the model, is a subclass of
+WeightTransport.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Tensors = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class Digests:
-    """Checksums of what a push sends.
+    """Checksums of the tensors of a push.
 
     Attributes:
         expected: checksums that each rank of an engine must report, one engine size after the other
@@ -43,7 +44,7 @@ class Digests:
 
 
 class WeightTransport(ABC):
-    """Loads the trainer's weights into the engines of an update. Owns what lasts from one push to the next.
+    """Transport of the trainer's weights to the engines of an update. It owns the state between pushes.
 
     Every trainer rank has an instance and calls each method at the same time (collective). `check`, `prepare`,
     `close` and `metrics` are optional.
@@ -78,7 +79,7 @@ class WeightTransport(ABC):
         """Load the weights into every engine of the update; set `excluded` and `sent_bytes`."""
 
     def close(self) -> None:  # noqa: B027
-        """Release what lasts between pushes, as process groups with engines."""
+        """Release the state between pushes, for example process groups with engines."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -141,7 +142,7 @@ def transport_class(config: Config) -> type[WeightTransport]:
     """Return the class of weights.method.
 
     Raises:
-        UserError: an import path without such a class, or a class that is incomplete.
+        UserError: the import path names no such class, or the class is incomplete.
     """
     field, method = "weights.method", config.weights.method
     built_in = WEIGHT_METHODS.get(method)
@@ -153,7 +154,7 @@ def transport_class(config: Config) -> type[WeightTransport]:
         )
     if inspect.isabstract(transport):
         missing = ", ".join(sorted(transport.__abstractmethods__))
-        raise UserError(f"{field} = {method!r}: {transport.__name__} lacks {missing}")
+        raise UserError(f"{field} = {method!r}: {transport.__name__} does not implement {missing}")
     return transport
 
 

@@ -1,1 +1,1 @@
-"""Weights from host to host over a slow link. Standard library only."""
+"""Relay of weights from host to host, for engines behind a slow link. Standard library only."""

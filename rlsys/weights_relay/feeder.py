@@ -1,8 +1,8 @@
-"""Feeder of the next host of a chain: sends pieces, a few at a time, while more of them arrive.
+"""Feeder of the next host of a chain: sends pieces, a few concurrently, while more of them arrive.
 
-A host that is gone, refuses, or is silent for too long is skipped: the one after it is asked for its missing pieces,
-and gets them. So each feeder serves one host, the first of its line that accepts pieces, and that host has its own
-feeder for those behind it.
+A host that is unreachable, refuses, or is silent for too long is skipped; the feeder then asks the next host for its
+missing pieces and sends those. So each feeder serves one host, the first of its line that accepts pieces, and that
+host has its own feeder for the following ones.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rlsys.weights_relay.pieces import Payload, Piece, encode
 from rlsys.weights_relay.store import Store, Undeclared
 
 WINDOW = 4
-"""Pieces in flight to one host: while one is decoded there, others fill the link."""
+"""Number of pieces in flight to one host, which keeps the link busy while the host decodes a piece."""
 MAX_QUEUED_BYTES = 16 * WINDOW * 2**20
-"""Bytes of queued payloads. Beyond them a piece is encoded again from the store when it is sent."""
+"""Maximum bytes of queued payloads. Further pieces are encoded again from the store when they are sent."""
 TRIES = 4
-"""Attempts to send a piece; the second half sends it whole, in case the base content is wrong."""
+"""Number of attempts to send a piece; the second half sends it whole, in case the base content is wrong."""
 PIECES_PER_OFFER = 4096
-"""Pieces in one request for the missing ones of a host."""
+"""Number of pieces in one request for the missing pieces of a host."""
 OFFER, PIECE = "/relay/offer", "/relay/piece"
 TOKEN_HEADER, PIECE_HEADER, BASE_HEADER = "rlsys-relay-token", "rlsys-piece", "rlsys-before"
 ACCEPTED, NEEDS_WHOLE, CORRUPTED = 200, 409, 422
@@ -37,7 +37,7 @@ log = logging.getLogger("rlsys.weights_relay")
 
 
 class Hop(NamedTuple):
-    """Host as the one before it reaches it. `token`: authorises pieces of one push, and nothing else."""
+    """Address of a host for its predecessor. `token`: authorises only the pieces of one push."""
 
     url: str
     token: str
@@ -64,8 +64,8 @@ class Feeder:
         Args:
             line: hosts in order.
             seconds: maximum silence of a host.
-            pieces: pieces to begin with.
-            closed: no others will follow.
+            pieces: initial pieces.
+            closed: whether no more pieces follow.
         """
         self._line, self._store, self._seconds = line, store, seconds
         self._pieces = list(pieces)
@@ -82,7 +82,7 @@ class Feeder:
 
     @property
     def is_done(self) -> bool:
-        """Whether a host has all pieces, or none is left."""
+        """Return whether a host has all pieces, or all hosts were skipped."""
         return self._done
 
     def enqueue(self, piece: Piece, payload: Payload) -> None:
@@ -98,7 +98,7 @@ class Feeder:
             self._condition.notify_all()
 
     def wait_for_room(self) -> None:
-        """Wait until another payload fits the queue, or the feeder is done."""
+        """Wait until the queue accepts another payload, or the feeder is done."""
         with self._condition:
             self._condition.wait_for(lambda: self._done or self._queued_bytes < MAX_QUEUED_BYTES // 2)
 
@@ -109,7 +109,7 @@ class Feeder:
             self._condition.notify_all()
 
     def stop(self) -> None:
-        """Stop at once: another push has begun."""
+        """Stop immediately, because another push has started."""
         with self._condition:
             self._closed = self._done = True
             self._queue.clear()
@@ -125,7 +125,7 @@ class Feeder:
                 except HostSkipped as e:
                     if self._done:
                         break
-                    log.warning("%s is passed by: %s", hop.url, e)
+                    log.warning("weight relay: %s is skipped: %s", hop.url, e)
                     self.skipped[hop.url] = str(e)
         finally:
             self.stop()
@@ -143,7 +143,7 @@ class Feeder:
             self._queued_bytes = sum(len(payload.data) for payload in self._payloads.values())
             self._condition.notify_all()
         failed, reasons = threading.Event(), list[str]()
-        # Daemons: an engine that ends does not wait for a host that accepts nothing.
+        # Daemons, so that an engine's exit does not wait for a host that accepts nothing.
         workers = [
             threading.Thread(target=self._send_pieces, args=(hop, failed, reasons), name="relay", daemon=True)
             for _ in range(WINDOW)
@@ -169,7 +169,7 @@ class Feeder:
                         raise HostSkipped(f"answers {status}: {answer[:200]!r}")
                     missing += [offered[i] for i in json.loads(answer)["missing"]]
                 except (ValueError, TypeError, KeyError, IndexError):
-                    raise HostSkipped(f"not an answer of a relay: {answer[:200]!r}") from None
+                    raise HostSkipped(f"expected a relay's response, got {answer[:200]!r}") from None
         return missing
 
     def _send_pieces(self, hop: Hop, failed: threading.Event, reasons: list[str]) -> None:
@@ -217,11 +217,11 @@ class Feeder:
                 payload = None
             elif status != CORRUPTED:
                 raise HostSkipped(f"answers {status}: {answer[:200]!r}")
-        raise HostSkipped(f"got piece {piece.index} of file {piece.file} damaged {TRIES} times")
+        raise HostSkipped(f"received piece {piece.index} of file {piece.file} damaged {TRIES} times")
 
 
 class _Connection:
-    """Persistent connection to one host. Raises HostSkipped when the host is gone or silent."""
+    """Persistent connection to one host. Requests raise HostSkipped if the host is unreachable or silent."""
 
     def __init__(self, hop: Hop, seconds: float) -> None:
         parts = urlsplit(hop.url)
@@ -236,7 +236,7 @@ class _Connection:
         self._http.close()
 
     def post(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
-        """Send a request, once more over a new connection if a kept one breaks: servers close idle ones."""
+        """Send a request; repeat it over a new connection if a kept one breaks, since servers close idle ones."""
         reused = self._http.sock is not None
         try:
             return self._post(path, headers, body)
@@ -253,7 +253,7 @@ class _Connection:
 
     def _post(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
         length = {"Content-Length": str(len(body))}
-        # In blocks: the time limit applies to each of them, so a slow link is no dead host.
+        # In blocks, to each of which the time limit applies: a slow link must not count as a dead host.
         self._http.request("POST", path, _blocks(body), {**self._headers, **headers, **length})
         answer = self._http.getresponse()
         return answer.status, answer.read()

@@ -19,12 +19,12 @@ from rlsys.weights_relay.store import TooLarge
 Endpoint = Callable[[Request], Any]
 
 
-def install(app: Starlette, mark: Callable[[Endpoint], Endpoint]) -> Relay:
-    """Add the relay's routes before the application serves. `mark`: sets the key that an endpoint requires."""
+def install(app: Starlette, protect: Callable[[Endpoint], Endpoint]) -> Relay:
+    """Add the relay's routes before the application serves. `protect`: sets the key that an endpoint requires."""
     relay = Relay()
     calls = {"open": _open, "declare": _declare, "renew": _renew, "state": _state, "feed": _feed}
     for name, call in calls.items():
-        endpoint = mark(_endpoint(relay, call))
+        endpoint = protect(_endpoint(relay, call))
         app.router.routes.insert(0, Route(f"/relay/{name}", endpoint, methods=["POST"]))
     build: Any = app.build_middleware_stack
     # Outermost, around later middleware and the check of keys.
@@ -40,7 +40,7 @@ def _endpoint(relay: Relay, call: Callable[[Relay, Any], dict[str, Any]]) -> End
         except TooLarge as e:
             return JSONResponse({"success": False, "message": str(e)}, status_code=TOO_LARGE)
         except (ValueError, TypeError, KeyError, RecursionError) as e:
-            answer = {"success": False, "message": f"not a request to a relay: {e!r:.200}"}
+            answer = {"success": False, "message": f"invalid request to a relay: {e!r:.200}"}
             return JSONResponse(answer, status_code=BAD_REQUEST)
 
     return endpoint

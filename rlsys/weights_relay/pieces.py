@@ -1,7 +1,7 @@
-"""Encoding of weights for a slow link: files cut into pieces, each sent as its change, compressed.
+"""Encoding of weights for a slow link: files are divided into pieces, each of which is sent as a compressed delta.
 
 The trainer declares the size of each file and the digests of its pieces to every host. So a piece may come from any
-sender, in any order and twice: a host keeps and forwards only content with the declared digest.
+sender, in any order and twice: a host stores and forwards only content with the declared digest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zstandard
 from numpy.typing import NDArray
 
 PIECE_BYTES = 4 * 2**20
-"""A few in flight fill a link of 1 Gbit/s over 100 ms; smaller pieces would need more requests."""
+"""Bytes of a piece. A few in flight fill a link of 1 Gbit/s with 100 ms; smaller pieces would need more requests."""
 _DIGEST_BYTES = 16
 _LEVEL = (
     1  # zstd's fastest: higher levels gained a few percent on changes of weights, at a multiple of the time
@@ -26,7 +26,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Damaged(Exception):
-    """Content that is not the declared piece."""
+    """The content differs from the declared piece."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class Payload(NamedTuple):
     """Payload of a piece.
 
     Attributes:
-        base: digest of the content that it changes; empty: it stands alone; the piece's own digest: nothing changed.
+        base: digest of the content that it changes; empty: `data` is the whole content; the piece's own digest: the
+            content has not changed.
         data: compressed.
     """
 
@@ -97,7 +98,7 @@ def decode_file_spec(encoded: Any) -> FileSpec:
         case [int(size), int(width), [*digests]] if size > 0 and width in (1, 2, 4, 8):
             if len(digests) == pieces_in(size) and all(map(_is_digest, digests)):
                 return FileSpec(size, width, tuple(digests))
-    raise ValueError(f"not the size, width and digests of a file: {encoded!r:.100}")
+    raise ValueError(f"file {encoded!r:.100}: expected size, width and digests")
 
 
 def decode_locations(encoded: Any) -> list[tuple[int, int]]:
@@ -107,14 +108,14 @@ def decode_locations(encoded: Any) -> list[tuple[int, int]]:
         ValueError: the value is not a list of locations.
     """
     if not isinstance(encoded, list):
-        raise ValueError("not a list of pieces")
+        raise ValueError(f"pieces = {encoded!r:.100}: expected a list")
     locations = []
     for location in encoded:
         match location:
             case [int(file), int(index)]:
                 locations.append((file, index))
             case _:
-                raise ValueError(f"not the numbers of a file and of a piece: {location!r:.100}")
+                raise ValueError(f"piece {location!r:.100}: expected the numbers of a file and of a piece")
     return locations
 
 
@@ -164,13 +165,13 @@ def decode(piece: Piece, payload: Payload, old: Bytes | None) -> Bytes:
 
 
 def _compress(content: Bytes, width: int) -> bytes:
-    """Compress the bytes of all elements grouped by position: those of high value hardly differ, and compress."""
+    """Compress the bytes of all elements grouped by their position, because high bytes hardly differ."""
     return zstandard.ZstdCompressor(level=_LEVEL).compress(_group_bytes(content, width).data)
 
 
 def _decompress(data: bytes, length: int, width: int) -> Bytes:
     try:
-        # The frame declares its size: no sender makes this host hold more than a piece.
+        # The frame declares its size, so that a sender cannot make this host allocate more than a piece.
         if (declared_length := zstandard.get_frame_parameters(data).content_size) != length:
             raise Damaged(f"{declared_length} bytes instead of {length}")
         grouped = zstandard.ZstdDecompressor().decompress(data)

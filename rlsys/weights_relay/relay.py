@@ -1,17 +1,18 @@
 """Relay on a host of a chain: receives pieces of weights, verifies, stores and forwards them while more arrive.
 
-    POST /relay/open     begin a push: the sender's token, and the next hosts
-    POST /relay/declare  declare sizes and digests of further files of the push
+    POST /relay/open     start a push: the sender's token, and the next hosts
+    POST /relay/declare  declare sizes and digests of more files of the push
     POST /relay/renew    replace the sender's token
-    POST /relay/state    return whether all pieces are here, and their folder, for `update_weights_from_disk`
+    POST /relay/state    return whether all pieces are stored, and their folder, for `update_weights_from_disk`
     POST /relay/feed     send all stored pieces to hosts that lost their predecessor
     POST /relay/offer    return which of these pieces are missing
     POST /relay/piece    receive one piece
 
 It runs in the engine's own HTTP server (rlsys/engine/server.py). The trainer calls the first five itself, with the
-engine's admin key, and behind its fence. The last two require the token of the push that was opened last; the trainer
-renews it once the engine has loaded the weights, so that no host has it. A host allocates memory and descriptors only
-for declared files and writes only content with a declared digest: the engine loads verified content only.
+engine's admin key, and subject to its fence. The last two require the token of the latest push; the trainer renews
+it after the engine has loaded the weights, so that no host has a valid token. A host allocates memory and
+descriptors only for declared files and writes only content with a declared digest, so the engine loads verified
+content only.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class _Push:
 
 
 class Relay:
-    """Owns the store, the folder that names it, and the push under way. May be called from several threads."""
+    """Owner of the store, the folder with its files, and the current push. Thread-safe."""
 
     def __init__(self) -> None:
         self._store = Store()
@@ -87,7 +88,7 @@ class Relay:
         """Number of damaged pieces since the start."""
 
     def open(self, token: str, line: Sequence[Hop], seconds: float) -> dict[str, Any]:
-        """Begin a push.
+        """Start a push.
 
         Args:
             line: the next host, then its substitutes.
@@ -100,7 +101,11 @@ class Relay:
         return {"success": True}
 
     def declare(self, first: int, files: Sequence[FileSpec]) -> dict[str, Any]:
-        """Declare the next files of the push. `first`: number of the first one. Raises TooLarge."""
+        """Declare the next files of the push. `first`: number of the first one.
+
+        Raises:
+            TooLarge: the files exceed the machine's resources.
+        """
         with self._lock:
             if self._push is None:
                 return {"success": False, "message": "no push was opened here"}
@@ -111,7 +116,7 @@ class Relay:
         return {"success": True}
 
     def renew(self, token: str) -> dict[str, Any]:
-        """Replace the token: holders of the old one can send no more pieces of this push."""
+        """Replace the token, so that holders of the old one can send no more pieces of this push."""
         with self._lock:
             if self._push is None:
                 return {"success": False, "message": "no push was opened here"}
@@ -119,7 +124,7 @@ class Relay:
         return {"success": True}
 
     def state(self, files: int) -> dict[str, Any]:
-        """Return whether all pieces of the push are here.
+        """Return whether all pieces of the push are stored.
 
         Args:
             files: number of files of the push.
@@ -152,7 +157,7 @@ class Relay:
         return {"success": True}
 
     def admits(self, token: str) -> bool:
-        """Return whether a token is the push's."""
+        """Return whether a token is that of the current push."""
         push = self._push
         return push is not None and hmac.compare_digest(token.encode(), push.token.encode())
 
@@ -162,12 +167,16 @@ class Relay:
         return self._push.seconds if self._push is not None else 0.0
 
     def missing(self, locations: Sequence[tuple[int, int]]) -> list[int]:
-        """Return which of these pieces are not here, by number. Raises Undeclared."""
+        """Return the indices of those pieces in `locations` that are not stored.
+
+        Raises:
+            Undeclared: the push has no such piece.
+        """
         pieces = [self._store.piece(*location) for location in locations]
         return [i for i, piece in enumerate(pieces) if self._store.current_digest(piece) != piece.digest]
 
     def take(self, token: str, location: tuple[int, int], payload: Payload) -> int:
-        """Keep a piece, and forward it to the next host.
+        """Store a piece, and forward it to the next host.
 
         Returns:
             ACCEPTED, NEEDS_WHOLE, CORRUPTED or FORBIDDEN.
@@ -218,7 +227,7 @@ class RelayMiddleware:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         token = headers.get(TOKEN_HEADER, "")
         if scope["method"] != "POST" or not self._relay.admits(token):
-            await _answer(send, FORBIDDEN, {"message": "no push of this token is under way"}, close=True)
+            await _answer(send, FORBIDDEN, {"message": "the token belongs to no current push"}, close=True)
             return
         async with self._bodies:
             await self._take(path, token, headers, receive, send)
@@ -244,7 +253,7 @@ class RelayMiddleware:
 
 
 async def _read(receive: Receive, seconds: float) -> bytes | None:
-    """Read the body; None when it is too large, the sender is gone, or silent for `seconds`."""
+    """Return the body; None if it is too large, or the sender disconnects or is silent for `seconds`."""
     parts, size, incomplete = [], 0, True
     while incomplete:
         try:
@@ -263,7 +272,7 @@ async def _read(receive: Receive, seconds: float) -> bytes | None:
 
 
 async def _answer(send: Send, status: int, content: dict[str, Any], *, close: bool = False) -> None:
-    """Send a JSON answer. `close`: the body was not read."""
+    """Send a JSON response. `close`: close the connection, because the body was not read."""
     body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if close:

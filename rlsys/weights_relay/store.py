@@ -1,7 +1,7 @@
-"""Store of the weight files of a host, in memory: of the last push, or, during a push, partly of the current one.
+"""Store of a host's weight files in memory: those of the last push, or during a push partly those of the current one.
 
-Each is a memory file (memfd). The engine's own processes open it by its name under /proc, and it ends with its
-process: nothing is left on a disk or in /dev/shm.
+Each is a memory file (memfd). The engine's processes open it by its path under /proc. It is freed when its process
+ends, so that no files remain on a disk or in /dev/shm.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from rlsys.weights_relay.pieces import Bytes, FileSpec, Piece, pieces_in
 
 
 class TooLarge(Exception):
-    """Files that exceed this machine's resources."""
+    """The declared files exceed this machine's memory or file descriptors."""
 
 
 class Undeclared(Exception):
-    """A piece that the push does not contain."""
+    """The push does not contain the piece."""
 
 
 class Store:
-    """Store of files. Each piece has its own digest, so a store between two versions is as valid as any other.
+    """Store of files. Each piece has its own digest, so a store with pieces of two versions is valid.
 
-    Only `declare` creates files. Together they are no larger than the machine's memory, and use at most half of the
-    descriptors.
+    Only `declare` creates files. Their total size is at most the machine's memory, and they use at most half of the
+    file descriptors.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Store:
         return self._declared
 
     def begin(self) -> None:
-        """Begin a push, which has no files yet. Their contents stay, for pieces that change them."""
+        """Start a push without files. Contents of earlier files stay, as the base of deltas."""
         with self._lock:
             self._declared = 0
 
@@ -67,7 +67,11 @@ class Store:
                 self._declared += 1
 
     def piece(self, file: int, index: int) -> Piece:
-        """Return a piece as it was declared. Raises Undeclared."""
+        """Return a declared piece.
+
+        Raises:
+            Undeclared: the push has no such piece.
+        """
         with self._lock:
             if 0 <= file < self._declared and 0 <= index < len(self._files[file].declared):
                 content = self._files[file]
@@ -81,7 +85,11 @@ class Store:
             return "" if file is None or not file.fits(piece) else file.digests[piece.index]
 
     def content(self, piece: Piece) -> Bytes:
-        """Return a view of what is there. Raises Undeclared: the file has another size in the meantime."""
+        """Return a view of the stored content.
+
+        Raises:
+            Undeclared: the file belongs to an earlier push, and has another size.
+        """
         with self._lock:
             file = self._files.get(piece.file)
             if file is None or not file.fits(piece):
@@ -89,7 +97,11 @@ class Store:
             return file.bytes[piece.span]
 
     def write(self, piece: Piece, content: Bytes) -> None:
-        """Write verified content, unless it is there. One thread at a time may write a piece. Raises Undeclared."""
+        """Write verified content, unless it is stored already. Only one thread at a time may write a piece.
+
+        Raises:
+            Undeclared: the file belongs to an earlier push.
+        """
         target = self.content(piece)
         with self._lock:
             digests = self._files[piece.file].digests
@@ -104,14 +116,16 @@ class Store:
         stored_bytes = sum(file.size for file in self._files.values())
         if stored_bytes + size > self._most_bytes:
             raise TooLarge(
-                f"files of {stored_bytes + size} bytes, of {self._most_bytes} of this machine's memory"
+                f"files of {stored_bytes + size} bytes; expected at most {self._most_bytes}, this machine's memory"
             )
         max_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if max_descriptors != resource.RLIM_INFINITY and len(self._files) >= max_descriptors // 2:
-            raise TooLarge(f"{len(self._files) + 1} files, of {max_descriptors} file descriptors")
+            raise TooLarge(
+                f"{len(self._files) + 1} files; expected at most {max_descriptors}, half of the file descriptors"
+            )
 
     def is_complete(self) -> bool:
-        """Return whether all declared pieces are there."""
+        """Return whether all declared pieces are stored."""
         with self._lock:
             files = (self._files[number] for number in range(self._declared))
             return all(tuple(file.digests) == file.declared for file in files)
@@ -123,7 +137,7 @@ class Store:
             return [FileSpec(file.size, file.width, file.declared) for file in files]
 
     def pieces(self) -> list[Piece]:
-        """Return the declared pieces that are there."""
+        """Return the declared pieces that are stored."""
         with self._lock:
             return [
                 Piece(number, file.size, file.width, index, digest)
@@ -134,7 +148,7 @@ class Store:
             ]
 
     def link(self, folder: Path) -> None:
-        """Make `folder` name the declared files, for other processes of this user on this host."""
+        """Create links to the declared files in `folder`, for other processes of this user on this host."""
         for old in folder.iterdir():
             old.unlink()
         with self._lock:

@@ -206,7 +206,7 @@ def test_an_existing_folder_is_not_touched(
 ) -> None:
     before = sorted(f.stat().st_mtime_ns for f in converted.iterdir())
     argv = ["hf-to-megatron", "--hf", str(model), "--out", str(converted)]
-    assert "exists already; name a new folder" in refused(argv, capsys)
+    assert "exists already; expected a new folder" in refused(argv, capsys)
     assert before == sorted(f.stat().st_mtime_ns for f in converted.iterdir())
 
 
@@ -249,7 +249,7 @@ def test_damaged_and_foreign_models_are_named(
     data[len(data) // 2] ^= 1
     file.write_bytes(bytes(data))
     to_hf = ["megatron-to-hf", *out, "--checkpoint"]
-    assert "__0_0.distcp is not what was written" in refused([*to_hf, str(flipped)], capsys)
+    assert "__0_0.distcp has changed" in refused([*to_hf, str(flipped)], capsys)
 
     foreign = shutil.copytree(converted, tmp_path / "foreign")
     raw = json.loads((foreign / "config.json").read_text())
@@ -259,7 +259,7 @@ def test_damaged_and_foreign_models_are_named(
     line = refused([*to_hf, str(foreign)], capsys)
     told = "another model: embedding.word_embeddings.weight has shape (96, 64), expected (96, 32)"
     assert told in line
-    assert "neither a Megatron checkpoint" in refused([*to_hf, str(model)], capsys)
+    assert "expected a Megatron checkpoint" in refused([*to_hf, str(model)], capsys)
     assert not (tmp_path / "out").exists()
 
 

@@ -145,7 +145,7 @@ def test_a_set_of_other_factors_is_refused(trainer: Trainer) -> None:
     resident = Resident(trainer)
     state = resident.first(0)
     name = next(iter(state.weights))
-    with pytest.raises(RunError, match="adapters of another model or rank"):
+    with pytest.raises(RunError, match="adapters of another model or LoRA rank"):
         resident.enter(AdapterState({**state.weights, name: torch.zeros(3, 3)}))
 
 

@@ -179,7 +179,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_stops_the_run_in_the_end(
     assert trainer.update(batch, broken, 1e-2).skipped
     assert not trainer.update(batch, cases.policy_loss, 0.0).skipped  # the row is broken
     assert trainer.update(batch, broken, 1e-2).skipped
-    with pytest.raises(RunError, match=r"not finite in 2 updates in a row; trainer.nonfinite_limit = 1"):
+    with pytest.raises(
+        RunError, match=r"not finite in 2 updates in a row; expected at most trainer.nonfinite_limit = 1"
+    ):
         trainer.update(batch, broken, 1e-2)
     assert cases.weight_sums(trainer) == before
 

@@ -14,12 +14,12 @@ from rlsys.algo.losses import Figures, View
 
 
 class AdaptiveEntropy(EntropyBonus):
-    """An entropy bonus only while entropy is at or below `target`, with a weight that is steered.
+    """An entropy bonus that applies only while entropy is at or below `target`, with an adaptive weight.
 
-    After each optimizer update the weight rises by `delta` if the mean entropy of the update's tokens was at or below
-    the target, else it falls by `delta`, within [lowest, highest]. The next update has the bonus only in the first
-    case. The first update, before anything was measured, has it. Metric `entropy_coefficient`: what was applied. The
-    checkpoint keeps both numbers.
+    After each optimizer update the weight rises by `delta` if the mean entropy of the update's tokens was at or
+    below the target, else it falls by `delta`, within [lowest, highest]. The next update has the bonus only in the
+    first case; the first update of a run has it. Metric `entropy_coefficient`: the applied weight. The checkpoint
+    stores the weight and the last entropy.
     """
 
     paper: ClassVar[str] = "Skywork Open Reasoner 1 (He et al. 2025): adaptive entropy control"
@@ -27,7 +27,7 @@ class AdaptiveEntropy(EntropyBonus):
     coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight at the start."""
     target: Annotated[float, Field(ge=0)] = 0.2
-    """Wanted entropy of a token, in nats."""
+    """Target entropy per token, in nats."""
     delta: Annotated[float, Field(gt=0)] = 0.005
     """Change of the weight after an update."""
     lowest: Annotated[float, Field(ge=0)] = 0.0
@@ -41,19 +41,20 @@ class AdaptiveEntropy(EntropyBonus):
     def _cross(self) -> Self:
         if not self.lowest <= self.coefficient <= self.highest:
             raise ValueError(
-                f"coefficient = {self.coefficient} must be from lowest = {self.lowest} to highest = {self.highest}"
+                f"coefficient = {self.coefficient}: expected lowest = {self.lowest} to highest = {self.highest}"
             )
         return self
 
     @property
-    def _steered(self) -> float:
+    def _current_weight(self) -> float:
         return self.coefficient if self._coefficient is None else self._coefficient
 
     def weight(self) -> float:
-        return self._steered if self._entropy <= self.target else 0.0
+        return self._current_weight if self._entropy <= self.target else 0.0
 
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
-        """Everywhere, also with a weight of 0: only an update measures the entropy that makes it rise."""
+        """Return all tokens, also with a weight of 0: the weight can only rise after an update has measured
+        entropy."""
         return torch.full_like(advantages, self.highest > 0, dtype=torch.bool)
 
     def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
@@ -64,7 +65,7 @@ class AdaptiveEntropy(EntropyBonus):
         entropy = metrics["entropy"]
         if math.isfinite(entropy):  # otherwise the trainer skips that update as well
             change = self.delta if entropy <= self.target else -self.delta
-            self._coefficient = min(max(self._steered + change, self.lowest), self.highest)
+            self._coefficient = min(max(self._current_weight + change, self.lowest), self.highest)
             self._entropy = entropy
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A planner that turns failures into signal: AOI's. For the rollout process: no torch."""
+"""AOI's planner: training signal from failed responses. For the rollout process: no torch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from rlsys.core.types import SampleGroup
 
 
 class Aoi(Planner):
-    """Groups with few successes get further samples whose prompt has a judge's guidance, mined from failed responses.
+    """Give groups with few successes more samples, whose prompt contains a judge's guidance from failed responses.
 
-    `data.judge` reads the problem and some of the failed responses, and writes the mistake and a hint.
-    The further samples are drawn from the problem with this guidance behind it, and trained on the plain prompt, so
-    that the policy learns to do without. A judge that says nothing in time leaves the group as it is. Our reading of
-    the abstract: one policy, a guidance for each group and no pool of them.
+    `data.judge` reads the problem and some of the failed responses, and writes the error and a hint. The additional
+    samples are generated from the problem followed by this guidance, and trained on the plain prompt, so that the
+    policy learns to solve it without guidance. If the judge does not respond in time, the group is not changed. This
+    is a reading of the abstract: one policy, and one guidance per group instead of a pool.
     """
 
     paper: ClassVar[str] = "AOI: turning failed trajectories into training signals (arXiv 2603.03378)"
     evidence: ClassVar[str] = "A"
     below: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Groups with at most this success rate are mined."""
+    """Groups with at most this success rate get guidance."""
     samples: GroupLimit = 4
-    """Further samples, with the guidance."""
+    """Number of additional samples."""
     failed_responses: PositiveInt = 2
-    """Failed responses that the judge reads; the first ones."""
+    """Number of failed responses that the judge reads."""
     correct: float = 0.5
-    """A sample is a success when its reward is above this."""
+    """A sample is a success if its reward is above this."""
     _guided: dict[int, tuple[int, ...]] = PrivateAttr(default_factory=dict)
     _mined: set[int] = PrivateAttr(default_factory=set)
 

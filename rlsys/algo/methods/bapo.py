@@ -24,32 +24,32 @@ MAX_BOUNDS = 10_000
 
 
 TIE = 1e-9
-"""Sums of float64 that are closer, relatively, are equal: their order differs between layouts."""
+"""Relative difference below which float64 sums count as equal: layouts add them in different orders."""
 
 
 class Bapo(Loss):
     """Clip bounds that widen until positive samples contribute their share of the loss.
 
     C+ = sum_{A >= 0} min(r, high) A; C- = sum_{A < 0} max(r, low) |A|. From the lowest bounds, `low` goes up to its
-    maximum, then `high`, until C+ / C- reaches `target`. The authors' sums are kept as they are, though a higher
-    `low` makes C- larger, not smaller: what it removes is the gradient of negative tokens. `target` is a ratio: 1 is
-    the paper's share of one half; the authors' script uses 0.5.
+    maximum, then `high`, until C+ / C- reaches `target`. The sums are those of the authors, although a higher `low`
+    makes C- larger: it removes the gradient of negative tokens, not their share of the sum. `target` is a ratio: 1
+    corresponds to the paper's share of one half; the authors' script uses 0.5.
     """
 
     paper: ClassVar[str] = "BAPO: balanced policy optimisation with adaptive clipping"
     evidence: ClassVar[str] = "R"
     low_min: Annotated[float, Field(ge=0, le=1)] = 0.6
-    """Lower bound of the ratio at the start."""
+    """Initial lower bound of the ratio."""
     low_max: Annotated[float, Field(ge=0, le=1)] = 0.9
-    """Its highest value."""
+    """Maximum of the lower bound."""
     high_min: Annotated[float, Field(ge=1)] = 1.2
-    """Upper bound of the ratio at the start."""
+    """Initial upper bound of the ratio."""
     high_max: Annotated[float, Field(ge=1)] = 3.0
-    """Its highest value."""
+    """Maximum of the upper bound."""
     step: Annotated[float, Field(gt=0)] = 0.05
     """Step of the search."""
     target: Annotated[float, Field(ge=0)] = 1.0
-    """Wanted C+ / C-."""
+    """Target of C+ / C-."""
     dual: Annotated[float, Field(gt=1)] | None = 3.0
     """Dual clip."""
 
@@ -60,10 +60,12 @@ class Bapo(Loss):
             ("high", self.high_min, self.high_max),
         ):
             if start > end:
-                raise ValueError(f"{side}_min = {start} must not be above {side}_max = {end}")
-        tries = (self.low_max - self.low_min + self.high_max - self.high_min) / self.step
-        if tries > MAX_BOUNDS:
-            raise ValueError(f"step = {self.step} makes {tries:.3g} bounds to try; at most {MAX_BOUNDS}")
+                raise ValueError(f"{side}_min = {start}: expected at most {side}_max = {end}")
+        bounds = (self.low_max - self.low_min + self.high_max - self.high_min) / self.step
+        if bounds > MAX_BOUNDS:
+            raise ValueError(
+                f"step = {self.step} gives {bounds:.3g} bounds to compare; expected at most {MAX_BOUNDS}"
+            )
         return self
 
     def needs(self) -> frozenset[str]:
@@ -71,8 +73,8 @@ class Bapo(Loss):
 
     def path(self) -> list[tuple[float, float]]:
         """Return the compared bounds, in order."""
-        lows = _ladder(self.low_min, self.low_max, self.step)
-        highs = _ladder(self.high_min, self.high_max, self.step)
+        lows = _grid(self.low_min, self.low_max, self.step)
+        highs = _grid(self.high_min, self.high_max, self.step)
         return [(low, highs[0]) for low in lows] + [(lows[-1], high) for high in highs[1:]]
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
@@ -101,17 +103,14 @@ class Bapo(Loss):
 
 
 def split_sums(values: Tensor, weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, for ascending edges `[E]`, sums over values <= edge of value * weight and of weight, `[E]`.
-
-    And the weights.
-    """
+    """Return sums over the values <= each ascending edge, `[E]`, of value * weight and of weight; and the weights."""
     bucket = torch.bucketize(values, edges.to(values.device))
     sums = [torch.bincount(bucket, weights=w, minlength=len(edges) + 1) for w in (values * weights, weights)]
     under, over = (s.cumsum(0)[: len(edges)] for s in sums)
     return under, over, weights
 
 
-def _ladder(start: float, end: float, step: float) -> list[float]:
+def _grid(start: float, end: float, step: float) -> list[float]:
     """Return start, start + step, ..., end."""
     count = max(0, math.ceil((end - start) / step - 1e-9))
     return [*(start + i * step for i in range(count)), end]

@@ -31,18 +31,19 @@ class Node(NamedTuple):
 def paths(stems: Sequence[int], forks: Sequence[int]) -> list[list[Node]]:
     """Return the nodes of each sample of a group, from the prompt to its end.
 
-    `stems`: the index of the sample that each branches off, -1 for none. `forks`: at which of its tokens.
+    Args:
+        stems: for each sample the index of the sample that it branches off, -1 for none.
+        forks: for each sample the number of tokens that it shares with its stem.
     """
     owners = list(stems)
-    for index, at in enumerate(
-        forks
-    ):  # a fork within the shared tokens of its stem branches off the stem's stem
-        while owners[index] >= 0 and stems[owners[index]] >= 0 and at <= forks[owners[index]]:
+    # A fork within the tokens that its stem shares with another sample branches off that sample.
+    for index, length in enumerate(forks):
+        while owners[index] >= 0 and stems[owners[index]] >= 0 and length <= forks[owners[index]]:
             owners[index] = stems[owners[index]]
-    cuts: list[set[int]] = [set() for _ in stems]  # where others branch off it
-    for owner, at in zip(owners, forks, strict=True):
-        if owner >= 0 and at > 0:
-            cuts[owner].add(at)
+    cuts: list[set[int]] = [set() for _ in stems]  # positions at which other samples branch off
+    for owner, length in zip(owners, forks, strict=True):
+        if owner >= 0 and length > 0:
+            cuts[owner].add(length)
 
     def path(index: int, end: float) -> list[Node]:
         """Return the nodes of the sample's tokens before `end`."""
@@ -55,27 +56,27 @@ def paths(stems: Sequence[int], forks: Sequence[int]) -> list[list[Node]]:
 
 
 def subtree(nodes: Sequence[list[Node]], in_tree: Sequence[bool]) -> list[list[Node]]:
-    """Return each sample's nodes in the tree of the `in_tree` samples alone; none for another sample.
+    """Return each sample's nodes in the tree of only the `in_tree` samples; none for the other samples.
 
-    Nodes that the same samples have become one: nothing forks there any more.
+    Consecutive nodes of the same samples are merged.
     """
     members: dict[Node, set[int]] = {}
     for row in (row for row, present in enumerate(in_tree) if present):
         for node in nodes[row]:
             members.setdefault(node, set()).add(row)
-    out = []
+    remaining_nodes = []
     for sample_nodes, present in zip(nodes, in_tree, strict=True):
         forks = [
             node
             for previous, node in pairwise(sample_nodes)
             if present and members[previous] != members[node]
         ]
-        out.append([*sample_nodes[:1], *forks] if present else [])
-    return out
+        remaining_nodes.append([*sample_nodes[:1], *forks] if present else [])
+    return remaining_nodes
 
 
 def sharers(nodes: Sequence[list[Node]], trained: Sequence[bool]) -> list[list[int]]:
-    """Count the trained samples of a group that have each of a sample's nodes, in order."""
+    """Return for each sample, in the order of its nodes, the number of trained samples that share the node."""
     count = Counter(
         node for sample_nodes, trains in zip(nodes, trained, strict=True) if trains for node in sample_nodes
     )
@@ -97,7 +98,7 @@ def by_depth(rewards: Tensor, tree: Sequence[list[Node]], eps: float = 1e-8) -> 
             depth[node] = level
     advantages: dict[Node, float] = {}
     for level in set(depth.values()):
-        nodes = [node for node, at in depth.items() if at == level]
+        nodes = [node for node, node_level in depth.items() if node_level == level]
         means = torch.stack([rewards[members[node]].mean() for node in nodes])
         spread = means.std() if len(nodes) > 1 else means.new_zeros(())
         scaled = (means - means.mean()) / (spread + eps) if spread > least else torch.zeros_like(means)
@@ -106,13 +107,14 @@ def by_depth(rewards: Tensor, tree: Sequence[list[Node]], eps: float = 1e-8) -> 
 
 
 class BranchGrpo(Advantage):
-    """Compare each range of tokens between two forks with the ranges after as many forks, in a tree of responses.
+    """Advantages of the ranges between two forks in a tree of responses, relative to ranges of the same depth.
 
-    A range has the mean reward of the samples that share it. BranchGRPO is a method for images, where a depth is a
-    denoising step; a depth that is a number of forks is our adaptation to text. Without forks it is GRPO.
+    A range has the mean reward of the samples that share it. BranchGRPO is a method for images, in which a depth is
+    a denoising step; for text, rlsys defines the depth as the number of forks before the range. Without forks it is
+    GRPO.
 
-    A range that k trained samples share is trained once, as by the authors (collect_all_transitions): it is in the
-    batch k times, each with 1 / k of its advantage.
+    A range that k trained samples share has the weight of one, as in the authors' code (collect_all_transitions): it
+    is in the batch k times, each with 1 / k of its advantage.
     """
 
     paper: ClassVar[str] = "BranchGRPO (arXiv 2509.06040), depth-wise advantage"
@@ -143,15 +145,17 @@ class BranchGrpo(Advantage):
             for row, node_advantages, counts in zip(
                 rows.tolist(), branch_advantages, sharers(tree, trained), strict=True
             ):
-                nodes[row] = [(at, a / max(k, 1)) for (at, a), k in zip(node_advantages, counts, strict=True)]
+                nodes[row] = [
+                    (start, a / max(k, 1)) for (start, a), k in zip(node_advantages, counts, strict=True)
+                ]
         return [part.masked(self._spread(part, nodes)) for part in parts]
 
     def _spread(self, part: Batch, nodes: dict[int, list[tuple[int, float]]]) -> Tensor:
-        out = torch.zeros_like(part.mu)
+        token_advantages = torch.zeros_like(part.mu)
         response = (part.versions >= 0).long().cpu()
         bounds = part.cu_seqlens.tolist()
         for row, start, end in zip(part.rows.tolist(), bounds[:-1], bounds[1:], strict=True):
             first = end - int(response[start:end].sum())
-            for at, advantage in nodes.get(row, []):
-                out[min(first + at, end) : end] = advantage
-        return out
+            for node_start, advantage in nodes.get(row, []):
+                token_advantages[min(first + node_start, end) : end] = advantage
+        return token_advantages

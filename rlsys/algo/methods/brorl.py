@@ -13,9 +13,9 @@ from rlsys.algo.hooks import Hook
 
 
 class BatchScaling(Hook):
-    """lr0 sqrt(B / B0) for updates on B samples instead of B0: many samples per prompt make a larger batch.
+    """lr0 sqrt(B / B0) for updates on B samples instead of B0: more samples per prompt make a larger batch.
 
-    B counts samples of advantage 0, too: it follows from the configuration, not from what the policy can do.
+    B includes samples of advantage 0, so that it depends only on the configuration.
     """
 
     paper: ClassVar[str] = "BroRL: broad scaling of rollouts"

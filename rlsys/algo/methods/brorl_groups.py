@@ -8,7 +8,7 @@ from rlsys.algo.planners import Multiple, Planner
 
 
 class Broad(Planner):
-    """Many samples per prompt: rollout.group_size times `factor`. Lower rollout.groups_per_step to pay for it."""
+    """Many samples per prompt: rollout.group_size times `factor`. Reduce rollout.groups_per_step to keep the cost."""
 
     paper: ClassVar[str] = "BroRL: broad scaling of rollouts"
     evidence: ClassVar[str] = "P"

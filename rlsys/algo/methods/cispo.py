@@ -13,7 +13,7 @@ from rlsys.algo.losses import Figures, Loss, View
 class Cispo(Loss):
     """-sg(clip(r)) A logp: the clip bounds a weight, and every token keeps its gradient.
 
-    So nothing of it is in `clip_share`; the metric `capped_share` is of the tokens whose weight is bounded.
+    So `clip_share` is 0; the metric `capped_share` is the share of tokens whose weight is clipped.
     """
 
     paper: ClassVar[str] = "MiniMax-M1 (CISPO), eq. 4-5"
@@ -21,7 +21,7 @@ class Cispo(Loss):
     clip_high: Annotated[float, Field(ge=0)] = 0.28
     """The weight is at most 1 + clip_high."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The weight is at least 1 - clip_low; 1, the default, is no lower bound."""
+    """The weight is at least 1 - clip_low; with the default of 1 there is no lower bound."""
 
     def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         ratio = view.ratio.detach()

@@ -17,16 +17,15 @@ from rlsys.algo.selectors import Selector
 from rlsys.config.section import Fraction
 
 TIE = 2.0**-20
-"""Advantages that differ by less, as a share of the largest, are equal: rounding differs between groups."""
+"""Difference, as a share of the largest advantage, below which advantages count as equal: rounding differs by
+group."""
 
 
 def widest_subset(values: Tensor, count: int, draws: Tensor) -> Tensor:
-    """Select the `count` of N values with the largest variance, `[N]` bool.
+    """Return the subset of `count` of N values with the largest variance, `[N]` bool.
 
-    Some of the smallest and some of the largest.
-
-    Sorted, it is always a prefix and a suffix, so all `count` + 1 candidates are compared in O(N log N). `draws`
-    `[N]` order equal values: with rewards of 0 and 1 most are equal.
+    In sorted order this subset is always a prefix and a suffix, so all `count` + 1 candidates are compared in
+    O(N log N). `draws` `[N]` order equal values, which are frequent with rewards of 0 and 1.
     """
     n = len(values)
     if count >= n:
@@ -51,15 +50,15 @@ def widest_subset(values: Tensor, count: int, draws: Tensor) -> Tensor:
 
 
 class D3S(Selector):
-    """Train on the samples whose advantages vary most, and on their most informative tokens; relax with time.
+    """Train on the subset of samples with the largest variance of advantages, and on their most informative tokens.
 
-    Over the whole step: the subset of a share of the samples with the largest variance of advantages; then the
-    share of tokens with the largest |A_t| H_t, H the entropy. Both shares grow linearly over `steps`. The paper's
-    schedule was not found; rlsys chose these values.
+    Of the whole step, it selects a share of the samples with the largest variance of advantages, then a share of
+    their tokens with the largest |A_t| H_t, where H is the entropy. Both shares grow linearly over `steps`. The
+    paper does not state its schedule; these defaults are rlsys's.
 
-    The loss is the mean over what is kept: the denominator shrinks by the share of it that the kept samples have, and
-    by the share of tokens. So a selection makes gradients larger, as in the paper. With `denominator: all` it makes
-    them smaller, and the growing shares act like a rise of the learning rate.
+    The loss is the mean over the selected samples and tokens: the denominator shrinks by both shares, so a selection
+    makes gradients larger, as in the paper. With `denominator: all` it makes them smaller, and the growing shares act
+    like a growing learning rate.
     """
 
     paper: ClassVar[str] = "D3S: dynamic dual-level down-sampling"
@@ -85,7 +84,9 @@ class D3S(Selector):
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         if advantages is None:
-            raise ValueError("d3s needs the advantages of samples; it cannot be used with this estimator")
+            raise ValueError(
+                "algo.selectors d3s needs advantages of samples; expected an algo.advantage that provides them"
+            )
         count = max(1, round(self._share(self.samples_start, self.samples_end, samples.step) * len(samples)))
         return widest_subset(advantages, count, sample_draws(samples)).to(advantages)
 

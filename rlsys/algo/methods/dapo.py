@@ -12,18 +12,18 @@ from rlsys.core.types import SampleGroup
 
 
 class Dapo(Planner):
-    """Dynamic sampling: a group of equal rewards teaches nothing; drop it and start another.
+    """Dynamic sampling: drop a group of equal rewards, which has no gradient, and start another.
 
-    Filters on the plain reward, before any shaping. After `drops` drops in a row groups are accepted as they come,
-    so that a step always ends.
+    The rewards are those before shaping. After `drops` consecutive drops the next group is accepted, so that a step
+    always ends.
     """
 
     paper: ClassVar[str] = "DAPO, section 3.2"
     evidence: ClassVar[str] = "R"
     spread: Annotated[float, Field(ge=0)] = 0.0
-    """A group is kept when its rewards' standard deviation is above this."""
+    """A group is kept if the standard deviation of its rewards is above this."""
     drops: PositiveInt = 160
-    """Drops in a row after which a group is accepted all the same."""
+    """Number of consecutive drops after which any group is accepted."""
     _row: int = PrivateAttr(default=0)
 
     def decide(self, group: SampleGroup) -> Decision:

@@ -13,12 +13,12 @@ from rlsys.algo.group_rewards import GroupReward, Judge, Response
 
 
 class Dare(GroupReward):
-    """Reward from the whole distribution of answers, with confident answers and rare ones lifted.
+    """Reward from the distribution of answers in a group, higher for confident and for rare answers.
 
-    For an answer y given n of M times with mean token uncertainty u: mass ~ n / (u + eps), normalised; answers below
-    `tau` drop out, mass and M are taken anew of the rest; reward = mass + alpha (1 - n / M) (1 - u). u is the mean of
-    -mu over the answer's responses, an estimate of their entropy from the engine's own log-probs, cut at 1. alpha and
-    tau were not found in the paper.
+    For an answer that occurs n of M times with mean token uncertainty u: mass ~ n / (u + eps), normalised; answers
+    with a mass below `tau` get 0, and mass and M are recomputed for the rest; reward = mass + alpha (1 - n / M) (1 -
+    u). u is the mean of -mu over the answer's responses, an estimate of their entropy from the engine's log-probs,
+    at most 1. The paper does not state alpha and tau.
     """
 
     paper: ClassVar[str] = "DARE: distribution-aware reward estimation"
@@ -26,7 +26,7 @@ class Dare(GroupReward):
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Weight of the exploration bonus."""
     tau: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Smallest mass that counts."""
+    """Smallest mass of a rewarded answer."""
     eps: Annotated[float, Field(gt=0)] = 1e-2
     """Added to the uncertainty."""
 
@@ -34,7 +34,7 @@ class Dare(GroupReward):
         return frozenset({"answers"})
 
     def by_answer(self, responses: Sequence[Response]) -> dict[str, float]:
-        """Reward of each distinct answer."""
+        """Return the reward of each distinct answer."""
         count = Counter(r.answer for r in responses if r.answer is not None)
         doubt = {
             a: min(1.0, fmean(-fmean(r.mu) if r.mu else 0.0 for r in responses if r.answer == a))

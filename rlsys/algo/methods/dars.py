@@ -12,23 +12,24 @@ from rlsys.core.types import SampleGroup
 
 
 class Dars(Planner):
-    """More samples for hard prompts, by the accuracy of a first stage.
+    """Additional samples for hard prompts, by the accuracy of the first n samples.
 
-    p = share of successes among n (0 counts as 0.5 / n). Nothing more at p >= 1/2. With S = 2 p (1 - p) and peak n/2
-    ("plain" advantages), or S = 2 sqrt(p (1 - p)) and peak n ("std"): equal = ceil((peak - n S) / S); hardness =
-    ceil((2 (1 - p) peak - n S) / S); at most `largest` samples in all. Combine with `dapo` to drop 0 and 1.
+    p is the share of successes (0 counts as 0.5 / n); for p >= 1/2 there are no more samples. With S = 2 p (1 - p)
+    and peak n/2 ("plain" advantages), or S = 2 sqrt(p (1 - p)) and peak n ("std"), the schedule "equal" adds
+    ceil((peak - n S) / S) and "hardness" ceil((2 (1 - p) peak - n S) / S) samples, up to `largest` in total. Combine
+    with `dapo` to drop groups of p = 0 and 1.
     """
 
     paper: ClassVar[str] = "DARS: difficulty adaptive rollout sampling"
     evidence: ClassVar[str] = "R"
     schedule: Literal["hardness", "equal"] = "hardness"
-    """Hard prompts more than equal treatment asks for, or just equal."""
+    """equal: the same total signal for all prompts. hardness: more for harder prompts."""
     signal: Literal["std", "plain"] = "std"
-    """Whether the advantage divides by the standard deviation."""
+    """std: the advantage divides by the standard deviation. plain: it does not."""
     largest: GroupLimit = 32
-    """Most samples of a group."""
+    """Maximum number of samples of a group."""
     correct: float = 0.5
-    """A sample is a success when its reward is above this."""
+    """A sample is a success if its reward is above this."""
     _stage: dict[str, int] = PrivateAttr(default_factory=dict)
 
     def limit(self, size: int) -> int:
@@ -38,7 +39,7 @@ class Dars(Planner):
         self._stage.pop(str(group_id), None)
 
     def extra(self, p: float, n: int) -> int:
-        """Further samples for accuracy `p` of `n`."""
+        """Return the number of additional samples for accuracy `p` of `n` samples."""
         p = p or 0.5 / n
         if p >= 0.5:
             return 0

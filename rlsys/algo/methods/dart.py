@@ -1,6 +1,6 @@
 """DART: selection of the turns in which the policy was least certain.
 
-Shapes: N samples, K turns of the one with most, T packed tokens.
+Shapes: N samples, K = MAX_TURNS turns, T packed tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlsys.algo.segments import groups_of
 from rlsys.algo.selectors import Selector
 
 MAX_TURNS = 256
-"""Number of distinguished turns of a sample; later turns count as one."""
+"""Maximum number of turns of a sample that are distinguished; all later turns count as one."""
 
 
 def turn_entropies(parts: Sequence[Batch], samples: int, reduce: Reduce) -> Tensor:
@@ -37,26 +37,27 @@ def turn_entropies(parts: Sequence[Batch], samples: int, reduce: Reduce) -> Tens
 
 
 def least_sure(entropies: Tensor, group_ids: Tensor, share: float) -> Tensor:
-    """Select the ceil(share * n) of a group's n turns with the largest entropy, and ties of the last of them.
+    """Return the ceil(share * n) of a group's n turns with the largest entropy, and all that equal the last of them.
 
-    Returns `[N, K]` bool.
+    Returns:
+        `[N, K]` bool.
     """
-    out = torch.zeros_like(entropies, dtype=torch.bool)
+    selected = torch.zeros_like(entropies, dtype=torch.bool)
     for rows in groups_of(group_ids):
         group_entropies = entropies[rows.to(entropies.device)]
         present = group_entropies[~group_entropies.isnan()]
         if len(present):
             bound = present.sort(descending=True).values[math.ceil(share * len(present) - 1e-9) - 1]
-            out[rows.to(out.device)] = group_entropies >= bound
-    return out
+            selected[rows.to(selected.device)] = group_entropies >= bound
+    return selected
 
 
 class UnsureTurns(Selector):
-    """Train only the turns in which the policy was least sure: of each group's, those with the largest mean entropy.
+    """Train only the turns in which the policy was least certain: in each group those with the largest mean entropy.
 
-    As the trainer had it at the start of the step, over the turn's trained tokens. A response without an answer is
-    one turn. Denominators count all. This is a reading of the abstract: it says that it trains on steps of high
-    entropy, and states no share.
+    The entropy is the trainer's at the start of the step, averaged over the turn's trained tokens. A response without
+    tool calls is one turn. Denominators count all turns. This is a reading of the abstract, which does not
+    state the share of turns.
     """
 
     paper: ClassVar[str] = "DART: decoupled agentic RL training for GUI agents (arXiv 2509.23866)"
@@ -78,5 +79,5 @@ class UnsureTurns(Selector):
 
 
 def _turn(part: Batch) -> Tensor:
-    """`[T]`: turn of each token; any number if no model sampled the token."""
+    """Return the turn of each token, `[T]`; any number if no model sampled the token."""
     return part.signal("turns").clamp(min=0, max=MAX_TURNS - 1)

@@ -1,4 +1,4 @@
-"""Decoupled PPO: the proximal policy apart from the behaviour policy (Hilton et al. 2022; AReaL, eq. 5)."""
+"""Decoupled PPO: separate proximal and behaviour policies (Hilton et al. 2022; AReaL, eq. 5)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlsys.algo.losses import View
 
 
 class DecoupledPPO(CorrectionPlugin):
-    """Decoupled PPO: the clip is taken around a recent anchor, the anchor's distance to mu is a weight.
+    """Decoupled PPO: the clip is around a recent anchor, and the ratio of the anchor to mu is a weight.
 
     w = rho = exp(anchor - mu), clamped to cap ("clamp") or rejected above it ("mask"). The anchor is the config's
     `algo.anchor`: old (recomputed), behaviour (exact), interpolated (mu + alpha (logp - mu)), ewma.

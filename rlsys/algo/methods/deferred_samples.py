@@ -1,4 +1,4 @@
-"""Samples that a selector deferred to an extra update in a later step, first in, first out. No torch."""
+"""Queue of samples that a selector deferred to an extra update in a later step. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 class DeferredSamples(Generic[Item]):
     """Owner of the deferred samples. Every rank keeps the same store, because all ranks take the same groups.
 
-    `items` contain everything that a later update needs, including advantages, which are those of their own group.
+    An item contains everything that a later update needs, including the advantage within the sample's own group.
     """
 
     def __init__(self, capacity: int, max_age: int) -> None:
@@ -27,7 +27,8 @@ class DeferredSamples(Generic[Item]):
         self._items.extend((step, item) for item in items)
 
     def take(self, step: int) -> list[Item]:
-        """Return the oldest `capacity` items if there are that many, else none. Drops and counts expired items."""
+        """Return the oldest `capacity` items if there are that many, else none. Expired items are dropped and
+        counted."""
         fresh = [(born, item) for born, item in self._items if step - born <= self._max_age]
         self.expired += len(self._items) - len(fresh)
         count = self._capacity if len(fresh) >= self._capacity else 0

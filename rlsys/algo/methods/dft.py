@@ -8,7 +8,7 @@ from rlsys.algo.sft.imitation import Imitation, Tokens
 
 
 class Dft(Imitation):
-    """-pi(token) log pi(token), pi without gradient: tokens that the model finds unlikely count less."""
+    """-sg(pi(token)) log pi(token): unlikely tokens have less weight."""
 
     paper = "Dynamic Fine-Tuning (arXiv 2508.05629), equation 9"
     evidence = "R"

@@ -1,4 +1,4 @@
-"""On-policy distillation: the policy learns a teacher's distributions at the places that it comes to by itself."""
+"""On-policy distillation: the policy learns a teacher's distributions on its own samples."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ _LEAST = 1e-7
 
 
 def with_rest(logp: Tensor) -> Tensor:
-    """Return log-probs `[..., K]` of some tokens, and of all others together: `[..., K + 1]`."""
+    """Append to the log-probs `[..., K]` of some ids that of all other ids together: `[..., K + 1]`."""
     total = logp.logsumexp(-1, keepdim=True).clamp(max=-_LEAST)
     return torch.cat([logp, torch.log(-torch.expm1(total))], -1)
 
 
 def divergence(policy: Tensor, teacher: Tensor, direction: float) -> Tensor:
-    """Compute the divergence `[...]` of log-probs `[..., K]` of the same tokens.
+    """Return the divergence `[...]` of the log-probs `[..., K]` of the same ids.
 
-    1: KL(policy || teacher). 0: KL(teacher || policy). Between: the generalised Jensen-Shannon divergence with weight
-    `direction` of the teacher (GKD, eq. 1).
+    A `direction` of 1 gives KL(policy || teacher), 0 gives KL(teacher || policy), and a value between them the
+    generalised Jensen-Shannon divergence with weight `direction` of the teacher (GKD, eq. 1).
     """
     if direction in (0.0, 1.0):
-        of, to = (policy, teacher) if direction else (teacher, policy)
-        return kl_div(to, of, reduction="none", log_target=True).sum(-1)
+        target, approximation = (policy, teacher) if direction else (teacher, policy)
+        return kl_div(approximation, target, reduction="none", log_target=True).sum(-1)
     share = torch.tensor(direction, dtype=policy.dtype, device=policy.device)
     mixed = torch.logaddexp(policy + torch.log1p(-share), teacher + share.log())
-    parts = (kl_div(mixed, of, reduction="none", log_target=True).sum(-1) for of in (teacher, policy))
-    of_teacher, of_policy = parts
-    return direction * of_teacher + (1 - direction) * of_policy
+    teacher_kl, policy_kl = (
+        kl_div(mixed, target, reduction="none", log_target=True).sum(-1) for target in (teacher, policy)
+    )
+    return direction * teacher_kl + (1 - direction) * policy_kl
 
 
 def divergence_over(
@@ -44,13 +45,14 @@ def divergence_over(
     tail_bucket: bool,
     least_logprob: float | None = None,
 ) -> Tensor:
-    """Compute the divergence `[...]` over some tokens of a vocabulary, of log-probs `[..., K]`.
+    """Return the divergence `[...]` over K ids of the vocabulary.
 
     Args:
-        policy, teacher: log-probs of the same tokens.
-        direction: that of `divergence`.
-        tail_bucket: whether all other tokens are compared together. Without them the sum may be negative: it counts
-            as 0 then, without gradient (verl's forward_kl_topk).
+        policy: log-probs `[..., K]`.
+        teacher: log-probs `[..., K]` of the same ids.
+        direction: see `divergence`.
+        tail_bucket: whether all other ids are compared together. Without them the sum may be negative; it is then 0
+            without gradient (verl's forward_kl_topk).
         least_logprob: lower bound of both log-probs.
     """
     if tail_bucket:
@@ -94,9 +96,9 @@ class Distill(Loss):
 class DistillPolicyGradient(Loss):
     """On-policy distillation by policy gradient: a token's advantage is log(teacher / policy) at the sampled token.
 
-    `algo.teacher.top_k` = 0 asks the teacher for these log-probs alone. The mean gradient is that of KL(policy ||
-    teacher); one token estimates it with more variance than `distill`, and costs less. Metric `divergence`: the mean
-    of log(policy / teacher), in nats.
+    With `algo.teacher.top_k` = 0 the teacher returns only these log-probs. The expected gradient is that of
+    KL(policy || teacher); an estimate from one id has more variance than `distill` and costs less. Metric
+    `divergence`: the mean of log(policy / teacher), in nats.
     """
 
     paper: ClassVar[str] = "On-policy distillation (Lu and Thinking Machines Lab 2025); PPO, eq. 7; dual clip"

@@ -26,11 +26,11 @@ def binary_kl(anchor: Tensor, logp: Tensor) -> Tensor:
 
 
 class Dppo(Loss):
-    """A trust region in probabilities instead of ratios: a token that moved too far its way loses its gradient.
+    """A trust region in probabilities instead of ratios: a token whose probability moved too far has no gradient.
 
-    -sg(min(r, cap)) A logp; without gradient where A > 0 and the token's probability rose by more than `high`, or
+    -sg(min(r, cap)) A logp, without gradient where A > 0 and the token's probability rose by more than `high`, or
     A <= 0 and it fell by more than `low`. `tv` measures |p - p_anchor|; `kl` the KL between this token and any other,
-    for which 0.05 is usual. Unlike a clip of ratios it leaves unlikely tokens free and holds likely ones. prime-rl's
+    for which 0.05 is usual. Unlike a clip of ratios it bounds likely tokens rather than unlikely ones. prime-rl's
     default loss is `loss: [dppo, {name: kimi, tau: 0.002}]` with low = high = 0.2, no cap (1e9) and anchor mu.
     """
 
@@ -43,13 +43,13 @@ class Dppo(Loss):
     high: Annotated[float, Field(ge=0)] = 0.15
     """Largest move upwards."""
     cap: Annotated[float, Field(gt=1)] = 20.0
-    """Largest weight; the paper wants it large: 10 in the authors' code, 20 in verl, none in prime-rl."""
+    """Largest weight; the paper recommends a large one: 10 in the authors' code, 20 in verl, none in prime-rl."""
 
     @model_validator(mode="after")
     def _cross(self) -> Self:
         if self.low == self.high == 0:
             raise ValueError(
-                "low = high = 0: a token loses its gradient as soon as it moves; use some 0.15 (tv)"
+                "low = high = 0: a token has no gradient after any movement; expected values such as 0.15 (tv)"
             )
         return self
 

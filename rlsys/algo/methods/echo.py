@@ -1,4 +1,4 @@
-"""ECHO's loss: a clip that is wider for responses whose end the policy is unsure of, and advantages that grow there.
+"""ECHO's loss: a clip that is wider for responses with an uncertain end, and advantages that grow with uncertainty.
 
 Shapes: T packed tokens, S sequences.
 """
@@ -19,7 +19,7 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 def tail_means(batch: Batch, values: Tensor, tail: int) -> Tensor:
-    """Average `values` `[T]` over the last `tail` trained tokens of each sequence, at each of its tokens, `[T]`."""
+    """Return at each token, `[T]`, the mean of `values` `[T]` over the last `tail` trained tokens of its sequence."""
     keep = batch.keep.to(values.dtype)
     upto = keep.cumsum(0)
     lengths = sum_by(keep, batch.ids, batch.sequences)
@@ -32,7 +32,7 @@ def tail_means(batch: Batch, values: Tensor, tail: int) -> Tensor:
 
 
 class EchoClip(Loss):
-    """PPO's clip with a radius for each response, wider the less confident its end.
+    """PPO's clip with a radius for each response, which is wider for a less confident end.
 
     eps = narrow + (wide - narrow) sigmoid(steep (1 - C_tail)). Advantages become A (1 + shape (alpha H + beta (1 -
     C))).
@@ -44,24 +44,24 @@ class EchoClip(Loss):
     paper: ClassVar[str] = "ECHO: entropy-confidence hybrid optimisation for test-time RL, clip and shaping"
     evidence: ClassVar[str] = "P"
     narrow: Width = 0.1
-    """Radius towards which confident responses go."""
+    """Lower limit of the radius, for confident responses."""
     wide: Width = 0.3
-    """Radius of unsure ones, at the most."""
+    """Upper limit of the radius, for uncertain responses."""
     steep: Weight = 4.0
     """Growth rate of the radius."""
     tail: Annotated[int, Field(gt=0)] = 64
-    """Trained tokens at a response's end whose confidence counts."""
+    """Number of trained tokens at a response's end that determine its confidence."""
     shape: Weight = 0.0
-    """Weight of the change of advantages; 0 leaves them as they are."""
+    """Weight of the change of advantages; 0: no change."""
     alpha: Weight = 1.0
-    """Weight of the entropy in it."""
+    """Weight of the entropy in the change."""
     beta: Weight = 1.0
-    """Weight of the lack of confidence in it."""
+    """Weight of the lack of confidence in the change."""
 
     @model_validator(mode="after")
     def _check_widths(self) -> Self:
         if self.narrow > self.wide:
-            raise ValueError(f"narrow = {self.narrow} must not be above wide = {self.wide}")
+            raise ValueError(f"narrow = {self.narrow}: expected at most wide = {self.wide}")
         return self
 
     def needs(self) -> frozenset[str]:

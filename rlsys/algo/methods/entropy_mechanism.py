@@ -1,6 +1,5 @@
-"""Losses with special treatment of the few tokens that lower the entropy most.
-
-Advantage and log-prob covary there.
+"""Losses that treat the few tokens that lower the entropy most differently: those where advantage and log-prob
+covary.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from rlsys.algo.reduction import Reduce, threshold
 from rlsys.config.section import Fraction
 
 ROUNDING = 1e-3
-"""Upper bound of the difference between two layouts or kernels in a log-ratio: no sign is taken of less."""
+"""Upper bound of the rounding difference of a log-ratio between layouts or kernels: a smaller one has no sign."""
 GRID = 2.0**-13
-"""Resolution of squeezed covariances; a draw orders those that are equal."""
+"""Grid on which scaled covariances are compared; a draw orders equal ones."""
 
 
 class Means(NamedTuple):
@@ -33,7 +32,7 @@ class Means(NamedTuple):
 
 
 def means(parts: Sequence[Batch], reduce: Reduce) -> Means:
-    """Compute the means. logp: at the start of the update."""
+    """Return the means over an update; log-probs are those at its start."""
     sums = torch.zeros(3, dtype=torch.float64, device=parts[0].mu.device)
     for part in parts:
         columns = (torch.ones_like(part.mu), part.signal("advantages"), part.signal("current"))
@@ -49,10 +48,10 @@ def covariance(batch: Batch, of: Means) -> Tensor:
 
 
 class ClipCov(Clip):
-    """PPO's clip, and a random few of the tokens that lower the entropy most lose their gradient.
+    """PPO's clip without the gradient of randomly selected tokens among those that lower the entropy most.
 
-    c = (A - mean A)(logp - mean logp), log-probs at the start of the update, means over all its tokens. Of the tokens
-    with cov_low < c < cov_high that the clip leaves, share times all tokens, at least one, are drawn and dropped.
+    c = (A - mean A)(logp - mean logp), with log-probs at the start of the update and means over all its tokens. Among
+    the unclipped tokens with cov_low < c < cov_high, `share` of all tokens, but at least one, are selected at random.
     """
 
     paper: ClassVar[str] = "The entropy mechanism of RL for reasoning models (Cui et al. 2025): Clip-Cov"
@@ -61,14 +60,14 @@ class ClipCov(Clip):
     share: Fraction = 2e-4
     """Tokens dropped, as a share of all tokens of the update."""
     cov_low: float = 1.0
-    """Tokens above this covariance are drawn from."""
+    """Lower bound of the covariance of a token that can be dropped."""
     cov_high: float = 5.0
-    """Tokens below this covariance are drawn from."""
+    """Upper bound of the covariance of a token that can be dropped."""
 
     @model_validator(mode="after")
     def _cross(self) -> Self:
         if self.cov_low >= self.cov_high:
-            raise ValueError(f"cov_low = {self.cov_low} must be below cov_high = {self.cov_high}")
+            raise ValueError(f"cov_low = {self.cov_low}: expected less than cov_high = {self.cov_high}")
         return self
 
     def needs(self) -> frozenset[str]:
@@ -104,18 +103,18 @@ class ClipCov(Clip):
 
 
 class KlCov(Loss):
-    """The plain ratio, and a penalty for moving the few tokens that lower the entropy most.
+    """The unclipped ratio, with a penalty on the movement of the few tokens that lower the entropy most.
 
-    -r A, and coefficient * |logp - anchor| more on the share of all tokens, at least one, with the largest
-    c = (A - mean A)(logp - mean logp); log-probs at the start of the update, means over all its tokens. Among
-    tokens of the same c a draw decides.
+    -r A, plus coefficient * |logp - anchor| on the `share` of all tokens, but at least one, with the largest
+    c = (A - mean A)(logp - mean logp); log-probs are those at the start of the update, means are over all its tokens.
+    A draw orders tokens with equal c.
     """
 
     paper: ClassVar[str] = "The entropy mechanism of RL for reasoning models (Cui et al. 2025): KL-Cov"
     evidence: ClassVar[str] = "R"
     every_sample: ClassVar[bool] = True
     share: Fraction = 2e-4
-    """Tokens held, as a share of all tokens of the update."""
+    """Penalised tokens, as a share of all tokens of the update."""
     coefficient: Annotated[float, Field(ge=0)] = 0.1
     """Weight of the penalty: verl's configuration; its code falls back to 1."""
 
@@ -144,9 +143,10 @@ class KlCov(Loss):
 
 
 def _rank(batch: Batch, of: Means) -> Tensor:
-    """Rank in the order of the covariance c, within (-1, 1 + GRID), `[T]`: c / (1 + |c|) on a grid, plus a draw.
+    """Return values that order tokens by covariance c, within (-1, 1 + GRID), `[T]`: c / (1 + |c|) on a grid + a
+    draw.
 
-    Tokens that differ by rounding are equal on the grid, and the draw is the same in every layout.
+    Tokens that differ only by rounding are equal on the grid, and the draw is the same in every layout.
     """
     values = covariance(batch, of)
     return ((values / (1 + values.abs()) / GRID).round() + token_draws(batch)) * GRID

@@ -13,7 +13,7 @@ from rlsys.algo.planners import GroupLimit, Planner, PositiveInt, rewards_of
 from rlsys.core.types import SampleGroup
 
 WINDOW = 256
-"""Number of groups for the correlation: the last ones that were accepted for training."""
+"""Number of groups in the correlation: those that were accepted for training last."""
 FEWEST = 3
 """Smallest number of groups for the correlation."""
 
@@ -21,16 +21,16 @@ FEWEST = 3
 class Explore(Planner):
     """Assign more samples to prompts that exploration engines answer correctly about half of the time.
 
-    Sol-RL explores with cheap numerics and trains on exact ones. With a language model a seed does not give the same
-    response under other numerics, so only a number is taken from the exploration. Engines of a pool with role explore
-    answer each new prompt `probes` times, with the sampling of training; none of these answers is trained. With p the
-    share of answers above `correct`, the group gets
+    Sol-RL explores in low precision and trains in high precision. A language model does not give the same response
+    for a seed in another precision, so exploration provides only a success rate. Engines of a pool with role explore
+    answer each new prompt `probes` times, with the sampling of training; none of these answers is trained. With p
+    the share of answers with a reward above `correct`, the group gets
 
         first + round((largest - first) 4 p (1 - p))
 
     samples: `first` if all answers are equal, `largest` at p = 1/2, where p (1 - p), the variance of a group's
-    rewards, is largest. Groups start with `first` samples, and get the others when the answers are known. A group
-    whose prompt could not be explored gets rollout.group_size. The paper has another size formula.
+    rewards, is largest. Groups start with `first` samples and get the others when the probes are complete. A group
+    whose prompt could not be explored gets rollout.group_size. The paper uses another formula for the size.
 
     Metrics, since the process started: `explored` groups and `explored_not`; `explore_correlation`, Spearman's rank
     correlation between the mean rewards of probes and training samples, over the last 256 groups accepted for
@@ -40,13 +40,13 @@ class Explore(Planner):
     paper: ClassVar[str] = "Sol-RL: explore in low precision, train in high (the pattern)"
     evidence: ClassVar[str] = "own"
     probes: PositiveInt = 8
-    """Answers to each prompt."""
+    """Number of probes per prompt."""
     first: GroupLimit = 4
-    """Fewest samples of a group."""
+    """Minimum number of samples of a group."""
     largest: GroupLimit = 16
-    """Most samples of a group."""
+    """Maximum number of samples of a group."""
     correct: float = 0.5
-    """An answer is a success when its reward is above this."""
+    """An answer is a success if its reward is above this."""
     _usual: int = PrivateAttr(default=0)
     """rollout.group_size, after other planners."""
     _means: dict[int, float | None] = PrivateAttr(default_factory=dict)
@@ -120,13 +120,13 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
 def ranks(values: Sequence[float]) -> list[float]:
     """Rank the values from 0; ties get their mean rank."""
     order = sorted(range(len(values)), key=values.__getitem__)
-    out = [0.0] * len(values)
+    mean_ranks = [0.0] * len(values)
     start = 0
     while start < len(order):
         end = start
         while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
             end += 1
         for position in order[start : end + 1]:
-            out[position] = (start + end) / 2
+            mean_ranks[position] = (start + end) / 2
         start = end + 1
-    return out
+    return mean_ranks

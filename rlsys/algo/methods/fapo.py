@@ -17,9 +17,9 @@ VERDICT = re.compile(r"\\boxed\{\s*(-?\d+)\s*\}")
 class Fapo(GroupReward):
     """1 for a correct and sound response, 1 - penalty for a correct one with a flaw, -1 for a wrong one.
 
-    A judge that is shown the right answer names the first wrong step of a correct response in \\boxed{}, -1 for none.
-    Only correct responses are judged, all at once. One that fails, takes longer than `data.judge_timeout`, or names
-    no step gives no verdict; the authors take that for sound. `data.reward: fapo_judge` trains a judge.
+    A judge that sees the right answer returns the first wrong step of a correct response in \\boxed{}, or -1. Only
+    correct responses are judged, concurrently. If the judge fails, takes longer than `data.judge_timeout` or returns
+    no step, there is no verdict; the authors treat the response as sound. `data.reward: fapo_judge` trains a judge.
     """
 
     paper: ClassVar[str] = "FAPO: flawed-aware policy optimisation"
@@ -43,7 +43,7 @@ class Fapo(GroupReward):
         self, prompt: str, responses: Sequence[Response], judge: Judge | None
     ) -> list[float | None]:
         if judge is None:
-            raise ValueError("fapo needs a judge")
+            raise ValueError("algo.group_reward fapo needs a judge: data.judge is not set")
         return list(await asyncio.gather(*(self._score(prompt, r, judge) for r in responses)))
 
     async def _score(self, prompt: str, response: Response, judge: Judge) -> float | None:
@@ -60,7 +60,8 @@ class Fapo(GroupReward):
         question = self.question
         if "{key}" in question and response.key is None:
             raise ValueError(
-                "the judge is shown the key, but the problem's entry has no `answer`; leave out {key}"
+                "algo.group_reward fapo: question contains {key}, but the problem's entry has no `answer`; remove "
+                "{key}"
             )
         values = {"{prompt}": prompt, "{key}": response.key or "", "{response}": response.text}
         return re.sub(r"\{(?:prompt|key|response)\}", lambda match: values[match[0]], question)

@@ -20,12 +20,10 @@ from rlsys.algo.token_advantages import Unit, last_token, turn_ends, whiten_toke
 
 
 def gae(rewards: Tensor, values: Tensor, ids: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
-    """Compute A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, within each sequence.
+    """Return A_t = sum_l (gamma lam)^l delta_{t+l} within each sequence, delta_t = r_t + gamma V_{t+1} - V_t, `[T]`.
 
-    `[T]`.
-
-    Generalised advantage estimation (Schulman et al. 2016, eq. 16). V after the last token is 0. `lam`: one number,
-    or `[T]`, the same for all tokens of a sequence.
+    Generalised advantage estimation (Schulman et al. 2016, eq. 16). V after the last token is 0. `lam` is a number,
+    or `[T]` with the same value for all tokens of a sequence.
     """
     following = torch.zeros_like(values)
     following[:-1] = torch.where(ids[1:] == ids[:-1], values[1:], torch.zeros_like(values[1:]))
@@ -33,16 +31,16 @@ def gae(rewards: Tensor, values: Tensor, ids: Tensor, gamma: float, lam: float |
 
 
 class Timesteps(NamedTuple):
-    """Timesteps of GAE. `of` `[trained tokens]`: the timestep of each; `first` likewise, bool: it starts one."""
+    """Timesteps of GAE. `of`: the timestep of each trained token; `first`: whether the token starts a timestep."""
 
     of: Tensor
     first: Tensor
 
 
 def timesteps(part: Batch, unit: Literal["token", "turn"]) -> Timesteps:
-    """Make each trained token a timestep, or each run of them.
+    """Return the timesteps of the trained tokens: one per token, or one per turn.
 
-    Other authors' tokens, such as a tool's answer, end a turn.
+    A turn is a run of trained tokens; tokens that the policy did not write, such as a tool's answer, end it.
     """
     index, ids = part.keep.nonzero().flatten(), part.ids[part.keep]
     first = torch.ones_like(index, dtype=torch.bool)
@@ -61,9 +59,8 @@ class Gae(Advantage):
     lambda grow with the response: 1 - 1 / (alpha l), at least 0, where l counts the response's timesteps.
     `critic_lam` (VAPO, VC-PPO) gives the critic's targets a lambda of their own; 1 makes them plain returns.
 
-    The value after the last token is 0, as in verl, of a response that was cut off, too; AReaL takes the value of its
-    last token there. Of a sample of several sequences each is an episode of its own: its reward, the sample's, is on
-    its last token.
+    The value after the last token is 0, as in verl, also for a truncated response; AReaL uses the value of its last
+    token. Each sequence of a sample is a separate episode with the sample's reward on its last token.
     """
 
     paper: ClassVar[str] = (
@@ -74,12 +71,12 @@ class Gae(Advantage):
     gamma: Unit = 1.0
     """Discount per timestep."""
     lam: Unit = 0.95
-    """Share of the longer-sighted estimate."""
+    """Lambda: 1 gives the full return, 0 looks one timestep ahead."""
     alpha: Annotated[float, Field(gt=0)] | None = None
     """Lambda is 1 - 1 / (alpha l) instead of `lam` (VAPO: 0.05 for responses of thousands of tokens; it is 0, so that
     an advantage looks one token ahead, for responses of up to 1 / alpha)."""
     critic_lam: Unit | None = None
-    """Lambda of the critic's targets; that of the advantages when not given."""
+    """Lambda of the critic's targets. Unset: that of the advantages."""
     timestep: Literal["token", "turn"] = "token"
     """Time step of gamma and lambda: a token, or a turn of the model."""
     rewards: Literal["response", "turns"] = "response"
@@ -135,7 +132,7 @@ class Gae(Advantage):
         return spread[0], spread[1]
 
     def _lambda(self, ids: Tensor, sequences: int) -> Tensor:
-        """`[K]`."""
+        """Return lambda of each timestep, `[K]`."""
         if self.alpha is None:
             return torch.full(ids.shape, self.lam, dtype=torch.float64, device=ids.device)
         lengths = torch.bincount(ids, minlength=sequences).double()[ids]

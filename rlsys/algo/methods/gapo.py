@@ -16,7 +16,7 @@ from rlsys.algo.plugin import REWARD_TOLERANCE
 def dense_centre(rewards: Tensor, share: float) -> Tensor:
     """Return the median of the ceil(share n) sorted neighbours with the smallest range.
 
-    The lower ones win if ranges are equal except for rounding.
+    If ranges are equal up to rounding, the lower neighbours are used.
     """
     k = max(1, math.ceil(share * len(rewards)))
     sorted_rewards = rewards.sort().values

@@ -12,11 +12,11 @@ from rlsys.algo.losses import Figures, Loss, View
 
 
 class Gmpo(Loss):
-    """PPO with the geometric mean of a response's ratios, each clipped by itself before.
+    """PPO with the geometric mean of a response's ratios, each of which is clipped first.
 
-    s = exp(mean_t c_t); c_t = log-ratio, at most clip_high where A > 0, at least -clip_low where A < 0. A token that
-    is clipped has no gradient, the others s A / |y| with `reducer: sequence_mean`. So wide a clip bites few tokens,
-    and one of them moves the mean little.
+    s = exp(mean_t c_t), where c_t is the log-ratio, at most clip_high if A > 0 and at least -clip_low if A < 0. A
+    clipped token has no gradient, the others s A / |y| with `reducer: sequence_mean`. The clip is wider than PPO's,
+    because one token changes the mean little.
     """
 
     paper: ClassVar[str] = "GMPO: geometric-mean policy optimisation (arXiv 2507.20673)"
@@ -31,7 +31,7 @@ class Gmpo(Loss):
         return self._clipped(view)[0].detach()
 
     def _clipped(self, view: View) -> tuple[Tensor, Tensor]:
-        """Return log-ratios, and which of them the clip removes the gradient of."""
+        """Return the clipped log-ratios `[T]`, and which of them are clipped and have no gradient, `[T]` bool."""
         gap = view.log_ratio
         is_clipped = ((view.advantages > 0) & (gap > self.clip_high)) | (
             (view.advantages < 0) & (gap < -self.clip_low)

@@ -13,13 +13,13 @@ from rlsys.algo.segments import group_std
 
 
 class Gpg(Advantage):
-    """alpha (R - mean) / f_norm, where alpha makes up for groups that give no gradient: use `loss: [reinforce]`.
+    """alpha (R - mean) / f_norm, where alpha compensates for groups without gradient: use `loss: [reinforce]`.
 
-    `mixed`, the authors': alpha = B / (B - M), M of the step's B samples being in groups of equal rewards. They
-    also sample further groups until B - M reaches beta_th B, beta_th from 0.4 to 0.6; here `planners: [dapo]` refills
-    a step, up to groups that are all mixed. `rewarded` is verl's: the step's samples over those whose reward is not
-    0. With rewards of 0 and 1 that is 1 / (mean reward): large while a task is hard, small once it is learned, the
-    reverse of what alpha is for.
+    `mixed` is the authors' variant: alpha = B / (B - M), if M of the step's B samples are in groups of equal
+    rewards. The authors also sample more groups until B - M reaches beta_th B, beta_th from 0.4 to 0.6; in rlsys
+    `planners: [dapo]` replaces groups of equal rewards. `rewarded` is verl's: all samples of the step divided by
+    those with a reward other than 0. With rewards of 0 and 1 that is 1 / (mean reward): large for a hard task and
+    small for a learned one, the opposite of alpha's purpose.
     """
 
     paper: ClassVar[str] = "Group policy gradient (GPG, arXiv 2504.02546), the authors' AMAP-ML/GPG"
@@ -27,9 +27,10 @@ class Gpg(Advantage):
     compares: ClassVar[bool] = True
     group_local: ClassVar[bool] = False
     counts: Literal["mixed", "rewarded"] = "mixed"
-    """Samples that alpha counts: those of groups whose rewards differ, or those whose reward is not 0 (verl)."""
+    """Samples that alpha counts: mixed: those of groups whose rewards differ. rewarded: those with a reward other
+    than 0 (verl)."""
     f_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the advantages."""
+    """Divisor of the advantages."""
 
     def __call__(self, samples: Samples) -> Tensor:
         centred = dr_grpo(samples.reward, samples.group_ids)

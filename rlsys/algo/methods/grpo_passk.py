@@ -13,7 +13,7 @@ from rlsys.algo.segments import group_std, groups_of
 
 
 class GrpoPassK(Advantage):
-    """Train only the best sample of a group, by its lead over the second best: a gradient of pass@k, k = the group.
+    """Train only the best sample of a group, by its lead over the second best: the gradient of pass@(group size).
 
     A = (largest R - second largest R) / (std + eps) for the best sample, 0 for all others and for a tie at the top.
     """

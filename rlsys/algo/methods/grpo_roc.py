@@ -16,12 +16,12 @@ from rlsys.config.section import Fraction
 
 
 class GrpoRoc(Selector):
-    """Resample on correct: of an oversampled group keep half, all kinds of failures but only the cleanest successes.
+    """Resample on correct: keep half of an oversampled group, random failures but only the cleanest successes.
 
-    Keeps the group's proportion of successes (at least `least` of each where there are so many). Failures are drawn
-    at random; successes are those with the lowest penalty: the share of failed tool calls (0.5 without a call) plus
-    min((answers - 1) / turns, 1), or 1 without an answer; or the length, where there are no tools. Baselines are of
-    the kept samples. Plan twice the group: `planners: [grpo_roc]`.
+    The selection keeps the group's proportion of successes, with at least `least` successes and failures if
+    available. Successes are ranked by a penalty: the share of failed tool calls (0.5 without a call) plus
+    min((answers - 1) / turns, 1), or 1 without an answer; without tools, the length. Baselines are those of the kept
+    samples. Use `planners: [grpo_roc]` to oversample groups.
     """
 
     paper: ClassVar[str] = "rStar2-Agent (GRPO-RoC), section 3.2"
@@ -30,7 +30,7 @@ class GrpoRoc(Selector):
     keep: Fraction = 0.5
     """Share of each group that is trained."""
     least: Annotated[int, Field(ge=0)] = 2
-    """Smallest number of successes and of failures kept, where a group has them."""
+    """Minimum number of kept successes and of kept failures, if the group has them."""
     penalty: Literal["tools", "length"] = "tools"
     """Quantity that ranks the successes: failed tool calls, or the length."""
     correct: float = 0.5

@@ -8,7 +8,7 @@ from rlsys.algo.planners import Multiple, Planner
 
 
 class Oversample(Planner):
-    """Twice the samples, for the selector grpo_roc to choose among."""
+    """Oversampled groups, from which the selector grpo_roc chooses: rollout.group_size times `factor`."""
 
     paper: ClassVar[str] = "rStar2-Agent (GRPO-RoC), section 3.2"
     evidence: ClassVar[str] = "R"

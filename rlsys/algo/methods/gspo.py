@@ -14,7 +14,7 @@ class Gspo(Loss):
     """One ratio per response, the geometric mean of its tokens' ratios, clipped very tightly.
 
     s = exp(mean_t (logp - anchor)); each token has ratio sg(s) exp(logp - sg(logp)), so its gradient is s A / |y|
-    with `reducer: sequence_mean`. The default widths are the paper's, from memory.
+    with `reducer: sequence_mean`. The default widths are the paper's, not verified.
     """
 
     paper: ClassVar[str] = "Group sequence policy optimisation (Zheng et al. 2025), eq. 5-7"

@@ -16,8 +16,8 @@ class IcePop(Normalised):
     """Reject tokens with rho outside [low, high], weight the others by rho (IcePop; masked importance sampling).
 
     `geometric` with bounds like 0.9999 and 1.0001 rejects whole sequences by their mean. `veto` rejects a sequence
-    as soon as one of its tokens has rho below it. `normalise` divides by the mean weight of the kept tokens: a
-    rejection still scales nothing up.
+    if one of its tokens has a smaller rho. `normalise` divides by the mean weight of the kept tokens, so that
+    rejections do not scale up the others.
     """
 
     paper: ClassVar[str] = "IcePop (Ring-1T technical report); masked importance sampling"
@@ -31,7 +31,7 @@ class IcePop(Normalised):
     weighted: bool = True
     """Multiply kept tokens by rho. false: reject only."""
     veto: Annotated[float, Field(ge=0)] = 0.0
-    """Reject the whole sequence when a token's ratio is below this (1e-4 is usual); 0 turns it off."""
+    """Reject the whole sequence if a token's ratio is below this (usually 1e-4); 0: off."""
 
     @property
     def weighs(self) -> bool:  # type: ignore[override]
@@ -40,7 +40,9 @@ class IcePop(Normalised):
     @model_validator(mode="after")
     def _cross(self) -> Self:
         if self.low >= self.high:
-            raise ValueError(f"low = {self.low} must be below high = {self.high}: nothing would be kept")
+            raise ValueError(
+                f"low = {self.low}: expected less than high = {self.high}; no token would be kept"
+            )
         return self
 
     def correct(self, view: View) -> Correction:

@@ -12,10 +12,10 @@ from rlsys.algo.losses import Figures, Loss, View
 
 
 class Kimi(Loss):
-    """tau / 2 (logp - anchor)^2 on every token: a penalty for leaving the anchor, beside a policy loss.
+    """tau / 2 (logp - anchor)^2 on every token: a penalty for distance to the anchor, in addition to a policy loss.
 
-    `loss: [reinforce, kimi]` is Kimi k1.5's objective, token by token as in ROLL (`kimi15`); beside dppo it is
-    prime-rl's `kl_tau`, whose 1e-3 is a tau of 2e-3. No correction acts on it.
+    `loss: [reinforce, kimi]` is Kimi k1.5's objective, token by token as in ROLL (`kimi15`); with dppo it is
+    prime-rl's `kl_tau`, whose 1e-3 is a tau of 2e-3. Corrections do not apply to it.
     """
 
     paper: ClassVar[str] = "Kimi k1.5, eq. 3 (arXiv 2501.12599); Kimi K2.5 (arXiv 2602.02276)"

@@ -20,12 +20,12 @@ from rlsys.algo.selectors import Selector
 
 
 class LensWeights(CorrectionPlugin):
-    """Samples drawn from a cleaned prompt are trained on the original one, with w inside the ratio.
+    """Train samples of a cleaned prompt on the original prompt, with a weight w inside the ratio.
 
-    r = exp(logp(y | x) - mu(y | x used)) / w in groups that hold such samples (after `selectors: [lens]`), w = 1 in
-    all others. w = a for the prompt's own successes, 1 - a for transferred successes and the failures that remain, a
-    = the success rate of all own samples. w is at least `smallest`, a bound that the paper lacks. Beside a clip, a
-    sample with A > 0 and 1 / w above the upper bound has no gradient.
+    In groups with such samples (after `selectors: [lens]`) r = exp(logp(y | x) - mu(y | sampled prompt)) / w; in all
+    others w = 1. w = a for successes of the original prompt, and 1 - a for transferred successes and remaining
+    failures, where a is the success rate of the original prompt's samples. w is at least `smallest`, a bound that is
+    not in the paper. With a clip, a sample with A > 0 and 1 / w above the upper bound has no gradient.
     """
 
     paper: ClassVar[str] = "LENS: less noise sampling by prompt purification"
@@ -60,12 +60,12 @@ class LensWeights(CorrectionPlugin):
 
 
 class Lens(Selector):
-    """Successes of a cleaned prompt stand for failures of the prompt itself, where cleaning helped.
+    """Replace failures of a prompt by successes of its cleaned version, if cleaning helped.
 
-    Of a group with samples that were drawn from a cleaned prompt: when a larger share of these succeeds than of the
-    group's own, k = min(their successes, own failures) of the successes replace k failures, and the group keeps its
-    size; else all own samples stay. What else was drawn from the cleaned prompt drops out. Use it with
-    `planners: [lens]` and `corrections: [lens]`.
+    If the samples of the cleaned prompt have a higher success rate than the group's own samples, k = min(their
+    successes, own failures) of their successes replace k failures, so that the group keeps its size; otherwise only
+    the own samples are trained. The other samples of the cleaned prompt are dropped. Use it with `planners: [lens]`
+    and `corrections: [lens]`.
     """
 
     paper: ClassVar[str] = "LENS: less noise sampling by prompt purification"

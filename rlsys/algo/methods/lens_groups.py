@@ -1,4 +1,4 @@
-"""LENS in the rollout process: further responses to purified prompts. No torch."""
+"""LENS in the rollout process: additional responses to purified prompts. No torch."""
 
 from __future__ import annotations
 
@@ -15,27 +15,31 @@ from rlsys.core.types import SampleGroup
 def purified(
     prompt_ids: Sequence[int], scores: Sequence[float], share: float, protect: Sequence[bool]
 ) -> tuple[int, ...]:
-    """Remove the ceil(share n) tokens of the largest score from the prompt, except protected ones."""
+    """Return the prompt without the ceil(share n) unprotected tokens with the largest scores."""
     if not len(prompt_ids) == len(scores) == len(protect):
-        raise ValueError(f"{len(prompt_ids)} prompt tokens, {len(scores)} scores, {len(protect)} protections")
+        raise ValueError(
+            f"{len(prompt_ids)} prompt tokens, but {len(scores)} scores and {len(protect)} protection flags; "
+            "expected one of each per token"
+        )
     free = [i for i, is_protected in enumerate(protect) if not is_protected]
     worst = set(sorted(free, key=lambda i: (-scores[i], i))[: math.ceil(share * len(prompt_ids))])
     return tuple(t for i, t in enumerate(prompt_ids) if i not in worst)
 
 
 class Lens(Planner):
-    """Hard prompts get further samples from a cleaned prompt, without the tokens that disturb the policy most.
+    """Add samples of a cleaned prompt, without the tokens on which policy and reference disagree most, to hard
+    groups.
 
-    For a group below `below` successes: score each prompt token by |log policy - log reference|, delete the top
-    `share`, sample as many again. The selector `lens` puts their successes in the place of failures, the correction
-    `lens` trains them on the original prompt. The reference is the server that engine.reference names; special tokens
-    are protected.
+    If a group's success rate is below `below`, the planner scores each prompt token by |log policy - log reference|,
+    deletes the top `share`, and requests as many samples again. The selector `lens` replaces failures by their
+    successes, and the correction `lens` trains them on the original prompt. The reference is the server of
+    engine.reference; special tokens are protected.
     """
 
     paper: ClassVar[str] = "LENS: less noise sampling by prompt purification"
     evidence: ClassVar[str] = "P"
     below: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """Success rate under which a prompt is cleaned."""
+    """Success rate below which a prompt is cleaned."""
     share: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of prompt tokens deleted (1 to 5 %)."""
     correct: float = 0.5

@@ -13,8 +13,8 @@ from rlsys.algo.batch import Samples
 class LitePPO(Advantage):
     """(R - mean of the group) / (std of the whole step + eps): TRL's `scale_rewards: batch`.
 
-    The deviation is that of all the step's rewards, with n - 1. A group of nearly equal rewards is then not blown up
-    by its own small deviation. The paper's other half is the mean over tokens: `reducer: token_mean`.
+    The deviation is that of all rewards of the step, with n - 1, so that a group of nearly equal rewards is not
+    amplified by its small deviation. The paper combines it with the mean over tokens: `reducer: token_mean`.
     """
 
     paper: ClassVar[str] = (

@@ -14,8 +14,8 @@ from rlsys.algo.methods.gspo import Gspo
 class Luspo(Gspo):
     """GSPO times the length of the response: each of its tokens has the gradient s A, not s A / |y|.
 
-    GSPO's tokens count less in long responses, whose length it so makes shrink. With `reducer: sequence_mean`, as
-    for GSPO: the length stands in the loss.
+    GSPO gives tokens of long responses less weight, which shortens responses. Use `reducer: sequence_mean`, as for
+    GSPO: the loss itself contains the length.
     """
 
     paper: ClassVar[str] = "LUSPO: length-unbiased sequence policy optimisation"

@@ -28,11 +28,11 @@ from rlsys.algo.losses import (
 from rlsys.algo.reduction import Reduce, threshold
 
 NOISE = 1e-3
-"""A log-ratio closer to 0 may have its sign from rounding."""
+"""Absolute log-ratio below which the sign may be due to rounding."""
 
 
 def largest_kept(squares: Sequence[Tensor], budget: float, reduce: Reduce) -> float:
-    """Return the largest square left when the biggest are dropped until the mean is within `budget`."""
+    """Return the largest of the squares that remain if the largest are dropped until the mean is within `budget`."""
 
     def holds(edges: Tensor, counts: Tensor, sums: Tensor) -> Tensor:
         return sums <= budget * counts.clamp(min=1)
@@ -41,11 +41,13 @@ def largest_kept(squares: Sequence[Tensor], budget: float, reduce: Reduce) -> fl
 
 
 def largest_cap(squares: Sequence[Tensor], tokens: Tensor, budget: float, reduce: Reduce) -> float:
-    """Return the largest cap c with sum(min(square, c^2)) <= budget * tokens.
+    """Return the largest cap c with sum(min(square, c^2)) <= budget * tokens; LOG_RATIO_LIMIT if no cap is needed.
 
-    The log-ratio limit if no cap is needed.
-
-    tokens: float64 scalar, this rank's share of the number of tokens in the mean.
+    Args:
+        squares: `[n]` of each part.
+        tokens: float64 scalar, this rank's part of the number of tokens in the mean.
+        budget: the budget.
+        reduce: sum over ranks.
     """
     total, n = reduce(torch.stack([tokens.new_tensor(float(sum(len(s) for s in squares))), tokens])).cpu()
 
@@ -56,18 +58,18 @@ def largest_cap(squares: Sequence[Tensor], tokens: Tensor, budget: float, reduce
 
 
 class M2PO(Loss):
-    """A budget for the second moment of the log-ratio instead of a clip on each token: made for stale data.
+    """A budget for the second moment of the log-ratio instead of a clip on each token, for stale data.
 
     D = current - anchor. `mask` (the paper): drop the tokens of largest D^2 until the mean of the others is at most
-    tau; the selected have the plain loss -r A. `bounds` (the authors' code): over the tokens where a trust region can
-    act (A > 0 and D > 0, or A < 0 and D < 0), if the mean of D^2 exceeds tau, find the largest cap c whose mean
-    min(|D|, c)^2 meets it, and clip every ratio to [exp(-c), exp(c)]. Ours runs over the whole update and all ranks;
-    the authors' code runs it per micro-batch. Tokens of advantage 0 are in no mean: whether they are packed depends
-    on other terms of the loss.
+    tau; the others have the loss -r A. `bounds` (the authors' code): over the tokens where a trust region can act (A
+    > 0 and D > 0, or A < 0 and D < 0), if the mean of D^2 exceeds tau, find the largest cap c for which the mean of
+    min(|D|, c)^2 is at most tau, and clip every ratio to [exp(-c), exp(c)]. rlsys computes it over the whole update
+    and all ranks, the authors' code per micro-batch. Tokens of advantage 0 are excluded, because other terms of the
+    loss determine whether they are packed.
 
-    The divisor of `bounds` counts a token with |D| < 0.001 as a half, plus or minus (D / 0.001)^2 / 2 by the side
-    that it is on. Of tokens on which engine and trainer agree, the authors' code counts those whose rounding has the
-    right sign: a half of them, too, but another half on each machine.
+    The divisor of `bounds` counts a token with |D| < 0.001 as one half, plus or minus (D / 0.001)^2 / 2 by its sign.
+    For tokens on which engine and trainer agree, the authors' code counts those whose rounding has the right sign:
+    also about half, but different ones on each machine.
     """
 
     paper: ClassVar[str] = "M2PO: second-moment trust policy optimisation"
@@ -75,11 +77,11 @@ class M2PO(Loss):
     tau: Annotated[float, Field(gt=0)] = 0.04
     """Budget of the second moment."""
     form: Literal["bounds", "mask"] = "bounds"
-    """The authors' code, or the paper's text."""
+    """bounds: as in the authors' code. mask: as in the paper."""
     floor_low: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """bounds: never clip above 1 - floor_low."""
+    """With bounds: the lower clip is at most 1 - floor_low."""
     floor_high: Annotated[float, Field(ge=0)] | None = None
-    """bounds: never clip below 1 + floor_high."""
+    """With bounds: the upper clip is at least 1 + floor_high."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"current"})

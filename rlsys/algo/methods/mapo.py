@@ -28,9 +28,7 @@ def mapo(
 
 
 class Mapo(TurnAdvantage):
-    """Monte Carlo returns of turns, normalised twice and mixed.
-
-    They are normalised within the group's turns of the same number, and over all turns of the step.
+    """Monte Carlo returns of turns, normalised both within the group's turns of the same number and over the step.
 
     A = weight * N_turn(R) + (1 - weight) * N_batch(R), R_k = r_k + gamma R_{k+1}. This is a reading of the
     abstract, which states neither gamma nor weight. With one turn per sample it is weight * grpo + (1 - weight) *
@@ -44,7 +42,7 @@ class Mapo(TurnAdvantage):
     gamma: Unit = 1.0
     """Discount per turn."""
     weight: Unit = 0.5
-    """Share of what is normalised within turns of the same number."""
+    """Weight of the normalisation within turns of the same number."""
     eps: Eps = 1e-6
     """Added to each standard deviation."""
 

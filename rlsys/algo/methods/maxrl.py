@@ -16,8 +16,8 @@ class MaxRL(Advantage):
     """(R - mean) / mean within the group: the gradient of a likelihood, which weighs rare successes by 1 / p.
 
     With n samples of rewards 0 and 1 it is unbiased for the n-th order of maximum likelihood: n = 1 is REINFORCE.
-    Rewards should not be negative: a group whose mean is not above 0 gets 0. The authors divide there as well, which
-    turns the sign of the advantages by a negative mean.
+    Rewards should not be negative: a group whose mean is not above 0 gets 0. The authors divide in this case too,
+    which inverts the sign of the advantages for a negative mean.
     """
 
     paper: ClassVar[str] = (

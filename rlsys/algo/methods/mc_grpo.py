@@ -12,13 +12,13 @@ from rlsys.algo.batch import Samples
 
 
 class McGrpo(Advantage):
-    """(R - median) / (MAD + eps) in odd groups of G + 1; the median sample drops out, the others count more for it.
+    """(R - median) / (MAD + eps) in odd groups of G + 1 samples; the median sample has advantage 0.
 
-    Non-zero advantages are multiplied by (G + 1) / (number of non-zero), which makes up for the zeros that the mean
-    over all samples counts: with `over: active` the reducer would do it a second time. With rewards of 0 and 1 the
-    MAD is 0 in every group, so that all mixed groups weigh the same, as in the authors' code. Their eps is 1e-3,
-    which makes each advantage a thousand times as large as eps = 1 does and leaves the size of a step to the clipping
-    of the gradient. Plan odd groups: `planners: [mc_grpo]`.
+    Non-zero advantages are multiplied by (G + 1) / (number of non-zero ones), because the mean over all samples
+    counts the zeros; with `over: active` the reducer would compensate a second time. With rewards of 0 and 1 the MAD
+    is 0 in every group, so that all mixed groups have the same weight, as in the authors' code. Their eps is 1e-3,
+    with which advantages are a thousand times larger than with eps = 1 and gradient clipping determines the size of
+    a step. Use `planners: [mc_grpo]` for odd groups.
     """
 
     paper: ClassVar[str] = "MC-GRPO: median-centred GRPO"
@@ -32,7 +32,8 @@ class McGrpo(Advantage):
             n = len(rewards)
             if n % 2 == 0:
                 raise ValueError(
-                    f"mc_grpo needs groups of an odd number of samples, got {n}: rollout.group_size + 1"
+                    f"algo.advantage mc_grpo: a group has {n} samples; expected an odd number (algo.planners: "
+                    "mc_grpo)"
                 )
             distance = rewards - middle(rewards.sort().values)
             scaled = distance / (middle(distance.abs().sort().values) + self.eps)

@@ -8,7 +8,7 @@ from rlsys.algo.planners import Planner
 
 
 class OneMore(Planner):
-    """One sample more than rollout.group_size, and one again if that is even: the median needs an odd group."""
+    """Groups of rollout.group_size + 1 samples, or + 2 if that is even: the median needs an odd group."""
 
     paper: ClassVar[str] = "MC-GRPO: median-centred GRPO"
     evidence: ClassVar[str] = "R"

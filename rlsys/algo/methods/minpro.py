@@ -17,7 +17,7 @@ from rlsys.algo.sequences import at_sequences, least_before, sequence_table
 
 
 def least_by(part: Batch, values: Tensor) -> Tensor:
-    """Return the smallest of `values` `[T]` among each sequence's trained tokens, `[S]`; 0 without any."""
+    """Return the minimum of `values` `[T]` over each sequence's trained tokens, `[S]`; 0 without trained tokens."""
     least = torch.full((part.sequences,), torch.inf, dtype=values.dtype, device=values.device)
     least = least.scatter_reduce(0, part.ids[part.keep], values[part.keep], "amin")
     return torch.where(least.isinf(), torch.zeros_like(least), least)
@@ -26,27 +26,26 @@ def least_by(part: Batch, values: Tensor) -> Tensor:
 class MinPro(CorrectionPlugin):
     """Weight each token by the smallest ratio among the tokens before it, instead of by their product.
 
-    w_t = min_{j < t} exp(logp_j - mu_j) over the sample, also over its earlier sequences; 1 for its first token; the
-    token's own ratio is in the loss. A reading of
-    the abstract: whether the authors include j = t, and what they clip, was not found: see
-    `inclusive` and `cap`.
+    w_t = min_{j < t} exp(logp_j - mu_j) over the sample, including its earlier sequences; 1 for its first token; the
+    token's own ratio is in the loss. This is a reading of the abstract, which does not state whether j = t is
+    included and what is clipped: see `inclusive` and `cap`.
     """
 
     paper: ClassVar[str] = "A Step Back: prefix importance ratio (MinPRO)"
     evidence: ClassVar[str] = "A"
     inclusive: bool = False
-    """Take the token itself into the minimum."""
+    """Include the token itself in the minimum."""
     cap: PositiveFloat | None = 1.0
-    """Largest weight; none when null."""
+    """Largest weight. null: no limit."""
 
     @property
     def whole_samples(self) -> bool:
         return True
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """Return, for each sequence, the smallest log-ratio in its sample before it, `[N, K]`.
+        """Return for each sequence the smallest log-ratio in earlier sequences of its sample, `[N, K]`.
 
-        None if `current` was not scored: samples have one sequence.
+        None if `current` was not scored, because every sample has one sequence.
         """
         if parts[0].current is None:
             return None

@@ -18,12 +18,12 @@ from rlsys.algo.token_advantages import Unit
 class Mssr(Advantage):
     """One sample per prompt: reward minus a running Beta mean of the prompt, plus a bonus for uncertain tokens.
 
-    v = alpha / (alpha + beta) from before this sample; a = whiten(r - v) over the step; then
-    alpha <- eta alpha + r, beta <- eta beta + 1 - r, and eta falls from eta_max to eta_min as the policy moves
-    (mean KL of the last updates against kl_target). A_t = a + min(|a| / gamma, lam H_t), H the token's entropy. The
-    KL is the metric `policy_kl`, between successive versions on the tokens of the earlier one: with one update a step
-    and no tokens of an earlier version it is not measured, and eta stays at eta_max. The paper does not state the
-    start; here alpha = beta = 1.
+    v = alpha / (alpha + beta) before this sample, and a = whiten(r - v) over the step. Then alpha <- eta alpha + r
+    and beta <- eta beta + 1 - r, where eta falls from eta_max to eta_min as the mean KL of the last updates
+    approaches kl_target. A_t = a + min(|a| / gamma, lam H_t), where H is the token's entropy. The KL is the metric
+    `policy_kl`, between successive versions on tokens of the earlier one; without such tokens and with one update
+    per step it is not measured, and eta stays at eta_max. The paper does not state the initial values; rlsys uses
+    alpha = beta = 1.
     """
 
     paper: ClassVar[str] = "MSSR: memory-surrogate single-rollout RL"
@@ -34,18 +34,18 @@ class Mssr(Advantage):
     lam: Annotated[float, Field(ge=0)] = 2.0
     """Bonus per nat of entropy."""
     eta_max: Unit = 0.96
-    """Memory of the prompt's record while the policy is calm."""
+    """Decay of the prompt's record while the policy does not change."""
     eta_min: Unit = 0.875
-    """Memory while it moves."""
+    """Decay while the policy changes by `kl_target` or more."""
     kl_target: Annotated[float, Field(gt=0)] = 0.01
-    """KL between versions at which memory is shortest."""
+    """KL between versions at which the decay is `eta_min`."""
     window: Annotated[int, Field(gt=0)] = 20
-    """Optimizer updates whose mean KL counts."""
+    """Number of optimizer updates over which the KL is averaged."""
 
     @model_validator(mode="after")
     def _cross(self) -> Self:
         if self.eta_min > self.eta_max:
-            raise ValueError(f"eta_min = {self.eta_min} must not be above eta_max = {self.eta_max}")
+            raise ValueError(f"eta_min = {self.eta_min}: expected at most eta_max = {self.eta_max}")
         return self
 
     _record: dict[str, list[float]] = PrivateAttr(default_factory=dict)

@@ -14,8 +14,8 @@ from rlsys.algo.segments import group_index, sum_by
 class Opo(Advantage):
     """R - sum(l R) / sum(l) within the group, l the responses' lengths: the baseline of least variance.
 
-    It is the optimal baseline if a response's squared gradient norm grows like its length. OPO is meant for exactly
-    on-policy steps: without clip, KL or entropy terms.
+    It is the optimal baseline if a response's squared gradient norm is proportional to its length. OPO is for exactly
+    on-policy steps without clip, KL or entropy terms.
     """
 
     paper: ClassVar[str] = (

@@ -12,9 +12,9 @@ from rlsys.algo.losses import View
 
 
 class Opsm(CorrectionPlugin):
-    """Reject sequences of negative advantage that the policy has moved away from: mean(mu - logp) > delta.
+    """Reject sequences of negative advantage from which the policy has moved away: mean(mu - logp) > delta.
 
-    Measured from the sampler, whatever the anchor is: after the anchor was taken, nothing has moved yet.
+    The distance is that to the sampling policy for any anchor, since the policy has not moved from a recent anchor.
     """
 
     paper: ClassVar[str] = "Off-policy sequence masking (DeepSeek-V3.2 technical report)"

@@ -1,4 +1,4 @@
-"""Token baseline of a group: the reward of the responses that still continue, weighted by their scores.
+"""Token baseline of a group: the mean reward of the responses that reach a position, weighted by gradient norms.
 
 Shapes: N samples, T packed tokens, C cells: a response position for each group, up to its longest response.
 """
@@ -19,20 +19,18 @@ from rlsys.algo.segments import group_index
 from rlsys.algo.sequences import at_sequences, sequence_table, sums_before
 
 CHUNK = 2**20
-"""Cells that are summed over ranks at a time, which bounds the memory for any number of groups."""
+"""Number of cells in one sum over ranks, which bounds the memory for any number of groups."""
 
 
 def score_norm(part: Batch) -> Tensor:
-    """Compute |grad of log pi by the logits|^2 of each token, `[T]` float64: 1 - 2 pi + sum of pi^2.
-
-    0 where masked.
-    """
+    """Return |grad of log pi by the logits|^2 of each token, 1 - 2 pi + sum of pi^2, `[T]` float64; 0 where
+    masked."""
     token_prob = part.masked(part.signal("old")).double().exp()
     return part.masked(1 - 2 * token_prob + part.signal("sum_pi_squared").double())
 
 
 def running_sum(part: Batch, values: Tensor) -> Tensor:
-    """Sum within each sequence, up to and including the token itself, `[T]`."""
+    """Return the cumulative sum of `values` within each sequence, including the token itself, `[T]`."""
     total = values.cumsum(0)
     starts = torch.cat([total.new_zeros(1), total])[part.cu_seqlens[:-1].long()]
     return total - starts[part.ids]
@@ -41,9 +39,9 @@ def running_sum(part: Batch, values: Tensor) -> Tensor:
 class OptimalTokenBaseline(Advantage):
     """R minus the baseline of least variance for each token: B_t = sum W_t R / sum W_t over the group's responses.
 
-    W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi_jv^2) is the squared norm of the gradient of the response's log-prob so
-    far, by the logits; t counts the policy's own tokens, through all sequences of the sample. Where one response
-    alone is still going, its advantage is R, as in verl; with `lone: false` it is 0.
+    W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi_jv^2) is the squared norm of the gradient, by the logits, of the
+    response's log-prob up to t; t counts the policy's own tokens over all sequences of the sample. At positions that
+    only one response reaches, its advantage is R, as in verl; with `lone: false` it is 0.
     """
 
     paper: ClassVar[str] = (
@@ -52,7 +50,7 @@ class OptimalTokenBaseline(Advantage):
     evidence: ClassVar[str] = "R"
     of_samples: ClassVar[bool] = False
     lone: bool = True
-    """Whether tokens at a place that no other response of the group reaches have an advantage."""
+    """Whether tokens at positions that no other response of the group reaches have an advantage."""
     cap: Annotated[float, Field(gt=0)] | None = None
     """Multiply each term of W by min(exp(old - mu), cap)^2, the square of a truncated importance weight."""
     eps: Annotated[float, Field(ge=0)] = 1e-8
@@ -120,7 +118,7 @@ def _cells(samples: Samples) -> tuple[Tensor, int]:
 
 
 def _running(parts: Sequence[Batch], values: Sequence[Tensor], samples: int, reduce: Reduce) -> list[Tensor]:
-    """Sum within each sample over all its sequences, up to and including the token itself, `[T]` float64."""
+    """Return cumulative sums within each sample over all its sequences, including the token itself, `[T]` float64."""
     sums = [part.per_sequence(v) for part, v in zip(parts, values, strict=True)]
     earlier = sums_before(sequence_table(parts, sums, samples, reduce))
     return [
@@ -130,8 +128,6 @@ def _running(parts: Sequence[Batch], values: Sequence[Tensor], samples: int, red
 
 
 def _token_cell(part: Batch, start: Tensor, token_number: Tensor) -> Tensor:
-    """Return the cell of each token, `[T]`; any where masked.
-
-    `token_number`: its number within its sample, from 1.
-    """
+    """Return the cell of each token, `[T]`; any cell where masked. `token_number`: number within the sample, from
+    1."""
     return start[part.rows.to(start.device)][part.ids] + token_number.round().long() - 1

@@ -11,9 +11,10 @@ from rlsys.algo.sft.imitation import Imitation, Tokens
 
 
 class Otr(Imitation):
-    """One-Token Rollout: policy gradient on tokens drawn in the answer's place; reward 1 for its token, else `beta`.
+    """One-Token Rollout: policy gradient on a token sampled at each position, with reward 1 for the answer's token
+    and `beta` for any other.
 
-    The paper draws 256 candidates at each place. Here it is their mean over all draws, which needs none:
+    The paper samples 256 candidates at each position. rlsys computes their expectation without sampling:
     -sum_a q(a) R(a) log pi(a), with q = pi at `temperature`, without gradient. At temperature 1 that is (1 - beta)
     times the gradient of dft.
     """
@@ -22,9 +23,10 @@ class Otr(Imitation):
     evidence = "P"
 
     beta: Annotated[float, Field(le=1)] = 0.0
-    """Reward of every other token. The authors use a small negative one; 0 leaves them alone."""
+    """Reward of all other tokens. The authors use a small negative value; with 0 they have no gradient."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature of the candidates. The authors draw above 1, where unlikely tokens count more."""
+    """Sampling temperature of the candidates. The authors use more than 1, which gives unlikely tokens more
+    weight."""
 
     @property
     def candidates(self) -> float:

@@ -15,9 +15,10 @@ from rlsys.algo.batch import Samples
 class OutcomeExploration(Advantage):
     """GRPO plus c times a bonus for rare final answers, outside the group's normalisation.
 
-    ucb_con: min(1, 1/sqrt(N)) - b0, N = how often this answer came up for this prompt before (negative beyond four
-    visits with b0 = 1/2); ucb_mean: the same minus the step's mean; batch: minus the share of siblings with the same
-    answer. c was not found in the paper; responses without an answer get no bonus, and are not in the mean.
+    ucb_con: min(1, 1/sqrt(N)) - b0, where N counts the earlier occurrences of this answer for this prompt (negative
+    beyond four with b0 = 1/2). ucb_mean: the same minus the step's mean. batch: minus the share of the group's other
+    samples with the same answer. The paper does not state c. Responses without an answer get no bonus and are not in
+    the mean.
     """
 
     paper: ClassVar[str] = "Outcome-based exploration for LLM reasoning"
@@ -25,7 +26,7 @@ class OutcomeExploration(Advantage):
     group_local: ClassVar[bool] = False
     evidence: ClassVar[str] = "P"
     mode: Literal["ucb_con", "ucb_mean", "batch"] = "ucb_con"
-    """Which bonus."""
+    """Kind of bonus."""
     c: float = 0.1
     """Weight of the bonus."""
     b0: float = 0.5

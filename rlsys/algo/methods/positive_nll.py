@@ -1,4 +1,4 @@
-"""Imitation of the policy's own successes, beside the policy's loss."""
+"""Imitation of the policy's own successes, in addition to the policy's loss."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from rlsys.algo.reduction import Reduce
 class PositiveNll(Loss):
     """coefficient times the mean of -logp over the tokens of correct responses (VAPO's positive-example loss).
 
-    The mean is over the correct responses of the whole update, in the reducer's weights: with `token_mean` over their
-    tokens, as VAPO has it. NeMo-RL takes it over those of one micro-batch. Neither ratio nor correction acts on it.
+    The mean is over the correct responses of the whole update with the reducer's weights: with `token_mean` over
+    their tokens, as in VAPO. NeMo-RL uses those of one micro-batch. The term has no ratio, and corrections do not
+    apply.
     """
 
     paper: ClassVar[str] = "VAPO (arXiv 2504.05118), eq. 10; NeMo-RL positive_example_nll_weight"
@@ -44,5 +45,5 @@ class PositiveNll(Loss):
         return -self.coefficient * share.to(view.logp) * view.logp, {}
 
     def _correct(self, part: Batch) -> Tensor:
-        """`[T]`, 0 or 1."""
+        """Return 1 for tokens of correct responses and 0 for others, `[T]`."""
         return (part.signal("rewards") > self.correct).to(part.mu)

@@ -12,7 +12,7 @@ from rlsys.config.section import Section
 
 class TemplateParams(Section):
     system: str = ""
-    """System message; none when empty."""
+    """System message; empty for none."""
     user: Annotated[str, Field(pattern=r"\{question\}")] = "{question}"
     """The user's message; `{question}` is replaced."""
     opening: str = ""
@@ -20,7 +20,7 @@ class TemplateParams(Section):
     form: Literal["tags", "boxed", "line"] = "tags"
     """Requested form of the final answer: <answer>...</answer>, \\boxed{...}, or a last line `Answer: ...`."""
     marks: list[str] = Field(default_factory=list)
-    """Further texts that a response contains exactly once, for a reward of the format (`data.reward:
+    """Texts that a response must contain exactly once, for a reward of the format (`data.reward:
     answer_and_format`)."""
 
 
@@ -54,18 +54,18 @@ DEFAULT_TEMPLATES = [
 
 
 class PromptAugmentation(PromptChooser):
-    """Each group puts its question in one of several templates, drawn evenly: a prompt seen again looks new.
+    """A random template for the question of each group, so that a repeated prompt has another wording.
 
-    A template is a system text, the words around the question, how the answer is forced to open, and the format that
-    it asks for: verifiers read the final answer in that form. The paper has 13 templates, of which five ask for a
-    structure and are marked for it; rlsys wrote these eight. A prompt source that states the form of the answer
-    itself (`data.params.instruction` of reasoning_gym) has to leave that to the templates.
+    A template defines a system message, the text around the question, the forced start of the answer, and the form of
+    the final answer, which verifiers use. The paper has 13 templates, of which five request a structure that is
+    rewarded; these eight are rlsys's own. A prompt source must not state the form of the answer itself
+    (`data.params.instruction` of reasoning_gym).
     """
 
     paper: ClassVar[str] = "Prompt augmentation for RL with verifiable rewards"
     evidence: ClassVar[str] = "R"
     templates: Annotated[list[TemplateParams], Field(min_length=1)] = DEFAULT_TEMPLATES
-    """Templates; one is drawn for each prompt."""
+    """Templates; one is drawn for each group."""
     seed: int = 0
     """Seed of the draws."""
 

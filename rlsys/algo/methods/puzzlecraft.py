@@ -17,9 +17,9 @@ from rlsys.algo.segments import group_mean
 class PuzzleCraft(Advantage):
     """(R - mean) times a group weight that is largest for prompts of medium difficulty with diverse answers.
 
-    w = lam d (1 - d) delta^gamma; d = mean reward; delta = entropy of the chosen options over log K, K the number of
-    options of a problem ("entropy": for choices; responses without an answer chose none), or (distinct answers - 1)
-    / (n - 1) ("distinct": for structured answers).
+    w = lam d (1 - d) delta^gamma, where d is the mean reward. For multiple choice ("entropy") delta is the entropy of
+    the chosen options divided by log K, with K options per problem; for structured answers ("distinct") it is
+    (distinct answers - 1) / (n - 1). Responses without an answer chose no option.
     """
 
     paper: ClassVar[str] = "PuzzleCraft: exploration-aware curriculum"
@@ -38,7 +38,7 @@ class PuzzleCraft(Advantage):
     def _options(self) -> Self:
         if (self.options is None) == (self.diversity == "entropy"):
             reason = "needs the number of options of a problem" if self.options is None else "has no options"
-            raise ValueError(f"diversity = {self.diversity} {reason}, here options = {self.options}")
+            raise ValueError(f"diversity = {self.diversity} {reason}: options = {self.options}")
         return self
 
     def needs(self) -> frozenset[str]:

@@ -17,10 +17,10 @@ from rlsys.algo.token_advantages import on_trained, whiten_tokens
 
 
 class ReinforcePP(Advantage):
-    """R minus the KL still to come, whitened over all tokens of the step.
+    """R minus the KL of the remaining tokens, whitened over all tokens of the step.
 
-    A_t = R - beta * sum_{j >= t} (old_j - ref_j), to the end of the sample, through its later sequences, too; then
-    (A - mean) / std over every trained token. No critic, no group baseline.
+    A_t = R - beta * sum_{j >= t} (old_j - ref_j), over the remaining tokens of the sample including its later
+    sequences; then (A - mean) / std over all trained tokens. It needs no critic and no group baseline.
     """
 
     paper: ClassVar[str] = "REINFORCE++ (Hu 2025), section 3"
@@ -48,7 +48,7 @@ class ReinforcePP(Advantage):
 
     @staticmethod
     def _kl_to_come(parts: Sequence[Batch], samples: int, reduce: Reduce) -> list[Tensor]:
-        """Sum the KL from each token to the end of its sample, `[T]`."""
+        """Return the sum of the KL from each token to the end of its sample, `[T]`."""
         kls = [part.masked(part.signal("old") - part.signal("ref")) for part in parts]
         sums = [part.per_sequence(kl) for part, kl in zip(parts, kls, strict=True)]
         after = sums_after(sequence_table(parts, sums, samples, reduce))
@@ -60,7 +60,7 @@ class ReinforcePP(Advantage):
 
 
 class ReinforcePPBaseline(ReinforcePP):
-    """REINFORCE++ after taking the group's mean off the reward."""
+    """REINFORCE++ on the reward minus the group's mean reward."""
 
     evidence: ClassVar[str] = "R"
     of_samples: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Reject tokens, responses or whole groups whose policy is too far from the anchor, by an estimate of KL."""
+"""Rejection of tokens, responses or groups whose sampling policy is too far from the anchor, by an estimate of KL."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Of = Literal["token", "sequence_mean", "sequence_sum", "sequence_max", "group_me
 
 
 class Rejection(CorrectionPlugin):
-    """Reject what lies outside [low, high] of an estimate of KL(mu || anchor), with d = anchor - mu of each token.
+    """Reject tokens, responses or groups whose estimate of KL(mu || anchor) is outside [low, high].
 
-    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, of the token itself, or their mean, sum or largest over the trained
-    tokens of its response or of its group. A response or a group stays or goes as a whole; of a group, those tokens
-    of the update count that have an advantage. Several such corrections apply together. The level of a group is not
-    in the paper.
+    With d = anchor - mu of a token: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. The estimate is the token's own, or
+    the mean, sum or maximum over the trained tokens of its response or group; a response or group is then rejected
+    as a whole. For a group, only tokens with an advantage in this update count. Several such corrections can be
+    combined. The group level is not in the cited code.
     """
 
     paper: ClassVar[str] = "verl, `rollout_rs`; AReaL, `rejection_sampling`; slime, MIS"
@@ -37,9 +37,9 @@ class Rejection(CorrectionPlugin):
     level: Of = "sequence_mean"
     """Unit of the estimate."""
     high: float = 0.01
-    """Largest value kept. For k1 in nats: verl gives bounds of a ratio, whose logarithms these are."""
+    """Largest value kept. For k1 it is in nats, the logarithm of the bound of a ratio in verl."""
     low: float | None = None
-    """Smallest value kept; k1 only, whose values have a sign."""
+    """Smallest value kept, for k1 only: k2 and k3 are never negative."""
 
     @model_validator(mode="after")
     def _cross(self) -> Self:
@@ -48,11 +48,13 @@ class Rejection(CorrectionPlugin):
         if self.kind != "k1" and self.high <= 0:
             raise ValueError(f"high = {self.high} must be above 0: {self.kind} is never below 0")
         if self.low is not None and self.low >= self.high:
-            raise ValueError(f"low = {self.low} must be below high = {self.high}: nothing would be kept")
+            raise ValueError(
+                f"low = {self.low}: expected less than high = {self.high}; no token would be kept"
+            )
         if self.kind == "k1" and self.level.endswith("max"):
             raise ValueError(
-                f"level = {self.level!r} with kind = k1: values of both signs have no largest one; "
-                "use another level or kind"
+                f"level = {self.level!r} with kind = k1: the maximum ignores negative values; use another level or "
+                "kind"
             )
         return self
 
@@ -68,16 +70,16 @@ class Rejection(CorrectionPlugin):
         return gap**2 / 2 if self.kind == "k2" else gap.exp() - 1 - gap
 
     def over_sequences(self, view: View, tokens: Tensor) -> Tensor:
-        """Sum, or maximise if the level says so, over these tokens `[T]` bool of each sequence, `[S]`."""
+        """Return the sum, or for a `max` level the maximum, over the `tokens` `[T]` bool of each sequence, `[S]`."""
         batch, values = view.batch, self.values(view)
         values = torch.where(tokens, values, torch.zeros_like(values))
         by = max_by if self.level.endswith("max") else sum_by  # only k1 has values below 0, and it has no max
         return by(values, batch.ids, batch.sequences)
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """Return the statistic of each row's group, `[N]`, from this update's sequences of all ranks.
+        """Return the statistic of each row's group over this update's sequences of all ranks, `[N]`.
 
-        None: no groups.
+        None if the level is not that of a group.
         """
         if not self.prepares:
             return None

@@ -17,11 +17,11 @@ from rlsys.config.section import Fraction
 
 
 class RoRecomp(Selector):
-    """Train the short correct and the long wrong responses of each group now; the others later, in an extra update.
+    """Train the short correct and the long wrong responses of each group, and the others later in an extra update.
 
-    Baselines are those of the whole group. The share alpha is taken from each end: the shortest of the correct, the
-    longest of the wrong. The others go to a first-in-first-out store (rlsys.algo.methods.deferred_samples). The
-    paper's values of alpha, of the store's size and of its schedule were not found; rlsys chose these.
+    Baselines are those of the whole group. A share alpha of the correct responses (the shortest) and of the wrong
+    ones (the longest) is trained at once; the others go to a queue (rlsys.algo.methods.deferred_samples). The
+    defaults of alpha, capacity and max_age are rlsys's.
     """
 
     paper: ClassVar[str] = "RoRecomp: rollout response recomposition"
@@ -30,7 +30,7 @@ class RoRecomp(Selector):
     alpha: Fraction = 0.75
     """Share of the correct (shortest) and of the wrong (longest) responses trained at once."""
     capacity: Annotated[int, Field(gt=0)] = 256
-    """Stored samples that make an extra update."""
+    """Number of stored samples at which an extra update is made."""
     max_age: Annotated[int, Field(ge=0)] = 4
     """Train steps after which a stored sample is dropped."""
     correct: float = 0.5

@@ -14,7 +14,7 @@ from rlsys.algo.losses import Figures, Loss, View
 class Sapo(Loss):
     """A smooth gate instead of a clip: -(4 / tau) sigmoid(tau (r - 1)) A.
 
-    tau is larger, so the gate narrower, for A <= 0. At r = 1 the gradient is that of -r A.
+    For A <= 0 tau is larger, so the gate is narrower. At r = 1 the gradient is that of -r A.
     """
 
     paper: ClassVar[str] = "Soft adaptive policy optimisation (SAPO)"
@@ -22,7 +22,7 @@ class Sapo(Loss):
     tau_positive: Annotated[float, Field(gt=0)] = 1.0
     """Temperature of the gate where A > 0."""
     tau_negative: Annotated[float, Field(gt=0)] = 1.05
-    """Temperature elsewhere."""
+    """Temperature of the gate where A <= 0."""
 
     def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         tau = torch.where(view.advantages > 0, self.tau_positive, self.tau_negative).to(view.ratio)

@@ -12,14 +12,13 @@ from rlsys.core.types import SampleGroup
 
 
 class Scope(Planner):
-    """Groups with few successes get further samples that start with a corrected failed response.
+    """Add samples to groups with few successes that start with a corrected failed response.
 
-    A sample starts with a failed response up to its first wrong step, and the correct step in its place.
-
-    `data.process_judge` finds the step and writes the correct one. The tokens before it are the failed response's
-    own, with their log-probs; those of the correct step are not trained; the model continues after them, and the
-    reward function judges the whole response. The samples are in the group like any other. Our reading of the
-    abstract: it names no threshold, and no loss on the inserted step.
+    Such a sample starts with a failed response up to its first wrong step, followed by the correct step, from which
+    the model continues. `data.process_judge` finds the wrong step and writes the correct one. The tokens before it
+    keep the log-probs of the failed response; those of the correct step are not trained. The reward function scores
+    the whole response, and the sample is in the group like any other. This is a reading of the abstract, which states
+    neither a threshold nor a loss on the inserted step.
     """
 
     paper: ClassVar[str] = "SCOPE: step-wise correction for on-policy exploration"
@@ -27,7 +26,7 @@ class Scope(Planner):
     below: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Groups with at most this success rate are repaired."""
     repairs: GroupLimit = 2
-    """Failed responses of a group that are repaired, at the most; the first ones."""
+    """Maximum number of repaired responses per group; the first failed ones are chosen."""
     correct: float = 0.5
     """A sample is a success when its reward is above this."""
     _repairs: dict[int, tuple[Prefix, ...]] = PrivateAttr(default_factory=dict)

@@ -14,12 +14,12 @@ Terms = Counter[int | tuple[int, int]]
 
 
 def terms(ids: Sequence[int]) -> Terms:
-    """Count each token and each pair of neighbours."""
+    """Return the counts of all tokens and all pairs of adjacent tokens."""
     return Counter([*ids, *pairwise(ids)])
 
 
 def most_alike(query: Sequence[int], texts: Sequence[Sequence[int]], count: int) -> list[int]:
-    """Return the indices of the `count` texts with the largest cosine to `query`, nearest first; ties: the later one.
+    """Return the indices of the `count` texts with the largest cosine to `query`, descending; ties: later text first.
 
     A term's weight is its count times ln((1 + N) / N_term), over the N texts and the query: terms of all texts, such
     as those of a chat template, have almost no weight.

@@ -1,4 +1,4 @@
-"""A reference model that follows the policy from afar."""
+"""Hook that periodically moves the reference model towards the policy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlsys.algo.hooks import Hook
 
 
 class SyncReference(Hook):
-    """Every N train steps the reference moves towards the policy: ref <- alpha policy + (1 - alpha) ref.
+    """Move the reference towards the policy every N train steps: ref <- alpha policy + (1 - alpha) ref.
 
-    It is for a KL to the reference, as a term or in the reward: that KL then bounds the drift of the last steps, not
-    that from the first weights. The reference is one more copy of a rank's weights, in float32 and in host memory.
+    A KL to the reference, as a loss term or in the reward, then bounds the drift of recent steps instead of that from
+    the initial weights. The reference is another copy of a rank's weights, in float32 in host memory.
     """
 
     paper: ClassVar[str] = "Trust-region methods for alignment (TR-DPO, arXiv 2404.09656); TRL sync_ref_model"

@@ -13,8 +13,8 @@ from rlsys.algo.losses import View
 class Tis(Normalised):
     """Truncated importance weights: min(rho, cap), and at least `floor`.
 
-    `sequence` takes the product over the sequence, `geometric` its mean. `normalise` divides by the mean weight of
-    the update's tokens, so that the loss keeps its size.
+    `level: sequence` uses the product over the sequence, `geometric` the geometric mean. `normalise` divides by the
+    mean weight of the update's tokens, so that the weights do not change the scale of the loss.
     """
 
     paper: ClassVar[str] = (
@@ -32,7 +32,7 @@ class Tis(Normalised):
     @model_validator(mode="after")
     def _cross(self) -> Self:
         if self.floor > self.cap:
-            raise ValueError(f"floor = {self.floor} must not be above cap = {self.cap}")
+            raise ValueError(f"floor = {self.floor}: expected at most cap = {self.cap}")
         return self
 
     def correct(self, view: View) -> Correction:

@@ -15,18 +15,19 @@ from rlsys.algo.reduction import Reduce, threshold
 from rlsys.algo.selectors import Selector
 
 GRID = 2.0**-10
-"""Entropies are told apart to this, in nats: tokens of equal responses in a group stay or go together."""
+"""Resolution of entropies in nats: tokens of equal responses in a group are all kept or all dropped."""
 
 
 MOST_NATS = 32.0
-"""More than the entropy over any vocabulary."""
+"""Upper bound of the entropy in nats for any vocabulary."""
 
 
 class TopEntropy(Selector):
-    """Train only the tokens where the policy was least sure: the share of all tokens with the largest entropy.
+    """Train only the share of all tokens with the largest entropy, where the policy was least certain.
 
-    Of the whole step, as the trainer had it at its start; TRL takes the quantile of a micro-batch over ranks. All
-    terms of the loss lose the other tokens, also the KL to a reference, which TRL leaves. Denominators count all.
+    The quantile is over the whole step, with entropies at its start; TRL uses that of a micro-batch over ranks. The
+    other tokens are removed from all loss terms, including the KL to a reference, in which TRL keeps them.
+    Denominators count all tokens.
     """
 
     paper: ClassVar[str] = "Beyond the 80/20 rule: high-entropy minority tokens (Wang et al. 2025)"

@@ -14,15 +14,15 @@ from rlsys.algo.corrections import Level
 from rlsys.algo.losses import LOG_RATIO_LIMIT, Figures, Loss, View
 
 ROUNDING = 1e-3
-"""A ratio above 1 by less may be rounding: it is not counted as capped."""
+"""Excess of a ratio over 1 that may be rounding and does not count as capped."""
 
 
 class Topr(Loss):
-    """Tapered off-policy REINFORCE: good samples count in full, bad ones by at most their ratio.
+    """Tapered off-policy REINFORCE: positive samples have full weight, negative ones at most their ratio.
 
-    -A logp where A > 0, else -sg(min(r, 1)) A logp. r is the product over the response, as in the paper; ROLL takes
-    each token's (`level: token`), and tells good from bad by the reward where we take the advantage. Corrections
-    weigh good samples, which have no ratio, by exp(logp - mu), and bad ones by exp(anchor - mu).
+    -A logp where A > 0, else -sg(min(r, 1)) A logp. r is the product over the response, as in the paper; ROLL uses
+    each token's ratio (`level: token`) and the sign of the reward instead of the advantage. Corrections weight
+    positive samples, which have no ratio, by exp(logp - mu), and negative ones by exp(anchor - mu).
     """
 
     paper: ClassVar[str] = "TOPR: tapered off-policy REINFORCE (arXiv 2503.14286), eq. 8"

@@ -1,4 +1,4 @@
-"""TTRL in the trainer: a vote is larger than what is trained on; ttrl_groups.py has the vote."""
+"""TTRL in the trainer: selection of the trained samples of a vote; ttrl_groups.py has the vote."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlsys.config.section import Fraction
 
 
 class Thin(Selector):
-    """Train a random share of each group's votes; all of them voted."""
+    """Train a random share of each group's samples; all of them took part in the vote."""
 
     paper: ClassVar[str] = "TTRL: test-time reinforcement learning"
     evidence: ClassVar[str] = "R"

@@ -1,4 +1,4 @@
-"""TTRL in the rollout process: votes in the place of an answer key, and the size of the vote. No torch."""
+"""TTRL in the rollout process: majority votes instead of an answer key, and the size of the vote. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlsys.algo.planners import Multiple, Planner
 
 
 class Votes(Planner):
-    """Test-time RL votes with more samples than it trains: `factor` times rollout.group_size."""
+    """Groups of `factor` times rollout.group_size samples, which vote; the selector ttrl trains a part of them."""
 
     paper: ClassVar[str] = "TTRL: test-time reinforcement learning"
     evidence: ClassVar[str] = "R"
@@ -23,13 +23,13 @@ class Votes(Planner):
 
 
 def majority(answers: Sequence[str | None]) -> str | None:
-    """Return the most frequent answer; of several, the first one. None without any answer."""
+    """Return the most frequent answer, the first one in a tie; None if there is no answer."""
     counts = Counter(a for a in answers if a is not None)
     return max(counts, key=lambda a: counts[a]) if counts else None
 
 
 class Ttrl(GroupReward):
-    """1 for agreeing with the majority of the group's answers, 0 else: learning without a key."""
+    """1 for the majority answer of the group, otherwise 0: a reward without an answer key."""
 
     paper: ClassVar[str] = "TTRL: test-time reinforcement learning"
     evidence: ClassVar[str] = "R"

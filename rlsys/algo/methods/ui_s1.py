@@ -29,13 +29,23 @@ def ui_s1(
     std: bool,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Compute episode_weight * N_group(episode) + step_weight * N_step(R), `[N, K]`.
+    """Return episode_weight * N_group(episode) + step_weight * N_step(R), `[N, K]`.
 
-    R restarts at a turn without a match.
+    R is the return, which restarts at a turn without a match. N_group is (x - mean) / (std + eps) over all turns of
+    the group, N_step the same over turns of the same number. A single turn has 0 in N_step and its score in N_group,
+    as in the authors' code.
 
-    `episode` `[N]`: a score for each sample, counted once for each of its turns. N_group: (x - mean) / (std + eps)
-    over all turns of the group; N_step: over those of the same number. A single turn has 0 in N_step and, as the
-    authors have it, its score itself in N_group.
+    Args:
+        episode: `[N]`, score of each sample, counted once for each of its turns.
+        rewards: `[N, K]`, rewards of turns.
+        matches: `[N, K]` bool, whether the turn matches the recorded trajectory.
+        counts: `[N]`, number of turns.
+        group_ids: `[N]`.
+        gamma: discount per turn.
+        episode_weight: weight of N_group.
+        step_weight: weight of N_step.
+        std: divide by the standard deviation.
+        eps: added to it.
     """
     is_turn = turn_mask(counts, rewards.shape[1])
     returns = turn_returns(rewards, gamma, matches)[is_turn]
@@ -56,11 +66,11 @@ def ui_s1(
 
 
 class UiS1(TurnAdvantage):
-    """The episode's score in its group, and the returns of steps in its group's steps of one number.
+    """The episode's score relative to its group, and returns of steps relative to steps of the same number.
 
     A = episode_weight * N_group(score) + step_weight * N_step(R). R_k = r_k + gamma R_{k+1}, which restarts at a turn
-    that did not do as the trajectory that it follows. The score is the sample's reward. A group's mean and deviation
-    count a score once for each of its turns, as the authors' code does.
+    that deviates from the recorded trajectory. The score is the sample's reward. A group's mean and deviation count a
+    score once for each of its turns, as in the authors' code.
     """
 
     paper: ClassVar[str] = "UI-S1: semi-online reinforcement learning (arXiv 2509.11543)"
@@ -72,7 +82,7 @@ class UiS1(TurnAdvantage):
     step_weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the steps' returns."""
     std: bool = True
-    """Divide by the standard deviations, not only take off the means."""
+    """Divide by the standard deviations after subtracting the means."""
     eps: Eps = 1e-6
     """Added to each standard deviation."""
 

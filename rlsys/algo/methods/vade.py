@@ -14,20 +14,20 @@ Decay = Annotated[float, Field(gt=0, le=1)]
 
 
 class Vade(PromptChooser):
-    """Prompts of medium difficulty first: a Beta posterior of each prompt's success rate, drawn by Thompson.
+    """Thompson sampling of prompts of medium difficulty, with a Beta posterior of each prompt's success rate.
 
-    Each group draws p ~ Beta(alpha, beta) for all prompts of the pool and takes the one with the largest
-    p (1 - p)^2 that is not under way. A finished group adds its successes and failures after its prompt's record was
-    decayed by `visited`; all records decay by `all_decay` per finished group, towards the prior 1, 1. The posterior
-    and the score are those of the authors' project page; the page does not state the decays.
+    For each group, p ~ Beta(alpha, beta) is drawn for all prompts of the pool, and the prompt with the largest p (1
+    - p)^2 that no unfinished group uses is chosen. A finished group decays its prompt's record by `visited`, then
+    adds its successes and failures; all records decay by `all_decay` per finished group, towards the prior 1, 1. The
+    posterior and the score are those of the authors' project page, which does not state the decays.
     """
 
     paper: ClassVar[str] = "VADE: variance-aware dynamic sampling"
     evidence: ClassVar[str] = "P"
     pool: Annotated[int, Field(gt=0, le=2**20)] = 1024
-    """Prompts to choose from: the first of the source."""
+    """Number of candidate prompts: the first ones of the source."""
     visited: Decay = 0.9
-    """Decay of a prompt's record when it is visited."""
+    """Decay of a prompt's record per finished group of this prompt."""
     all_decay: Decay = 0.999
     """Decay of every record per finished group."""
     correct: float = 0.5

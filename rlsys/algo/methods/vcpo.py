@@ -17,10 +17,7 @@ from rlsys.algo.segments import group_index, group_mean, group_std, sum_by
 
 
 def effective_share(log_weight: Tensor) -> float:
-    """Compute ESS / n = (sum w)^2 / (n sum w^2) from log-weights `[n]`, in log space.
-
-    Long sequences would overflow.
-    """
+    """Return ESS / n = (sum w)^2 / (n sum w^2) for log-weights `[n]`, in log space, so that it does not overflow."""
     if len(log_weight) == 0:
         return 1.0
     first, second = torch.logsumexp(log_weight.double(), 0), torch.logsumexp(2 * log_weight.double(), 0)
@@ -37,7 +34,7 @@ class EssScaling(Hook):
     paper: ClassVar[str] = "VCPO (Stable Asynchrony), effective-sample-size step scaling"
     evidence: ClassVar[str] = "R"
     rho0: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share at and above which the step is full."""
+    """Share of effective samples from which the learning rate is not reduced."""
     shape: Literal["sqrt", "linear"] = "sqrt"
     """Function of the share, below `rho0`."""
     every_sample: ClassVar[bool] = True
@@ -55,9 +52,9 @@ class MinimumVariance(Advantage):
     """(R - b) / (std + eps) with the baseline b that minimises the variance of off-policy gradients.
 
     b = sum w^2 |g|^2 R / sum w^2 |g|^2 over the group; w = exp(sum_t old - mu), |g| the norm of the gradient of the
-    sample's log-prob. By the weights that would take one backward pass per sample. "score" takes the gradient by the
-    logits, exactly: |g|^2 = sum_t (1 - 2 pi_t + sum_v pi_tv^2). "length" and "one" are cheaper proxies, not from the
-    paper: |g|^2 grows like the response's length, or not at all.
+    sample's log-prob. The gradient by the weights would take one backward pass per sample. "score" uses the exact
+    gradient by the logits: |g|^2 = sum_t (1 - 2 pi_t + sum_v pi_tv^2). "length" and "one" are cheaper proxies that
+    are not in the paper: |g|^2 is proportional to the response's length, or constant.
     """
 
     paper: ClassVar[str] = "VCPO (Stable Asynchrony), optimal off-policy baseline"
@@ -77,7 +74,7 @@ class MinimumVariance(Advantage):
         largest = torch.full((len(sizes),), -torch.inf, dtype=torch.float64, device=index.device)
         largest = largest.scatter_reduce(0, index, log_weight, "amax")
         share = (2 * (log_weight - largest[index])).exp()
-        if self.norm == "score":  # a response that was certain of every token has no gradient
+        if self.norm == "score":  # a response with probability 1 for every token has no gradient
             share = share * samples.column("score_norm").double().clamp(min=1e-9)
         elif self.norm == "length":
             share = share * samples.lengths.clamp(min=1)

@@ -13,10 +13,10 @@ from rlsys.algo.losses import LOG_RATIO_LIMIT, Figures, Loss, View
 
 
 class Vespo(Loss):
-    """A smooth weight of the whole response's ratio: 1 where nothing moved, less and less the further it moves.
+    """A smooth weight of the whole response's ratio: 1 for a ratio of 1, decreasing with the distance from it.
 
-    -sg(phi(w)) A logp, phi(w) = exp(lam (1 - w)) w^k, w = the product of the response's ratios; k and lam by the sign
-    of A. w at least 1e-8. No correction for mu beside it: take anchor mu, and w is the whole ratio.
+    -sg(phi(w)) A logp with phi(w) = exp(lam (1 - w)) w^k, where w is the product of the response's ratios, at least
+    1e-8; k and lam depend on the sign of A. Use anchor mu and no correction: w is then the whole ratio.
     """
 
     paper: ClassVar[str] = "VESPO: variational sequence-level soft policy optimisation (arXiv 2602.10693)"

@@ -13,12 +13,11 @@ from rlsys.algo.segments import group_index, sum_by
 
 
 class Xrpo(Advantage):
-    """GRPO, with more weight on correct samples that were unlikely: novelty-sharpened advantages.
+    """GRPO with more weight on correct samples that were unlikely: novelty-sharpened advantages.
 
-    For correct samples, s = mean log-prob of the response, eta = exp(s - mean_g s):
-    A += min(max(lam (1 - eta), 0), kappa A). s is the engine's, under the prompt that it sampled from; what was drawn
-    after solved problems (planner xrpo) would look likely by that. Such samples get no bonus, and are not in the
-    mean. lam and kappa are the paper's.
+    For correct samples with mean log-prob s and eta = exp(s - mean_g s): A += min(max(lam (1 - eta), 0), kappa A). s
+    is the engine's log-prob under the prompt that it sampled from. Samples that follow solved problems (planner
+    xrpo) are likely under that prompt, so they get no bonus and are not in the mean. lam and kappa are the paper's.
     """
 
     paper: ClassVar[str] = "XRPO, advantage sharpening"

@@ -1,5 +1,5 @@
-"""XRPO's planner: further samples where they are most informative, and solved problems where no sample succeeds. No
-torch."""
+"""XRPO's planner: additional samples for the most informative groups, and solved problems for groups without success.
+No torch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from rlsys.core.types import SampleGroup, Status
 
 
 def student_quantile(p: float, freedom: int) -> float:
-    """Compute the quantile of Student's t.
+    """Return the quantile `p` of Student's t distribution with `freedom` degrees of freedom.
 
-    Exact for 1 and 2 degrees of freedom, else Cornish-Fisher to 1 / freedom^3.
+    It is exact for 1 and 2 degrees, otherwise a Cornish-Fisher expansion up to 1 / freedom^3.
     """
     if freedom == 1:
         return math.tan(math.pi * (p - 0.5))
@@ -45,7 +45,7 @@ def student_quantile(p: float, freedom: int) -> float:
 
 @dataclass(frozen=True)
 class Member:
-    """A group that waits for its round to close. `new`: it has not been in a round before."""
+    """A group of the open round. `room`: samples that it can still get; `new`: it was in no round before."""
 
     rewards: list[float]
     room: int
@@ -53,39 +53,40 @@ class Member:
 
 
 class Xrpo(Planner):
-    """More samples where they shrink the uncertainty of the mean reward most, allotted in closed rounds.
+    """Additional samples for the groups in which they reduce the uncertainty of the mean reward most, in rounds.
 
-    h(n) = t(1 - alpha/2, n - 1) s / sqrt(n) is half the confidence interval of a group's mean reward, T the samples
-    of all groups of a round. Groups that are done wait until `groups` new ones are together, or until nothing else
-    runs; those of the largest h(n) - h(n + 1) + bonus sqrt(ln(1 + T) / n) get `samples` more, `share` of the new
-    groups in the mean. They are in a later round again. A group in which every sample succeeds gets none: its
-    reward is known. The paper closes its rounds over a step's batch, in three phases; rlsys chose the sizes.
+    h(n) = t(1 - alpha/2, n - 1) s / sqrt(n) is half the confidence interval of a group's mean reward; T is the
+    number of samples of all groups of a round. Finished groups wait until the round has `groups` new ones, or until
+    no other group runs. The groups with the largest h(n) - h(n + 1) + bonus sqrt(ln(1 + T) / n) then get `samples`
+    more, on average `share` of the new groups, and join a later round. A group in which every sample succeeds gets
+    none, because its reward is known. In the paper a round is a step's batch, in three phases; the sizes here are
+    rlsys's.
 
-    Seeding: a group without any success gets samples that see solved problems first, as earlier turns of the chat,
-    and are trained on the plain prompt. The paper takes the two nearest by an embedding of the problems. Here they
-    are the nearest by TF-IDF cosine of the prompts' tokens, among the `memory` that were solved last.
+    Seeding: a group without success gets samples whose prompt starts with solved problems, as earlier turns of the
+    chat, and which are trained on the plain prompt. The paper uses the two nearest problems by an embedding; rlsys
+    uses the nearest by TF-IDF cosine of the prompts' tokens, among the last `memory` solved ones.
     """
 
     paper: ClassVar[str] = "XRPO, adaptive rollout allocation"
     evidence: ClassVar[str] = "P"
     alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """1 minus the confidence of the interval."""
+    """1 minus the confidence level of the interval."""
     groups: PositiveInt = 8
-    """New groups that close a round."""
+    """Number of new groups that close a round."""
     samples: PositiveInt = 4
-    """Further samples of a group that gets some."""
+    """Number of additional samples of a chosen group."""
     largest: GroupLimit = 32
-    """Most samples of a group."""
+    """Maximum number of samples of a group."""
     share: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """Groups of a round that get further samples, per new group."""
+    """Number of groups that get additional samples, per new group of a round."""
     bonus: Annotated[float, Field(ge=0)] = 0.05
     """Weight of the exploration bonus."""
     exemplars: Annotated[int, Field(ge=0)] = 2
-    """Solved problems before the prompt of a group without success; 0: no seeding."""
+    """Number of solved problems before the prompt of a group without success; 0: no seeding."""
     exemplar_tokens: PositiveInt = 256
-    """Longest problem with its response that serves as one."""
+    """Maximum tokens of a solved problem with its response."""
     memory: Annotated[int, Field(gt=0, le=1024)] = 64
-    """Solved problems that are remembered."""
+    """Number of stored solved problems."""
     correct: float = 0.5
     """A sample is a success when its reward is above this."""
     _members: dict[int, Member] = PrivateAttr(default_factory=dict)
@@ -107,9 +108,9 @@ class Xrpo(Planner):
         return student_quantile(1 - self.alpha / 2, n - 1) * spread / math.sqrt(n) if n > 1 else math.inf
 
     def score(self, rewards: Sequence[float], round_samples: int) -> float:
-        """Return the expected drop of the half-width from one more sample, plus the bonus.
+        """Return the expected decrease of the half-width by one more sample, plus the bonus.
 
-        `round_samples`: of the round.
+        `round_samples`: samples of all groups of the round.
         """
         n = len(rewards)
         if n < 2:
@@ -140,9 +141,9 @@ class Xrpo(Planner):
                 del self._solved[next(iter(self._solved))]
 
     def seeded_prompt(self, group: SampleGroup) -> tuple[int, ...]:
-        """Return the group's prompt after the most similar solved ones, the most similar last.
+        """Return the most similar solved problems, the most similar last, followed by the group's prompt.
 
-        Empty if none is known.
+        Empty if no solved problem is stored.
         """
         problems = [
             exemplar_ids for index, exemplar_ids in self._solved.items() if index != group.prompt_index
@@ -197,7 +198,7 @@ class Xrpo(Planner):
         candidates = [
             g for g, m in members.items() if m.room > 0 and min(m.rewards, default=1) <= self.correct
         ]
-        # Groups of the same rewards have the same score: their order is drawn, not the order in which they finished.
+        # Groups with the same rewards have the same score; a draw orders them, not the order in which they finished.
         candidates.sort(
             key=lambda g: (
                 -round(self.score(members[g].rewards, round_samples), 9),

@@ -16,9 +16,11 @@ from rlsys.algo.plugin import Plugin
 class Tokens:
     """Model scores of each token of the answers, `[T]`.
 
-    `logp`: its log-prob, with gradient. For a loss with `candidates`, tokens that would be drawn in its place at that
-    temperature: `chance`: the probability that it is this one, without gradient; `expected`: the mean of their
-    log-probs at temperature 1, with the gradient of these log-probs.
+    Attributes:
+        logp: log-prob of the token, with gradient.
+        chance: for a loss with `candidates`, the token's probability at that temperature, without gradient.
+        expected: for a loss with `candidates`, the mean log-prob at temperature 1 of a token that is sampled at that
+            temperature, with the gradient of the log-probs.
     """
 
     logp: Tensor
@@ -27,11 +29,11 @@ class Tokens:
 
 
 class Imitation(Plugin):
-    """A loss on the tokens of answers."""
+    """Base of losses on the tokens of answers."""
 
     @property
     def candidates(self) -> float | None:
-        """Temperature at which candidates are drawn in place of the answer's token; None: no candidates."""
+        """Return the temperature at which candidates replace the answer's token; None for no candidates."""
         return None
 
     def __call__(self, tokens: Tokens) -> Tensor:

@@ -20,20 +20,20 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 def imitation(answers: Answers) -> Tensor:
-    """Mean cross entropy of the chosen answers' tokens; 0 if none is trained."""
+    """Return the mean cross entropy of the chosen answers' tokens; 0 if no token is trained."""
     chosen_tokens = answers.select_chosen(answers.tokens).sum().clamp(min=1)
     return -answers.select_chosen(answers.logp).sum() / chosen_tokens
 
 
 class SimPo(Preference):
-    """SimPO: the mean log-prob of a token is the reward, and the better answer must lead by a margin."""
+    """SimPO: the reward is the mean log-prob of a token, and the better answer must lead by a margin."""
 
     paper: ClassVar[str] = "SimPO (Meng et al. 2024), eq. 6"
     evidence: ClassVar[str] = "R"
     beta: Beta = 2.0
     """Reward of a nat per token."""
     margin: Weight = 0.5
-    """Wanted lead of the rewards, gamma in the paper."""
+    """Target difference of the rewards, gamma in the paper."""
     imitate: Weight = 0.0
     """Weight of the cross entropy of chosen answers (CPO-SimPO)."""
 
@@ -59,7 +59,7 @@ class Cpo(Preference):
     imitate: Weight = 1.0
     """Weight of the cross entropy of chosen answers."""
     wrong: Smoothing = 0.0
-    """Share of pairs that are the wrong way round."""
+    """Share of pairs with swapped labels."""
 
     def rewards(self, answers: Answers) -> Tensor:
         return self.beta * answers.logp.detach()
@@ -96,10 +96,10 @@ class Orpo(Preference):
 
 
 class Kto(WithReference):
-    """Kahneman-Tversky optimisation of single good or bad answers, relative to the drift on answers to other prompts.
+    """Kahneman-Tversky optimisation of single good or bad answers, relative to the drift on mismatched answers.
 
-    That reference point is the mean gain of the update's answers, each appended to the next one's prompt, and at
-    least 0; it has no gradient.
+    This reference point is the mean gain of the update's answers, each appended to the next answer's prompt, and at
+    least 0. It has no gradient.
     """
 
     paper: ClassVar[str] = "KTO (Ethayarajh et al. 2024), eq. 7"
@@ -107,7 +107,7 @@ class Kto(WithReference):
     rows: ClassVar[Literal["pairs", "labels"]] = "labels"
     mismatched: ClassVar[bool] = True
     good: Weight = 1.0
-    """Weight of good answers. Authors: good * their number : bad * theirs should lie between 1 : 1 and 4 : 3."""
+    """Weight of good answers. The authors recommend weight times number of good to bad answers of 1 : 1 to 4 : 3."""
     bad: Weight = 1.0
     """Weight of bad answers."""
 
@@ -120,7 +120,7 @@ class Kto(WithReference):
 
 
 class ApoZeroLabels(WithReference):
-    """APO-zero for single answers: good ones up, bad ones down, without a reference point."""
+    """APO-zero for single answers: raise good ones and lower bad ones, without a reference point."""
 
     paper: ClassVar[str] = (
         "Anchored Preference Optimization (D'Oosterlinck et al. 2024), eq. 7, as TRL unpairs it"
@@ -136,7 +136,7 @@ class ApoZeroLabels(WithReference):
 class RewardModel(Preference):
     """A reward model: -log sigmoid of the difference of two answers' values (Bradley and Terry).
 
-    The model ends in one value instead of logits. `rlsys sft` saves it as a folder for sequence classification.
+    The model outputs one value instead of logits. `rlsys sft` saves it as a folder for sequence classification.
     """
 
     paper: ClassVar[str] = "Training language models to follow instructions (Ouyang et al. 2022), eq. 1"

@@ -1,6 +1,6 @@
-"""Losses on whole answers that people or rules compared: DPO and variants. Pure: log-probs in, one loss out.
+"""Losses on compared whole answers: DPO and variants. Pure functions of log-probs that return one loss.
 
-`rlsys sft` calls them with all answers of a step at once; their gradients go back through the answers' log-probs
+`rlsys sft` calls them with all answers of a step; gradients are propagated through the answers' log-probs
 (rlsys/trainer/sft/preference.py). Losses without a reference, of single answers and of reward models are in
 rlsys/algo/sft/more_preferences.py. TRL's DPOTrainer computes the same (tests/unit/algo/test_preference_parity.py).
 
@@ -28,10 +28,15 @@ Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 class Answers:
     """All answers of one optimizer update, `[S]`.
 
-    `logp`: sum over an answer's trained tokens, with gradient; `ref`: the same of the first weights; `tokens`: their
-    number. `pair`: the number of its pair, the same for two answers; `liked`: the better one of its pair, or one
-    marked as good. `margin`: of the pair, if it is known. `drift`: logp - ref of answers to other prompts than their
-    own. `value`: of a reward model, with gradient.
+    Attributes:
+        logp: log-prob of an answer's trained tokens, with gradient.
+        tokens: number of its trained tokens.
+        pair: number of its pair, the same for two answers.
+        liked: whether it is the better one of its pair, or marked as good.
+        margin: margin of its pair; 0 if unknown.
+        ref: its log-prob under the initial weights.
+        drift: logp - ref of answers appended to other prompts.
+        value: its value by a reward model, with gradient.
     """
 
     logp: Tensor
@@ -45,12 +50,12 @@ class Answers:
 
     @cached_property
     def gain(self) -> Tensor:
-        """logp - ref, `[S]`."""
-        assert self.ref is not None, "the loss says in `needs` that it needs ref"
+        """Return logp - ref, `[S]`."""
+        assert self.ref is not None, "a loss that uses `gain` must list ref in `needs`"
         return self.logp - self.ref
 
     def select_chosen(self, values: Tensor) -> Tensor:
-        """Select the values of the better answers, `[S]` -> `[B]`, in the order of the pairs."""
+        """Return the values of the better answers, `[S]` -> `[B]`, in the order of the pairs."""
         return values[self._ordered_indices(self.liked)]
 
     def select_rejected(self, values: Tensor) -> Tensor:
@@ -62,10 +67,10 @@ class Answers:
 
 
 class Preference(Plugin):
-    """A loss on whole answers."""
+    """Base of losses on whole answers."""
 
     rows: ClassVar[Literal["pairs", "labels"]] = "pairs"
-    """Compared rows: two answers to a prompt, or answers that are marked as good or bad."""
+    """Kind of rows: pairs of answers to a prompt, or single answers with a label good or bad."""
     mismatched: ClassVar[bool] = False
     """Whether it needs `drift`."""
 
@@ -81,10 +86,10 @@ class Preference(Plugin):
 
 
 class WithReference(Preference):
-    """Losses whose reward of an answer is beta times its gain over the first weights' log-prob."""
+    """Base of losses in which an answer's reward is beta times the gain of its log-prob over the initial weights."""
 
     beta: Beta = 0.1
-    """Reward of a nat of gain. A larger one keeps the model closer to its first weights."""
+    """Reward per nat of gain. A larger value keeps the model closer to its initial weights."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"ref"})
@@ -93,11 +98,11 @@ class WithReference(Preference):
         return self.beta * answers.gain.detach()
 
     def gaps(self, answers: Answers) -> Tensor:
-        """Compute beta times the chosen gain minus the rejected one, `[B]`."""
+        """Return beta times (chosen gain - rejected gain), `[B]`."""
         return self.beta * (answers.select_chosen(answers.gain) - answers.select_rejected(answers.gain))
 
     def gains_per_token(self, answers: Answers) -> Tensor:
-        """Compute chosen minus rejected gain, each divided by its length, `[B]`."""
+        """Return chosen minus rejected gain, each divided by the answer's length, `[B]`."""
         mean = answers.gain / answers.tokens.clamp(min=1)
         return answers.select_chosen(mean) - answers.select_rejected(mean)
 
@@ -127,7 +132,7 @@ class RobustDpo(WithReference):
 
 
 class DpoNorm(WithReference):
-    """DPO with gains per token, so that longer answers do not count more."""
+    """DPO with gains per token, so that longer answers do not have more weight."""
 
     paper: ClassVar[str] = "Tulu 3 (Lambert et al. 2024), length-normalised DPO"
     evidence: ClassVar[str] = "R"
@@ -139,7 +144,7 @@ class DpoNorm(WithReference):
 
 
 class Ipo(WithReference):
-    """Identity preference optimisation: the gain per token of the better answer leads by 1 / (2 beta), no further."""
+    """Identity preference optimisation: a target of 1 / (2 beta) for the difference of the gains per token."""
 
     paper: ClassVar[str] = "A General Theoretical Paradigm (Azar et al. 2023), eq. 17"
     evidence: ClassVar[str] = "R"
@@ -159,12 +164,12 @@ class Hinge(WithReference):
 
 
 class Exo(WithReference):
-    """EXO for pairs: reverse KL from the model's choice between the two answers to the person's."""
+    """EXO for pairs: reverse KL from the model's preference between the two answers to the labelled one."""
 
     paper: ClassVar[str] = "Towards Efficient Exact Optimization (Ji et al. 2024), eq. 16"
     evidence: ClassVar[str] = "R"
     smoothing: Annotated[float, Field(gt=0, lt=0.5)] = 1e-3
-    """Share of people who would choose the other answer."""
+    """Probability of the rejected answer in the labelled preference."""
 
     def __call__(self, answers: Answers) -> Tensor:
         gap = self.gaps(answers)
@@ -174,7 +179,7 @@ class Exo(WithReference):
 
 
 class Nca(WithReference):
-    """Noise contrastive alignment: the better answer's reward rises by itself, not only above the other's."""
+    """Noise contrastive alignment: raise the better answer's absolute reward, not only the difference."""
 
     paper: ClassVar[str] = "Noise Contrastive Alignment (Chen et al. 2024)"
     evidence: ClassVar[str] = "R"
@@ -186,7 +191,7 @@ class Nca(WithReference):
 
 
 class Bco(WithReference):
-    """Binary classifier optimisation on pairs: one answer's reward up, the other's down."""
+    """Binary classifier optimisation on pairs: raise the reward of the chosen answer, lower that of the rejected."""
 
     paper: ClassVar[str] = "Binary Classifier Optimization (Jung et al. 2024)"
     evidence: ClassVar[str] = "R"
@@ -218,7 +223,7 @@ class Aot(WithReference):
     paper: ClassVar[str] = "Distributional Preference Alignment via Optimal Transport (Melnyk et al. 2024)"
     evidence: ClassVar[str] = "R"
     paired: bool = True
-    """Sort the leads of the pairs. false: sort chosen and rejected gains by themselves (TRL: aot_unpaired)."""
+    """Sort the differences of the pairs. false: sort chosen and rejected gains separately (TRL: aot_unpaired)."""
     wrong: Smoothing = 0.0
     """Share of pairs with swapped labels."""
 
@@ -236,7 +241,7 @@ class Aot(WithReference):
 
 
 class ApoZero(WithReference):
-    """Anchored preference optimisation for answers better than the model's own: chosen up, rejected down."""
+    """Anchored preference optimisation for answers better than the model's: raise chosen, lower rejected ones."""
 
     paper: ClassVar[str] = "Anchored Preference Optimization (D'Oosterlinck et al. 2024), eq. 7"
     evidence: ClassVar[str] = "R"
@@ -247,7 +252,7 @@ class ApoZero(WithReference):
 
 
 class ApoDown(WithReference):
-    """Anchored preference optimisation for answers worse than the model's own: both down, the rejected one more."""
+    """Anchored preference optimisation for answers worse than the model's: lower both, the rejected one more."""
 
     paper: ClassVar[str] = "Anchored Preference Optimization (D'Oosterlinck et al. 2024), eq. 8"
     evidence: ClassVar[str] = "R"
@@ -258,7 +263,8 @@ class ApoDown(WithReference):
 
 
 class DiscoPop(WithReference):
-    """DiscoPOP, a loss found by a language model: between DPO's and an exponential one, by the gap itself."""
+    """DiscoPOP, a loss proposed by a language model: a mixture of DPO's and an exponential loss that depends on
+    the gap."""
 
     paper: ClassVar[str] = "Discovering Preference Optimization Algorithms (Lu et al. 2024), eq. 5"
     evidence: ClassVar[str] = "R"

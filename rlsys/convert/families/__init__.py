@@ -32,7 +32,11 @@ UNSUPPORTED: dict[str, str] = {
 
 
 def family_of(architecture: str) -> Family:
-    """Return the family of an architecture. Raises UserError when it has no table."""
+    """Return the family of an architecture.
+
+    Raises:
+        UserError: the architecture has no name table.
+    """
     if architecture in FAMILIES:
         return FAMILIES[architecture]
     prefix = f"config.json: architecture {architecture!r}"

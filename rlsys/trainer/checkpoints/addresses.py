@@ -24,7 +24,8 @@ from rlsys.trainer.model.model import chunk, transformer_config
 
 @dataclass(frozen=True)
 class Address:
-    """Tensor `key` `[shape]` holds the parameter at `index`, its place along the leading axes (layer, expert)."""
+    """Location of a parameter: tensor `key` `[shape]` contains it at `index` along the leading axes (layer,
+    expert)."""
 
     key: str
     shape: tuple[int, ...]

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from rlsys.trainer.checkpoints import manifest
 
 FULL_BYTES = 2**20
-"""A disk with less room is full: no part of a checkpoint would fit."""
+"""Free bytes below which the disk counts as full: no part of a checkpoint would fit."""
 
 
 class TensorWrite:
@@ -69,7 +69,7 @@ class TensorWrite:
         self._buckets = []
 
     def _cause(self, error: Exception) -> str:
-        """Describe the cause of an error. On a full disk, torch's writer raises an unrelated assertion."""
+        """Return a description of an error; on a full disk, torch's writer raises an unrelated assertion."""
         free = shutil.disk_usage(self.folder).free
         full = f"the disk is full, {free} bytes are left; " if free < FULL_BYTES else ""
         return f"{full}{type(error).__name__}: {error}"

@@ -1,10 +1,10 @@
-"""Checkpoints: one folder a step, in megatron's torch_dist format, which any parallel layout can load.
+"""Checkpoints: one folder per step, in megatron's torch_dist format, which any parallel layout can load.
 
-checkpoints/step-000010/     whole, or not there: written as .partial, then renamed
+checkpoints/step-000010/     always complete: written as .partial, then renamed
     manifest.json            step, evaluation score, SHA-256 of every other file; checked before anything is loaded
 
-A save copies this rank's tensors to the CPU and writes them in a thread while training goes on; `finish` publishes
-them. A process killed in between leaves the checkpoint before it as the newest.
+A save copies this rank's tensors to the CPU and writes them in a thread while training continues; `finish` publishes
+them. If the process is killed before that, the previous checkpoint stays the newest.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _LOAD_ERRORS = (
 
 
 def steps(folder: Path) -> list[int]:
-    """List the steps of the complete checkpoints in `folder`, oldest first."""
+    """Return the steps of the complete checkpoints in `folder`, ascending."""
     if not folder.is_dir():
         return []
     return sorted(int(m[1]) for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)))
@@ -84,7 +84,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a checkpoint, not a Hugging Face folder."""
+    """Return whether `path` is a checkpoint, not a Hugging Face folder."""
     return (path / ".metadata").is_file()
 
 
@@ -92,7 +92,7 @@ def load_weights(path: Path, model: Chunks) -> None:
     """Load the model, without MTP layers, from a checkpoint that `rlsys convert` wrote.
 
     Raises:
-        RunError: As Checkpoints.load does.
+        RunError: See Checkpoints.load.
         UserError: A tensor of the checkpoint has a type that is not allowed for weights.
     """
     _verify(path, [])
@@ -106,10 +106,10 @@ def load_weights(path: Path, model: Chunks) -> None:
 
 
 def _load_state(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Load `state`. What unpickles any object, torch's own reader, gets only what DistReader has accepted."""
+    """Load `state`. DistReader checks the files first, because torch's own reader unpickles any object."""
     requested_objects = {part.unique_key for part in nested_values(state) if isinstance(part, ShardedObject)}
     if objects := sorted(DistReader(path).objects - requested_objects):
-        raise RunError(f"{path}: holds {objects[0]} as an object; expected a tensor")
+        raise RunError(f"{path}: contains {objects[0]} as a pickled object; expected a tensor")
     try:
         strategy = FullyParallelLoadStrategyWrapper(
             get_default_load_sharded_strategy(str(path)), _replica_group()
@@ -122,7 +122,7 @@ def _load_state(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _replica_group() -> dist.ProcessGroup:
-    """Return the ranks that hold the same weights; they share the work of writing and reading them."""
+    """Return the group of ranks with the same weights, which divide writing and reading among themselves."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
@@ -138,7 +138,7 @@ class Learner:
 
 
 def _state(learners: Sequence[Learner], objective: Objective | None, loading: bool) -> dict[str, Any]:
-    """Build the state of the policy and its critic, if it has one; both have the same parameter names."""
+    """Return the state of the policy and its critic, if any; prefixes distinguish their equal parameter names."""
     model, state = learners[0].model, _learner_state(learners[0], "", loading)
     for critic in learners[1:]:
         state["critic"] = _learner_state(critic, _CRITIC, loading)
@@ -177,11 +177,11 @@ class _Pending:
 
 
 class Checkpoints:
-    """Owner of a run's checkpoint folder. Every rank calls every method together.
+    """Owner of a run's checkpoint folder. All ranks call each method together.
 
-    Keeps the newest `keep` checkpoints and the one with the best score (for example held-out accuracy). `owner` is
-    the launch that publishes; once a later launch owns the run it raises FencedError and nothing is published. None:
-    no other process writes to the folder.
+    The folder keeps the newest `keep` checkpoints and the one with the best score (for example held-out accuracy).
+    If a later launch than `owner` owns the run, FencedError is raised and nothing is published; None: no other
+    process writes to the folder.
     """
 
     def __init__(self, folder: Path, keep: int, control: Control, owner: Owner | None = None) -> None:
@@ -201,13 +201,13 @@ class Checkpoints:
         objective: Objective | None = None,
         score: float | None = None,
     ) -> None:
-        """Copy the state and start to write it. The checkpoint is valid once `finish` has returned its step.
+        """Copy the state and start to write it. The checkpoint is valid after `finish` has returned its step.
 
         `learners`: the policy, then its critic if it has one.
         """
         if self._pending is not None:
             raise ValueError(
-                f"the checkpoint of step {self._pending.step} is still being written; finish it first"
+                f"the checkpoint of step {self._pending.step} is still being written; call finish first"
             )
         start = time.monotonic()
         partial = path_of(self._folder, step).with_suffix(".partial")
@@ -230,9 +230,13 @@ class Checkpoints:
         self._pending = _Pending(step, score, writing, time.monotonic() - start)
 
     def finish(self, wait: bool) -> int | None:
-        """Publish the started checkpoint once every rank has written its part.
+        """Publish the started checkpoint if every rank has written its part. `wait`: wait until they have.
 
-        Returns the step, or None if there is no finished write. Raises RunError if a rank could not write.
+        Returns:
+            The step; None if no write has finished.
+
+        Raises:
+            RunError: a rank could not write.
         """
         if self._pending is None:
             return None
@@ -272,9 +276,10 @@ class Checkpoints:
                 shutil.rmtree(partial)
 
     def load(self, learners: Sequence[Learner], objective: Objective | None = None) -> int:
-        """Load the newest checkpoint into models and optimizers. Return its step, or 0 if there is none.
+        """Load the newest checkpoint into models and optimizers, and return its step; 0 if there is none.
 
-        Raises RunError with the name of a missing or changed file, and for a checkpoint of another model.
+        Raises:
+            RunError: a file is missing or changed, or the checkpoint belongs to another model.
         """
         available = steps(self._folder)
         if not available:
@@ -284,8 +289,8 @@ class Checkpoints:
         state = _load_state(_state(learners, objective, loading=True), path)
         if (lora := learners[0].model.lora) is not None and state["base"] != lora.base:
             raise RunError(
-                f"{path}: its adapters were trained beside other weights than those of model.path; give model.path "
-                "the folder that the run began with"
+                f"{path}: its adapters were trained with another base model than model.path; set model.path to the "
+                "folder with which the run started"
             )
         for learner, part in zip(learners, (state, state.get("critic", {})), strict=False):
             learner.model.load_state_dict(part["model"])
@@ -299,11 +304,19 @@ class Checkpoints:
 
 
 def _verify(path: Path, available: list[int]) -> None:
-    """Verify this rank's share of the files. Raises RunError on all ranks if a file is damaged."""
+    """Verify all files, each rank a share of them.
+
+    Raises:
+        RunError: a file is damaged; raised on all ranks.
+    """
     damage: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(damage, manifest.find_damage(path, dist.get_rank(), dist.get_world_size()))
     if messages := sorted({name for part in damage for name in part}):
-        hint = f"; the one before it is of step {available[-2]}" if len(available) > 1 else ""
+        hint = (
+            f" and resume from step {available[-2]}"
+            if len(available) > 1
+            else " and start from the beginning"
+        )
         raise RunError(
-            f"{path}: the checkpoint is damaged: {'; '.join(messages)}. Delete it to do without it{hint}"
+            f"{path}: the checkpoint is damaged: {'; '.join(messages)}; delete the folder to discard it{hint}"
         )

@@ -59,7 +59,8 @@ def hf_to_megatron(
 ) -> ConversionResult:
     """Convert a Hugging Face folder to a Megatron checkpoint.
 
-    Raises UserError with the name of the tensor, size or folder that does not fit.
+    Raises:
+        UserError: a tensor, a size or a folder does not fit; the message names it.
     """
     hf = HFConfig.read(folder)
     config = _config(folder, layout)
@@ -92,7 +93,7 @@ def hf_to_megatron(
 def rank_slices(
     entry: Entry, address: Address, config: Config, hf: HFConfig
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield (loading rank, first element, size) for the parts of one parameter, in Megatron's order of ranks."""
+    """Yield (rank, first element, size) of each rank's part of one parameter, in Megatron's order of ranks."""
     p, size = config.parallel, address.parameter
     lanes = p.world_size // p.pp
     first = _stage(entry, config, hf) * lanes
@@ -133,8 +134,13 @@ def _stage(entry: Entry, config: Config, hf: HFConfig) -> int:
 def megatron_to_hf(path: Path, out: Path, advance: ProgressCallback) -> ConversionResult:
     """Convert a Megatron checkpoint to a Hugging Face folder.
 
-    `path`: a converted checkpoint, a run folder (its newest checkpoint is used), or a checkpoint of a run. Raises
-    UserError if it is not a checkpoint, is damaged, or belongs to another model.
+    Args:
+        path: a converted checkpoint, a checkpoint of a run, or a run folder, of which the newest checkpoint is used.
+        out: the new folder.
+        advance: progress callback.
+
+    Raises:
+        UserError: `path` is not a checkpoint, is damaged, or belongs to another model.
     """
     checkpoint_path = find_checkpoint(path)
     model = model_of(checkpoint_path)
@@ -166,14 +172,20 @@ def megatron_to_hf(path: Path, out: Path, advance: ProgressCallback) -> Conversi
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Find the checkpoint that a path names. Raises UserError if there is none."""
+    """Return the checkpoint at `path`, or the newest one of the run folder `path`.
+
+    Raises:
+        UserError: there is none.
+    """
     if not path.is_dir():
         raise UserError(f"{path}: no such folder")
     folder = path / "checkpoints"
     if steps := checkpoint.steps(folder):
         return checkpoint.path_of(folder, steps[-1])
     if not (path / ".metadata").is_file():
-        raise UserError(f"{path}: neither a Megatron checkpoint in torch_dist format nor a run that has one")
+        raise UserError(
+            f"{path}: expected a Megatron checkpoint in torch_dist format, or a run folder with one"
+        )
     return path
 
 
@@ -184,7 +196,7 @@ def model_of(checkpoint_path: Path) -> Path:
     run = checkpoint_path.parent.parent
     if not (run / "config.yaml").is_file():
         raise UserError(
-            f"{checkpoint_path}: no config.json in it, and {run} is not a run folder, so the model is unknown"
+            f"{checkpoint_path}: unknown model: expected a config.json in it, or a run folder at {run}"
         )
     return load_run_config(run).model.path
 
@@ -202,7 +214,11 @@ def _with_mtp_layers(path: Path, hf: HFConfig) -> HFConfig:
 
 
 class AdaptedTensors:
-    """A model with a checkpoint's adapters merged. Raises UserError if the checkpoint lacks an adapter."""
+    """Tensors of a model with a checkpoint's adapters merged.
+
+    Raises:
+        UserError: the checkpoint lacks an adapter.
+    """
 
     def __init__(
         self, folder: Path, model: Iterable[tuple[str, Tensor]], hf: HFConfig, lora: LoraConfig
@@ -229,7 +245,11 @@ class AdaptedTensors:
 
 
 class MegatronTensors:
-    """A checkpoint's model under Hugging Face names. Raises UserError unless every tensor is expected and fits."""
+    """Tensors of a checkpoint's model under Hugging Face names.
+
+    Raises:
+        UserError: a tensor is missing, unexpected or has another shape.
+    """
 
     def __init__(self, folder: Path, single_rank: Config, hf: HFConfig) -> None:
         self._reader = DistReader(folder)
@@ -248,7 +268,7 @@ class MegatronTensors:
         unexpected = sorted(shapes.keys() - expected.keys())
         prefixes = _OTHER_PREFIXES if hf.mtp else (*_OTHER_PREFIXES, MTP)
         if extra := [key for key in unexpected if not key.startswith(prefixes)]:
-            raise UserError(f"{folder}: {len(extra)} tensor(s) have no place in the model, first: {extra[0]}")
+            raise UserError(f"{folder}: {len(extra)} tensor(s) do not belong to the model, first: {extra[0]}")
         self.bytes = sum(self._reader.bytes_of(key) for key in expected)
         """Size of the model; a run's checkpoint also contains the optimizer's state."""
 
@@ -264,7 +284,9 @@ class MegatronTensors:
 def verify(a: Path, b: Path, advance: ProgressCallback) -> ConversionResult:
     """Compare two models, each a Hugging Face folder or a Megatron checkpoint, bit by bit.
 
-    Raises RunError with the number of different tensors, the first of them and its largest difference.
+    Raises:
+        RunError: they differ; the message has the number of different tensors, the first of them and its largest
+            difference.
     """
     configs = [HFConfig.read(_model_folder(path)) for path in (a, b)]
     if all(_has_predictions(path, hf) for path, hf in zip((a, b), configs, strict=True)):
@@ -289,12 +311,12 @@ def verify(a: Path, b: Path, advance: ProgressCallback) -> ConversionResult:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Reinterpret as integers: NaN equals itself, and the two zeros differ."""
+    """Return the bits of a tensor as integers, for a comparison in which NaN equals itself and 0 differs from -0."""
     return x.contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()])
 
 
 def _has_predictions(path: Path, hf: HFConfig) -> bool:
-    """Whether the path has complete MTP layers under the names of its family."""
+    """Return whether the path has complete MTP layers under the names of its family."""
     if not is_hf(path):
         return _with_mtp_layers(find_checkpoint(path), hf).mtp
     mtp_names = {name for entry in entries(replace(hf, mtp=True)) for name in entry.hf}
@@ -333,7 +355,7 @@ def _check_intact(checkpoint_path: Path) -> None:
 
 
 def _config(folder: Path, layout: dict[str, int]) -> Config:
-    """Build a config that is validated as a layout, but not as a run: nothing is trained."""
+    """Return a config of the layout, which is validated, for a model that is not trained."""
     try:
         parallel = ParallelConfig.model_validate(layout)
     except ValidationError as e:

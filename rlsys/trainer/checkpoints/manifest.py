@@ -46,14 +46,15 @@ def seconds(folder: Path) -> float:
 
 
 def find_damage(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Describe the damage of every `parts`-th file from index `part` on; an empty list if all files are intact."""
+    """Return the damage of every `parts`-th file from index `part` on, one line per file; empty if they are
+    intact."""
     manifest = _read(folder)
     if manifest is None:
-        return [f"{NAME} is missing or not whole"]
+        return [f"{NAME} is missing or truncated"]
     messages = []
     for name, expected in list(manifest["files"].items())[part::parts]:
         if not (folder / name).is_file():
             messages.append(f"{name} is missing")
         elif sha256(folder / name) != expected:
-            messages.append(f"{name} is not what was written (its SHA-256 differs)")
+            messages.append(f"{name} has changed (its SHA-256 differs)")
     return messages

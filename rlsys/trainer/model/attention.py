@@ -1,6 +1,4 @@
-"""Core attention over packed sequences without Transformer Engine.
-
-With Transformer Engine it computes the micro-batches in which sequences share tokens.
+"""Core attention over packed sequences: without Transformer Engine, or for micro-batches with shared tokens.
 
 Shapes: T packed tokens of this rank, P padded ones, n heads, g key-value groups, d head size. query `[T, n, d]`, key
 and value `[T, g, d]` (Megatron's "thd" format), output `[T, n d]`. No token attends outside its own sequence; a
@@ -29,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Rectangle(NamedTuple):
-    """`rows` sequences of up to `longest` own tokens side by side, each of which shares `prefix` further tokens."""
+    """A batch of `rows` sequences, padded to `longest` own tokens, each preceded by `prefix` shared tokens."""
 
     rows: int
     longest: int
@@ -52,9 +50,10 @@ class Padding:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device, prefixes: Sequence[Tensor] = ()) -> Padding:
-        """Build the maps. A rectangle holds neighbours of at least three quarters of its first sequence's length.
+        """Return the maps. A rectangle has consecutive sequences of at least three quarters of its first one's
+        length.
 
-        If tokens are shared, the sequences of one rectangle share equally many tokens.
+        If tokens are shared, the sequences of one rectangle share the same number of tokens.
         """
         prefix_lengths = [len(prefix) for prefix in prefixes] or [0] * len(lengths)
         order = list(range(len(lengths)))
@@ -115,12 +114,10 @@ def _select_positions(_: Any, inputs: tuple[Any, ...], output: Any) -> Any:
 
 
 def rotate_by_position(model: torch.nn.Module) -> None:
-    """Let rotary embeddings return the angles of every token instead of all positions.
+    """Make rotary embeddings return the angles of each token of packed sequences with positions.
 
-    This applies to packed sequences with positions.
-
-    Megatron restarts the positions at 0 for each sequence, in a loop over them; a sequence with shared tokens does
-    not start at 0.
+    Megatron loops over sequences and starts each at position 0, but a sequence with shared tokens does not start at
+    0.
     """
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
@@ -214,7 +211,9 @@ class PackedAttention(DotProductAttention):
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
         if packed_seq_params is None:
-            raise ValueError("PackedAttention needs packed_seq_params=PackedSequences.of(...)")
+            raise ValueError(
+                f"packed_seq_params = {packed_seq_params!r:.80}: expected PackedSequences (PackedSequences.of)"
+            )
         if packed_seq_params.gathered_index is not None:
             return self._chunks(query, key, value, packed_seq_params)
         padding = packed_seq_params.padding
@@ -286,7 +285,7 @@ class PackedAttention(DotProductAttention):
 
 
 def without_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention by one of torch's kernels, causal without a mask. Shapes as in `with_sinks`."""
+    """Compute attention with one of torch's kernels, causal if `mask` is None. Shapes as in `with_sinks`."""
     grouped = q.shape[1] != k.shape[1]
     return scaled_dot_product_attention(
         q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
@@ -332,7 +331,7 @@ def engine_attention() -> type[Any]:
 
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
-    """Attention in which every head has one more key, with a learnt logit and the value 0. `[rows, n, a, d]`.
+    """Compute attention in which each head has an additional key with a learnt logit and value 0; `[rows, n, a, d]`.
 
     q `[rows, n, a, d]`, k and v `[rows, g, b, d]`, mask `[a, b]` bool, sinks `[n]`.
     """

@@ -68,10 +68,10 @@ class Chunks:
         return OutputLayer(last, vocab_size) if last.post_process else None
 
     def add_value_head(self, device: torch.device) -> ValueLayer | None:
-        """Add a value layer beside the output layer, a critic on the policy's own trunk; None if this rank has none.
+        """Add a value layer to the policy, in addition to its output layer; None if this rank has no output layer.
 
-        The value loss changes the policy's weights, too, scaled by the coefficient of the loss term `value`. It costs
-        hidden_size + 1 parameters instead of a second model.
+        The value loss, scaled by the coefficient of the loss term `value`, also changes the policy's weights. The
+        layer costs hidden_size + 1 parameters instead of a second model.
         """
         last = self.modules[-1]
         if not last.post_process:
@@ -124,7 +124,8 @@ class Chunks:
     def load_state_dict(self, state: dict[str, Any], ignore_prefix: str | None = None) -> None:
         """Load the state that `sharded_state_dict` described.
 
-        Raises ValueError if a weight is missing, except weights whose names start with `ignore_prefix`.
+        Raises:
+            ValueError: a weight is missing, except those whose names start with `ignore_prefix`.
         """
         for i, module in enumerate(self.modules):
             missing, _ = module.load_state_dict(state[str(i)], strict=False)
@@ -133,7 +134,7 @@ class Chunks:
             if self.lora is not None:
                 missing = [name for name in missing if name.startswith(ADAPTERS)]
             if absent := [name for name in missing if not name.endswith("_extra_state")]:
-                raise ValueError(f"no {absent[0]} in the state")
+                raise ValueError(f"state: expected the weight {absent[0]}, found none")
 
     def shards(self, prefix: str) -> dict[str, Any]:
         """Return the same descriptions by parameter, with checkpoint keys that start with `prefix`."""

@@ -21,7 +21,7 @@ from rlsys.trainer.pack import MicroBatch
 
 
 def chunk_order(lengths: list[int], cp: int) -> Tensor:
-    """`[P]`: the padded token at each position if the tokens of rank 0, rank 1, ... are concatenated."""
+    """Return the padded token at each position if the tokens of rank 0, rank 1, ... are concatenated, `[P]`."""
     if cp == 1:
         return torch.arange(sum(lengths))
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
@@ -35,7 +35,8 @@ def chunk_order(lengths: list[int], cp: int) -> Tensor:
 
 
 def padded_lengths(lengths: list[int], multiple: int, cp: int, total: int = 0) -> list[int]:
-    """Pad lengths so that every rank gets equal chunks, its share a `multiple` of tokens; at least `total` tokens.
+    """Return padded lengths with which ranks get equal chunks and a `multiple` of tokens, at least `total` tokens in
+    all.
 
     Missing tokens are appended as a separate sequence.
     """
@@ -96,7 +97,7 @@ class Share:
     teacher_logp: Tensor | None = None
 
     def targets(self, rows: slice) -> Targets:
-        """Return what the logits of these rows of the `[P / c]` tokens are scored against."""
+        """Return the targets of the logits of these rows of the `[P / c]` tokens."""
         support_at, support_ids = self.support_at, self.support_ids
         if (
             support_at is not None
@@ -115,9 +116,9 @@ class Share:
         )
 
     def times(self) -> Tensor:
-        """`[P]`: number of micro-batch tokens for which each token is computed; 0 at padding.
+        """Return the number of micro-batch tokens for which each token is computed, `[P]`; 0 at padding.
 
-        One rank has them all.
+        It requires that one rank has all tokens.
         """
         return torch.bincount(self.padded_index, minlength=len(self.tokens))
 

@@ -123,7 +123,7 @@ class DeltaNet(MegatronModule):
 
 
 class ZeroCentredNorm(torch.nn.Module):
-    """RMSNorm whose weight is stored as its distance from 1, `[h]`; computed in float32."""
+    """RMSNorm whose stored weight `[h]` is the difference from 1; computed in float32."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, **_: Any) -> None:
         super().__init__()

@@ -1,11 +1,12 @@
-"""Low-rank adapters beside the layers of this rank's part of the model (LoRA, Hu et al. 2021).
+"""Low-rank adapters of the layers of this rank's part of the model (LoRA, Hu et al. 2021).
 
-    y = W x + alpha / rank * B A x      W stays as it is; A begins random, B with zeros
+    y = W x + alpha / rank * B A x      W is frozen; A is initialised at random, B with zeros
 
-Each matrix of the Hugging Face folder has factors of its own: query, key and value three pairs, gate and up two, each
-expert its own. They are cut over ranks as the matrix is: where its rows are cut, so is B; where its columns are, A.
+Each matrix of the Hugging Face folder has separate factors: query, key and value have three pairs, gate and up two,
+and each expert its own. They are sharded over ranks like the matrix: B if its rows are sharded, A if its columns
+are.
 
-Shapes: T tokens of this rank, and of T' after ranks have exchanged theirs (sequence parallelism); r rank; a megatron
+Shapes: T tokens of this rank, T' tokens after ranks have exchanged theirs (sequence parallelism); r rank; a megatron
 parameter `[out, in]` of k matrices.
 """
 
@@ -199,7 +200,7 @@ class Lora:
 
 
 def first_a(entry: Entry, seed: int) -> Tensor:
-    """Initialise A like PEFT: uniform up to 1 / sqrt(in). `[r, in]`, the same in any layout."""
+    """Return the initial A `[r, in]` as PEFT does, uniform up to 1 / sqrt(in); it is the same in any layout."""
     name = hashlib.sha256(f"{seed} {next(iter(entry.hf))}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(name[:7]))
     shape = _shape(entry)
@@ -270,7 +271,7 @@ def fingerprint(chunks: Chunks, hf: HFConfig) -> int:
 
 
 def _scrambled_sum(weight: Tensor, number: int) -> int:
-    """Sum the elements' bits, each scrambled by two odd factors. Wraps around."""
+    """Return the sum, modulo 2^64, of the elements' bits after multiplication by two odd factors."""
     bits = weight.reshape(-1).view(torch.int32 if weight.element_size() == 4 else torch.int16)
     total = 0
     for part in bits.split(_CHUNK_ELEMENTS):

@@ -48,23 +48,26 @@ from rlsys.trainer.model.weights import TE_NAMES, fill, load_hf, mark_shards
 
 
 def uses_transformer_engine(config: Config, hf: HFConfig) -> bool:
-    """Adapters and gated delta nets need megatron's own layers: Transformer Engine fuses norms and experts."""
+    """Return whether the model uses Transformer Engine's layers.
+
+    Adapters and gated delta nets need megatron's own layers, because Transformer Engine fuses norms and experts.
+    """
     return have_transformer_engine() and config.trainer.lora is None and hf.delta is None
 
 
 def rotates_by_position(config: Config, hf: HFConfig) -> bool:
-    """Whether the model takes the positions of packed tokens in every micro-batch, not only of shared ones.
+    """Return whether rotary embeddings need the tokens' positions in every micro-batch, not only with shared tokens.
 
-    It does not under context parallelism, where Megatron computes the positions, nor with Transformer Engine, whose
-    rotary and attention kernels take the same sequence lengths.
+    They do not under context parallelism, where Megatron computes the positions, nor with Transformer Engine, whose
+    rotary and attention kernels use the same sequence lengths.
     """
     return config.parallel.cp == 1 and not uses_transformer_engine(config, hf)
 
 
 def _has_torch_grouped_gemm(config: Config) -> bool:
-    """Whether torch has a GPU kernel for experts in this precision (rlsys/ops/grouped_gemm.py).
+    """Return whether torch has a GPU kernel for experts in this precision (rlsys/ops/grouped_gemm.py).
 
-    It is a single launch; Transformer Engine's grouped linear layer needs one launch per expert.
+    It needs a single launch; Transformer Engine's grouped linear layer needs one launch per expert.
     """
     is_bfloat16 = config.model.dtype == "bfloat16" and not config.model.fp8_trainer
     return is_bfloat16 and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -290,7 +293,7 @@ def block_spec(
 
 
 def _has_module(layer: TransformerLayerSubmodules, fused: str) -> bool:
-    """Whether the layer has the linear module that Transformer Engine fuses this norm into."""
+    """Return whether the layer has the linear module into which Transformer Engine fuses this norm."""
     part, module, _ = fused.split(".")
     if part == "mlp":
         return layer.mlp.module is MLP

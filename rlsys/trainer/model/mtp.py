@@ -161,7 +161,7 @@ class MTPModel(TrunkModel):
 
         `trunk`: gradients reach the model's layers and embedding.
         """
-        assert self._forward_state is not None, "no forward pass with gradients came before"
+        assert self._forward_state is not None, "expected a forward pass with gradients before this call"
         state, self._forward_state = self._forward_state, None
         hidden, embedding = state.hidden, self.embedding
         if not trunk:
@@ -186,7 +186,7 @@ class MTPModel(TrunkModel):
 
 
 def predicted_tokens(micro: MicroBatch) -> Tensor:
-    """`[T]` bool: the trained tokens with at least two predecessors in their sequence."""
+    """Return the trained tokens with at least two predecessors in their sequence, `[T]` bool."""
     starts = micro.cu_seqlens[:-1].long()
     lengths = micro.cu_seqlens[1:].long() - starts
     position = torch.arange(len(micro.tokens), device=starts.device) - torch.repeat_interleave(

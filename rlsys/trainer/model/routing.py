@@ -34,7 +34,7 @@ from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.pack import MicroBatch
 
 ABSENT = -1
-"""Instead of an expert: this token has no route to replay."""
+"""Value in place of an expert id for a token without a route to replay."""
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
@@ -97,10 +97,8 @@ class Sequences(NamedTuple):
 
 
 def _valid_routes(routes: NDArray[np.unsignedinteger], experts: int) -> NDArray[np.bool_]:
-    """`[n]` bool for rows `[n, layers, k]`.
-
-    Whether routers of `experts` experts can have selected them in all layers.
-    """
+    """Return which of the rows `[n, layers, k]` routers of `experts` experts can have selected in all layers,
+    `[n]`."""
     sorted_ids = np.sort(routes.astype(np.int32), axis=2)
     distinct = np.diff(sorted_ids, axis=2, prepend=-1) > 0
     possible: NDArray[np.bool_] = np.all((sorted_ids < experts) & distinct, axis=(1, 2))
@@ -193,7 +191,7 @@ class LayerReplay:
         self._count_for_bias(routing_map * times[:, None])
 
     def _count(self, router_ids: Tensor, expert_ids: Tensor, target: Tensor | None) -> None:
-        """Add to the sums on the device: reading a number here would synchronise with the device."""
+        """Add the selection to the sums on the device, without a synchronisation with the host."""
         counts = self.token_counts if self.token_counts is not None else expert_ids.new_ones(len(expert_ids))
         if self._sums is None:
             self._sums = expert_ids.new_zeros(3 + self.router.num_experts, dtype=torch.int64)
@@ -238,7 +236,7 @@ class Routing:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Disable replay in a context: routers choose their experts, and the selection is not recorded."""
+        """Disable replay within the context: routers choose their experts, and the selection is not recorded."""
         self._mode = "off"
         try:
             yield

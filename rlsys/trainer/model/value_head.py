@@ -1,4 +1,4 @@
-"""The value layer, beside the policy's output layer or in place of a critic's."""
+"""The value layer, in addition to a policy's output layer or in place of a critic's."""
 
 from __future__ import annotations
 

@@ -67,14 +67,15 @@ class LocalWeights:
     def locate(self, entry: Entry) -> tuple[int, str, torch.dtype]:
         """Return the pipeline stage, the name on the owning rank and the dtype.
 
-        Raises UserError if no rank has the entry.
+        Raises:
+            UserError: no rank has the entry.
         """
         names = self.candidates(entry)
         for stage, dtypes in enumerate(self._stages):
             for name in names:
                 if name in dtypes:
                     return stage, name, dtypes[name]
-        raise UserError(f"the model has no parameter {names[0]} for {', '.join(entry.hf)}")
+        raise UserError(f"{', '.join(entry.hf)}: the model has no parameter {names[0]} for it")
 
     def candidates(self, entry: Entry) -> tuple[str, str]:
         """Return the possible names on the owning rank: of the local spec and of Transformer Engine."""
@@ -107,11 +108,15 @@ class LocalWeights:
 def load_hf(model: Chunks, folder: Path, hf: HFConfig) -> None:
     """Load this rank's weights from `folder`, tensor by tensor. Collective.
 
-    Raises UserError with the name of a missing, unknown or mis-shaped tensor.
+    Raises:
+        UserError: a tensor is missing, unknown or has another shape; the message names it.
     """
     loaded = fill(model, hf, entries(hf), HFTensors(folder, hf).read)
     if unfilled := sorted(LocalWeights(model, hf).names - loaded):
-        raise UserError(f"{folder}: the name table fills no {unfilled[0]} (and {len(unfilled) - 1} more)")
+        raise UserError(
+            f"{folder}: no tensor for the parameter {unfilled[0]} (and {len(unfilled) - 1} more); expected one for "
+            "each"
+        )
 
 
 def fill(model: Chunks, hf: HFConfig, table: Iterable[Entry], read: Callable[[str], Tensor]) -> set[str]:
@@ -133,9 +138,9 @@ def fill(model: Chunks, hf: HFConfig, table: Iterable[Entry], read: Callable[[st
 
 
 def mark_shards(model: Chunks, hf: HFConfig) -> None:
-    """Mark the weights that are shards: Megatron counts other weights as copies in the gradient norm. Collective.
+    """Mark the weights that are shards, so that Megatron includes all of them in the gradient norm. Collective.
 
-    Megatron marks them when it initialises weights, which is skipped here.
+    Megatron counts unmarked weights as copies. It marks shards when it initialises weights, which rlsys skips.
     """
     local = LocalWeights(model, hf)
     for entry in entries(hf):

@@ -1,11 +1,11 @@
-"""A train step on compared answers: DPO and its kin, KTO, reward models (rlsys/algo/sft/preferences.py).
+"""A train step on compared answers: DPO and variants, KTO, reward models (rlsys/algo/sft/preferences.py).
 
-    score     every answer's log-prob, or value, under the weights as they are; under the first ones, if the loss asks
-    loss      of all answers together, and its derivative by each of these numbers
+    score     every answer's log-prob, or value, under the current weights and, if needed, the initial ones
+    loss      the loss of all answers, and its derivative by each of these numbers
     update    a backward pass with these derivatives as weights of the answers
 
-So a loss sees the whole update however it is cut into micro-batches and ranks: its pairs need not lie together. The
-price is a forward pass. Shapes: S answers of the update.
+So a loss uses the whole update for any division into micro-batches and ranks, and the answers of a pair may be on
+different ranks. The cost is one forward pass. Shapes: S answers of the update.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def preference_step(
 ) -> dict[str, object]:
     """Run one optimizer update and return its metrics. Collective.
 
-    Raises UserError for traces that cannot be compared.
+    Raises:
+        UserError: the traces cannot be compared.
     """
     check_rows(loss, traces)
     uses_values = "values" in loss.needs()
@@ -40,10 +41,10 @@ def preference_step(
     mismatched_rows = [replace(rows[i - 1], prompt_ids=row.prompt_ids, row=i) for i, row in enumerate(rows)]
 
     def score_answers(batch: list[MicroBatch]) -> Tensor:
-        """Score each answer, `[S]` float64, equally on every rank."""
+        """Return the score of each answer, `[S]` float64, on every rank."""
         scores = trainer.passes.score(batch)
         sums = [m.per_sequence(_token_scores(s, uses_values)) for m, s in zip(batch, scores, strict=True)]
-        # A bin without answers of its own holds a copy, masked: it adds 0 to the row.
+        # A bin without answers is a masked copy: it adds 0 to the row.
         return table_sum(sums, [m.rows for m in batch], len(rows), trainer.passes.sum_over_dp).cpu()
 
     answer_scores = score_answers(batch).requires_grad_()
@@ -83,22 +84,27 @@ def preference_step(
 
 
 def check_rows(loss: Preference, traces: Sequence[Trace]) -> None:
-    """Check the traces. Raises UserError if the loss needs pairs, or if an update is too small for it."""
+    """Check that the loss can compare the traces of an update.
+
+    Raises:
+        UserError: the loss needs pairs, or more answers.
+    """
     if loss.rows == "pairs":
         for liked in (True, False):
             numbers = [t.pair for t in traces if t.liked is liked]
             if sorted(numbers) != sorted({t.pair for t in traces}) or -1 in numbers:
                 raise UserError(
-                    "sft.loss compares two answers to each prompt; sft.traces gives others. Use sft.traces = pairs"
+                    "sft.loss compares two answers to each prompt, which sft.traces does not provide; use "
+                    "sft.traces = pairs"
                 )
     if loss.mismatched and len(traces) < 2:
-        raise UserError("sft.loss measures answers on other prompts: expected sft.params.batch of 2 or more")
+        raise UserError("sft.loss scores answers on other prompts: expected sft.params.batch of 2 or more")
 
 
 def _sample(trace: Trace, row: int, uses_values: bool) -> TrainSample:
-    """Build the train sample.
+    """Return the train sample of a trace.
 
-    A value belongs to the token before it: the answer's last value needs one more token.
+    A value is read at the next token, so a sample for values has one more token.
     """
     response, trained = trace.response_ids, trace.trained
     if uses_values:

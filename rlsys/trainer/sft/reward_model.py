@@ -1,4 +1,4 @@
-"""Trainer of reward models for `rlsys sft`: the model ends in one value.
+"""Trainer of reward models for `rlsys sft`, whose output is one value.
 
 It is saved as transformers' model for sequence classification with one label; the value of a text is that of its last
 token. SGLang serves such folders with --is-embedding.

@@ -71,14 +71,11 @@ def sft(config: Config) -> None:
 
 
 def build_loss(spec: Spec) -> Imitation | Preference:
-    """Build the loss of sft.loss.
-
-    A short name of either kind, a subclass of either, or a function on compared answers.
-    """
+    """Return the loss of sft.loss: a built-in of either kind, a subclass, or a function on compared answers."""
     kinds = {name: kind for kind in ("imitation", "preference") for name in TABLE[kind]}
     kind = kinds.get(spec.name)
     if kind is None and ":" not in spec.name:
-        raise UserError(f"sft.loss = {spec.name!r}: unknown; {hint(spec.name, kinds)}")
+        raise UserError(f"sft.loss = {spec.name!r}: unknown loss; {hint(spec.name, kinds)}")
     if kind is None:
         target = load("sft.loss", spec.name)
         kind = "imitation" if isinstance(target, type) and issubclass(target, Imitation) else "preference"
@@ -93,12 +90,12 @@ def trainer_for(config: Config, loss: Imitation | Preference) -> Trainer:
         )
     if config.trainer.mtp_loss:
         raise UserError(
-            f"trainer.mtp_loss = {config.trainer.mtp_loss:g}: a reward model predicts no tokens, sft.loss = "
-            "reward_model; expected 0"
+            f"trainer.mtp_loss = {config.trainer.mtp_loss:g} with sft.loss = reward_model: a reward model predicts "
+            "no tokens; expected 0"
         )
     if config.trainer.lora is not None:
         raise UserError(
-            "trainer.lora trains nothing but adapters: sft.loss = reward_model trains a value layer; use one"
+            "trainer.lora trains only adapters: sft.loss = reward_model trains a value layer; use one"
         )
     return RewardTrainer(config)
 
@@ -121,10 +118,7 @@ def imitate(trainer: Trainer, loss: Imitation, traces: Sequence[Trace], lr: floa
 
 
 def at_temperature_one(config: Config) -> Config:
-    """Return the config with temperature 1.
-
-    Traces are imitated as they are, independent of a later rollout's sampling.
-    """
+    """Return the config with rollout.temperature = 1: imitation does not depend on the sampling of a rollout."""
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 1.0})})
 
 

@@ -93,7 +93,7 @@ def test_mc_grpo_weighs_all_groups_of_zeros_and_ones_alike() -> None:
 
 
 def test_mc_grpo_refuses_even_groups() -> None:
-    with pytest.raises(ValueError, match="odd number of samples, got 4"):
+    with pytest.raises(ValueError, match="a group has 4 samples; expected an odd number"):
         build("advantage", "mc_grpo")(table([0, 1, 0, 1], [0] * 4))
 
 

@@ -139,7 +139,7 @@ def test_samples_of_advantage_zero_are_in_the_means(name: str) -> None:
 
 
 def test_bounds_of_covariance_that_keep_nothing_are_refused() -> None:
-    with pytest.raises(UserError, match=r"cov_low = 6.0 must be below cov_high = 5.0"):
+    with pytest.raises(UserError, match=r"cov_low = 6.0: expected less than cov_high = 5.0"):
         build("loss", "clip_cov", cov_low=6)
 
 

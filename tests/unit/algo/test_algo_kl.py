@@ -118,7 +118,7 @@ def test_the_entropy_bonus_acts_below_the_target_only() -> None:
     again = build("loss", "adaptive_entropy", coefficient=0.1, target=0.5, delta=0.02, highest=0.13)
     again.load_state_dict(plugin.state_dict())
     assert (again.weight(), again.state_dict()) == (plugin.weight(), plugin.state_dict())
-    with pytest.raises(UserError, match=r"coefficient = 2.0 must be from lowest = 0.0 to highest = 1.0"):
+    with pytest.raises(UserError, match=r"coefficient = 2.0: expected lowest = 0.0 to highest = 1.0"):
         build("loss", "adaptive_entropy", coefficient=2.0)
 
 

@@ -118,7 +118,7 @@ def test_a_term_without_weight_changes_no_group() -> None:
     [
         ({"kind": "k3", "low": 0.1}, "low = 0.1 bounds k1 only: k3 is never below 0"),
         ({"kind": "k2", "high": 0.0}, "high = 0.0 must be above 0: k2 is never below 0"),
-        ({"kind": "k1", "low": 1.0, "high": 0.5}, "low = 1.0 must be below high = 0.5"),
+        ({"kind": "k1", "low": 1.0, "high": 0.5}, "low = 1.0: expected less than high = 0.5"),
         ({"kind": "k1", "level": "group_max"}, "level = 'group_max' with kind = k1"),
     ],
 )
@@ -132,7 +132,7 @@ def test_tis_with_a_lower_bound_by_hand() -> None:
     weight, keep = build("correction", "tis", floor=0.5)(View(packed([3]), anchor, anchor), None)
     torch.testing.assert_close(weight, torch.tensor([2, 0.5, 1], dtype=DOUBLE))
     assert keep.all()
-    with pytest.raises(UserError, match=r"floor = 3.0 must not be above cap = 2.0"):
+    with pytest.raises(UserError, match=r"floor = 3.0: expected at most cap = 2.0"):
         build("correction", "tis", floor=3)
 
 

@@ -57,8 +57,8 @@ def test_a_loss_that_keeps_its_promises(module: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("noisy", "does it draw random numbers"),
-        ("of_its_piece", "another result when an update is cut into 2 micro-batches"),
+        ("noisy", "expected no random numbers"),
+        ("of_its_piece", "another result if an update is cut into 2 micro-batches"),
         ("infinite", "its gradient is not finite"),
         ("missing", "has no class or function 'missing'"),
     ],
@@ -71,18 +71,24 @@ def test_a_promise_that_is_broken_is_one_line(name: str, told: str, module: Path
 def test_a_class_tells_its_kind_and_a_function_does_not(module: Path) -> None:
     assert kind_of(f"{module}:Named") == "loss"
     assert kind_of("tis") == "correction"
-    with pytest.raises(UserError, match="say with --kind"):
+    with pytest.raises(UserError, match="give its kind with --kind"):
         kind_of(f"{module}:plain")
 
 
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["tis", "--kind", "corection"], "--kind corection: no kind of plug-in; did you mean correction?"),
-        (["tis", "--kind", "xyz"], "--kind xyz: no kind of plug-in; known: prompt, planner, group_reward"),
-        (["tis", "--kind", ""], "--kind : no kind of plug-in; known:"),
-        (["vcpo"], "vcpo is the name of several plug-ins: say which with --kind, one of advantage, hook"),
-        (["lens"], "say which with --kind, one of planner, selector, correction"),
+        (
+            ["tis", "--kind", "corection"],
+            "--kind corection: unknown kind of plug-in; did you mean correction?",
+        ),
+        (
+            ["tis", "--kind", "xyz"],
+            "--kind xyz: unknown kind of plug-in; known: prompt, planner, group_reward",
+        ),
+        (["tis", "--kind", ""], "--kind : unknown kind of plug-in; known:"),
+        (["vcpo"], "vcpo is the name of several plug-ins: select one with --kind, one of advantage, hook"),
+        (["lens"], "select one with --kind, one of planner, selector, correction"),
     ],
 )
 def test_a_kind_that_is_none_or_not_said_is_one_line(

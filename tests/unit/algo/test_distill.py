@@ -112,7 +112,7 @@ def test_it_trains_alone_and_beside_a_policy_loss_but_not_without_a_teacher() ->
     check(config_of(loss=["distill"], teacher=teacher))
     check(config_of(loss=["distill_pg"], teacher=teacher | {"top_k": 0}))
     check(config_of(loss=["clip", {"name": "distill", "weight": 0.1}], teacher=teacher))
-    with pytest.raises(UserError, match=r"algo\.teacher names none") as e:
+    with pytest.raises(UserError, match=r"algo\.teacher is not set") as e:
         check(config_of(loss=["distill"]))
     assert "\n" not in str(e.value)
 

@@ -122,7 +122,7 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     assert isinstance(half, Imitation) and half(Tokens(torch.tensor([-2.0]))).tolist() == [1.0]
     assert not isinstance(build_loss(Spec(name=f"{tmp_path}/own.py:compared")), Imitation)
     assert isinstance(build_loss(Spec(name="dpo")), Dpo)
-    with pytest.raises(UserError, match=r"of 8 tokens it gives \[\] losses; expected one for each"):
+    with pytest.raises(UserError, match=r"losses of shape \[\] for 8 tokens; expected one loss per token"):
         list(
             check_promises(
                 load_config(ROOT / "configs/quickstart.yaml"), "imitation", f"{tmp_path}/own.py:Mean"

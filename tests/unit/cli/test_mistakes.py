@@ -76,7 +76,7 @@ TABLE: list[tuple[str, str]] = [
     (rows_of("slime.jsonl"), STARTS),
     ("data.input_key=question", "data.input_key: an option of slime; here it is data.keys.prompt"),
     ("data={source: parquet, params: {path: verl.parquet}, reward: 'mine.py:compute_score'}", STARTS),
-    (rows_of("verl.parquet"), "verl.parquet: a Parquet file; data.source = parquet reads it"),
+    (rows_of("verl.parquet"), "verl.parquet: a Parquet file; expected JSON, or data.source = parquet"),
     (
         "model.path=Qwen/Qwen3-4B",
         "model.path = 'Qwen/Qwen3-4B': no such folder, and the cache has no copy; `hf download Qwen/Qwen3-4B`",
@@ -89,11 +89,11 @@ TABLE: list[tuple[str, str]] = [
     (rows_of("ours.jsonl", reward="math"), STARTS),
     (
         "rollout.top_p=0.9",
-        "rollout: top_p = 0.9 needs top_k: the trainer must know which tokens an engine kept",
+        "rollout: top_p = 0.9 needs top_k: the trainer must know which ids an engine kept",
     ),
     ("rollout.stop=['END']", STARTS),
     ("rollout.stop=['</answer>']", STARTS),
-    ("data.chat_template_args={enable_thinking: false}", "has no use for it; it uses none"),
+    ("data.chat_template_args={enable_thinking: false}", "does not use it; it uses none"),
     (
         "eval.sets=[{name: aime, n: 4}]",
         "eval.sets.0.n: unknown key; known keys: name, data, prompts, samples",
@@ -128,10 +128,10 @@ TABLE: list[tuple[str, str]] = [
         rows_of("array.jsonl"),
         "array.jsonl:1: not JSON; the file is one JSON object, expected one a line, or an array",
     ),
-    (rows_of("empty.jsonl"), "empty.jsonl: no prompts in it"),
+    (rows_of("empty.jsonl"), "empty.jsonl: contains no prompts"),
     (
         rows_of("our.jsonl"),
-        "our.jsonl: cannot read: No such file or directory; a path is seen from the folder",
+        "our.jsonl: cannot read: No such file or directory; paths are relative to the current",
     ),
     (rows_of("long.jsonl"), "the prompt has "),
     ("data={source: jsonl, reward: exact_answer}", "data.params.path: missing; it has no default"),

@@ -41,7 +41,9 @@ def test_epochs_become_steps(heldout: str, steps: int, tmp_path: Path) -> None:
     rows.write_text('{"prompt": "a"}\n' * 100)
     trainer = load_config(config).trainer
     assert (trainer.steps, trainer.epochs) == (2 * (steps // 2), None)
-    with pytest.raises(ConfigError, match=r"trainer.epochs = 2 needs data.source = jsonl or parquet"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.epochs = 2 needs data.params.path and data.source = jsonl or parquet"
+    ):
         load_config(config, ["data.source=chain_sum_tail"])
 
 
@@ -196,7 +198,7 @@ def test_a_base_file_is_read_first_and_circles_are_refused(tmp_path: Path) -> No
     assert config.model.path == load_config(QUICKSTART).model.path
     (tmp_path / "a.yaml").write_text("base: b.yaml\n")
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")
-    assert "base files form a circle: a.yaml -> b.yaml" in error(path=tmp_path / "a.yaml")
+    assert "base files form a cycle: a.yaml -> b.yaml" in error(path=tmp_path / "a.yaml")
 
 
 def test_identity_ignores_what_may_change_between_two_starts() -> None:

@@ -78,17 +78,17 @@ def test_bounds_of_a_push_are_wider() -> None:
 
 
 def test_weights_in_float32_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"fp8 = both needs dtype = bfloat16, here it is float32"):
+    with pytest.raises(ConfigError, match=r"fp8 = both needs dtype = bfloat16; dtype = float32"):
         load_config(ROOT / "configs/quickstart.yaml", ["model.fp8=both"])
 
 
 @pytest.mark.parametrize(
     ("fp8", "capability", "transformer_engine", "told"),
     [
-        ("rollout", None, True, r"fp8 = rollout needs a GPU of compute capability 8\.9 .*; this machine has none"),
-        ("rollout", (8, 0), True, r"8\.9 or more; this one has 8\.0"),
-        ("both", (8, 9), True, r"fp8 = both needs a GPU of compute capability 9\.0 or more; this one has 8\.9"),
-        ("both", (9, 0), False, "needs Transformer Engine in the trainer, which is not installed; use rollout"),
+        ("rollout", None, True, r"fp8 = rollout needs a GPU of compute capability 8\.9 .*; this machine has no GPU"),
+        ("rollout", (8, 0), True, r"8\.9 or more; this machine's has 8\.0"),
+        ("both", (8, 9), True, r"fp8 = both needs a GPU of compute capability 9\.0 or more; this machine's has 8\.9"),
+        ("both", (9, 0), False, "needs Transformer Engine, which is not installed; install it, or use rollout"),
     ],
 )  # fmt: skip
 def test_a_machine_that_cannot_is_told_in_one_line(

@@ -153,7 +153,7 @@ def test_layers_for_multi_token_prediction_have_no_place_in_the_table() -> None:
     config = config_of(architecture="DeepseekV3ForCausalLM", num_nextn_predict_layers=1)
     names = frozenset(names_of(config))
     check_names(config, names | {"model.layers.3.eh_proj.weight"}, "here")
-    with pytest.raises(UserError, match=r"no place in the model, first: model\.layers\.4\.eh_proj"):
+    with pytest.raises(UserError, match=r"not belong to the model, first: model\.layers\.4\.eh_proj"):
         check_names(config, names | {"model.layers.4.eh_proj.weight"}, "here")
 
 
@@ -189,7 +189,7 @@ def test_a_language_part_is_read_under_its_own_names_and_a_tower_goes_along() ->
         "model.visual.merger.norm.bias"
     }
     check_names(config, names | {"model.visual.merger.norm.bias"}, "here")
-    with pytest.raises(UserError, match=r"no place in the model, first: model\.audio\.conv\.weight"):
+    with pytest.raises(UserError, match=r"not belong to the model, first: model\.audio\.conv\.weight"):
         check_names(config, names | {"model.audio.conv.weight"}, "here")
     with pytest.raises(UserError, match=r"config\.json: text_config = None: expected an object"):
         HFConfig.of(VISION, "config.json")
@@ -261,7 +261,7 @@ def test_which_layers_have_a_gated_delta_net_is_told_by_kind_or_by_interval() ->
         ),
         (
             {"trainer": {"lora": {"rank": 4}}},
-            r"trainer\.lora: adapters were never tried with a gated delta net",
+            r"trainer\.lora: adapters are untested with the gated delta net",
         ),
     ],
 )
@@ -471,7 +471,7 @@ Q0 = "model.layers.0.self_attn.q_proj.weight"
         (lambda t: t.pop(Q0), f"1 tensor\\(s\\) are missing, first: {Q0}"),
         (
             lambda t: t.update(extra=torch.zeros(1)),
-            "1 tensor\\(s\\) have no place in the model, first: extra",
+            "1 tensor\\(s\\) do not belong to the model, first: extra",
         ),
         (
             lambda t: t.update({Q0: torch.zeros(24, 15)}),
@@ -498,7 +498,7 @@ def test_a_cut_file_and_an_empty_folder_are_named(folder: Path) -> None:
     with pytest.raises(UserError, match=r"model\.safetensors: not a whole safetensors file"):
         check(folder)
     file.unlink()
-    with pytest.raises(UserError, match=r"no \*\.safetensors in it"):
+    with pytest.raises(UserError, match=r"contains no \*\.safetensors"):
         check(folder)
 
 

@@ -54,7 +54,7 @@ def test_what_is_not_the_disks_fault_passes_and_leaves_nothing(error: BaseExcept
 
 def test_a_folder_that_is_there_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    with pytest.raises(UserError, match="exists already; name a new folder"):
+    with pytest.raises(UserError, match="exists already; expected a new folder"):
         write_until(tmp_path / "model", AssertionError("not reached"))
     assert [path.name for path in tmp_path.rglob("*")] == ["model"]
 

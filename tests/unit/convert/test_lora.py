@@ -115,14 +115,14 @@ def test_ranks_that_share_experts_but_nothing_else_are_refused() -> None:
         ("trainer.lora.alpha=0", "trainer.lora.alpha = 0"),
         ("trainer.lora.ranks=4", "did you mean trainer.lora.rank"),
         ("trainer.lora.targets=[]", "trainer.lora.targets"),
-        ("trainer.optimizer=muon", "trainer.lora trains nothing but adapters: trainer.optimizer = muon"),
+        ("trainer.optimizer=muon", "trainer.lora trains only adapters: trainer.optimizer = muon"),
         ("trainer.balance_rate=0.01", "trainer.balance_rate = 0.01 moves the routers' biases"),
         ("algo.critic={}", "algo.critic trains a second model"),
         ("trainer.lora=null weights.method=adapter", "weights.method = adapter: expected trainer.lora"),
-        ("weights.method=adapter launch.release_memory=true", "engines would lose model.path"),
+        ("weights.method=adapter launch.release_memory=true", "would drop the weights of model.path"),
         (
             "weights.method=adapter router.interruption=retract launch.placement=disaggregated",
-            "engines keep an adapter that samples in flight use, router.interruption = retract",
+            "router.interruption = retract keeps samples in flight, so engines cannot replace their adapter",
         ),
         ("weights.method=adapter launch.nodes=2 launch.backend=slurm", "launch.nodes = 2; use auto"),
     ],
@@ -134,7 +134,9 @@ def test_what_cannot_be_with_adapters_is_one_line(override: str, told: str) -> N
 
 def test_values_are_refused() -> None:
     made = config("algo.advantage=gae", "algo.loss=[clip, value]")
-    with pytest.raises(UserError, match=r"trainer.lora trains nothing but adapters, and values need a layer"):
+    with pytest.raises(
+        UserError, match=r"trainer.lora trains only adapters, and values need a separate layer"
+    ):
         check(made)
 
 

@@ -33,9 +33,9 @@ def config_of(model: Path, **sections: dict[str, Any]) -> Config:
 @pytest.mark.parametrize(
     ("trainer", "told"),
     [
-        ({"lora": {"rank": 4}}, "trainer.lora trains nothing but adapters"),
-        ({"balance_loss": 0.1}, "not told what is padding"),
-        ({"early_backward": True}, "trainer.early_backward sees some only"),
+        ({"lora": {"rank": 4}}, "trainer.lora trains only adapters"),
+        ({"balance_loss": 0.1}, "would count padding"),
+        ({"early_backward": True}, "trainer.early_backward = true processes a part"),
         ({"mtp_loss": 0.0, "mtp_trunk": True}, "needs a trainer.mtp_loss above 0"),
     ],
 )

@@ -112,8 +112,8 @@ def test_tools_come_from_the_row_first_and_from_the_config_else(model: Path, tmp
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"enable_thinkin": False}, "has no use for it; did you mean enable_thinking?"),
-        ({"budget": 3}, "has no use for it; it uses enable_thinking"),
+        ({"enable_thinkin": False}, "does not use it; did you mean enable_thinking?"),
+        ({"budget": 3}, "does not use it; it uses enable_thinking"),
     ],
 )
 def test_an_argument_that_the_template_does_not_use_is_told(

@@ -220,7 +220,7 @@ def test_stable_hash_is_the_same_in_every_process() -> None:
             {"params": {"long_share": 2}},
             "data.params.long_share = 2: expected at most 1",
         ),
-        ({"params": {"long": [20, 12]}}, "long = [20, 12]: the fewest terms come first"),
+        ({"params": {"long": [20, 12]}}, "long = [20, 12]: expected the smaller number first"),
         ({"source": "reasoning_gym"}, "data.params.task: missing"),
         ({"source": "reasoning_gym", "params": {"task": "chain_some"}}, "reasoning-gym task 'chain_some'"),
         (
@@ -330,7 +330,7 @@ def test_heldout_rows_may_have_keys_and_a_format_of_their_own(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no prompts in it"),
+        ("", "contains no prompts"),
         ('{"prompt": "a"}\n{', "bad.jsonl:2: not JSON"),
         ('{"question": "a"}', "bad.jsonl:1: expected"),
     ],

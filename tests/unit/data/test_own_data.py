@@ -161,14 +161,14 @@ def test_mistakes_in_a_row_are_one_line(row: Any, keys: dict[str, str], message:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"source": "jsonl", "params": {"path": "p"}}, "p: a Parquet file; data.source = parquet reads it"),
-        ({"source": "parquet", "params": {"path": "j"}}, "j: not a Parquet file; data.source = jsonl"),
+        ({"source": "jsonl", "params": {"path": "p"}}, "p: a Parquet file; expected JSON, or data.source = parquet"),
+        ({"source": "parquet", "params": {"path": "j"}}, "j: expected a Parquet file; for JSON lines use"),
         ({"source": "jsonl", "params": {"path": "one"}}, "one:1: not JSON; the file is one JSON object"),
         ({"source": "parquet", "params": {"path": "none"}}, "none: cannot read: No such file or directory; a path"),
         ({"source": "parquet", "params": {"paht": "p"}}, "data.params.path: missing"),
-        ({"source": "dataset", "params": {"name": "no/such/folder"}}, "no id of a data set, owner/name"),
+        ({"source": "dataset", "params": {"name": "no/such/folder"}}, "no id of a data set; expected owner/name"),
         ({"source": "dataset", "params": {"name": "d", "split": "trian"}}, "did you mean train?"),
-        ({"source": "dataset", "params": {"name": "d", "revision": "x"}}, "a revision is a hub's"),
+        ({"source": "dataset", "params": {"name": "d", "revision": "x"}}, "expected null, or the id of a hub"),
         ({"source": "dataset", "params": {"name": "me/sums"}}, "the cache has no copy"),
         ({"source": "jsonl", "params": {"path": "j"}, "keys": {"promt": "x"}}, "did you mean"),
         (mixed({"source": "jsonl"}), "data.params.sources[0]: data.params.path: missing"),

@@ -136,8 +136,8 @@ def test_an_array_with_nan_is_read_as_lines_with_nan_are(tmp_path: Path) -> None
         ("rows.jsonl", LINES + b'{"prompt": "\xff"}\n', "rows.jsonl:3: cannot read: not UTF-8 text"),
         ("rows.json", b'[\n{"prompt": "a"},\n{"prompt": }]', "rows.json:3: not JSON"),
         ("rows.json", b'[{"prompt": "a"}\n{"prompt": "b"}]', "rows.json:2: not JSON"),
-        ("rows.json", b"[]", "no prompts in it"),
-        ("rows.json", b"", "no prompts in it"),
+        ("rows.json", b"[]", "contains no prompts"),
+        ("rows.json", b"", "contains no prompts"),
         ("rows.json", b'{\n "prompt": "a"}', "rows.json:1: not JSON; the file is one JSON object"),
     ],
     ids=(

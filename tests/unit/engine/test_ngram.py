@@ -89,13 +89,13 @@ def sections(**changes: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"engine": {"deterministic": True}}, "what is guessed depends on other samples"),
+        ({"engine": {"deterministic": True}}, "drafts depend on other samples"),
         ({"engine": {"ngram_drafts": 1}}, "engine.ngram_drafts = 1: a tree of one node"),
-        ({"engine": {"return_routes": True}}, "experts of tokens that drafts gave were never compared"),
-        ({"rollout": {"top_k": 20}}, "the ids that sampling kept are not told with it, rollout.top_k = 20"),
+        ({"engine": {"return_routes": True}}, "expert routes of drafted tokens are untested"),
+        ({"rollout": {"top_k": 20}}, "engines return no sampling mask for drafts, rollout.top_k = 20"),
         (
             {"router": {"interruption": "retract"}, "launch": {"placement": "disaggregated"}},
-            "only aborts were tried, router.interruption = retract",
+            "drafts are tested with aborts only, router.interruption = retract",
         ),
         (
             {"weights": {"method": "adapter"}, "trainer": {"lora": {"rank": 4}}},

@@ -86,7 +86,7 @@ def folder(tmp_path: Path) -> Path:
 def test_what_a_set_may_not_be(folder: Path) -> None:
     for sets, told in (
         ("[{name: a, samples: 2}]", "equal responses; use a temperature"),
-        ("[{name: a}, {name: a}]", "the name 'a' is there 2 times"),
+        ("[{name: a}, {name: a}]", "name = 'a' of 2 sets"),
         ("[{name: 'a/b'}]", "eval.sets"),
         ("[{name: a, top_p: 0.7}]", "top_p = 0.7 needs top_k"),
     ):
@@ -391,7 +391,7 @@ def test_where_no_engine_can_be_spared_the_loop_waits(tmp_path: Path) -> None:
 
 def test_in_the_background_needs_an_engine_to_spare(tmp_path: Path) -> None:
     for layout in ({}, {"launch": {"placement": "disaggregated"}}):
-        with pytest.raises(ValueError, match=r"eval.background = true .* engine.count >= 2 .*they are"):
+        with pytest.raises(ValueError, match=r"eval.background = true .* at least 2 engines .*found"):
             make_config(tmp_path, eval={"background": True}, **layout)
 
 

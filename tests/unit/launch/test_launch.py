@@ -242,9 +242,9 @@ def test_an_engine_lies_on_one_node_or_on_whole_ones() -> None:
 
 
 def test_what_does_not_fit_is_told_with_both_numbers() -> None:
-    with pytest.raises(UserError, match=r"parallel makes 8 trainer ranks, but .* = 4 GPUs"):
+    with pytest.raises(UserError, match=r"parallel needs 8 trainer ranks.* = 4"):
         lay_out(gpus(1, 4, "parallel.ep=8"))
-    with pytest.raises(UserError, match=r"3 engines .* and 2 trainer ranks .* no GPUs are left for engine 2"):
+    with pytest.raises(UserError, match=r"3 engines .* and 2 trainer ranks .* no GPUs are free for engine 2"):
         lay_out(gpus(1, 4, "parallel.ep=2", "engine.count=3", "launch.placement=disaggregated"))
     with pytest.raises(UserError, match=r"launch\.nodes = 2 needs launch\.backend = slurm or ray"):
         config("launch.nodes=2")
@@ -275,7 +275,7 @@ def test_an_engine_on_another_machine_than_the_trainer_gets_its_weights(method: 
 
 
 def test_ports_beyond_the_last_are_refused() -> None:
-    with pytest.raises(UserError, match=r"port = 65534: 4 engines reach port 65537"):
+    with pytest.raises(UserError, match=r"port = 65534: 4 engines use ports up to 65537"):
         chosen("engine.port=65534", "engine.count=4")
 
 

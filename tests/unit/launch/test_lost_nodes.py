@@ -213,5 +213,7 @@ def test_a_job_outlives_a_node_where_the_run_does(launch: dict[str, Any], nodes:
 
 def test_ray_has_no_spare_nodes() -> None:
     launch = {"backend": "ray", "nodes": 2, "spare_nodes": 1}
-    with pytest.raises(ValueError, match=r"launch\.spare_nodes = 1: Ray takes any node that it has"):
+    with pytest.raises(
+        ValueError, match=r"launch\.spare_nodes = 1 with launch.backend = ray: Ray replaces nodes"
+    ):
         Config.model_validate({"model": {"path": "x"}, "launch": launch})

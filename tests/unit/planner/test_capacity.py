@@ -82,7 +82,7 @@ def test_explain_tells_it_of_disaggregated_runs_on_gpus() -> None:
     config = load_config(DISAGGREGATED)
     ((name, told),) = describe_capacity(config, forecast_step(config, read_model(config), h100))
     assert name == "capacity"
-    assert "119 samples/s feed it, engines end 42.4; a step takes" in told
+    assert "it needs 119 samples/s, engines finish 42.4; a step takes" in told
     slower = load_config(DISAGGREGATED, ["parallel.dp=1", "parallel.ep=4"])
     ((_, told),) = describe_capacity(slower, forecast_step(slower, read_model(slower), h100))
     assert "2 of 4 engines are enough; a step takes" in told

@@ -105,8 +105,8 @@ def test_a_sharded_push_tells_its_senders() -> None:
     text = plain(describe_memory(made, published("DeepSeek-V3")))
     assert "a weight push        1,342 GB to each engine, about 4.2 s at 10 GB/s a link (sharded)" in text
     assert (
-        "its senders          256 of 256 trainer ranks; a rank sends 5.35 GB on average, at most 5.95, what goes to "
-        "engines counted once; an engine rank's link takes 41.9: 0.84 s or more at 50 GB/s a link"
+        "its senders          256 of 256 trainer ranks; a rank sends 5.35 GB on average, at most 5.95 GB, with data "
+        "for engines counted once; an engine rank's link receives 41.9 GB: 0.84 s or more at 50 GB/s a link"
     ) in text
     assert "its senders" not in plain(describe_memory(config(), QUICKSTART))
 
@@ -147,7 +147,7 @@ def test_engines_that_rest_leave_room_for_the_trainer() -> None:
     bf16 = ["model.dtype=bfloat16", "parallel.ep=8", "engine.tp=2", "engine.max_running_requests=256"]
     bf16 += ["launch.gpus_per_node=8", "engine.count=4"]
     odd = problems_of(config(*bf16), published("Qwen3-30B-A3B"), 140.0)
-    assert any("of 140; see launch.release_memory" in line for line in odd)
+    assert any("it has 140 GB; see launch.release_memory" in line for line in odd)
     turns = problems_of(config(*bf16, "launch.release_memory=true"), published("Qwen3-30B-A3B"), 140.0)
     assert not any("trainer and engine on one GPU" in line for line in turns)
 
@@ -310,7 +310,7 @@ def test_a_pool_gets_what_weights_and_a_colocated_trainer_leave() -> None:
         update={"launch": colocated.launch.model_copy(update={"gpu_memory_gb": 60.0})}
     )
     assert budget(small, size).pool_tokens == 0
-    assert "has room for 0 tokens" in memory_problems(small, published("Qwen3-30B-A3B"), 60.0)[-1]
+    assert "holds 0 tokens" in memory_problems(small, published("Qwen3-30B-A3B"), 60.0)[-1]
     fixed = load_config(
         ROOT / "configs/experiments/qwen3-30b-a3b_8gpu_colocated.yaml", ["engine.max_total_tokens=10000"]
     )

@@ -57,7 +57,7 @@ def test_the_resolved_config_can_be_loaded_again(tmp_path: Path) -> None:
             "count = 2, but the pools have 2 + 1 = 3",
         ),
         ("{pools: [{name: a, count: 1}, {name: a, count: 1}]}", "two have the name a"),
-        ("{pools: [{name: joined, count: 1}]}", "name = joined is that of engines that join"),
+        ("{pools: [{name: joined, count: 1}]}", "name = joined is reserved for engines that join"),
         ("{pools: [{name: Fast, count: 1}]}", "engine.pools"),
         ("{pools: [{name: a, count: 0}]}", "engine.pools"),
         ("{pools: [{name: a}]}", "count"),
@@ -86,7 +86,7 @@ def test_each_engine_gets_gpus_for_its_size() -> None:
 
 def test_pools_that_do_not_fit_are_named_with_their_sizes() -> None:
     made = config(WIDE, SMALL, launch={"gpus_per_node": 3})
-    with pytest.raises(UserError, match=r"wide 1 x tp 2, small 2 x tp 1.*no GPUs are left for engine 2"):
+    with pytest.raises(UserError, match=r"wide 1 x tp 2, small 2 x tp 1.*no GPUs are free for engine 2"):
         lay_out(made)
 
 

@@ -116,12 +116,12 @@ def test_the_recipe_is_served_and_its_writers_are_counted() -> None:
             ["launch.min_engines=2"],
             "launch.min_engines = 2: expected at most engine.count = 2, of which 1 explore",
         ),
-        (["eval.background=true"], "engine.count >= 2 without a pool that explores"),
+        (["eval.background=true"], "at least 2 engines with role = rollout"),
         (["engine.pools=[{name: a, count: 2, role: explore}]"], "role = explore in all of them"),
         (["algo.planners=[]"], "role = explore, but no group policy uses such engines"),
         (["engine.pools=[{name: a, count: 2}]"], "engine.pools has no pool with role = explore"),
         (["rollout.group_size=32"], r"rollout.group_size = 32 is the size of a group without probes"),
-        (["algo.planners=[explore, dars]"], "Explore sizes groups; leave the others out"),
+        (["algo.planners=[explore, dars]"], "Explore sets the size of groups; remove the others"),
     ],
 )
 def test_what_cannot_be_is_one_line(overrides: list[str], told: str) -> None:

@@ -272,7 +272,7 @@ def test_each_group_keeps_the_words_of_its_template(tmp_path: Path) -> None:
         plan.restored_prompt(group)
     group.samples[0].own_prompt = True  # an agent's
     assert plan.restored_prompt(group) == plan.prompt(3)
-    with pytest.raises(UserError, match="gives whole chats"):
+    with pytest.raises(UserError, match="returns whole chats"):
         [planning(tmp_path, prompt="prompt_augmentation").prompt(i) for i in range(9)]
 
 

@@ -155,7 +155,7 @@ def config(**sections: dict) -> Config:
         ({"data": {"process_judge": "chain_sums"}}, "did you mean"),
         (
             {"data": {"process_judge": "chain_sum"}, "rollout": {"generator": "calculator"}},
-            "does not go on from tokens of another response",
+            "cannot continue tokens of another response",
         ),
     ],
 )

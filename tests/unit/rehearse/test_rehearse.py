@@ -229,10 +229,10 @@ def test_what_exceeds_a_gpu_is_said_once_a_rank() -> None:
     assert problems([figures()], 80.0, 0.0) == []
     assert problems([figures()], None, 1e12) == []
     assert problems([figures()], 79.0, 0.0) == [
-        "stage 1 (rank 32): forward and backward needs 80 GB, a GPU has 79; most of it is activations, 50 GB"
+        "stage 1 (rank 32): forward and backward needs 80 GB, a GPU has 79 GB; most of it is activations, 50 GB"
     ]
     (beside,) = problems([figures()], 80.0, 55e9)
-    assert "scoring pass needs 30 GB beside an engine of 55, a GPU has 80" in beside
+    assert "scoring pass needs 30 GB beside an engine of 55 GB, a GPU has 80 GB; " in beside
 
 
 def test_words_for_ranks_and_groups() -> None:
@@ -285,7 +285,7 @@ def test_a_rank_that_fails_and_one_that_is_too_big_end_in_one_line(
     assert len(json.loads(said.out)["ranks"]) == 1
     last = said.err.splitlines()[-1]
     assert "last stage (rank 1) fails in passes: RuntimeError: shapes differ" in last
-    assert "first stage (rank 0): forward and backward needs 80 GB, a GPU has 60" in last
+    assert "first stage (rank 0): forward and backward needs 80 GB, a GPU has 60 GB" in last
 
 
 def test_stand_ins_refuse_an_upstream_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,7 @@ def test_it_is_refused_where_nobody_could_go_on(
 ) -> None:
     sections = {"rollout": {"max_staleness": 1}, **{k: dict(v) for k, v in ROLLING.items()}}
     sections[section][field] = value
-    with pytest.raises(ValueError, match=r"weights.rolling = 1 lets engines with older weights go on"):
+    with pytest.raises(ValueError, match=r"weights.rolling = 1 lets engines generate with older weights"):
         make_config(tmp_path, **sections)
     with pytest.raises(ValueError, match=r"weights.rolling = 1 with rollout.repeat"):
         make_config(tmp_path, **{**ROLLING, "rollout": {"max_staleness": 1, "repeat": str(tmp_path)}})

@@ -50,9 +50,9 @@ def test_bytes_by_hand() -> None:
 @pytest.mark.parametrize(
     ("kept", "drawn", "why"),
     [
-        ([[1, 2]], [3], "not once among"),
+        ([[1, 2]], [3], "not exactly once in the row"),
         ([[1, 2, 2]], [1], "twice"),
-        ([[1, 1]], [1], "not once among"),
+        ([[1, 1]], [1], "not exactly once in the row"),
         ([[1, -4]], [1], "below 0"),
         ([[1]], [1, 2], "1 rows of kept ids for 2 tokens"),
     ],
@@ -161,7 +161,7 @@ def test_a_share_has_them_where_the_tokens_are_predicted(alone: dist.ProcessGrou
 @pytest.mark.parametrize(
     ("section", "why"),
     [
-        ({"rollout": {"top_p": 0.9}}, r"top_p = 0.9 needs top_k: the trainer must know which tokens"),
+        ({"rollout": {"top_p": 0.9}}, r"top_p = 0.9 needs top_k: the trainer must know which ids"),
         ({"rollout": {"min_p": 0.1}}, r"min_p = 0.1 needs top_k"),
         (
             {"rollout": {"top_k": 20, "min_p": 0.1}},
@@ -170,7 +170,7 @@ def test_a_share_has_them_where_the_tokens_are_predicted(alone: dist.ProcessGrou
         ({"rollout": {"top_k": 1}}, "greater than or equal to 2"),
         (
             {"rollout": {"top_k": 20}, "algo": {"planners": ["lens"], "selectors": ["lens"]}},
-            r"rollout.top_k = 20 with algo.planners = lens, which trains a response on another prompt",
+            r"rollout.top_k = 20 with algo.planners = lens: lens trains a response on another prompt",
         ),
     ],
 )

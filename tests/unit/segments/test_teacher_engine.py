@@ -217,7 +217,7 @@ def test_a_record_of_part_of_a_response_is_told(tmp_path: Path) -> None:
     sample.pieces.append(type(sample.pieces[0])(file.name, at, len(record)))
     with (
         SegmentReader(tmp_path) as segments,
-        pytest.raises(RunError, match="teacher log-probs of 3 tokens, but it has 4"),
+        pytest.raises(RunError, match="teacher log-probs of 3 tokens; expected 4"),
     ):
         segments.arrays(sample)
     buffer.close()
@@ -392,7 +392,9 @@ def test_two_widths_in_one_step_are_refused() -> None:
         1,
         teacher_logprobs=teacher_logprobs.encode(np.zeros((1, 2), np.int32), -np.ones((1, 2), "f4")),
     )
-    with pytest.raises(RunError, match="2 most probable ids at each token of some samples, 3 of others"):
+    with pytest.raises(
+        RunError, match="teacher log-probs have 2 ids per token in some samples and 3 in others"
+    ):
         pack([taught(0, [1], [5, 6]), other], 100)
 
 
@@ -405,7 +407,7 @@ def test_two_widths_in_one_step_are_refused() -> None:
         (["rollout.workers=2", "engine.count=2"], r"but rollout.workers = 2: .* expected 1"),
         (["rollout.temperature=0.8"], r"but rollout.temperature = 0.8: .* use 1"),
         (["rollout.top_k=20"], r"but rollout.top_k = 20: .* use null"),
-        (["algo.teacher.top_k=null"], r"but algo.teacher.top_k = null: .* give a number"),
+        (["algo.teacher.top_k=null"], r"but algo.teacher.top_k = null: .* use a number"),
         (
             ["algo.teacher.by_source={code: configs/models/quickstart-moe}"],
             r"but algo.teacher.by_source names",

@@ -179,7 +179,7 @@ def test_a_transferred_sample_is_trained_on_its_groups_prompt_and_compared_with_
 def test_uneven_samples_are_refused(
     prompt: list[int], response: list[int], mu: list[float], versions: list[int]
 ) -> None:
-    with pytest.raises(ValueError, match="must not be empty, the last four equal"):
+    with pytest.raises(ValueError, match="not empty, and one value per response token"):
         TrainSample(prompt, response, mu, versions)
 
 

@@ -78,7 +78,9 @@ def test_a_broadcast_that_fails_with_everybody_there_is_tried_again_by_the_next_
         for answer in answers.values():
             Timer(0.05, lambda a=answer: a.set_result(None)).start()
         transport._abandon(receivers, answers)
-    assert receivers.excluded == dict.fromkeys(("http://a", "http://b"), "the broadcast of weights failed")
+    assert receivers.excluded == dict.fromkeys(
+        ("http://a", "http://b"), "the broadcast of weights to 2 engines failed"
+    )
 
 
 @pytest.mark.parametrize(("backend", "end"), [("nccl", "abort nccl"), ("gloo", "destroy gloo")])

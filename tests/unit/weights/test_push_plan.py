@@ -45,7 +45,7 @@ def test_an_engine_beside_the_trainer_is_reached_by_a_group_of_other_gpus() -> N
 def test_what_nccl_would_refuse_is_refused_before_the_start() -> None:
     with pytest.raises(UserError, match=r"each trainer rank, first on GPU 0 of node 0, shares its GPU"):
         plan_push(places(0), [places(0, 1)], "broadcast", gpus=True)
-    with pytest.raises(UserError, match=r"two ranks of one NCCL group on GPU 3 of node 1"):
+    with pytest.raises(UserError, match=r"two ranks of one NCCL group are on GPU 3 of node 1"):
         check_group([DeviceLocation(1, 3), DeviceLocation(0, 3), DeviceLocation(1, 3)])
 
 
