@@ -1,12 +1,12 @@
-"""Does placement by measured speed pay? Two real engines, one slowed down; pairs of the same work in one run.
+"""Makespan of mixed requests on two real engines, one slowed down: placement by measured speed against prefixes.
 
     python bench/affinity.py --json [--pairs 5]
 
-One engine sleeps before every forward pass (SGLang's /slow_down): it is bad at writing, and nearly as good as the
-other at reading a long prompt, which is a single pass. The work is long prompts with short responses among short
-prompts with long responses, all at once. A pair is this work under prefix_affinity and under hardware_affinity, in
-turns first; each has a router of its own, which has seen one round of such work. Makespan: seconds until the last
-response has ended.
+One engine sleeps before every forward pass (SGLang's /slow_down). It decodes slowly, but prefills a long prompt
+nearly as fast as the other engine, because a prefill is a single pass. The work is long prompts with short responses
+and short prompts with long responses, all at once. A pair is this work under prefix_affinity and under
+hardware_affinity, in alternating order; each has a separate router that has processed one round of such work before.
+The makespan is the time until the last response has ended, in seconds.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from rlsys.router.router import Router
 
 VOCAB, CONTEXT = 128, 2048
 LONG, SHORT = (1800, 4), (16, 96)
-"""Tokens of a prompt, and of its response."""
+"""Tokens of a prompt, and of its response, for both kinds of requests."""
 EACH = 12
 SLEEP = 0.04
 STRATEGIES = ("prefix_affinity", "hardware_affinity")
 
 
 def work(rng: random.Random) -> list[tuple[Sample, int]]:
-    """EACH of both kinds, mixed, and what each may write; no two prompts begin alike."""
+    """Return EACH requests of both kinds, mixed, with their longest responses; no two prompts share a prefix."""
     kinds = [LONG, SHORT] * EACH
     rng.shuffle(kinds)
     return [
@@ -51,7 +51,7 @@ def work(rng: random.Random) -> list[tuple[Sample, int]]:
 
 
 async def makespan(router: Router, rng: random.Random) -> tuple[float, list[tuple[Sample, int]]]:
-    """Seconds, and the samples."""
+    """Return the seconds until the last response has ended, and the samples."""
     todo, start = work(rng), time.monotonic()
     await asyncio.gather(
         *(router.generate(s, max_response_tokens=tokens, temperature=1.0) for s, tokens in todo)

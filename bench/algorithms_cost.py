@@ -25,12 +25,12 @@ from rlsys.trainer.critic import add_critic
 from rlsys.trainer.trainer import Trainer
 
 GROUPS = 16
-"""Groups of the measured step: the recorded ones, repeated."""
+"""Groups of the measured step: the recorded groups, repeated."""
 TIMED = ("plan", "finish", "prepare", "__call__", "lr_factor", "defer")
 
 
 class Clocked(Objective):
-    """Adds up the seconds that its methods take. The backward pass through the loss term is not in them."""
+    """An objective that measures the seconds of its methods, without the backward pass through the loss term."""
 
     def __init__(self, section: Any) -> None:
         super().__init__(section)
@@ -38,7 +38,7 @@ class Clocked(Objective):
 
 
 class Scoring(Clocked):
-    """Has the scoring pass before every update, as if somebody looked at `old` before the loss."""
+    """An objective that requests a scoring pass before every update, as if `old` were needed before the loss."""
 
     def __init__(self, section: Any) -> None:
         super().__init__(section)
@@ -65,7 +65,7 @@ for method in TIMED:
 
 
 def full_step(odd: bool, named: bool) -> TrainBatch:
-    """The recorded step with GROUPS groups; `odd`: of seven samples each."""
+    """Return the recorded step with GROUPS groups; with `odd` they have seven samples each."""
     packed = gzip.decompress((ROOT / "tests" / "data" / "step.msgpack.gz").read_bytes())
     taken = decode(packed, TrainBatch)
 
@@ -85,8 +85,9 @@ def full_step(odd: bool, named: bool) -> TrainBatch:
 def measure_cost(
     names: Sequence[str], work: Path, repeats: int
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """(recipe, {share of the algorithm, share of the passes it asks for, seconds of a step}), interleaved repeats;
-    `seconds_scored`, where a recipe can do without a scoring pass that would give `old`: of a step with it."""
+    """Yield each recipe with its figures, one value per repeat: the share of the algorithm in a step, the share of
+    the forward passes that it requests, and the seconds of a step. `seconds_scored`, for recipes that need no scoring
+    pass for `old`: the seconds of a step with that pass. Repeats are interleaved."""
     if not names:
         return
     quick = load_config(

@@ -3,26 +3,25 @@
     python bench/april.py --json [--repeats 2] [--quick] [--only NAME ...] [--cost gpu-like]
     python bench/april_plot.py RESULT.json FIGURE.png
 
-Compared: rollout modes that train batches of the same N samples:
+The modes train batches of the same N samples:
 
     synchronous    N'/N = 1, max_staleness 0: every step waits for its longest response
-    synchronous-2N the same with a batch twice as large: as many samples in flight as april-2 has
-    april-R        N'/N = R: a step takes the first N, the rest stays in the engine, which reads it again after the
-                   push (router.interruption: retract)
-    april-2-abort  the same at R = 2, but the rest comes back, is saved, and is sent again (abort, the default)
-    april-2-kept   the same, but a push leaves keys and values in place: shows the cost of re-prefill
-    asynchronous   2 N in flight, and nothing is interrupted by a take; a push interrupts, admission bounds the age
-    saturated      2 N in flight always, no steps, no pushes
-    prefill        2 N interrupted prefixes are read at once and nothing is decoded
+    synchronous-2N the same with a batch twice as large: as many samples in flight as with april-2
+    april-R        N'/N = R: a step takes the first N samples; the others stay in the engine, which prefills them
+                   again after the push (router.interruption: retract)
+    april-2-abort  the same at R = 2, but the others return, are saved, and are sent again (abort, the default)
+    april-2-kept   the same, but a push leaves keys and values in place: shows the cost of repeated prefills
+    asynchronous   2 N samples in flight; a push interrupts them, a take does not; admission bounds the age
+    saturated      always 2 N samples in flight, no steps, no pushes
+    prefill        2 N interrupted prefixes are prefilled at once; no decoding
 
-A push invalidates all keys and values, so every step reads all samples in flight again. `bound_of` computes the share
-of `saturated` that april-2 can reach, from these two modes and the trace alone.
+A push invalidates all keys and values, so every step prefills all samples in flight again. `bound_of` computes the
+share of `saturated` that april-2 can reach, from these two modes and the trace alone.
 
-Every step is what the product does between two train steps: take, interrupt, begin_push, real weights, end_push
-with flush and attestation (canaries, checksums), resume with re-prefill. Training itself takes no time here: this is
-a rollout bench, not an end-to-end figure. Costs: `cpu` is the raw CPU engine, whose forward pass takes longer the
-more it decodes; `gpu-like` adds a fixed time to every forward pass (SGLang's /slow_down), as a memory-bound decode
-has it.
+Every step does what the product does between two train steps: take, interrupt, begin_push, real weights, end_push
+with flush and attestation (canaries, checksums), resume with prefill. Nothing is trained: this bench measures
+rollouts, not whole runs. Of the two costs, `cpu` is the raw CPU engine, whose forward pass takes longer the more it
+decodes, and `gpu-like` adds a fixed time to every forward pass (SGLang's /slow_down), as for memory-bound decoding.
 """
 
 from __future__ import annotations
@@ -73,12 +72,12 @@ from rlsys.worker.workers import direct_workers
 
 TRACE = Path(__file__).with_name("traces") / "long_tail.json"
 GPU_LIKE_SECONDS = 0.03
-"""Added to every forward pass: several times what the CPU's own pass takes."""
+"""Seconds added to every forward pass: several times the CPU's own time of a pass."""
 COSTS = {"gpu-like": GPU_LIKE_SECONDS, "cpu": None}
 PREFILL_TOKENS = 8192
-"""Tokens of one forward pass, as SGLang chooses on a GPU of 80 GB; without one it would take half."""
+"""Largest number of tokens in a prefill pass: SGLang's value for a GPU of 80 GB; on a CPU its value is half."""
 QUICK_SCALE = 16
-"""--quick divides the lengths of the trace."""
+"""Divisor of the trace's lengths with --quick."""
 
 MODES = [
     Mode("synchronous", 1.0, 0),
@@ -97,7 +96,7 @@ async def reward_one(_prompt: Prompt, _text: str) -> float:
 
 
 class Loop:
-    """The trainer's side of one mode, and a stop-watch on its phases."""
+    """The trainer's side of one mode; measures the seconds of its phases."""
 
     def __init__(self, stage: Stage, config: Config, manager: RolloutManager) -> None:
         self._manager = manager
@@ -115,7 +114,7 @@ class Loop:
         return taken
 
     async def push(self) -> None:
-        """Do what trainer and rollout do between two steps."""
+        """Push the weights, as trainer and rollout process do between two steps."""
         with self._phase("begin"):
             ticket = await self._manager.begin_push()
         with self._phase("send"):
@@ -132,7 +131,7 @@ class Loop:
 
 
 async def run_mode(stage: Stage, mode: Mode, measured: int) -> dict[str, float]:
-    """Steps until it is warm, then steps until `measured` more samples are trained; figures of the latter."""
+    """Run warm-up steps, then steps until `measured` samples are trained. Return the figures of the latter."""
     with tempfile.TemporaryDirectory(dir=stage.folder) as name:
         config = stage.for_mode(mode, Path(name))
         buffer = RolloutBuffer(config.run.dir / "rollouts.sqlite", identity(config), GROUP_SIZE)
@@ -163,7 +162,7 @@ async def run_mode(stage: Stage, mode: Mode, measured: int) -> dict[str, float]:
             buffer.close()
     assert after["lost"] == before["lost"], "tokens were lost"
     prefilled = after["prefilled_tokens"] - before["prefilled_tokens"]
-    made = after["received_tokens"] - before["received_tokens"]  # a quick window may see none
+    made = after["received_tokens"] - before["received_tokens"]  # may be 0 with --quick
     return {
         **of_trained(taken, seconds, stage.true_mean),
         "sampled_tokens_per_s": made / seconds,
@@ -178,7 +177,7 @@ async def run_mode(stage: Stage, mode: Mode, measured: int) -> dict[str, float]:
 
 
 def of_trained(taken: list[TrainBatch], seconds: float, true_mean: float) -> dict[str, float]:
-    """Figures of the groups that the measured steps took."""
+    """Return the figures of the groups that the measured steps took."""
     groups: list[SampleGroup] = [g for t in taken for g in t.groups]
     samples = [s for g in groups for s in g.samples]
     tokens = sum(s.tokens for s in samples)
@@ -194,7 +193,7 @@ def of_trained(taken: list[TrainBatch], seconds: float, true_mean: float) -> dic
 
 
 async def run_saturated(stage: Stage, measured: int) -> dict[str, float]:
-    """Closed loop: whenever a response ends, the next begins. No steps."""
+    """Measure a closed loop without steps: whenever a response ends, the next one begins."""
     router, source = stage.router(), RandomPrompts()
     engines = await router.begin_push(1)
     await router.end_push(1, stage.canaries)
@@ -234,7 +233,7 @@ async def run_saturated(stage: Stage, measured: int) -> dict[str, float]:
 
 
 async def run_prefill(stage: Stage, repeat: int) -> dict[str, float]:
-    """Prefixes as a step of april-2 leaves them, read at once; one token is decoded of each."""
+    """Measure the prefill of prefixes like those that a step of april-2 interrupts; each decodes one token."""
     rng, router = random.Random(repeat), stage.router()
     engines = await router.begin_push(1)
     await router.end_push(1, stage.canaries)
@@ -252,11 +251,16 @@ async def run_prefill(stage: Stage, repeat: int) -> dict[str, float]:
 
 
 def bound_of(saturated: float, prefill: float, over_provision: float, lengths: Sequence[int]) -> float:
-    """The largest share of a saturated engine's rate that rollouts can have of which every step reads all again that
-    is in flight. `saturated`: seconds of a token there; `prefill`: of one that is read.
+    """Return the largest possible share of a saturated engine's rate if every step prefills all samples in flight.
 
     A response of n tokens is interrupted n / (tokens of a step and slot) times, on average in its middle. So for each
-    trained token N'/N (1 + cv^2) / 2 are read, where cv is the coefficient of variation of the lengths.
+    trained token N'/N (1 + cv^2) / 2 are prefilled, where cv is the coefficient of variation of the lengths.
+
+    Args:
+        saturated: seconds per token of the saturated engine.
+        prefill: seconds per prefilled token.
+        over_provision: N'/N.
+        lengths: response lengths in tokens.
     """
     read = over_provision * mean(n * n for n in lengths) / mean(lengths) ** 2 / 2
     return saturated / (saturated + read * prefill)
@@ -276,7 +280,7 @@ async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
     chosen = [n for n in ("saturated", "prefill", *by_name) if not args.only or n in args.only]
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
     for repeat in range(args.repeats):
-        order = chosen[repeat % len(chosen) :] + chosen[: repeat % len(chosen)]  # nobody is always first
+        order = chosen[repeat % len(chosen) :] + chosen[: repeat % len(chosen)]  # no mode is always first
         for cost in args.cost:
             seconds = COSTS[cost]
             await stage.client.slow_down(seconds)
@@ -305,16 +309,16 @@ async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(costs: dict[str, Any], lengths: Sequence[int]) -> dict[str, float]:
-    """Ratios of medians at N'/N = 2, as far as their modes have run."""
+    """Return ratios of medians at N'/N = 2, without those whose modes did not run."""
 
     def rate(cost: str, mode: str, of: str = "trained") -> float:
         return float(costs[cost][mode][f"{of}_tokens_per_s"]["median"])
 
     def share(cost: str, mode: str = "april-2") -> float:
-        """Return the share of what the engine samples when it is always full.
+        """Return the rate of sampled tokens as a share of that of an engine that is always full.
 
-        It counts sampled tokens, since few long responses make most of the trained ones, and when they end is chance;
-        in the long run both are the same.
+        It counts sampled tokens, because the trained ones depend on a few long responses, which end at random times;
+        over many steps both shares are equal.
         """
         return rate(cost, mode, "sampled") / rate(cost, "saturated", "sampled")
 
@@ -337,20 +341,20 @@ def summary(costs: dict[str, Any], lengths: Sequence[int]) -> dict[str, float]:
     }
     found = {}
     for name, figure in figures.items():
-        with suppress(KeyError):  # a mode that was left out
+        with suppress(KeyError):  # its mode did not run
             found[name] = figure()
     return found
 
 
 def trace(quick: bool) -> list[int]:
-    """Response lengths, in the order of the samples."""
+    """Return the response lengths of the trace, in the order of the samples."""
     scale = QUICK_SCALE if quick else 1
     return [math.ceil(n / scale) for n in json.loads(TRACE.read_text())["lengths"]]
 
 
 @asynccontextmanager
 async def set_up(lengths: list[int]) -> AsyncIterator[Stage]:
-    """A running engine with everything around it."""
+    """Yield a stage with a running engine, and end the engine afterwards."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write_random_moe(folder / "model", max_position_embeddings=CONTEXT)
@@ -380,15 +384,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
-    parser.add_argument("--repeats", type=int, default=2, help="of every mode, interleaved")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    parser.add_argument("--repeats", type=int, default=2, help="interleaved repeats of every mode")
     parser.add_argument(
-        "--quick", action="store_true", help="few, short samples: shows that it runs, not how fast"
+        "--quick", action="store_true", help="few, short samples: checks only that the bench runs"
     )
     parser.add_argument(
-        "--only", nargs="*", choices=["saturated", "prefill", *(m.name for m in MODES)], help="these modes"
+        "--only",
+        nargs="*",
+        choices=["saturated", "prefill", *(m.name for m in MODES)],
+        help="modes (default: all)",
     )
-    parser.add_argument("--cost", nargs="*", choices=list(COSTS), default=list(COSTS), help="these; both")
+    parser.add_argument(
+        "--cost", nargs="*", choices=list(COSTS), default=list(COSTS), help="costs (default: both)"
+    )
     args = parser.parse_args()
     result = asyncio.run(main_async(args))
     print(json.dumps(result if args.json else result["summary"], indent=2))

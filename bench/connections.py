@@ -1,18 +1,19 @@
-"""Requests per second and latency of each HTTP entry point beside idle and slow connections, as ratios to none.
+"""Requests per second and latency of each HTTP entry point during idle and slow connections, relative to none.
 
     python bench/connections.py --json [--servers router ...] [--connections 1100] [--rate 20] [--seconds 8] [--quick]
 
-quiet         requests at a fixed rate, each on its own connection
-idle          the same beside connections that send nothing
-slow_heads    beside connections that send a head byte by byte
-slow_bodies   beside connections that send a body byte by byte
+quiet         requests at a fixed rate, each on a new connection
+idle          the same, while other connections send nothing
+slow_heads    the same, while other connections send a request head byte by byte
+slow_bodies   the same, while other connections send a request body byte by byte
 
-A connection that the server closes is opened again, at most 100 a second: a server that answers before it reads a
-body, a refusal for example, does not hold slow bodies. Each server is a process with the product's own server and
-limits, in front of a request that costs nothing: `router` is `rlsys router` before an instant engine. `environment`
-and `commands` (of the rollout process) listen on Unix sockets, to which only processes of the run's user connect.
-Requests come at their times even while others are unanswered. A request without an answer within PATIENCE seconds
-counts as failed. Rounds of the four cases are interleaved; ratios compare cases of one round, and are medians.
+A connection that the server closes is opened again, at most 100 a second; a server that answers before it reads the
+body, for example with a refusal, closes the connection. Each server is a process with the product's own server and
+limits that handles a cheap request: `router` is `rlsys router` in front of an engine that answers at once.
+`environment` and `commands` (of the rollout process) listen on Unix sockets, to which only processes of the run's
+user can connect. Requests are sent at a fixed rate even while others are unanswered. A request without an answer
+within PATIENCE seconds counts as failed. Rounds of the four cases are interleaved; ratios compare cases of one round,
+and are medians.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ PATHS = {
     "router": "/health",
     "tinker": "/api/v1/healthz",
 }
-"""Entry point -> a request that costs the server next to nothing."""
+"""Path of a cheap request, by entry point."""
 CASES = ("quiet", "idle", "slow_heads", "slow_bodies")
 PATIENCE = 20.0
 
 
 @dataclass(frozen=True)
 class Served:
-    """Requests of one case: when each began, and how long it took; None: it failed."""
+    """Requests of one case: the start of each, and its seconds, None if it failed."""
 
     starts: list[float]
     seconds: list[float | None]
@@ -87,7 +88,7 @@ class Served:
 
 @contextlib.contextmanager
 def server(name: str, folder: Path) -> Iterator[str]:
-    """Start an entry point; its address is `HOST:PORT`, or the path of a Unix socket."""
+    """Start an entry point, and yield its address: `HOST:PORT`, or the path of a Unix socket."""
     if name != "router":
         command = [sys.executable, str(STAGE), name, str(folder)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -114,7 +115,7 @@ def answers(address: str, path: str) -> bool:
 
 
 async def request(address: str, path: str) -> float | None:
-    """Seconds of one request on its own connection; None: no answer."""
+    """Return the seconds of one request on a new connection, None if it gets no answer."""
     start = time.monotonic()
     try:
         async with asyncio.timeout(PATIENCE):
@@ -140,7 +141,7 @@ async def request(address: str, path: str) -> float | None:
 
 
 async def offered(address: str, path: str, rate: float, seconds: float) -> Served:
-    """Send requests at their times, without waiting for the earlier ones."""
+    """Send requests at a fixed rate, without waiting for earlier ones."""
     tasks, starts, begin = [], [], time.monotonic()
     for number in range(max(1, round(rate * seconds))):
         await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
@@ -151,7 +152,7 @@ async def offered(address: str, path: str, rate: float, seconds: float) -> Serve
 
 @contextlib.contextmanager
 def beside(address: str, case: str, connections: int) -> Iterator[None]:
-    """Hold connections from another process, once they are open."""
+    """Hold connections open from another process, while the context is entered."""
     if case == "quiet":
         yield
         return
@@ -166,7 +167,7 @@ def beside(address: str, case: str, connections: int) -> Iterator[None]:
 
 
 def measured(name: str, args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """Rounds of the cases on one server: figures, and their ratios to the quiet case of the round."""
+    """Measure rounds of the cases on one server. Return figures, and their ratios to the quiet case of the round."""
     rounds: list[dict[str, dict[str, float]]] = []
     with server(name, folder) as address:
         for number in range(args.rounds):

@@ -1,20 +1,20 @@
-"""Is `rlsys plan --calibrate` right? Forecasts of eight settings, written down first, then runs of the real stack.
+"""Accuracy of `rlsys plan --calibrate`: forecasts of eight settings, saved first, then runs of the real stack.
 
     python bench/plan_check.py --predict [--out FILE] [--quick]      three calibrating runs, then the forecasts
     python bench/plan_check.py --measure [--out FILE] [--quick]      three interleaved runs of each setting, compared
 
 `--predict` writes FILE (bench/predictions/plan.json), which is committed before anything is measured. `--measure`
-reads it and prints JSON: of each setting forecast and measured seconds of a step and trained tokens a second, and the
-errors. A policy that is frozen keeps lengths as they are; engines sleep before every forward pass (SGLang's
-/slow_down), as passes of a GPU leave the host's cores idle, since two cores are all that trainer and engines have.
+reads it and prints JSON: forecast and measured seconds of a step and trained tokens per second of each setting, and
+the errors. The policy is frozen, so that lengths do not change. Engines sleep before every forward pass (SGLang's
+/slow_down), as the passes of a GPU leave the host's cores idle, because trainer and engines share two cores.
 
-The settings differ in N'/N, engines, placement and sleep. The calibrating runs, one of each placement, have another
-sleep than any of them. Further sleep is added to a pass's cost; nothing else is.
+The settings differ in N'/N, engines, placement and sleep. The calibrating runs, one of each placement, have a
+different sleep. The forecast adds only the difference of the sleeps to the cost of a pass.
 
-`capacity`: the seconds that the trainer waits, forecast and measured, at max_staleness 0 to 3 with N'/N 1 and
-staleness_policy wait. Beside them ECHO-2's rule (rlsys/planner/capacity.py), which `rlsys explain` tells: a bound
-from below that needs no simulation. It has a calibrating run of its own, of one engine: two engines and a trainer
-share two cores, and take longer each.
+`capacity` has the seconds that the trainer waits, forecast and measured, at max_staleness 0 to 3 with N'/N 1 and
+staleness_policy wait. It also has the figure of ECHO-2's rule (rlsys/planner/capacity.py), which `rlsys explain`
+prints: a lower bound that needs no simulation. `capacity` uses a separate calibrating run with one engine, because
+two engines and a trainer on two cores slow each other down.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CALIBRATING = {
     "disaggregated": Setting("disaggregated", 2, 1.25, 2, 0.02),
     "capacity": Setting("disaggregated", 1, 1.0, 2, 0.02, policy="wait"),
 }
-"""Runs by the quantity that they show. The first one waits for every response, so it gives all lengths."""
+"""Calibrating runs, by their purpose. The first one waits for every response, so all lengths come from it."""
 SETTINGS = (
     Setting("colocated", 1, 1.0, 0, 0.03),
     Setting("colocated", 1, 2.0, 8, 0.03),
@@ -57,18 +57,22 @@ SETTINGS = (
 )
 CAPACITY = tuple(Setting("disaggregated", 1, 1.0, age, 0.03, policy="wait") for age in range(4))
 WARM, STEPS, CALIBRATED_STEPS = 2, 8, 16
-"""Train steps that are left out at first, that are measured, and of a calibrating run."""
+"""Train steps before the measurement, in the measurement, and of a calibrating run."""
 ROUNDS, CAPACITY_ROUNDS = 3, 2
 SEEDS = range(101, 105)
-"""Seeds of simulated runs, whose mean is the forecast, since a run of few steps depends on its seed."""
+"""Seeds of simulated runs. The forecast is their mean, because a run of few steps depends on its seed."""
 CALIBRATING_SEED, FIRST_SEED = 1, 21
-"""run.seed of the calibrating runs, and of the first round."""
+"""run.seed of the calibrating runs, and that of the first measured round."""
 
 
 def forecast_of(
     setting: Setting, found: Calibration, slept: float, size: Size, steps: int
 ) -> dict[str, float]:
-    """`slept`: in the calibrating run, before each pass."""
+    """Return the forecast of a setting.
+
+    Args:
+        slept: seconds that engines slept before each pass in the calibrating run.
+    """
     costs = longer(found.costs(1), setting.sleep - slept)
     runs: list[Forecast] = []
     for seed in SEEDS:
@@ -92,14 +96,14 @@ def forecast_of(
 
 
 def longer(costs: Costs, seconds: float) -> Costs:
-    """Return a setting with this much more sleep before each pass."""
+    """Return the calibrated costs with `seconds` more before each pass."""
     return replace(costs, pass_overhead=max(0.0, costs.pass_overhead + seconds))
 
 
 def capacity_of(
     setting: Setting, found: Calibration, slept: float, size: Size, steps: int
 ) -> dict[str, float]:
-    """Seconds of a step, and of these, the trainer's waiting: simulated, and by the rule."""
+    """Return the seconds of a step and those in which the trainer waits: simulated, and by ECHO-2's rule."""
     simulated = forecast_of(setting, found, slept, size, steps)
     return {
         "step_seconds": simulated["step_seconds"], "idle_seconds": simulated["rollout_seconds"],
@@ -117,7 +121,7 @@ def idle_by_rule(setting: Setting, found: Calibration, slept: float, size: Size)
 
 
 def measured_of(folder: Path) -> dict[str, float]:
-    """Return the means of a run's steps after the first ones."""
+    """Return the means over a run's steps after the warm-up."""
     lines = steps_of(folder)[WARM - 1 :]
     before, steps = lines[0], lines[1:]
     seconds = steps[-1]["time"] - before["time"]
@@ -200,7 +204,11 @@ def one_run(kept: Stage, setting: Setting, turn: int, quick: bool) -> dict[str, 
 
 
 def compare(forecast: dict[str, float], runs: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """`error`: of the seconds of a step, as a share of the measured median; `spread`: largest less smallest."""
+    """Compare a setting's forecast with its measured runs.
+
+    In the result `error` is that of the seconds of a step, relative to the measured median, and `spread` the largest
+    minus the smallest measured value.
+    """
     steps = spread([run["step_seconds"] for run in runs])
     rates = spread([run["tokens_per_s"] for run in runs])
     return {
@@ -213,8 +221,10 @@ def compare(forecast: dict[str, float], runs: Sequence[dict[str, float]]) -> dic
 
 
 def compare_idle(forecast: dict[str, float], runs: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """`error`: as a share of the seconds waited; `error_of_step`: of those of the step. `rule_of_measured`: ECHO-2's
-    rule, as a share of the seconds of the measured step."""
+    """Compare the trainer's forecast waiting time with the measured one.
+
+    In the result `error` is relative to the seconds waited, `error_of_step` to the seconds of the step, and
+    `rule_of_measured` is ECHO-2's rule relative to the seconds of the measured step."""
     idle = spread([run["rollout_seconds"] for run in runs])
     step = median(run["step_seconds"] for run in runs)
     off = abs(forecast["idle_seconds"] - idle["median"])

@@ -1,11 +1,11 @@
-"""Seconds to the same held-out accuracy, from a process's start and without it: rlsys and TRL's GRPOTrainer.
+"""Seconds of rlsys and of TRL's GRPOTrainer to the same held-out accuracy, with and without the process's start.
 
     make setup-test && python bench/race.py --json [--seeds 5] [--tasks quickstart tail] [--quick]
 
 Both train the same model on the same prompts with the same reward, batch, learning rate, temperature and longest
-response, one after the other on the same machine; who begins alternates. Each evaluates greedily after every step and
-ends at the target. What evaluations take is in no figure. All else is each one's own: TRL's loss and its generation
-with transformers on all cores, our loss, APRIL and an engine beside the trainer.
+response, one after the other on the same machine, in alternating order. Each evaluates greedily after every step and
+ends at the target. The figures exclude the time of evaluations. Everything else is each framework's own: TRL's loss
+and its generation with transformers on all cores; rlsys' loss, APRIL and an engine next to the trainer.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ QUICK = Task(0.0, ("trainer.steps=1", "rollout.groups_per_step=2", "eval.prompts
 
 
 class Failed(Exception):
-    """A runner that ended without the target, or not in time."""
+    """A runner ended before it reached the target, or did not end in time."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One runner's way to the target; seconds without evaluations."""
+    """Times of one runner until it reached the target, without evaluations."""
 
     steps: int
     accuracy: float
     step_seconds: float
     """Seconds from the first possible train step to the end of the last one."""
     start_seconds: float
-    """The process's start until then."""
+    """Seconds from the process's start until the first possible train step."""
     wall_seconds: float
-    """The process's start to the evaluation that showed the target, with all evaluations."""
+    """Seconds from the process's start to the evaluation that reached the target, with all evaluations."""
 
 
 def read_run(lines: Sequence[dict[str, Any]], began: float, target: float) -> Run | None:
@@ -95,7 +95,7 @@ def read_run(lines: Sequence[dict[str, Any]], began: float, target: float) -> Ru
 
 
 def run(name: str, task: Task, seed: int, folder: Path) -> Run:
-    """Raises Failed."""
+    """Run one runner to the target. Raises Failed if it ends before, or not in time."""
     # No warm-up: TRL is told a constant learning rate, and the first steps decide who is at the target.
     config = [CONFIG, "trainer.warmup_steps=0", *task.overrides, f"run.seed={seed}"]
     if name == "rlsys":
@@ -134,7 +134,7 @@ def _last(log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a runner with all its children: the next runner has the machine to itself."""
+    """End a runner with all its children, so that the next runner does not share the machine."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, sent)

@@ -2,9 +2,9 @@
 
     PYTHONPATH=.venv/parity python bench/race_trl.py CONFIG OUT.jsonl --target 0.9 [KEY=VALUE ...]
 
-Writes a line at the start of training, at the end of each step and of each evaluation, and ends at the target. The
-settings are TRL's own but for what the config says (batch, learning rate, temperature, longest response), gradient
-checkpointing, which a model of this size has no use for, and the schedule, which is constant as ours.
+Writes a line at the start of training, at the end of each step and of each evaluation, and ends at the target. All
+settings are TRL's defaults except those of the config (batch, learning rate, temperature, longest response), gradient
+checkpointing, which so small a model does not need, and the schedule, which is constant like that of rlsys.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Lines:
 
 
 class Task:
-    """Return prompts and reward as a run of rlsys has them."""
+    """Prompts and reward of a run of rlsys."""
 
     def __init__(self, config: Config) -> None:
         self.tokenizer = Tokenizer(config.model.path)
@@ -70,7 +70,7 @@ class Task:
 
 
 class Evaluation(TrainerCallback):
-    """After each step: greedy answers to the held-out prompts, as rlsys evaluates."""
+    """A callback that generates greedy answers to the held-out prompts after each step, as rlsys evaluates."""
 
     def __init__(self, task: Task, config: Config, lines: Lines, target: float) -> None:
         self._task, self._lines, self._target = task, lines, target

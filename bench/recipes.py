@@ -1,13 +1,13 @@
-"""Do the recipes of examples/recipes reach their recorded scores?
+"""Measures the recipes of examples/recipes, and compares their scores with the recorded ranges.
 
     python bench/recipes.py [NAME ...] [--seeds 0 1 2 3 4] [--short] [--model FOLDER] [--out FOLDER]
     python bench/recipes.py [NAME ...] --record
     python bench/recipes.py --turn COMMIT --short
 
 A recipe is a folder with recipe.yaml, data.py, sft.yaml (optional), rl.yaml, eval.yaml and expected.json. One run
-makes the data and the model, evaluates the model (full form, before a warm start), and runs sft.yaml and rl.yaml with
-`run.seed`. OUT/NAME/FORM-SEED has the run folders, and record.json when all is done. The same command continues after
-a kill: finished records and stages are not run again, and a run folder continues from its checkpoint.
+writes the data and the model, evaluates the model (full form, before a warm start), and runs sft.yaml and rl.yaml
+with `run.seed`. OUT/NAME/FORM-SEED has the run folders, and record.json when the run is complete. The same command
+continues after a kill: finished records and stages are not run again, and a run folder continues from its checkpoint.
 
 `--short` has fewer steps (`short` of recipe.yaml) and its own recorded range. `--record` writes the scores, curves
 and seconds of all finished records into expected.json, and the pages. Seeds that expected.json already has stay,
@@ -20,8 +20,8 @@ prints where its figures differ from the recorded ones of the recipe's model.
     signals of training: means over the first and the last quarter of the RL steps
     range   of `end`, for one more run: Student's prediction interval, at least as wide as Wilson's for the prompts
 
-Exit code 1: a score below its range, whose curve is printed, or a stage that failed. 2: a model's package, a recipe
-or a file is missing or different.
+The exit code is 1 if a score is below its range (the curve is then printed) or a stage failed, and 2 if a model's
+package, a recipe or a file is missing or different.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from rlsys.evaluation.pass_at_k import wilson
 from rlsys.obs.metrics import read_metrics
 
 RUNS = "runs/recipes/"
-"""Start of the paths in the recipes' configs that this bench moves to OUT."""
+"""Prefix of the paths in the recipes' configs that this bench replaces with OUT."""
 
 
 class Model(NamedTuple):
-    """`path`: as the recipes' configs name it. `program`: makes the folder. `package`: pip installs it first."""
+    """A model of recipes: its path in their configs, the program that writes it, and whether that needs a package."""
 
     path: str
     program: str | None = None
@@ -70,17 +70,18 @@ MODELS = {
     "quickstart": Model("configs/models/quickstart-moe"),
     "tools": Model(RUNS + "models/quickstart-tools", "examples/tools/model.py"),
 }
-"""Values of `model` in recipe.yaml."""
+"""Models, by the value of `model` in recipe.yaml."""
 FORMS = ("full", "short")
 MIN_SEEDS = 5
 GRACE = 60
-"""Seconds for a stage to leave a checkpoint when this bench is ended."""
+"""Seconds that a stage has to save a checkpoint when this bench is stopped."""
 DIGITS = 4
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One folder. `score`: metric of an `eval` line. `data`: file -> sha256. `short`: stage -> overrides."""
+    """A recipe's settings. `score` is a metric of an `eval` line, `data` the SHA-256 of each file, `short` the
+    overrides of each stage in the short form."""
 
     folder: Path
     model: str
@@ -90,7 +91,7 @@ class Recipe:
 
     @classmethod
     def read(cls, name: str) -> Recipe:
-        """Read NAME/recipe.yaml. Raises UserError for a name that is no recipe."""
+        """Read NAME/recipe.yaml. Raises UserError if there is none."""
         if name not in names():
             raise UserError(f"{name}: no such recipe; expected one of {', '.join(names())}")
         fields = yaml.safe_load((FOLDER / name / "recipe.yaml").read_text(encoding="utf-8"))
@@ -102,7 +103,7 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """sha256 of the files that a score depends on: data, reward, model and settings."""
+        """Return the SHA-256 of everything that a score depends on: data, reward, model and settings."""
         digest = hashlib.sha256()
         files = ("recipe.yaml", "data.py", "reward.py", "sft.yaml", "rl.yaml", "eval.yaml")
         for path in [self.folder / name for name in files if (self.folder / name).is_file()]:
@@ -114,7 +115,7 @@ class Recipe:
         return ("sft", "rl") if (self.folder / "sft.yaml").is_file() else ("rl",)
 
     def expected(self, form: str) -> dict[str, Any]:
-        """Return the recorded figures of these settings; empty without."""
+        """Return the recorded figures of these settings, or an empty dict if there are none."""
         path = self.folder / "expected.json"
         figures = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         return dict(figures.get(form, {})) if figures.get("digest") == self.digest else {}
@@ -122,14 +123,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one run of a recipe is: OUT, and the folder of its form, seed and model."""
+    """The location of one run of a recipe: OUT, and the folder of its form, seed and model."""
 
     out: Path
     recipe: Recipe
     form: str
     seed: int
     model: Path | None = None
-    """Another model than the recipe's."""
+    """Model of `--model`, which replaces the recipe's; None: the recipe's."""
 
     @property
     def folder(self) -> Path:
@@ -138,7 +139,7 @@ class Place:
 
     @property
     def base(self) -> Path:
-        """Folder of the evaluation of the untrained model, which no seed changes."""
+        """Return the folder of the untrained model's evaluation, which is the same for all seeds."""
         return self.out / self.recipe.name / f"base-{self.model.name if self.model else self.recipe.model}"
 
     @property
@@ -150,7 +151,7 @@ class Place:
         return self.model or self.moved(MODELS[self.recipe.model].path)
 
     def moved(self, path: str) -> Path:
-        """Return the place of a path of the recipe's configs: data and models are shared by all runs."""
+        """Return the location of a path of the recipe's configs; all runs share data and models."""
         if not path.startswith(RUNS):
             return ROOT / path
         first, _, rest = path.removeprefix(RUNS).partition("/")
@@ -158,7 +159,7 @@ class Place:
         return self.out / first / rest if shared else self.folder / rest
 
     def overrides(self, stage: str) -> list[str]:
-        """Return the overrides that move the paths of a stage's config here, and set seed and form."""
+        """Return the overrides that move the paths of a stage's config to this place, and set seed and form."""
         config = yaml.safe_load((self.recipe.folder / f"{stage}.yaml").read_text(encoding="utf-8"))
         own = MODELS[self.recipe.model].path
         lines = [
@@ -171,7 +172,7 @@ class Place:
 
 
 def paths(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each text of nested sections with its field; lists are not searched."""
+    """Yield each string of nested sections with its field. Lists are not searched."""
     for key, value in config.items():
         if isinstance(value, str):
             yield prefix + key, value
@@ -180,16 +181,16 @@ def paths(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def command(argv: Sequence[str], log: Path) -> dict[str, float]:
-    """Run a command of this Python to its end; its output is appended to `log`.
+    """Run a command of this Python to its end, and append its output to `log`.
 
-    A keeper ends it when this process ends, however that happens.
+    A keeper ends the command when this process ends for any reason.
 
     Returns:
-        Wall seconds, and CPU seconds of it and all its descendants.
+        Wall seconds, and CPU seconds of the command and all its descendants.
 
     Raises:
-        UserError: Its exit code is 2. The message is its error.
-        RunError: Another exit code than 0.
+        UserError: The command's exit code is 2; the message is its error.
+        RunError: The exit code is neither 0 nor 2.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     began, used = time.monotonic(), cpu_seconds()
@@ -222,20 +223,20 @@ def error_of(log: Path) -> str:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of all ended descendants so far."""
+    """Return the CPU seconds of all descendants that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write completely or not at all: a file that exists is whole."""
+    """Write a JSON file completely or not at all."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
 
 
 def prepare(place: Place) -> None:
-    """Make data and model, unless they exist. Raises UserError for other data, or a missing package."""
+    """Write data and model, unless they exist. Raises UserError for data with other digests, or a missing package."""
     recipe, log = place.recipe, place.out / "prepare.log"
     program = MODELS[recipe.model].program
     if not place.model and program and not place.model_folder.is_dir():
@@ -252,7 +253,7 @@ def prepare(place: Place) -> None:
 
 
 def run_stage(stage: str, place: Place) -> dict[str, Any]:
-    """Run a stage, or continue it; return its seconds. `resumed`: without those before a kill."""
+    """Run or continue a stage, and return its seconds. With `resumed`, those before a kill are missing."""
     done, run = place.folder / f"{stage}.json", place.folder / stage
     if done.is_file():
         return dict(json.loads(done.read_text(encoding="utf-8")))
@@ -292,7 +293,7 @@ def rl_paths(place: Place) -> list[str]:
 
 
 def run(place: Place) -> dict[str, Any]:
-    """Return the record of a run, which runs now unless it exists."""
+    """Return the record of a run. If there is none, make the run first."""
     if place.record.is_file():
         return dict(json.loads(place.record.read_text(encoding="utf-8")))
     prepare(place)
@@ -331,7 +332,7 @@ def prediction(values: Sequence[float], prompts: int) -> list[float]:
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of expected.json for the records of one form. An interval of fewer seeds is null."""
+    """Return the figures of expected.json for the records of one form; intervals need five seeds, else are null."""
     figures: dict[str, Any] = {}
     for key in ("base", "start", "end"):
         values = [r[key] for r in records if key in r]
@@ -353,9 +354,9 @@ def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def write_expected(recipe: Recipe, out: Path) -> None:
-    """Write the figures of all records of the recipe's own model into expected.json, beside its other seeds.
+    """Write the figures of all records of the recipe's own model into expected.json, which keeps its other seeds.
 
-    Figures of other settings are dropped: of records as well as of expected.json.
+    Records and entries of expected.json with other settings are dropped.
     """
     files = sorted((out / recipe.name).glob("*/record.json"))
     records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
@@ -405,7 +406,7 @@ def regression(record: Mapping[str, Any], expected: Mapping[str, Any], own_model
 
 
 def turn(commit: str, candidates: Sequence[str]) -> list[str]:
-    """Return the recipe whose turn it is, by the commit's hash; none without candidates."""
+    """Return the recipe that the commit's hash selects, None without candidates."""
     return [candidates[int(commit, 16) % len(candidates)]] if candidates else []
 
 

@@ -1,11 +1,10 @@
 """Cost of `rlsys rehearse`: `python bench/rehearse.py [--only WORD ...] [--pushes] [--json] [--quick]`.
 
-The plan of a sharded push comes first: bytes that trainer ranks send and engines receive, and the seconds that this
-takes at the stated rate of a link. Then each kind of
-rank (first, fullest middle, last stage) of each shipped experiment, and of DeepSeek-V3 on 2,048 GPUs, one process
-after the other: its seconds of the clock and of the processor, and the memory that it took. Exit code 1 when a rank
-takes more than 3 minutes or 4 GB, or a plan more than 10 s of the processor. Walls mean something on a quiet machine
-only.
+The bench first plans a sharded push: bytes that trainer ranks send and engines receive, and the seconds at the stated
+rate of a link. Then it rehearses each kind of rank (first, fullest middle, last stage) of each shipped experiment,
+and of DeepSeek-V3 on 2,048 GPUs, one process after the other, and prints wall seconds, CPU seconds and memory. The
+exit code is 1 if a rank takes more than 3 minutes or 4 GB, or a plan more than 10 s of CPU time. Wall times are
+meaningful on a quiet machine only.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from rlsys.weights.shard_plan import plan_senders
 
 SECONDS, BYTES = 180.0, 4e9
 PLANNED = 10.0
-"""Seconds of the processor that the plan of a push may take."""
+"""Largest CPU seconds of the plan of a push."""
 EXPERIMENTS = ROOT / "configs/experiments"
 LARGEST = ["parallel.tp=8", "parallel.pp=16", "parallel.ep=64", "parallel.dp=16", "launch.nodes=256"]
 """Layout of DeepSeek-V3's 61 layers on 2,048 GPUs."""

@@ -1,13 +1,13 @@
-"""Seconds of a weight push over a slow link, by the number of receivers: by relay, and to each of them by itself.
+"""Seconds of a weight push over a slow link by the number of receivers, with and without relays.
 
     python bench/relay.py --json [--megabytes 32] [--rate 16] [--receivers 1 2 4 8] [--quick]
 
-Receivers are real relays in processes of their own, without an engine: what they load is compared with what was sent,
-tensor by tensor. All that the sender sends goes through one link of `rate` MB/s on loopback; receivers reach each
-other without it. star: every receiver is a chain of its own. relay: one chain of all. The weights are random float32,
-which hardly compress: what is measured is the way, not the compression. `change`: bytes over the link, as a share of
-the weights, of a second push to the chain, after a change of every number by a few millionths, as of a train step,
-in float32 and in bfloat16.
+Receivers are real relays in separate processes, without engines; the tensors that they load are compared with the
+sent ones. The sender sends everything through one link of `rate` MB/s on loopback; receivers connect to each other
+without it. `star`: every receiver is a separate chain. `relay`: all receivers are one chain. The weights are random
+float32 numbers, which hardly compress, so the bench measures the transfer and not the compression. `change`: bytes
+over the link of a second push to the chain, as a share of the weights, in float32 and in bfloat16, after every number
+changed by a few millionths, as in a train step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Tensors = dict[str, Tensor]
 
 
 def weights(megabytes: float, dtype: torch.dtype, step: int) -> Tensors:
-    """Eight matrices, after so many steps that change them a little."""
+    """Return eight matrices after `step` small random changes."""
     generator = torch.Generator().manual_seed(0)
     rows = max(1, round(megabytes * 1e6 / 8 / 1024 / dtype.itemsize))
     made = [torch.randn(rows, 1024, generator=generator) for _ in range(8)]
@@ -46,7 +46,7 @@ def weights(megabytes: float, dtype: torch.dtype, step: int) -> Tensors:
 
 
 class Sender:
-    """One trainer rank, and the link that it sends through."""
+    """One trainer rank, and the throttled link through which it sends."""
 
     def __init__(self, there: Sequence[Host], rate: float, *, star: bool) -> None:
         self._hosts, self.link = there, SlowLink(rate)
@@ -56,7 +56,7 @@ class Sender:
         self._relays, self._version = RelayPush(chains, SECONDS, SECONDS, near), 0
 
     def push(self, tensors: Tensors) -> tuple[float, int]:
-        """Seconds, and bytes over the link. Ends the process when a receiver has loaded something else."""
+        """Push, and return seconds and bytes over the link. Ends the process if a receiver loaded other data."""
         self._version += 1
         for host in self._hosts:
             host.begin(self._version)

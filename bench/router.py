@@ -4,15 +4,15 @@
 
     throughput   tokens/s of CONCURRENT /generate requests at a real SGLang server: direct, through `rlsys router`,
                  through sglang-router, in short rounds; whole answers and streams
-    latency      single short requests, one to each target in turn: the p50 of what a router adds
-    capacity     the same before a server that answers at once: requests/s; and `rlsys.router` alone with many
+    latency      single short requests, one to each target in turn: the p50 of the added milliseconds
+    capacity     the same in front of a server that answers at once: requests/s; and `rlsys.router` alone with many
                  samples in flight, then parked: seconds and memory
 
-The machine drifts: every figure of a router is compared with that of `direct` in the same round, the order within a
-round rotates, and medians are over rounds.
+The machine's speed varies, so every figure of a router is compared with that of `direct` in the same round, the order
+within a round rotates, and medians are over rounds.
 
-FOLDER: where a wheel of sglang-router is unpacked, if it is not installed; without either it is left out. Client,
-routers and engine share this machine's cores: before a CPU engine a router takes time away from it.
+FOLDER is an unpacked wheel of sglang-router, if it is not installed; without either the bench omits sglang-router.
+Client, routers and engine share this machine's cores, so a router takes CPU time from a CPU engine.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ STAGE = Path(__file__).with_name("router_stage.py")
 def serving(
     argv: list[str], log: Path, env: dict[str, str] | None = None
 ) -> Iterator[tuple[str, psutil.Process]]:
-    """URL of a server, and its keeper, once it answers /generate."""
+    """Yield the URL of a server and its keeper process, once the server answers /generate."""
     port = free_ports("127.0.0.1", 1)[0]
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, *argv, "--port", str(port)]
@@ -80,7 +80,7 @@ def generates(url: str) -> bool:
 def routers_before(
     engine: str, folder: Path, unpacked: Path | None, stack: contextlib.ExitStack
 ) -> dict[str, tuple[str, psutil.Process]]:
-    """Every router that can be had, started before this engine."""
+    """Start every available router in front of an engine. Return URL and keeper process of each, by name."""
     folder.mkdir()
     ours = ["-m", "rlsys.cli.main", "router", "--engine", engine, "--vocab-size", str(VOCAB)]
     out = {"rlsys": stack.enter_context(serving(ours, folder / "rlsys.log"))}
@@ -105,14 +105,14 @@ def resident_mib(keeper: psutil.Process) -> float:
 
 
 def request_body(i: int, tokens: int, *, stream: bool = False) -> dict[str, Any]:
-    """Request `i`: a prompt of its own, so that no prefix is shared."""
+    """Return request `i`; each has another prompt, so that no prefix is shared."""
     ids = [3 + (i * 37 + j * (1 + i // 120)) % (VOCAB - 8) for j in range(PROMPT)]
     sampling = {"max_new_tokens": tokens, "temperature": 1.0, "sampling_seed": i + 1, "ignore_eos": True}
     return {"input_ids": ids, "sampling_params": sampling, "stream": stream}
 
 
 async def one(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> int:
-    """Tokens of a request's answer."""
+    """Send a request, and return the number of tokens of its response."""
     async with session.post(f"{url}/generate", json=body) as answer:
         raw = await answer.read()
         assert answer.status == 200, raw
@@ -122,7 +122,7 @@ async def one(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) ->
 
 
 async def many(url: str, requests: int, tokens: int, *, stream: bool = False) -> tuple[float, int]:
-    """Seconds and tokens of so many requests, CONCURRENT of them at once."""
+    """Send requests, CONCURRENT at once. Return the seconds and the received tokens."""
     made, todo = 0, iter(range(requests))
 
     async def worker(session: aiohttp.ClientSession) -> None:
@@ -138,7 +138,7 @@ async def many(url: str, requests: int, tokens: int, *, stream: bool = False) ->
 
 
 async def alone(urls: dict[str, str], requests: int) -> dict[str, list[float]]:
-    """Milliseconds of single requests, as many to each target, in rounds."""
+    """Measure the milliseconds of single requests, equally many to each target, in rounds."""
     out: dict[str, list[float]] = {name: [] for name in urls}
     async with make_session() as session:
         for i in range(-WARM_UP, requests):
@@ -179,7 +179,7 @@ def throughput(urls: dict[str, str], args: argparse.Namespace) -> dict[str, Any]
 
 
 def added(latency: dict[str, list[float]], name: str) -> list[float]:
-    """Milliseconds more than `direct`, round by round."""
+    """Return the milliseconds above `direct` in each round."""
     return [a - b for a, b in zip(latency[name], latency["direct"], strict=True)]
 
 
@@ -195,7 +195,7 @@ def spreads(values: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def real(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Before a real engine."""
+    """Measure throughput and latency in front of a real engine."""
     model = write_random_moe(folder / "model", vocab_size=VOCAB)
     engine = {
         "max_running_requests": CONCURRENT,
@@ -219,7 +219,7 @@ def real(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def capacity(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Before engines that take no time."""
+    """Measure the capacity in front of engines that answer at once."""
     requests, repeats = (500, 1) if args.quick else (2000, args.repeats)
     with contextlib.ExitStack() as stack:
         url, _ = stack.enter_context(serving([str(STAGE), "--instant"], folder / "instant.log"))
@@ -247,7 +247,7 @@ def capacity(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def held_samples(samples: int) -> dict[str, float]:
-    """Measure in a separate process, since memory that an earlier round has freed would hide new memory."""
+    """Measure held samples in a new process, because memory that earlier rounds freed would hide new memory."""
     say(f"{samples} samples in flight and parked")
     done = subprocess.run(
         [sys.executable, STAGE, "--held", str(samples)], capture_output=True, text=True, check=True
@@ -257,7 +257,7 @@ def held_samples(samples: int) -> dict[str, float]:
 
 
 def summary(real: dict[str, Any], capacity: dict[str, Any]) -> dict[str, float | None]:
-    """Return the figures that the issue and the changelog quote."""
+    """Return the figures that docs/performance.md quotes."""
     return {
         "throughput_ratio_to_direct": real["throughput"]["whole"]["ratio_to_direct"]["rlsys"]["median"],
         "added_p50_ms": real["added_p50_ms"]["rlsys"],

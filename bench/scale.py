@@ -3,15 +3,15 @@
     python bench/scale.py --json [--quick] [--engines 256] [--samples 5000] [--mean 512] [--routes]
                           [--workers 4] [--history 1000] [--tree OTHER]
 
-Scripted engines speak SGLang's wire format on real sockets from a process of their own, and answer at once. So the
-rollout process (manager, router, buffer and ledger; no GPU, no trainer) is what limits, and its CPU time by getrusage
-is the figure. `--routes`: each token has the experts of DeepSeek-V3's shape, 58 layers times 8. Engines write them
-into the run's folder for a rollout that asks for it; for another one they are in the answers, as SGLang sends them.
-`--tree`: another checkout of rlsys, whose rollout runs first on the same engines, in the same rounds.
+Scripted engines in separate processes speak SGLang's wire format on real sockets, and answer at once. So the rollout
+process (manager, router, buffer and ledger; no GPU, no trainer) is the bottleneck, and the figure is its CPU time by
+getrusage. With `--routes` each token has experts in DeepSeek-V3's shape, 58 layers times 8. Engines write them into
+the run's folder if the rollout process requests it; otherwise the responses contain them, as SGLang sends them.
+`--tree` names another checkout of rlsys, whose rollout process runs first on the same engines, in the same rounds.
 
-`rollout_us_per_token` says how many tokens a second one core can take in: 1e6 over it. With `--workers` it is the CPU
-time of all processes of the rollout; `coordinator_us_per_token` is the part that no further worker makes less, and
-`streams_lag_p99_ms` how late the loops are that read the streams.
+One core can receive 1e6 / `rollout_us_per_token` tokens per second. With `--workers` this is the CPU time of all
+processes of the rollout; `coordinator_us_per_token` is the part that more workers do not reduce, and
+`streams_lag_p99_ms` the delay of the event loops that read the streams.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from tests.helpers.python_path import python_path
 ROOT = Path(__file__).resolve().parents[1]
 STAGE = Path(__file__).with_name("scale_stage.py")
 MOST_STREAMS = 12_000
-"""Connections of one process of engines: each needs a descriptor, and 20,000 of them are a usual limit."""
+"""Largest number of connections of one engine process. Each needs a file descriptor, often limited to 20,000."""
 LAYERS, TOPK = 58, 8
 
 
 def free_ports(count: int) -> int:
-    """The first of so many that are free in a row, or were a moment ago."""
+    """Return the first of `count` consecutive ports that are free when this is called."""
     for first in range(20_000, 60_000, count):
         try:
             for port in range(first, first + count):
@@ -70,7 +70,7 @@ def rollout(tree: Path, common: list[str], args: argparse.Namespace) -> dict[str
 
 
 def engine_commands(args: argparse.Namespace, port: int, shape: list[str]) -> list[list[str]]:
-    """Start one process for all engines, or as many as their streams need."""
+    """Return the commands of the engine processes: as many as their connections need."""
     share = -(-args.engines // -(-args.samples // MOST_STREAMS))
     return [
         [sys.executable, str(STAGE), "--engines", str(min(share, args.engines - first)),

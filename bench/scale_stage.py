@@ -47,20 +47,25 @@ PROMPT, CHUNK, VOCAB, EOS = 32, 32, 100_000, 1
 them); a response has a multiple of these."""
 TOKEN, LOGP = 54_321, -0.123456
 TAIL = (1, 1, 1, 1, 2, 2, 3, 8)
-"""Lengths of responses, times the mean's half: a long tail, mean 2.4 of these."""
+"""Response lengths in units of half the mean: a long tail."""
 
 
 def length_of(seed: int, mean: int) -> int:
     return max(CHUNK, TAIL[seed % len(TAIL)] * mean * 8 // sum(TAIL) // CHUNK * CHUNK)
 
 
-# The engines. All that they say is made once: their process must not be what limits.
+# The engines. Their responses are computed once, so that the engines' process does not limit the throughput.
 
 
 @cache
 def event(tokens: int, reason: str | None, routes: int) -> bytes:
-    """Return one event with `tokens` new ones; the last one has those of the whole request. `routes`: bytes of
-    experts."""
+    """Return an event of a stream.
+
+    Args:
+        tokens: new tokens of the event; of the last event, all tokens of the request.
+        reason: finish reason; None: the response continues.
+        routes: bytes of the experts; 0: none.
+    """
     meta: dict[str, Any] = {
         "finish_reason": None if reason is None else {"type": reason}, "weight_version": "LABEL",
         "prompt_tokens": PROMPT, "cached_tokens": 0, "completion_tokens": tokens,
@@ -77,8 +82,16 @@ def chosen(rows: int, layers: int, topk: int) -> NDArray[np.int32]:
 
 
 class Engine:
+    """A scripted engine that speaks SGLang's HTTP API and answers at once.
+
+    Args:
+        name: name of the engine in its run.
+        mean: mean length of a response, in tokens.
+        layers: layers of each token's routes; 0: no routes.
+        topk: experts of a token in each layer.
+    """
+
     def __init__(self, name: str, mean: int, layers: int, topk: int) -> None:
-        """`layers`, `topk`: of each token's experts; 0: none."""
         self._name, self._mean = name, mean
         self._shape = layers, topk
         self._writer: Any = None
@@ -188,7 +201,7 @@ async def serve_engines(count: int, port: int, mean: int, layers: int, topk: int
 
 
 class Lag:
-    """Measures the delay of the event loop every 10 ms."""
+    """Measures the delay of the event loop, every 10 ms."""
 
     def __init__(self) -> None:
         self.late: list[float] = []
@@ -207,12 +220,12 @@ def cpu() -> float:
 
 
 def of_all(processes: list[psutil.Process]) -> float:
-    """Return seconds of CPU time."""
+    """Return the CPU seconds of all processes."""
     return sum(t.user + t.system for t in (p.cpu_times() for p in processes))
 
 
 class Numbers:
-    """Prompts that differ in their tokens."""
+    """A source of prompts that differ in their tokens."""
 
     def train(self, index: int) -> Prompt:
         return Prompt(index, "", [2 + (index + i) % 1000 for i in range(PROMPT)], {})
@@ -222,7 +235,7 @@ class Numbers:
 
 
 def write_history(file: tuple[Path, str, int], steps: int, config: Config) -> None:
-    """Write the ledger of a run after this many train steps, whose tokens are pruned: rows alone."""
+    """Write the ledger of a run after `steps` train steps, with rows only, as after the tokens were deleted."""
     RolloutBuffer(*file).close()
     groups, size = config.rollout.groups_per_step, config.rollout.group_size
     ids = np.arange(PROMPT, dtype="<i4").tobytes()
@@ -307,7 +320,7 @@ async def work(args: argparse.Namespace) -> None:
 
 
 class Rollout:
-    """Parts of rlsys.rollout.service without its HTTP server, and the trainer's side of a push."""
+    """The parts of rlsys.rollout.service without its HTTP server, and the trainer's side of a push."""
 
     def __init__(self, args: argparse.Namespace, session: aiohttp.ClientSession) -> None:
         sizes = {

@@ -1,13 +1,14 @@
-"""Seconds and memory in which one trainer rank plans and reads a step of DeepSeek-V3's size.
+"""Seconds and memory that one trainer rank needs to plan and read a step of DeepSeek-V3's size.
 
     python bench/share.py --json [--quick] [--samples 25000] [--mean 10000] [--dp 16] [--pp 16]
 
-The files have real bytes where this rank reads, with their checksums: the tokens of its data-parallel share, and the
-experts that its pipeline stage replays. The layers of other stages are holes in the same files. They have just been
-written, so they are in the page cache: the figures are what our code costs, and say nothing about a file system.
+The files have real bytes, with checksums, for everything that this rank reads: the tokens of its data-parallel share,
+and the experts that its pipeline stage replays. The layers of other stages are holes in the same files. The files
+have just been written, so they are in the page cache: the figures are the cost of rlsys' code, without that of a file
+system.
 
-`plan_seconds`: of the processor, to say which rank trains which sample. `read_share_seconds`: from the answer of
-`take` to this rank's micro-batches, the plan included. `memory_ratio`: the most memory that this took, over the bytes
+`plan_seconds` are the CPU seconds in which samples are assigned to ranks, `read_share_seconds` those from the answer
+of `take` to this rank's micro-batches, the plan included, and `memory_ratio` is the peak of the memory over the bytes
 read.
 """
 
@@ -49,7 +50,7 @@ from rlsys.trainer.bins import plan_bins
 from rlsys.trainer.pack import LazySample, pack
 
 LAYERS, TOPK, EXPERTS, GROUP = 58, 8, 256, 16
-"""DeepSeek-V3's layers with experts, and a group's samples."""
+"""DeepSeek-V3's layers with experts, experts per token, experts of a layer, and samples of a group."""
 PROMPT, LONGEST = 64, 32_768
 STEP = "taken.msgpack"
 
@@ -63,7 +64,7 @@ class Sizes:
 
     @property
     def budget(self) -> int:
-        """Tokens of a micro-batch."""
+        """Return the tokens of a micro-batch."""
         return PROMPT + min(LONGEST, 4 * self.mean)
 
     @property
@@ -72,13 +73,13 @@ class Sizes:
         return list(range(-(-LAYERS // self.pp)))
 
     def lengths(self) -> list[int]:
-        """Lengths of the responses: lognormal, at most four times their mean."""
+        """Return the lengths of the responses: lognormal, at most four times the mean."""
         drawn = np.random.default_rng(0).lognormal(sigma=0.8, size=self.samples)
         return np.clip(drawn / drawn.mean() * self.mean, 1, self.budget - PROMPT).astype(int).tolist()
 
 
 class HoledRoutes:
-    """Writes records as an engine does (rlsys/segments/route_records.py), of which only some layers are there."""
+    """Writes records like an engine (rlsys/segments/route_records.py), with the bytes of only some layers."""
 
     def __init__(self, folder: Path, layers: list[int]) -> None:
         self._name = RouteFile(0, "engine-0", 1, 0, 1).name
@@ -89,7 +90,11 @@ class HoledRoutes:
         self._at = 0
 
     def append(self, experts: NDArray[np.uint8]) -> RouteSpan:
-        """`experts`: [layers that are there, positions, topk]."""
+        """Append a record.
+
+        Args:
+            experts: experts of the layers that are written, [layers, positions, topk].
+        """
         positions = experts.shape[1]
         size = positions * TOPK
         sums = {layer: zlib.crc32(experts[i].tobytes()) for i, layer in enumerate(self._layers)}
@@ -114,7 +119,7 @@ class HoledRoutes:
 
 
 def write_step(folder: Path, sizes: Sizes) -> None:
-    """The answer of `take`, and the files that rank 0 reads."""
+    """Write the files that rank 0 reads, and return the answer of `take`."""
     (folder / FOLDER).mkdir()
     lengths = sizes.lengths()
     bins = plan_bins([PROMPT + n for n in lengths], sizes.budget, 0, sizes.dp)

@@ -3,9 +3,9 @@ first train step that begins after it, through each backend:
 
     python bench/start_time.py [--json] [--quick] [--backends local slurm ray]
 
-Real SGLang, Megatron-Core, Slurm and Ray, all on this machine, on a tiny run of the quickstart model. `--quick`: the
-backend local alone, without deaths. Clusters are up before the clock starts: what is measured is the run. What one
-backend fails at is told in its place; the others are measured all the same, and the exit code is 1.
+The bench uses real SGLang, Megatron-Core, Slurm and Ray, all on this machine, with a tiny run of the quickstart
+model. `--quick` measures only the local backend, without deaths. Clusters are running before the measurement starts.
+If a backend fails, its error takes the place of its figures, the others are measured, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ VICTIMS = {
     "rollout": ("rlsys.rollout.service",),
     "trainer": ("rlsys.train", "--config"),
 }
-"""Words on the command line of the process that is killed."""
+"""Words on the command line of the process that is killed, by role."""
 
 
 class Failed(Exception):
-    """A run that ended, or did not get on within PATIENCE."""
+    """A run ended, or made no progress within PATIENCE."""
 
 
 @dataclass
 class Timing:
-    """Seconds. `restart`: from the death of a role to the end of the first train step that began after it."""
+    """Seconds. `restart` is the time from a role's death to the end of the first train step that began after it."""
 
     first_token: float | None = None
     first_step: float | None = None
@@ -65,7 +65,7 @@ class Timing:
 
 @dataclass
 class Run:
-    """A started run. `begin`: when its command was given, seconds since the epoch."""
+    """A started run. `begin` is the time of its command, in seconds since the Unix epoch."""
 
     folder: Path
     begin: float
@@ -82,7 +82,7 @@ class Run:
             time.sleep(LOOK_SECONDS)
 
     def steps(self) -> list[dict[str, Any]]:
-        """Entries of the steps, repeated ones too; without a last line that is not whole yet."""
+        """Return the `step` lines of metrics.jsonl, repeated ones included, without an incomplete last line."""
         path = self.folder / "metrics.jsonl"
         text = path.read_text() if path.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()
@@ -101,7 +101,7 @@ class Run:
             return 0
 
     def kill(self, *words: str) -> None:
-        """SIGKILL to the innermost process of the run with these words: those that only lead to it are older."""
+        """Send SIGKILL to the newest process of the run with these words: its keepers are older."""
         fitting = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -110,11 +110,11 @@ class Run:
         max(fitting, key=lambda process: process.create_time()).kill()
 
     def _has(self, process: psutil.Process) -> bool:
-        """Every role has its place for stacks, in the run's folder, in its environment."""
+        """Return whether a process belongs to the run: its environment names a file in the run's folder."""
         return process.environ().get(STACKS_VARIABLE, "").startswith(str(self.folder))
 
     def first_step_since(self, moment: float) -> float | None:
-        """When the first new step ended that began after `moment`."""
+        """Return the time at which the first new step ended that began after `moment`."""
         reached = max((s["step"] for s in self.steps() if s["time"] < moment), default=0)
         began_after = (s for s in self.steps() if s["time"] - s["time_step"] > moment and s["step"] > reached)
         return next((float(step["time"]) for step in began_after), None)
@@ -122,7 +122,7 @@ class Run:
 
 @contextlib.contextmanager
 def started(backend: str, folder: Path) -> Iterator[Run]:
-    """The run, through its backend, on a cluster that is up. Ended at the end."""
+    """Start a run through its backend, on a running cluster, and end it afterwards."""
     options = ["configs/quickstart.yaml", f"run.dir={folder}", *TINY, "trainer.steps=1000"]
     with contextlib.ExitStack() as stack:
         if backend == "slurm":
@@ -156,7 +156,7 @@ def submitted(stack: contextlib.ExitStack, folder: Path, options: list[str]) -> 
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """A clean stop; who does not listen loses the supervisor, and with it every role."""
+    """Stop a run cleanly. If it does not end, kill its supervisor; the keepers then end all roles."""
     process.terminate()
     try:
         process.wait(END_SECONDS)
@@ -177,7 +177,7 @@ def measure(backend: str, deaths: bool) -> Timing:
 
 
 def follow(run: Run, timing: Timing, deaths: bool) -> None:
-    """Fill `timing` in."""
+    """Follow a run, and write its times to `timing`."""
     run.wait(lambda: run.tokens() > 0)
     timing.first_token = round(time.time() - run.begin, 2)
     run.wait(lambda: bool(run.steps()))

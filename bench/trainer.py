@@ -8,9 +8,9 @@ step       Trainer.train_step with the GRPO objective of the quickstart (log-pro
 logprobs   Trainer.score: the pass that recomputes log-probs before a step
 
 Model and optimizer are the same objects, repeats are interleaved. Responses have the lengths of the recorded trace.
-With --prompts: seconds (of the processor, without CUDA) and memory of a train step of the quickstart's model on one
-group of 8 samples, whose prompt of 60, 500 or 4,000 tokens is computed once or for every sample, with responses of 4,
-200 or 2,000 tokens; one micro-batch.
+--prompts measures seconds (without CUDA: CPU seconds) and memory of a train step of the quickstart's model on one
+group of 8 samples in one micro-batch. The prompt of 60, 500 or 4,000 tokens is computed once or for every sample, and
+responses have 4, 200 or 2,000 tokens.
 
 With CUDA the model is larger and in bfloat16, and the result also has peak memory and the share of the GPU's
 arithmetic that is used (MFU: 6 operations for each token and parameter that it visits, attention not counted).
@@ -55,11 +55,11 @@ LR = 1e-5
 QUICKSTART = Path(__file__).parents[1] / "configs/quickstart.yaml"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Peak FLOP/s of dense bfloat16 products, by a word of the device's name."""
+"""Peak FLOP/s of dense bfloat16 matrix products, by a word of the device's name."""
 
 
 def synthetic(trace: list[int]) -> TrainBatch:
-    """Groups of random tokens and rewards with the trace's lengths: the cost of a step does not depend on them."""
+    """Return groups with the trace's lengths; tokens and rewards are random, as the cost does not depend on them."""
     rng = random.Random(0)
     groups = []
     for g in range(GROUPS):
@@ -107,7 +107,7 @@ class Bench:
         self.trainer.passes.score(self.batch)
 
     def bare(self) -> None:
-        """Run a pre-training loop, which uses only rlsys's split of a micro-batch into this rank's share."""
+        """Run a step as in pre-training, which uses only rlsys' split of a micro-batch into this rank's share."""
         # Imported here: rlsys.trainer patches megatron before its first import.
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -131,7 +131,7 @@ class Bench:
 
     @contextmanager
     def _bare_routers(self) -> Iterator[None]:
-        """Without our replay and counting of experts."""
+        """Disable rlsys' replay and counting of experts, while the context is entered."""
         routers = [
             m for model in self.trainer._models for m in model.modules() if hasattr(m, "router_replay")
         ]
@@ -157,7 +157,7 @@ class Bench:
 
 
 def groups_of(groups: int, prompt: int, response: int) -> TrainBatch:
-    """Groups of 8 samples of random tokens."""
+    """Return groups of 8 samples with random tokens."""
     rng, out = random.Random(0), []
     for g in range(groups):
         ids = [rng.randrange(128) for _ in range(prompt)]
@@ -171,7 +171,7 @@ def groups_of(groups: int, prompt: int, response: int) -> TrainBatch:
 
 
 def allocated(work: Callable[[], object]) -> int:
-    """The most bytes that it holds above what was held before."""
+    """Return the peak of the bytes that `work` allocates."""
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
@@ -184,7 +184,7 @@ def allocated(work: Callable[[], object]) -> int:
 
 
 def worked(work: Callable[[], object]) -> float:
-    """Seconds, which other processes do not lengthen without CUDA."""
+    """Return the seconds of `work`: wall-clock seconds with CUDA, else CPU seconds, which load does not affect."""
     if DEVICE.type == "cuda":
         return timed(work)
     start = time.process_time()
@@ -193,8 +193,8 @@ def worked(work: Callable[[], object]) -> float:
 
 
 def prompts(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """A row for each prompt and response: seconds and bytes of a step with shared prompts, and without. The first is
-    of 16 groups, as the quickstart's steps are."""
+    """Return a row for each prompt and response: seconds and bytes of a step with and without shared prompts. The
+    first row has 16 groups, like the quickstart's steps."""
     sizes = [(16, 60, 4)]
     if not args.quick:
         sizes += [(1, p, r) for p in (60, 500, 4000) for r in (4, 200, 2000)]
@@ -297,7 +297,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def share_of(micro: MicroBatch) -> Share:
-    """A micro-batch as one rank computes it."""
+    """Return the part of a micro-batch that one rank computes."""
     from megatron.core import parallel_state
 
     return Share.of(micro, 1, parallel_state.get_context_parallel_group(), DEVICE, 0)

@@ -3,9 +3,9 @@
     python bench/trees.py --json                  distinct answers: LATR against sampling with as many tokens
     python bench/trees.py --part scope --json     groups without success, before and after SCOPE's repairs
 
-Tokens count as engines make them, those that trees discard included. `tree`: of a group of LATR. `sampled`: of
-responses that are sampled one after the other until as many tokens have been made. `sampled_group`: of as many
-sampled responses as a group has, whatever they took.
+Tokens are counted as engines generate them, including those that trees discard. `tree` has the figures of a group of
+LATR, `sampled` those of responses that are sampled one after the other until as many tokens are generated, and
+`sampled_group` those of as many sampled responses as a group has.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from tests.helpers.families import Siblings
 
 
 def group_of(number: int, prompt: Prompt, size: int) -> Siblings:
-    """The samples of one prompt."""
+    """Return the samples of one prompt."""
     seeds = 1 + 1000 * number
     return Siblings([Sample(number * size + i, number, i, prompt.ids, seed=seeds + i) for i in range(size)])
 
 
 def answers(tokenizer: Tokenizer, samples: Iterable[Sample]) -> set[str]:
-    """The final ones; a response without one adds none."""
+    """Return the distinct final answers; responses without an answer do not count."""
     ended = [s.response_ids for s in samples if s.response_ids and s.response_ids[-1] in tokenizer.stop_ids]
     told = (final_answer(Response(tokenizer.decode(ids), finished=True)) for ids in ended)
     return {a for a in told if a is not None}
@@ -55,7 +55,7 @@ Part = Callable[[Config, Tokenizer, Router, int, Prompt, int], Awaitable[dict[st
 
 
 async def measure(part: Part, config: Config, url: str, prompts: int, size: int) -> dict[str, float]:
-    """Means over prompts."""
+    """Return the figures as means over prompts."""
     tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
     source, rows = build_source(config, tokenizer), []
     async with make_session() as session:
@@ -73,7 +73,7 @@ async def measure(part: Part, config: Config, url: str, prompts: int, size: int)
 async def repaired(
     config: Config, tokenizer: Tokenizer, router: Router, number: int, prompt: Prompt, size: int
 ) -> dict[str, float]:
-    """A group, and SCOPE's further samples where it has no success."""
+    """Return a group, with SCOPE's additional samples if it has no success."""
     speak, judge = sampling_turns(config, router), build_process_judge(config)
     assert judge is not None
     group = group_of(number, prompt, size).samples
