@@ -59,7 +59,7 @@ async def makespan(router: Router, rng: random.Random) -> tuple[float, list[tupl
     return time.monotonic() - start, todo
 
 
-async def measured(strategy: str, clients: list[EngineClient], slow: str, seed: int) -> dict[str, Any]:
+async def run_strategy(strategy: str, clients: list[EngineClient], slow: str, seed: int) -> dict[str, Any]:
     router = Router(
         clients, vocab_size=VOCAB, context_length=CONTEXT, stop_ids=(), bounds=Bounds(1.0, 1.0),
         strategy=strategy, skip_attestation=True,
@@ -72,18 +72,18 @@ async def measured(strategy: str, clients: list[EngineClient], slow: str, seed: 
         rng = random.Random(seed)
         await makespan(router, rng)
         await asyncio.sleep(2 * PROBE_SECONDS)  # what it has seen is settled with a probe
-        speeds = {url: told["prefill_tokens_per_s"] for url, told in router.engine_figures().items()}
-        seconds, done = await makespan(router, rng)
+        speeds = {url: figures["prefill_tokens_per_s"] for url, figures in router.engine_figures().items()}
+        seconds, samples = await makespan(router, rng)
     finally:
         watch.cancel()
         with suppress(asyncio.CancelledError):
             await watch
-    share = {
-        name: statistics.fmean(s.engine == slow for s, _ in done if len(s.prompt_ids) == kind[0])
+    shares = {
+        name: statistics.fmean(s.engine == slow for s, _ in samples if len(s.prompt_ids) == kind[0])
         for name, kind in (("long", LONG), ("short", SHORT))
     }
     return {
-        "seconds": seconds, "long_on_slow": share["long"], "short_on_slow": share["short"],
+        "seconds": seconds, "long_on_slow": shares["long"], "short_on_slow": shares["short"],
         "prefill_tokens_per_s": [speeds[c.url] for c in clients],
     }  # fmt: skip
 
@@ -104,31 +104,31 @@ async def bench(pairs: int) -> dict[str, Any]:
             async with make_session() as session:
                 clients = [EngineClient(url, session) for url in (fast, slow)]
                 await clients[1].slow_down(SLEEP)
-                found = [await pair(clients, slow, i) for i in range(pairs)]
-    falls = [1 - p["hardware_affinity"]["seconds"] / p["prefix_affinity"]["seconds"] for p in found]
+                pairs_figures = [await pair(clients, slow, i) for i in range(pairs)]
+    falls = [1 - p["hardware_affinity"]["seconds"] / p["prefix_affinity"]["seconds"] for p in pairs_figures]
     return {
-        "bench": "affinity", "machine": machine(), "slept_per_pass": SLEEP, "pairs": found, "falls": falls,
+        "bench": "affinity", "machine": machine(), "slept_per_pass": SLEEP, "pairs": pairs_figures, "falls": falls,
         "pairs_with_15_percent": sum(f >= 0.15 for f in falls),
     }  # fmt: skip
 
 
 async def pair(clients: list[EngineClient], slow: str, i: int) -> dict[str, Any]:
-    found = {}
+    results = {}
     for strategy in STRATEGIES[:: 1 if i % 2 == 0 else -1]:
-        found[strategy] = await measured(strategy, clients, slow, i)
-        f = found[strategy]
+        results[strategy] = await run_strategy(strategy, clients, slow, i)
+        f = results[strategy]
         say(
             f"pair {i + 1} {strategy}: {f['seconds']:.2f} s, on the slow engine {f['long_on_slow']:.0%} of the long "
             f"prompts and {f['short_on_slow']:.0%} of the short ones"
         )
-    return found
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
     parser.add_argument("--pairs", type=int, default=5)
     args = parser.parse_args()
     result = asyncio.run(bench(args.pairs))

@@ -64,7 +64,7 @@ ROLE_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
-class Lent:
+class SharedEngine:
     """A running engine that several runs use, one after the other."""
 
     url: str
@@ -105,7 +105,7 @@ def role(module: str, *args: str, log: Path, owner: Owner) -> Iterator[subproces
             process.terminate()
 
 
-def run(config: Config, engine: Lent) -> dict[str, Any]:
+def run(config: Config, engine: SharedEngine) -> dict[str, Any]:
     """Make a whole run on a running engine, with a rollout process and one trainer. Return its figures."""
     folder = config.run.dir
     folder.mkdir(parents=True)
@@ -126,16 +126,16 @@ def run(config: Config, engine: Lent) -> dict[str, Any]:
     if code:
         tail = (folder / "trainer.log").read_text(errors="replace").strip().splitlines()[-3:]
         return {"ok": False, "error": " | ".join(tail)}
-    found = read_metrics(folder)
+    metrics = read_metrics(folder)
     return {
         "ok": True,
         "seconds": time.monotonic() - start,
-        "steps": [{k: v for k, v in step.items() if isinstance(v, int | float)} for step in found.steps],
-        "evals": [{k: e[k] for k in ("step", "accuracy", "mean_length")} for e in found.evals],
+        "steps": [{k: v for k, v in step.items() if isinstance(v, int | float)} for step in metrics.steps],
+        "evals": [{k: e[k] for k in ("step", "accuracy", "mean_length")} for e in metrics.evals],
     }
 
 
-def recipes(names: list[str], engine: Lent, work: Path, results: Results) -> None:
+def recipes(names: list[str], engine: SharedEngine, work: Path, results: Results) -> None:
     for name in names:
         key = f"recipes/{name}"
         if results.all.get(key, {}).get("ok"):
@@ -150,7 +150,9 @@ def recipes(names: list[str], engine: Lent, work: Path, results: Results) -> Non
         say(f"{key}: {'ok' if results.all[key]['ok'] else results.all[key]['error']}")
 
 
-def curves(names: list[str], engine: Lent, work: Path, results: Results, steps: int, seeds: int) -> None:
+def curves(
+    names: list[str], engine: SharedEngine, work: Path, results: Results, steps: int, seeds: int
+) -> None:
     jobs = [(name, seed, 0) for name in names if name in CURVES for seed in range(seeds)]
     jobs += [(n, seed, k) for seed in range(seeds) for k in (8, 4) for n in names if n in STALE]
     for name, seed, staleness in jobs:
@@ -174,16 +176,16 @@ def cost(names: list[str], work: Path, results: Results, repeats: int) -> None:
     """Measure in this process, on the recorded step of the tests, with the quickstart's model and no teacher."""
     from algorithms_cost import measure_cost
 
-    wanted = [
+    pending = [
         n
         for n in names
         if f"cost/{n}" not in results.all and load_config(FOLDER / f"{n}.yaml").algo.teacher is None
     ]
-    for name, shares in measure_cost(wanted, work, repeats):
-        found = {key: statistics.median(values) for key, values in shares.items()}
-        if "seconds_scored" in found:
-            found["scoring_pass_saved"] = 1 - found["seconds"] / found["seconds_scored"]
-        results.put(f"cost/{name}", found)
+    for name, repeats_of in measure_cost(pending, work, repeats):
+        figures = {key: statistics.median(values) for key, values in repeats_of.items()}
+        if "seconds_scored" in figures:
+            figures["scoring_pass_saved"] = 1 - figures["seconds"] / figures["seconds_scored"]
+        results.put(f"cost/{name}", figures)
         say(f"cost/{name}: {results.all[f'cost/{name}']}")
 
 
@@ -192,28 +194,28 @@ Curves = dict[str, dict[str, list[dict[str, Any]]]]
 
 def by_panel(results: Results) -> Curves:
     """Return the runs of each recipe, one per seed, by panel of the plot."""
-    out: Curves = {}
-    for key, made in sorted(results.all.items()):
-        if key.startswith("curves/") and made["ok"]:
+    panels: Curves = {}
+    for key, result in sorted(results.all.items()):
+        if key.startswith("curves/") and result["ok"]:
             _, name, panel, _ = key.split("/")
-            out.setdefault(panel, {}).setdefault(name, []).append(made)
-    return out
+            panels.setdefault(panel, {}).setdefault(name, []).append(result)
+    return panels
 
 
 def summary(results: Results) -> dict[str, Any]:
     """Return the figures of all parts. A run's accuracy is the mean of its evaluations: an early rise counts."""
-    found = {
+    by_part = {
         kind: {k.split("/")[1]: v for k, v in results.all.items() if k.startswith(f"{kind}/")}
         for kind in ("recipes", "cost")
     }
-    wave_1 = {n: v["algorithm_share"] for n, v in found["cost"].items() if n in WAVE_1}
+    wave_1 = {n: v["algorithm_share"] for n, v in by_part["cost"].items() if n in WAVE_1}
     return {
-        "recipes_ok": sum(v["ok"] for v in found["recipes"].values()),
-        "recipes_failed": sorted(n for n, v in found["recipes"].items() if not v["ok"]),
+        "recipes_ok": sum(v["ok"] for v in by_part["recipes"].values()),
+        "recipes_failed": sorted(n for n, v in by_part["recipes"].items() if not v["ok"]),
         "largest_algorithm_share_wave_1": max(wave_1.items(), key=lambda kv: kv[1], default=None),
         "scoring_pass_saved": {
             n: {k: round(v[k], 3) for k in ("seconds", "seconds_scored", "scoring_pass_saved")}
-            for n, v in found["cost"].items()
+            for n, v in by_part["cost"].items()
             if "scoring_pass_saved" in v
         },
         "curves": {
@@ -244,13 +246,17 @@ def plot(results: Results, folder: Path) -> None:
         axes.set(title=title, xlabel="train step", ylabel="held-out accuracy", ylim=(0, 1.02))
         for name, runs in methods.items():
             columns = list(zip(*(r["evals"] for r in runs), strict=False))
-            steps = [at[0]["step"] for at in columns]
-            seen = [[e["accuracy"] for e in at] for at in columns]
-            (line,) = axes.plot(steps, [statistics.mean(at) for at in seen], label=name, lw=1.3)
+            steps = [evals[0]["step"] for evals in columns]
+            accuracies = [[e["accuracy"] for e in evals] for evals in columns]
+            (line,) = axes.plot(steps, [statistics.mean(values) for values in accuracies], label=name, lw=1.3)
             if name == "grpo":
                 line.set(color="black", linewidth=3)
             axes.fill_between(
-                steps, [min(at) for at in seen], [max(at) for at in seen], color=line.get_color(), alpha=0.08
+                steps,
+                [min(values) for values in accuracies],
+                [max(values) for values in accuracies],
+                color=line.get_color(),
+                alpha=0.08,
             )
         axes.legend(fontsize=8)
     figure.savefig(folder / "algorithms_curves.png", dpi=100)
@@ -281,7 +287,7 @@ def main() -> None:
             with contextlib.ExitStack() as stack:
                 stack.callback(remove_folder, sockets)
                 url = stack.enter_context(running_engine(shared, work, owner=owner))
-                engine = Lent(url, owner)
+                engine = SharedEngine(url, owner)
                 if args.part in ("recipes", "all"):
                     recipes(names, engine, work, results)
                 if args.part in ("curves", "all"):

@@ -109,9 +109,9 @@ class Loop:
     async def take(self) -> TrainBatch:
         self.step += 1
         with self._phase("take"):
-            taken = await self._manager.take(self.step)
-        assert taken is not None, "the engine lost its weights"
-        return taken
+            batch = await self._manager.take(self.step)
+        assert batch is not None, "the engine lost its weights"
+        return batch
 
     async def push(self) -> None:
         """Push the weights, as trainer and rollout process do between two steps."""
@@ -130,7 +130,7 @@ class Loop:
         self.seconds[name] += time.monotonic() - start
 
 
-async def run_mode(stage: Stage, mode: Mode, measured: int) -> dict[str, float]:
+async def run_mode(stage: Stage, mode: Mode, sample_count: int) -> dict[str, float]:
     """Run warm-up steps, then steps until `measured` samples are trained. Return the figures of the latter."""
     with tempfile.TemporaryDirectory(dir=stage.folder) as name:
         config = stage.for_mode(mode, Path(name))
@@ -147,52 +147,53 @@ async def run_mode(stage: Stage, mode: Mode, measured: int) -> dict[str, float]:
                 await loop.take()
                 await loop.push()
             clock, before, first = Clock(router, mode.slots), router.stats(), loop.step
-            had_read = await stage.tokens_read()
+            read_before = await stage.tokens_read()
             loop.seconds, router.interrupt_seconds = dict.fromkeys(loop.seconds, 0.0), 0.0
-            looking, start = asyncio.create_task(clock.run()), time.monotonic()
-            taken: list[TrainBatch] = []
-            while (loop.step - first) * mode.batch < measured:
-                taken.append(await loop.take())
+            clock_task, start = asyncio.create_task(clock.run()), time.monotonic()
+            batches: list[TrainBatch] = []
+            while (loop.step - first) * mode.batch < sample_count:
+                batches.append(await loop.take())
                 await loop.push()
             seconds, after = time.monotonic() - start, router.stats()
-            looking.cancel()
-            read = await stage.tokens_read() - had_read
+            clock_task.cancel()
+            read = await stage.tokens_read() - read_before
         finally:
             await manager.close()
             buffer.close()
     assert after["lost"] == before["lost"], "tokens were lost"
     prefilled = after["prefilled_tokens"] - before["prefilled_tokens"]
-    made = after["received_tokens"] - before["received_tokens"]  # may be 0 with --quick
+    sampled = after["received_tokens"] - before["received_tokens"]  # may be 0 with --quick
     return {
-        **of_trained(taken, seconds, stage.true_mean),
-        "sampled_tokens_per_s": made / seconds,
-        "tokens_read_per_sampled_token": read / max(made, 1),
+        **trained_figures(batches, seconds, stage.true_mean),
+        "sampled_tokens_per_s": sampled / seconds,
+        "tokens_read_per_sampled_token": read / max(sampled, 1),
         "share_below_half_slots": clock.idle_share(),
         "cache_share": (after["cached_tokens"] - before["cached_tokens"]) / max(prefilled, 1),
-        "seconds_per_step": seconds / len(taken),
-        "interrupt_seconds_per_step": router.interrupt_seconds / len(taken),
-        **{f"{phase}_seconds_per_step": total / len(taken) for phase, total in loop.seconds.items()},
+        "seconds_per_step": seconds / len(batches),
+        "interrupt_seconds_per_step": router.interrupt_seconds / len(batches),
+        **{f"{phase}_seconds_per_step": total / len(batches) for phase, total in loop.seconds.items()},
         "seconds": seconds,
     }
 
 
-def of_trained(taken: list[TrainBatch], seconds: float, true_mean: float) -> dict[str, float]:
+def trained_figures(batches: list[TrainBatch], seconds: float, true_mean: float) -> dict[str, float]:
     """Return the figures of the groups that the measured steps took."""
-    groups: list[SampleGroup] = [g for t in taken for g in t.groups]
+    groups: list[SampleGroup] = [g for t in batches for g in t.groups]
     samples = [s for g in groups for s in g.samples]
     tokens = sum(s.tokens for s in samples)
     read_again = sum(s.prefilled_tokens - s.cached_tokens - len(s.prompt_ids) for s in samples)
     return {
         "trained_tokens_per_s": tokens / seconds,
         "samples_per_s": len(samples) / seconds,
-        "off_policy_share": sum(t.metrics["off_policy_share"] * t.metrics["tokens"] for t in taken) / tokens,
-        "mean_age": sum(t.metrics["staleness_mean"] for t in taken) / len(taken),
+        "off_policy_share": sum(t.metrics["off_policy_share"] * t.metrics["tokens"] for t in batches)
+        / tokens,
+        "mean_age": sum(t.metrics["staleness_mean"] for t in batches) / len(batches),
         "length_ratio": tokens / len(samples) / true_mean,
         "re_prefilled_tokens_per_trained_token": max(0, read_again) / tokens,
     }
 
 
-async def run_saturated(stage: Stage, measured: int) -> dict[str, float]:
+async def run_saturated(stage: Stage, sample_count: int) -> dict[str, float]:
     """Measure a closed loop without steps: whenever a response ends, the next one begins."""
     router, source = stage.router(), RandomPrompts()
     engines = await router.begin_push(1)
@@ -200,23 +201,23 @@ async def run_saturated(stage: Stage, measured: int) -> dict[str, float]:
     assert engines
     router.resume()
     numbers = itertools.count()
-    ended: list[int] = []
+    lengths: list[int] = []
 
     async def worker() -> None:
         while True:
             i = next(numbers)
             sample = Sample(i, i // GROUP_SIZE, i % GROUP_SIZE, source.train(i // GROUP_SIZE).ids, seed=1 + i)
             await router.generate(sample, max_response_tokens=10**6, temperature=1.0)
-            ended.append(len(sample.response_ids))
+            lengths.append(len(sample.response_ids))
 
     workers = [asyncio.create_task(worker()) for _ in range(SATURATED_SLOTS)]
     try:
         warm = round(SATURATED_SLOTS * max(stage.lengths) / stage.true_mean)
-        await until(
-            ended, warm, workers
+        await wait_for_samples(
+            lengths, warm, workers
         )  # the longest response can have been begun and ended, as in the modes
         received, start = router.stats()["received_tokens"], time.monotonic()
-        await until(ended, warm + measured, workers)
+        await wait_for_samples(lengths, warm + sample_count, workers)
         seconds = time.monotonic() - start
         rate = (router.stats()["received_tokens"] - received) / seconds
     finally:
@@ -227,7 +228,7 @@ async def run_saturated(stage: Stage, measured: int) -> dict[str, float]:
     return {
         "trained_tokens_per_s": rate,
         "sampled_tokens_per_s": rate,
-        "samples_per_s": measured / seconds,
+        "samples_per_s": sample_count / seconds,
         "seconds": seconds,
     }
 
@@ -266,8 +267,8 @@ def bound_of(saturated: float, prefill: float, over_provision: float, lengths: S
     return saturated / (saturated + read * prefill)
 
 
-async def until(ended: list[int], n: int, workers: list[asyncio.Task[None]]) -> None:
-    while len(ended) < n:
+async def wait_for_samples(lengths: list[int], n: int, workers: list[asyncio.Task[None]]) -> None:
+    while len(lengths) < n:
         for w in workers:
             if w.done():
                 w.result()
@@ -275,7 +276,7 @@ async def until(ended: list[int], n: int, workers: list[asyncio.Task[None]]) -> 
 
 
 async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
-    measured = 2 * BATCH if args.quick else 6 * BATCH
+    sample_count = 2 * BATCH if args.quick else 6 * BATCH
     by_name = {m.name: m for m in MODES}
     chosen = [n for n in ("saturated", "prefill", *by_name) if not args.only or n in args.only]
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
@@ -287,11 +288,11 @@ async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
             for name in order:
                 say(f"repeat {repeat + 1}/{args.repeats} {cost}: {name}")
                 if name == "saturated":
-                    figures = await run_saturated(stage, measured)
+                    figures = await run_saturated(stage, sample_count)
                 elif name == "prefill":
                     figures = await run_prefill(stage, repeat)
                 else:
-                    figures = await run_mode(stage, by_name[name], measured)
+                    figures = await run_mode(stage, by_name[name], sample_count)
                 say("    " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
                 runs.setdefault(cost, {}).setdefault(name, []).append(figures)
     await stage.client.slow_down(None)
@@ -339,11 +340,11 @@ def summary(costs: dict[str, Any], lengths: Sequence[int]) -> dict[str, float]:
         "share_of_saturated_at_2_kept": lambda: share("gpu-like", "april-2-kept"),
         "length_ratio_at_2": lambda: float(costs["gpu-like"]["april-2"]["length_ratio"]["median"]),
     }
-    found = {}
+    ratios = {}
     for name, figure in figures.items():
         with suppress(KeyError):  # its mode did not run
-            found[name] = figure()
-    return found
+            ratios[name] = figure()
+    return ratios
 
 
 def trace(quick: bool) -> list[int]:

@@ -39,13 +39,13 @@ def bars(axes: Axes, modes: dict[str, Any]) -> None:
     rates = [modes[name]["trained_tokens_per_s"] for name in modes]
     medians = [r["median"] for r in rates]
     spans = [[r["median"] - r["min"] for r in rates], [r["max"] - r["median"] for r in rates]]
-    drawn = axes.barh(
+    containers = axes.barh(
         list(modes), medians, xerr=spans, capsize=3, color=[COLOURS.get(name, APRIL) for name in modes]
     )
     bound = modes.get("saturated", {"trained_tokens_per_s": {"median": max(medians)}})
-    most = bound["trained_tokens_per_s"]["median"]
-    axes.bar_label(drawn, [f" {m:.0f} ({m / most:.0%})" for m in medians], fontsize=8, padding=3)
-    axes.axvline(most, color=COLOURS["saturated"], linewidth=1, linestyle="--")
+    saturated = bound["trained_tokens_per_s"]["median"]
+    axes.bar_label(containers, [f" {m:.0f} ({m / saturated:.0%})" for m in medians], fontsize=8, padding=3)
+    axes.axvline(saturated, color=COLOURS["saturated"], linewidth=1, linestyle="--")
     axes.set_xlim(0, 1.35 * max(medians))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)

@@ -140,7 +140,7 @@ async def request(address: str, path: str) -> float | None:
 # Cases
 
 
-async def offered(address: str, path: str, rate: float, seconds: float) -> Served:
+async def send_at_rate(address: str, path: str, rate: float, seconds: float) -> Served:
     """Send requests at a fixed rate, without waiting for earlier ones."""
     tasks, starts, begin = [], [], time.monotonic()
     for number in range(max(1, round(rate * seconds))):
@@ -151,7 +151,7 @@ async def offered(address: str, path: str, rate: float, seconds: float) -> Serve
 
 
 @contextlib.contextmanager
-def beside(address: str, case: str, connections: int) -> Iterator[None]:
+def held_connections(address: str, case: str, connections: int) -> Iterator[None]:
     """Hold connections open from another process, while the context is entered."""
     if case == "quiet":
         yield
@@ -166,15 +166,15 @@ def beside(address: str, case: str, connections: int) -> Iterator[None]:
             holder.kill()
 
 
-def measured(name: str, args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+def measure_server(name: str, args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     """Measure rounds of the cases on one server. Return figures, and their ratios to the quiet case of the round."""
     rounds: list[dict[str, dict[str, float]]] = []
     with server(name, folder) as address:
         for number in range(args.rounds):
             figures = {}
             for case in (*CASES[number % len(CASES) :], *CASES[: number % len(CASES)]):
-                with beside(address, case, args.connections):
-                    served = asyncio.run(offered(address, PATHS[name], args.rate, args.seconds))
+                with held_connections(address, case, args.connections):
+                    served = asyncio.run(send_at_rate(address, PATHS[name], args.rate, args.seconds))
                 figures[case] = served.figures()
             rounds.append(figures)
     return {case: summary_of(rounds, case) for case in CASES}
@@ -193,19 +193,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     results = {}
     for name in args.servers:
         with tempfile.TemporaryDirectory() as folder:
-            results[name] = measured(name, args, Path(folder))
+            results[name] = measure_server(name, args, Path(folder))
         for case, figures in results[name].items():
             rate, latency = figures["requests_per_second_ratio"], figures["p50_ms_ratio"]
             say(f"{name}, {case}: {rate:.2f} x the requests per second, {latency:.1f} x the median latency")
-    held = [figures for found in results.values() for case, figures in found.items() if case != "quiet"]
+    busy = [figures for cases in results.values() for case, figures in cases.items() if case != "quiet"]
     return {
         "bench": "connections", "machine": machine(), "connections": args.connections, "rate": args.rate,
         "servers": results,
         "summary": {
-            "lowest_requests_per_second_ratio": min(f["requests_per_second_ratio"] for f in held),
-            "highest_p50_ms_ratio": max(f["p50_ms_ratio"] for f in held),
-            "highest_p99_ms_ratio": max(f["p99_ms_ratio"] for f in held),
-            "highest_failed": max(f["failed"] for f in held),
+            "lowest_requests_per_second_ratio": min(f["requests_per_second_ratio"] for f in busy),
+            "highest_p50_ms_ratio": max(f["p50_ms_ratio"] for f in busy),
+            "highest_p99_ms_ratio": max(f["p99_ms_ratio"] for f in busy),
+            "highest_failed": max(f["failed"] for f in busy),
         },
     }  # fmt: skip
 
@@ -214,13 +214,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
     parser.add_argument("--servers", nargs="+", choices=sorted(PATHS), default=sorted(PATHS))
     parser.add_argument("--connections", type=int, default=1100, help="number of connections to hold")
     parser.add_argument("--rate", type=float, default=20.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of a case")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="few and short: shows that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="few, short cases: checks only that the bench runs"
+    )
     args = parser.parse_args()
     if args.quick:
         args.connections, args.seconds, args.rounds = 50, 1.0, 1

@@ -33,16 +33,16 @@ FIRST = {
 def hold(address: str, case: str, connections: int) -> None:
     """Keep connections open, and reopen those that the server closes. Print a line once all have been opened."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    held: list[socket.socket] = []
+    sockets: list[socket.socket] = []
     total, ready = 0, False
     while True:
-        alive = [s for s in held if is_open(s, b"" if case == "idle" else b"x")]
-        for s in set(held) - set(alive):
+        alive = [s for s in sockets if is_open(s, b"" if case == "idle" else b"x")]
+        for s in set(sockets) - set(alive):
             s.close()
-        held = alive
-        for _ in range(min(connections - len(held), BURST)):
+        sockets = alive
+        for _ in range(min(connections - len(sockets), BURST)):
             with contextlib.suppress(OSError):
-                held.append(opened(address, FIRST[case]))
+                sockets.append(opened(address, FIRST[case]))
                 total += 1
         if total >= connections:
             if not ready:

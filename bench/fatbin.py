@@ -50,35 +50,35 @@ def keep(image: bytearray, start: int, size: int, architecture: int) -> int:
 
     A container without code for the architecture does not change.
     """
-    kept, at = 0, start
-    while at + _CONTAINER.size <= start + size:
-        magic, version, header, length = _CONTAINER.unpack_from(image, at)
+    kept_bytes, position = 0, start
+    while position + _CONTAINER.size <= start + size:
+        magic, version, header, length = _CONTAINER.unpack_from(image, position)
         if magic != MAGIC:
-            at += 8  # between two containers
+            position += 8  # between two containers
             continue
-        body, end = at + header, at + header + length
-        wanted = [
+        body, end = position + header, position + header + length
+        matching = [
             bytes(image[offset : offset + count])
             for kind, built_for, offset, count in entries(image, body, end)
             if (kind, built_for) == (MACHINE_CODE, architecture)
         ]
-        if wanted:
-            code = b"".join(wanted)
+        if matching:
+            code = b"".join(matching)
             image[body:end] = code.ljust(length, b"\0")
-            _CONTAINER.pack_into(image, at, magic, version, header, len(code))
-            kept += len(code)
-        at = end + (-end) % 8
-    return kept
+            _CONTAINER.pack_into(image, position, magic, version, header, len(code))
+            kept_bytes += len(code)
+        position = end + (-end) % 8
+    return kept_bytes
 
 
 def keep_architecture(library: Path, architecture: int) -> int:
     """Rewrite the file. Return the bytes of code kept. Raises ValueError if it has no code for `architecture`."""
     image = bytearray(library.read_bytes())
-    kept = keep(image, *section(library), architecture)
-    if not kept:
+    kept_bytes = keep(image, *section(library), architecture)
+    if not kept_bytes:
         raise ValueError(f"{library} has no machine code for sm_{architecture}")
     library.write_bytes(image)
-    return kept
+    return kept_bytes
 
 
 if __name__ == "__main__":

@@ -134,14 +134,14 @@ def drill(parts: list[Part], seconds: float, out: Path, transformer_engine: Path
     factor = 1.0 if have_cuda() else CPU_FACTOR
     results: dict[str, Any] = {}
     for part in parts:
-        left = end - time.monotonic()
-        if left < LEAST_SECONDS:
+        remaining = end - time.monotonic()
+        if remaining < LEAST_SECONDS:
             results[part.name] = {"status": "no time left"}
         else:
-            results[part.name] = run_part(part, min(part.limit * factor, left), out, transformer_engine)
-        whole = out / "results.json.part"
-        whole.write_text(json.dumps(results, indent=1) + "\n")
-        whole.replace(out / "results.json")
+            results[part.name] = run_part(part, min(part.limit * factor, remaining), out, transformer_engine)
+        partial = out / "results.json.part"
+        partial.write_text(json.dumps(results, indent=1) + "\n")
+        partial.replace(out / "results.json")
         print(f"{part.name}: {json.dumps(results[part.name])[:400]}", file=sys.stderr, flush=True)
     return results
 
@@ -162,16 +162,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", nargs="+", choices=names, default=names)
-    parser.add_argument("--seconds", type=float, default=840.0, help="of the whole drill (default: 840)")
+    parser.add_argument(
+        "--seconds", type=float, default=840.0, help="time limit of the whole drill in seconds (default: 840)"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/drill"), help="folder of results and logs")
-    parser.add_argument("--attention-backend", help="SGLang's, for every engine on a GPU")
+    parser.add_argument("--attention-backend", help="SGLang's option, for every engine on a GPU")
     parser.add_argument(
-        "--engine-args", default="", help="further arguments of every engine on a GPU, in one string"
+        "--engine-args", default="", help="additional SGLang options of every engine on a GPU, in one string"
     )
     parser.add_argument(
-        "--transformer-engine", type=Path, help="folder of packages that part trainer_te alone sees"
+        "--transformer-engine", type=Path, help="folder of packages that only the part trainer_te uses"
     )
-    parser.add_argument("--json", action="store_true", help="print the results on stdout")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--run", choices=names, help=argparse.SUPPRESS)
     args = parser.parse_args()
     out = args.out.resolve()

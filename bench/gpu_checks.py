@@ -75,14 +75,14 @@ def checksums(figures: Figures) -> None:
     figures(equal=all(digest(sample(n, dtype).to(DEVICE)) == golden for (n, dtype), golden in GOLDEN.items()))
     big = torch.zeros(HASHED_BYTES // 2, dtype=torch.bfloat16, device=DEVICE)
     digest(big[: 2**20])
-    held = 0
+    allocated = 0
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
     seconds = seconds_of(lambda: digest(big))
     figures(gb_per_s=big.nbytes / 1e9 / seconds)
     if CUDA:
-        figures(extra_bytes=torch.cuda.max_memory_allocated() - held)
+        figures(extra_bytes=torch.cuda.max_memory_allocated() - allocated)
         from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
 
         figures(kernel_equal=f"{gpu_tensor_hash(big):016x}" == digest(big))
@@ -155,9 +155,9 @@ def _two_ranks(figures: Figures, backend: str, limit: float, pause: float) -> No
     messages: list[str] = []
     deadline = time.monotonic() + limit + pause + ANSWER_SECONDS
     try:
-        while len(messages) < len(ranks) and (left := deadline - time.monotonic()) > 0:
+        while len(messages) < len(ranks) and (remaining := deadline - time.monotonic()) > 0:
             try:
-                messages.append(answers.get(timeout=left))
+                messages.append(answers.get(timeout=remaining))
             except queue.Empty:
                 break
             figures(messages=sorted(messages))
@@ -166,7 +166,9 @@ def _two_ranks(figures: Figures, backend: str, limit: float, pause: float) -> No
             process.kill()
             process.join()
     if len(messages) < len(ranks):
-        raise SystemExit(f"{len(ranks) - len(messages)} of 2 ranks did not answer")
+        raise SystemExit(
+            f"{len(ranks) - len(messages)} of 2 ranks sent no result; expected one from each rank"
+        )
 
 
 def two_ranks_on_one_gpu(figures: Figures) -> None:
@@ -234,7 +236,7 @@ def _cache(figures: Figures) -> None:
     from rlsys.trainer.trainer import Trainer
     from tests.helpers import trainer_cases as cases
 
-    def kept() -> int:
+    def reserved_bytes() -> int:
         return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -242,9 +244,9 @@ def _cache(figures: Figures) -> None:
         sections: dict[str, Any] = {"model": {"dtype": "bfloat16"}, "launch": {"release_memory": True}}
         trainer = Trainer(cases.config_of(model, Path(folder) / "run", **sections))
         cases.steps(trainer, 2)
-        figures(kept_bytes=kept())
+        figures(kept_bytes=reserved_bytes())
         trainer.release_unused_memory()
-        figures(kept_after_make_room=kept())
+        figures(kept_after_make_room=reserved_bytes())
         trainer.close()
 
 
@@ -261,10 +263,10 @@ def offload(figures: Figures) -> None:
         trainer = Trainer(config)  # without Transformer Engine it raises UserError, which is the result
         cases.steps(trainer, 2)
         cases.save(trainer, 2)
-        whole = cases.steps(trainer, 1)
+        expected = cases.steps(trainer, 1)
         trainer.close()
         again = Trainer(config)
-        figures(loaded=again.load_checkpoint(), whole=whole, resumed=cases.steps(again, 1))
+        figures(loaded=again.load_checkpoint(), whole=expected, resumed=cases.steps(again, 1))
 
 
 def checkpoint(figures: Figures) -> None:
@@ -301,11 +303,13 @@ def objective(figures: Figures) -> None:
     for path in sorted((ROOT / "configs/algorithms").glob("*.yaml")):
         algo = AlgoSection.model_validate(read_layers(path).get("algo", {}))
         graded = path.stem == "grpo_passk"
-        here, there = (
+        device_result, cpu_result = (
             run(World(graded=graded, device=device), algo, lambda rows: [rows]) for device in (DEVICE, "cpu")
         )
-        gradients = [float((here.gradients[row] - g).abs().max()) for row, g in there.gradients.items()]
-        gaps[path.stem] = max([abs(here.loss - there.loss), *gradients])
+        gradients = [
+            float((device_result.gradients[row] - g).abs().max()) for row, g in cpu_result.gradients.items()
+        ]
+        gaps[path.stem] = max([abs(device_result.loss - cpu_result.loss), *gradients])
     figures(recipes=len(gaps), largest=max(gaps.values()), of=max(gaps, key=lambda name: gaps[name]))
 
 

@@ -122,9 +122,9 @@ async def _log_probs(trainer: Trainer, client: EngineClient) -> dict[str, Any]:
     for name, routing in (("replayed", nullcontext()), ("own_experts", trainer.without_replay())):
         with routing:
             pairs = list(zip(trainer.passes.logprobs(batch), batch, strict=True))
-        ours = torch.cat([logp[micro.keep].cpu() for logp, micro in pairs])
+        trainer_logp = torch.cat([logp[micro.keep].cpu() for logp, micro in pairs])
         theirs = torch.cat([micro.mu[micro.keep].cpu() for _, micro in pairs])
-        result[name] = gap(ours, theirs)
+        result[name] = gap(trainer_logp, theirs)
     return result
 
 
@@ -132,7 +132,7 @@ async def _decode(client: EngineClient, figures: Figures) -> None:
     """Measure generated tokens per second at several numbers of concurrent requests."""
 
     async def responses(count: int, tokens: int) -> None:
-        async def one(i: int) -> None:
+        async def send(i: int) -> None:
             prompt = [9 + (i * j) % 100 for j in range(DECODE_PROMPT_TOKENS)]
             stream = client.generate(
                 prompt, rid=f"decode-{count}-{tokens}-{i}-", max_new_tokens=tokens, temperature=1.0, seed=i,
@@ -141,7 +141,7 @@ async def _decode(client: EngineClient, figures: Figures) -> None:
             async for _ in stream:
                 pass
 
-        await asyncio.gather(*(one(i) for i in range(count)))
+        await asyncio.gather(*(send(i) for i in range(count)))
 
     for count in CONCURRENCY:
         await responses(count, 8)  # the first batch of this size compiles
@@ -240,7 +240,7 @@ def april(figures: Figures) -> None:
     """Run bench/april.py: APRIL against synchronous rollouts, with this engine's own cost of decoding."""
     command = [sys.executable, "bench/april.py", "--json", "--repeats", "1", "--cost", "cpu"]
     command += ["--only", "synchronous", "april-2", "saturated", "prefill", *([] if CUDA else ["--quick"])]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"bench/april.py ended with exit code {done.returncode}")
-    figures(**json.loads(done.stdout))
+    process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if process.returncode:
+        raise SystemExit(f"bench/april.py ended with exit code {process.returncode}")
+    figures(**json.loads(process.stdout))

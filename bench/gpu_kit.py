@@ -104,12 +104,12 @@ def locked() -> dict[str, str]:
 
 def run(*command: str | Path, folder: Path = ROOT, environment: dict[str, str] | None = None) -> str:
     """Run a command, and return its standard output. If it fails, end the script with the end of its output."""
-    done = subprocess.run(
+    process = subprocess.run(
         [str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True
     )
-    if done.returncode:
-        sys.exit(f"{' '.join(map(str, command))}\n{(done.stdout + done.stderr)[-3000:]}")
-    return done.stdout
+    if process.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\n{(process.stdout + process.stderr)[-3000:]}")
+    return process.stdout
 
 
 def download(requirements: list[str], wheels: Path) -> None:
@@ -141,8 +141,10 @@ def strip(site: Path) -> None:
     for library in site.rglob("*.so*"):
         if library.is_file() and library.stat().st_size > 100_000:
             smaller = library.with_name(f"{library.name}.stripped")
-            done = subprocess.run(["strip", "--strip-unneeded", "-o", smaller, library], capture_output=True)
-            if done.returncode == 0:
+            process = subprocess.run(
+                ["strip", "--strip-unneeded", "-o", smaller, library], capture_output=True
+            )
+            if process.returncode == 0:
                 smaller.replace(library)
             else:
                 smaller.unlink(missing_ok=True)
@@ -190,14 +192,14 @@ def cuda_home() -> Path:
 
 def packages_with_torch(python: str) -> Path:
     """Return the folder with the node's torch and cuDNN's headers under `python`. Raises CannotBuild."""
-    ask = (
+    script = (
         "import json, pathlib, torch; "
         "print(json.dumps([torch.__version__, torch.version.cuda, str(pathlib.Path(torch.__file__).parents[1])]))"
     )
-    done = subprocess.run([python, "-c", ask], capture_output=True, text=True)
-    if done.returncode:
+    process = subprocess.run([python, "-c", script], capture_output=True, text=True)
+    if process.returncode:
         raise CannotBuild(f"{python} has no torch {TORCH}")
-    version, cuda, folder = json.loads(done.stdout)
+    version, cuda, folder = json.loads(process.stdout)
     if version.partition("+")[0] != TORCH or not (cuda or "").startswith("13."):
         raise CannotBuild(f"{python} has torch {version} for CUDA {cuda}, not {TORCH} for CUDA 13")
     if not (Path(folder) / "nvidia/cudnn/include/cudnn.h").exists():
@@ -211,14 +213,25 @@ def build_transformer_engine(python: str, work: Path, site: Path) -> None:
     wheels, environment, source = work / "te-wheels", work / "te-environment", work / "te-source"
     wheels.mkdir()
     run(python, "-m", "venv", environment)
-    own = environment / "bin/python"
-    run(own, "-m", "pip", "install", "--quiet", "setuptools", "wheel", "pybind11", "ninja", "packaging")
-    folder = Path(run(own, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    venv_python = environment / "bin/python"
+    run(
+        venv_python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "setuptools",
+        "wheel",
+        "pybind11",
+        "ninja",
+        "packaging",
+    )
+    folder = Path(run(venv_python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (folder / "node.pth").write_text(f"{packages}\n")
     download([f"transformer_engine=={TE_VERSION}", f"transformer_engine_cu13=={TE_VERSION}"], wheels)
     run(
-        own, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:", "--no-build-isolation", "--dest",
-        wheels, f"transformer_engine_torch=={TE_VERSION}",
+        venv_python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:", "--no-build-isolation",
+        "--dest", wheels, f"transformer_engine_torch=={TE_VERSION}",
     )  # fmt: skip
     with tarfile.open(next(wheels.glob("*.tar.gz"))) as archive:
         archive.extractall(source, filter="data")
@@ -229,11 +242,11 @@ def build_transformer_engine(python: str, work: Path, site: Path) -> None:
         "NVTE_CUDA_ARCHS": str(ARCHITECTURE),
         "NVTE_PYTORCH_FORCE_BUILD": "TRUE",
         "MAX_JOBS": str(os.cpu_count()),
-        "PATH": f"{own.parent}:{home / 'bin'}:{os.environ['PATH']}",
+        "PATH": f"{venv_python.parent}:{home / 'bin'}:{os.environ['PATH']}",
         "CPATH": ":".join(str(packages / "nvidia" / name / "include") for name in ("cu13", "cudnn", "nccl")),
     }
     run(
-        own,
+        venv_python,
         "setup.py",
         "bdist_wheel",
         "--dist-dir",
@@ -266,7 +279,7 @@ def check_node() -> None:
     """End with a line that names missing packages, because SGLang and the parts hide failed imports."""
     missing = [name for name in NODE if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(f"{sys.executable} lacks packages that the kit counts on: {' '.join(missing)}")
+        sys.exit(f"{sys.executable} lacks packages that the kit requires on the node: {' '.join(missing)}")
 
 
 def main() -> None:
@@ -275,7 +288,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument(
-        "--check-node", action="store_true", help="on the node: whether it has what it must have"
+        "--check-node", action="store_true", help="on the node: check that it has all required packages"
     )
     parser.add_argument(
         "--python",
@@ -288,8 +301,8 @@ def main() -> None:
         return
     if args.folder is None:
         parser.error("FOLDER is missing")
-    out = args.folder.resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    folder = args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
     versions = locked()
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
@@ -324,13 +337,13 @@ def main() -> None:
         run("git", "archive", "HEAD", "--output", work / "tree.tar")
         run("tar", "-xf", work / "tree.tar", "-C", work / "tree")
         for part in ("trainer", "engine", "tree"):
-            pack(work / part, out / f"{part}.tar.xz")
+            pack(work / part, folder / f"{part}.tar.xz")
         try:
             build_transformer_engine(args.python, work, work / "te")
         except CannotBuild as e:
             print(f"te.tar.xz: not built: {e}")
         else:
-            pack(work / "te", out / "te.tar.xz")
+            pack(work / "te", folder / "te.tar.xz")
 
 
 if __name__ == "__main__":

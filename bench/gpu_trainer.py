@@ -73,9 +73,9 @@ def _speed(figures: Figures) -> None:
     bench.VOCAB = 512
     with tempfile.TemporaryDirectory() as run:
         config = layer_config(Path(run), LAYERS)
-        measured = bench.Bench(config)
-        figures(tokens=measured.tokens, micro_batches=len(measured.batch))
-        passes = {"bare": measured.bare, "step": measured.step, "logprobs": measured.logprobs}
+        trainer_bench = bench.Bench(config)
+        figures(tokens=trainer_bench.tokens, micro_batches=len(trainer_bench.batch))
+        passes = {"bare": trainer_bench.bare, "step": trainer_bench.step, "logprobs": trainer_bench.logprobs}
         for work in passes.values():
             work()
         if CUDA:
@@ -86,7 +86,7 @@ def _speed(figures: Figures) -> None:
                 seconds[name].append(seconds_of(passes[name]))
             figures(seconds=seconds)
         medians = {name: statistics.median(values) for name, values in seconds.items()}
-        rates = {name: measured.tokens / s for name, s in medians.items()}
+        rates = {name: trainer_bench.tokens / s for name, s in medians.items()}
         figures(
             tokens_per_s=rates,
             step_of_bare=medians["bare"] / medians["step"],
@@ -205,7 +205,7 @@ def parity(figures: Figures) -> None:
 
     with tempfile.TemporaryDirectory() as run:
         config = layer_config(Path(run), 2)
-        ours = torch.tensor(Trainer(config).canaries([SEQUENCE])[0].logp)
+        trainer_logp = torch.tensor(Trainer(config).canaries([SEQUENCE])[0].logp)
 
         def theirs(dtype: torch.dtype) -> torch.Tensor:
             model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype).to(DEVICE).eval()
@@ -216,7 +216,7 @@ def parity(figures: Figures) -> None:
 
         exact, half = theirs(torch.float32), theirs(torch.bfloat16)
         figures(
-            trainer_of_float32=gap(ours, exact),
+            trainer_of_float32=gap(trainer_logp, exact),
             transformers_of_float32=gap(half, exact),
-            trainer_of_transformers=gap(ours, half),
+            trainer_of_transformers=gap(trainer_logp, half),
         )

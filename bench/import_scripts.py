@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--arguments", type=shlex.split, action="append", default=[], metavar="TEXT")
     parser.add_argument("--records", type=Path, metavar="FILE")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep the configs")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder in which the configs are saved")
     args = parser.parse_args()
     records: dict[Any, ScriptRun] = {}
     if args.records and args.records.exists():

@@ -69,8 +69,8 @@ def write_random_moe(
     def weight(shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
             return torch.ones(shape, dtype=dtype)
-        drawn = torch.randn(shape, generator=generator, device=device) * shape[-1] ** -0.5
-        return drawn.to("cpu", dtype)
+        values = torch.randn(shape, generator=generator, device=device) * shape[-1] ** -0.5
+        return values.to("cpu", dtype)
 
     tensors = {
         name: weight(shape) for entry in entries(HFConfig.read(folder)) for name, shape in entry.hf.items()
@@ -127,7 +127,10 @@ def running(
             deadline = time.monotonic() + start_seconds
             while not answers():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    sys.exit(f"did not start: {' '.join(argv)}\n{log.read_text(errors='replace')[-4000:]}")
+                    sys.exit(
+                        f"the command ended, or did not answer within {start_seconds:.0f} s: {' '.join(argv)}\n"
+                        f"{log.read_text(errors='replace')[-4000:]}"
+                    )
                 time.sleep(0.2)
             yield process.pid
         finally:

@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG_JSON")
     parser.add_argument("--gpus", nargs="+", type=int, default=GPUS)
     parser.add_argument(
-        "--rehearse", action="store_true", help="execute the fullest rank: up to minutes each"
+        "--rehearse", action="store_true", help="rehearse the fullest rank: up to minutes per config"
     )
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     args = parser.parse_args()

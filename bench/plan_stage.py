@@ -120,7 +120,9 @@ class Stage:
             marks = [engine_log(self.folder, i).stat().st_size for i in range(count)]
             wait_for(folder, roles, kind, n)
         self._slow_down(0.0)
-        for i, mark in enumerate(marks):  # what the engines said since they sleep, where a run has it
+        for i, mark in enumerate(
+            marks
+        ):  # lines that the engines wrote since they sleep, in the run's log folder
             with engine_log(self.folder, i).open("rb") as log:
                 log.seek(mark)
                 (folder / "logs" / f"engine-{i}.log").write_bytes(log.read())
@@ -214,7 +216,7 @@ def wait_for(folder: Path, roles: Sequence[subprocess.Popen[bytes]], kind: str, 
             logs = "\n".join(
                 p.read_text(errors="replace")[-3000:] for p in sorted((folder / "logs").glob("*.log"))
             )
-            sys.exit(f"{folder}: does not get on\n{logs}")
+            sys.exit(f"{folder}: no progress within the time limit\n{logs}")
         time.sleep(LOOK_SECONDS)
 
 

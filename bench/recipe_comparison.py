@@ -46,19 +46,19 @@ def comparison_lines(record: Mapping[str, Any], expected: Mapping[str, Any]) -> 
         record: Of the run with another model: bench/recipes.py `run`.
         expected: One form of the recipe's expected.json; empty if nothing is recorded.
     """
-    own = list(expected.get("seeds", {}).values())
-    yield f"| | {record['model']} | the recipe's model, {len(own)} runs |"
+    recorded_runs = list(expected.get("seeds", {}).values())
+    yield f"| | {record['model']} | the recipe's model, {len(recorded_runs)} runs |"
     yield "|---|---|---|"
     for key, title in SCORES.items():
         if key in record:
-            scores = [run[key] for run in own if key in run]
+            scores = [run[key] for run in recorded_runs if key in run]
             yield (
                 f"| {record['score']}, {title} | {record[key]:.3f} | {mean(scores):.3f} |"
                 if scores
                 else (f"| {record['score']}, {title} | {record[key]:.3f} | not yet measured |")
             )
     for name, (first, last) in record["signals"].items():
-        runs = [run["signals"][name] for run in own if name in run.get("signals", {})]
+        runs = [run["signals"][name] for run in recorded_runs if name in run.get("signals", {})]
         recorded = " -> ".join(f"{mean(run[i] for run in runs):.3g}" for i in (0, 1)) if runs else ""
         yield f"| {SIGNALS[name]}, first -> last quarter of the steps | {first:.3g} -> {last:.3g} | {recorded} |"
     explanations = list(explain(record))

@@ -161,11 +161,11 @@ class Place:
     def overrides(self, stage: str) -> list[str]:
         """Return the overrides that move the paths of a stage's config to this place, and set seed and form."""
         config = yaml.safe_load((self.recipe.folder / f"{stage}.yaml").read_text(encoding="utf-8"))
-        own = MODELS[self.recipe.model].path
+        model_path = MODELS[self.recipe.model].path
         lines = [
-            f"{field}={self.model_folder if value == own else self.moved(value)}"
+            f"{field}={self.model_folder if value == model_path else self.moved(value)}"
             for field, value in paths(config)
-            if value == own or value.startswith(RUNS)
+            if value == model_path or value.startswith(RUNS)
         ]
         short = self.recipe.short.get(stage, []) if self.form == "short" else []
         return [*lines, f"run.seed={self.seed}", *short]
@@ -193,7 +193,7 @@ def command(argv: Sequence[str], log: Path) -> dict[str, float]:
         RunError: The exit code is neither 0 nor 2.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    began, used = time.monotonic(), cpu_seconds()
+    start, used = time.monotonic(), cpu_seconds()
     keeper = [sys.executable, "-m", "launch.keeper", "--grace", f"{GRACE}", "--", sys.executable]
     with (
         log.open("ab") as out,
@@ -211,7 +211,7 @@ def command(argv: Sequence[str], log: Path) -> dict[str, float]:
     if process.returncode:
         raise RunError(f"{log}: exit code {process.returncode}: {error_of(log)}")
     return {
-        "wall_seconds": round(time.monotonic() - began, 1),
+        "wall_seconds": round(time.monotonic() - start, 1),
         "cpu_seconds": round(cpu_seconds() - used, 1),
     }
 
@@ -242,21 +242,21 @@ def prepare(place: Place) -> None:
     if not place.model and program and not place.model_folder.is_dir():
         command([program, str(place.model_folder)], log)
     if not place.model_folder.is_dir():
-        raise UserError(f"{place.model_folder}: no such model folder")
+        raise UserError(f"--model {place.model_folder}: no such folder; expected a Hugging Face folder")
     folder = place.out / recipe.name / "data"
     if recipe.data and not all((folder / name).is_file() for name in recipe.data):
         command([str(recipe.folder / "data.py"), str(folder)], log)
     for name, digest in recipe.data.items():
-        found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        if found != digest:
-            raise UserError(f"{folder / name}: sha256 is {found}; expected {digest} (recipe.yaml)")
+        actual = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        if actual != digest:
+            raise UserError(f"{folder / name}: sha256 is {actual}; expected {digest} (recipe.yaml)")
 
 
 def run_stage(stage: str, place: Place) -> dict[str, Any]:
     """Run or continue a stage, and return its seconds. With `resumed`, those before a kill are missing."""
-    done, run = place.folder / f"{stage}.json", place.folder / stage
-    if done.is_file():
-        return dict(json.loads(done.read_text(encoding="utf-8")))
+    seconds_file, run = place.folder / f"{stage}.json", place.folder / stage
+    if seconds_file.is_file():
+        return dict(json.loads(seconds_file.read_text(encoding="utf-8")))
     resumed = run.is_dir()
     word, config = ("sft" if stage == "sft" else "train"), str(place.recipe.folder / f"{stage}.yaml")
     say(f"{place.folder}: {stage}{' continues' if resumed else ''} (progress: {stage}.log)")
@@ -264,14 +264,14 @@ def run_stage(stage: str, place: Place) -> dict[str, Any]:
         ["-m", "rlsys.cli.main", word, config, *place.overrides(stage)], place.folder / f"{stage}.log"
     )
     seconds |= {"resumed": True} if resumed else {}
-    write_json(done, seconds)
+    write_json(seconds_file, seconds)
     return seconds
 
 
 def base_score(place: Place) -> dict[str, Any]:
     """Evaluate the untrained model, once for all seeds."""
-    done = place.base / "score.json"
-    if not done.is_file():
+    score_file = place.base / "score.json"
+    if not score_file.is_file():
         say(f"{place.base}: eval")
         lines = [line for line in place.overrides("eval") if not line.startswith("run.")]
         seconds = command(
@@ -283,8 +283,10 @@ def base_score(place: Place) -> dict[str, Any]:
         )  # fmt: skip
         newest = max((place.base / "evaluations").iterdir(), key=lambda path: path.stat().st_mtime)
         entry = read_metrics(newest).evals[-1]
-        write_json(done, {"eval": {k: v for k, v in entry.items() if isinstance(v, int | float)}, **seconds})
-    return dict(json.loads(done.read_text(encoding="utf-8")))
+        write_json(
+            score_file, {"eval": {k: v for k, v in entry.items() if isinstance(v, int | float)}, **seconds}
+        )
+    return dict(json.loads(score_file.read_text(encoding="utf-8")))
 
 
 def rl_paths(place: Place) -> list[str]:
@@ -360,25 +362,25 @@ def write_expected(recipe: Recipe, out: Path) -> None:
     """
     files = sorted((out / recipe.name).glob("*/record.json"))
     records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    own = Path(MODELS[recipe.model].path).name
+    model_name = Path(MODELS[recipe.model].path).name
     forms = {}
     for form in FORMS:
-        kept = recipe.expected(form)
+        previous = recipe.expected(form)
         by_seed = {
-            int(seed): {"seed": int(seed), "prompts": kept["prompts"], **figures}
-            for seed, figures in kept.get("seeds", {}).items()
+            int(seed): {"seed": int(seed), "prompts": previous["prompts"], **figures}
+            for seed, figures in previous.get("seeds", {}).items()
         }
         by_seed |= {
             r["seed"]: r
             for r in records
-            if (r["form"], r["model"], r["digest"]) == (form, own, recipe.digest)
+            if (r["form"], r["model"], r["digest"]) == (form, model_name, recipe.digest)
         }
         if by_seed:
             figures = summary([by_seed[seed] for seed in sorted(by_seed)])
             prompts = next(iter(by_seed.values()))["prompts"]
             forms[form] = {"score": recipe.score, "prompts": prompts, **figures}
     if forms:
-        write_json(recipe.folder / "expected.json", {"model": own, "digest": recipe.digest, **forms})
+        write_json(recipe.folder / "expected.json", {"model": model_name, "digest": recipe.digest, **forms})
     counts = ", ".join(f"{len(figures['seeds'])} seeds {form}" for form, figures in forms.items())
     say(f"{recipe.name}: {counts or 'no record'}")
 
@@ -433,7 +435,9 @@ def main() -> int:
     )
     parser.add_argument("--record", action="store_true", help="write expected.json from the finished records")
     parser.add_argument(
-        "--turn", metavar="COMMIT", help="only the recipe whose turn it is, without a package"
+        "--turn",
+        metavar="COMMIT",
+        help="only the recipe that this commit's hash selects, among those without a package",
     )
     args = parser.parse_args()
     out, form = args.out.resolve(), FORMS[args.short]

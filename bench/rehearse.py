@@ -45,7 +45,7 @@ def cases() -> dict[str, tuple[Path, list[str]]]:
     }
 
 
-def measured(path: Path, overrides: list[str], rank: int) -> dict[str, Any]:
+def rehearse_rank(path: Path, overrides: list[str], rank: int) -> dict[str, Any]:
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     figures = run_rank(path, overrides, Request(rank))
     after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - start
@@ -73,11 +73,17 @@ def pushed(config: Config) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="WORD", help="experiments with it in their names"
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="WORD",
+        help="experiments whose names contain one of these words",
     )
-    parser.add_argument("--quick", action="store_true", help=f"one rank of {SMALLEST}: shows that it runs")
-    parser.add_argument("--pushes", action="store_true", help="only the plans of pushes: seconds")
-    parser.add_argument("--json", action="store_true", help="print nothing but the result")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"one rank of {SMALLEST}: checks only that the bench runs"
+    )
+    parser.add_argument("--pushes", action="store_true", help="only the plans of pushes, which take seconds")
+    parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
     args = parser.parse_args()
     chosen = [SMALLEST] if args.quick else [n for n in cases() if any(word in n for word in args.only)]
     if not chosen:
@@ -92,11 +98,11 @@ def main() -> int:
             print(f"{name}: {json.dumps(pushes[name])}", file=sys.stderr, flush=True)
         ranks = [] if args.pushes else kinds_of_rank(config, read_model(config))
         for rank in ranks[:1] if args.quick else ranks:
-            results.setdefault(name, []).append(measured(path, overrides, rank))
+            results.setdefault(name, []).append(rehearse_rank(path, overrides, rank))
             if not args.json:
                 print(f"{name}: {json.dumps(results[name][-1])}", file=sys.stderr, flush=True)
-    found = [figures for ranks in results.values() for figures in ranks]
-    within = all(rank["wall_s"] <= SECONDS and rank["rss_gb"] * 1e9 <= BYTES for rank in found)
+    all_figures = [figures for ranks in results.values() for figures in ranks]
+    within = all(rank["wall_s"] <= SECONDS and rank["rss_gb"] * 1e9 <= BYTES for rank in all_figures)
     within &= all(push["planned_s"] <= PLANNED for push in pushes.values())
     print(
         json.dumps({"machine": machine(), "within": within, "pushes": pushes, "results": results}, indent=1)

@@ -82,13 +82,13 @@ def routers_before(
 ) -> dict[str, tuple[str, psutil.Process]]:
     """Start every available router in front of an engine. Return URL and keeper process of each, by name."""
     folder.mkdir()
-    ours = ["-m", "rlsys.cli.main", "router", "--engine", engine, "--vocab-size", str(VOCAB)]
-    out = {"rlsys": stack.enter_context(serving(ours, folder / "rlsys.log"))}
+    rlsys_command = ["-m", "rlsys.cli.main", "router", "--engine", engine, "--vocab-size", str(VOCAB)]
+    routers = {"rlsys": stack.enter_context(serving(rlsys_command, folder / "rlsys.log"))}
     if unpacked or importlib.util.find_spec("sglang_router"):
         theirs = ["-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--worker-urls", engine]
         env = {"PYTHONPATH": python_path(unpacked)} if unpacked else None
-        out["sglang_router"] = stack.enter_context(serving(theirs, folder / "sglang-router.log", env))
-    return out
+        routers["sglang_router"] = stack.enter_context(serving(theirs, folder / "sglang-router.log", env))
+    return routers
 
 
 def cpu_seconds(keeper: psutil.Process) -> float:
@@ -111,7 +111,7 @@ def request_body(i: int, tokens: int, *, stream: bool = False) -> dict[str, Any]
     return {"input_ids": ids, "sampling_params": sampling, "stream": stream}
 
 
-async def one(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> int:
+async def send(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> int:
     """Send a request, and return the number of tokens of its response."""
     async with session.post(f"{url}/generate", json=body) as answer:
         raw = await answer.read()
@@ -121,33 +121,33 @@ async def one(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) ->
     return int(json.loads(raw)["meta_info"]["completion_tokens"])
 
 
-async def many(url: str, requests: int, tokens: int, *, stream: bool = False) -> tuple[float, int]:
+async def send_many(url: str, requests: int, tokens: int, *, stream: bool = False) -> tuple[float, int]:
     """Send requests, CONCURRENT at once. Return the seconds and the received tokens."""
-    made, todo = 0, iter(range(requests))
+    received, todo = 0, iter(range(requests))
 
     async def worker(session: aiohttp.ClientSession) -> None:
-        nonlocal made
+        nonlocal received
         for i in todo:
-            tokens_made = await one(session, url, request_body(i, tokens, stream=stream))
-            made += tokens_made  # not in one line: others add while this one waits
+            tokens_made = await send(session, url, request_body(i, tokens, stream=stream))
+            received += tokens_made  # not in one line: others add while this one waits
 
     async with make_session() as session:
         start = time.monotonic()
         await asyncio.gather(*(worker(session) for _ in range(CONCURRENT)))
-        return time.monotonic() - start, made
+        return time.monotonic() - start, received
 
 
 async def alone(urls: dict[str, str], requests: int) -> dict[str, list[float]]:
     """Measure the milliseconds of single requests, equally many to each target, in rounds."""
-    out: dict[str, list[float]] = {name: [] for name in urls}
+    milliseconds: dict[str, list[float]] = {name: [] for name in urls}
     async with make_session() as session:
         for i in range(-WARM_UP, requests):
             for name in turns(urls, i):
                 start = time.monotonic()
-                await one(session, urls[name], request_body(i % requests, LATENCY_TOKENS))
+                await send(session, urls[name], request_body(i % requests, LATENCY_TOKENS))
                 if i >= 0:
-                    out[name].append((time.monotonic() - start) * 1000)
-    return out
+                    milliseconds[name].append((time.monotonic() - start) * 1000)
+    return milliseconds
 
 
 def turns(urls: dict[str, str], rounds_before: int) -> list[str]:
@@ -164,18 +164,20 @@ def turns(urls: dict[str, str], rounds_before: int) -> list[str]:
 def throughput(urls: dict[str, str], args: argparse.Namespace) -> dict[str, Any]:
     """Measure whole answers and streams, after a warm-up round."""
     requests, tokens, repeats = (64, 8, 1) if args.quick else (128, 64, args.repeats)
-    out = {}
+    results = {}
     for kind in ("whole", "streamed"):
         rates: dict[str, list[float]] = {name: [] for name in urls}
         for repeat in range(-1, repeats):
             for name in turns(urls, repeat):
-                seconds, made = asyncio.run(many(urls[name], requests, tokens, stream=kind == "streamed"))
-                assert made == requests * tokens, (name, made)
-                say(f"{kind}, {name}: {made / seconds:.0f} tokens/s")
+                seconds, tokens_received = asyncio.run(
+                    send_many(urls[name], requests, tokens, stream=kind == "streamed")
+                )
+                assert tokens_received == requests * tokens, (name, tokens_received)
+                say(f"{kind}, {name}: {tokens_received / seconds:.0f} tokens/s")
                 if repeat >= 0:
-                    rates[name].append(made / seconds)
-        out[kind] = {"tokens_per_s": spreads(rates), "ratio_to_direct": spreads(ratios(rates))}
-    return out
+                    rates[name].append(tokens_received / seconds)
+        results[kind] = {"tokens_per_s": spreads(rates), "ratio_to_direct": spreads(ratios(rates))}
+    return results
 
 
 def added(latency: dict[str, list[float]], name: str) -> list[float]:
@@ -207,14 +209,14 @@ def real(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         say("starting an engine and the routers")
         url = stack.enter_context(running_engine(config, folder, start_seconds=600))
-        found = routers_before(url, folder / "real", args.sglang_router, stack)
-        urls = {"direct": url, **{name: at for name, (at, _) in found.items()}}
+        routers = routers_before(url, folder / "real", args.sglang_router, stack)
+        urls = {"direct": url, **{name: address for name, (address, _) in routers.items()}}
         latency = asyncio.run(alone(urls, 10 if args.quick else 200))
         return {
             "throughput": throughput(urls, args),
             "p50_ms": {name: statistics.median(values) for name, values in latency.items()},
             "p90_ms": {name: statistics.quantiles(values, n=10)[8] for name, values in latency.items()},
-            "added_p50_ms": {name: statistics.median(added(latency, name)) for name in found},
+            "added_p50_ms": {name: statistics.median(added(latency, name)) for name in routers},
         }
 
 
@@ -223,36 +225,36 @@ def capacity(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     requests, repeats = (500, 1) if args.quick else (2000, args.repeats)
     with contextlib.ExitStack() as stack:
         url, _ = stack.enter_context(serving([str(STAGE), "--instant"], folder / "instant.log"))
-        found = routers_before(url, folder / "instant", args.sglang_router, stack)
-        urls = {"direct": url, **{name: at for name, (at, _) in found.items()}}
+        routers = routers_before(url, folder / "instant", args.sglang_router, stack)
+        urls = {"direct": url, **{name: address for name, (address, _) in routers.items()}}
         rates: dict[str, list[float]] = {name: [] for name in urls}
-        cpu: dict[str, list[float]] = {name: [] for name in found}
+        cpu: dict[str, list[float]] = {name: [] for name in routers}
         for repeat in range(repeats):
             for name in turns(urls, repeat):
-                before = cpu_seconds(found[name][1]) if name in found else 0.0
-                seconds, _ = asyncio.run(many(urls[name], requests, 1))
+                before = cpu_seconds(routers[name][1]) if name in routers else 0.0
+                seconds, _ = asyncio.run(send_many(urls[name], requests, 1))
                 rates[name].append(requests / seconds)
                 say(f"{name}: {requests / seconds:.0f} requests/s")
-                if name in found:
-                    cpu[name].append((cpu_seconds(found[name][1]) - before) / requests * 1000)
-        resident = {name: resident_mib(keeper) for name, (_, keeper) in found.items()}
+                if name in routers:
+                    cpu[name].append((cpu_seconds(routers[name][1]) - before) / requests * 1000)
+        resident = {name: resident_mib(keeper) for name, (_, keeper) in routers.items()}
     samples, repeats = (1000, 1) if args.quick else (10_000, HELD_REPEATS)
-    held = [held_samples(samples) for _ in range(repeats)]
+    held_figures = [held_samples(samples) for _ in range(repeats)]
     return {
         "requests_per_s": spreads(rates),
         "cpu_ms_per_request": spreads(cpu),
         "process_mib": resident,
-        "held": spreads({key: [h[key] for h in held] for key in held[0]}),
+        "held": spreads({key: [h[key] for h in held_figures] for key in held_figures[0]}),
     }
 
 
 def held_samples(samples: int) -> dict[str, float]:
     """Measure held samples in a new process, because memory that earlier rounds freed would hide new memory."""
     say(f"{samples} samples in flight and parked")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, STAGE, "--held", str(samples)], capture_output=True, text=True, check=True
     )
-    figures: dict[str, float] = json.loads(done.stdout)
+    figures: dict[str, float] = json.loads(process.stdout)
     return figures
 
 
@@ -270,10 +272,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
-    parser.add_argument("--repeats", type=int, default=9, help="rounds, each target once in each")
-    parser.add_argument("--quick", action="store_true", help="shows that it runs, not how fast")
-    parser.add_argument("--sglang-router", type=Path, metavar="FOLDER", help="an unpacked wheel of it")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    parser.add_argument("--repeats", type=int, default=9, help="number of rounds, with each target once")
+    parser.add_argument("--quick", action="store_true", help="checks only that the bench runs")
+    parser.add_argument(
+        "--sglang-router", type=Path, metavar="FOLDER", help="unpacked wheel of sglang-router"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -74,8 +74,8 @@ class Sizes:
 
     def lengths(self) -> list[int]:
         """Return the lengths of the responses: lognormal, at most four times the mean."""
-        drawn = np.random.default_rng(0).lognormal(sigma=0.8, size=self.samples)
-        return np.clip(drawn / drawn.mean() * self.mean, 1, self.budget - PROMPT).astype(int).tolist()
+        samples = np.random.default_rng(0).lognormal(sigma=0.8, size=self.samples)
+        return np.clip(samples / samples.mean() * self.mean, 1, self.budget - PROMPT).astype(int).tolist()
 
 
 class HoledRoutes:
@@ -107,12 +107,12 @@ class HoledRoutes:
         for layer, chosen in zip(self._layers, experts, strict=True):
             self._file.seek(self._at + HEADER_BYTES + len(table) + layer * size)
             self._file.write(chosen.tobytes())
-        place = RouteLocation(
+        location = RouteLocation(
             self._name, self._at, HEADER_BYTES + length, int.from_bytes(first[4:8], "little")
         )
         self._at += HEADER_BYTES + length
         self._file.truncate(self._at)
-        return RouteSpan(0, positions, b"", place)
+        return RouteSpan(0, positions, b"", location)
 
     def close(self) -> None:
         self._file.close()
@@ -123,7 +123,7 @@ def write_step(folder: Path, sizes: Sizes) -> None:
     (folder / FOLDER).mkdir()
     lengths = sizes.lengths()
     bins = plan_bins([PROMPT + n for n in lengths], sizes.budget, 0, sizes.dp)
-    own = {i for members in bins for i in members}
+    rank_samples = {i for members in bins for i in members}
     rng = np.random.default_rng(1)
     tokens, routes = SegmentFile(folder, "000000-000001"), HoledRoutes(folder, sizes.layers)
     groups = [SampleGroup(i, i, [], GroupState.TRAINED, 1) for i in range(-(-sizes.samples // GROUP))]
@@ -132,7 +132,7 @@ def write_step(folder: Path, sizes: Sizes) -> None:
         sample = Sample(
             i, i // GROUP, i % GROUP, [5] * PROMPT, i, spans=spans, status=Status.FINISHED, reward=0.5
         )
-        if i in own:
+        if i in rank_samples:
             ids = rng.integers(0, 100_000, n, np.int32).tobytes()
             mu = rng.random(n).tobytes()
             experts = rng.integers(0, EXPERTS, (len(sizes.layers), PROMPT + n - 1, TOPK), np.uint8)
@@ -155,9 +155,9 @@ def read_share(folder: Path, sizes: Sizes) -> dict[str, float]:
     """Decode the answer, as rank 0 does."""
     answer = (folder / STEP).read_bytes()
     start, cpu = time.perf_counter(), time.process_time()
-    taken = decode(answer, TrainBatch)
+    batch = decode(answer, TrainBatch)
     with SegmentReader(folder) as segments:
-        samples = [s for g in taken.groups for s in g.samples]
+        samples = [s for g in batch.groups for s in g.samples]
         layers = sizes.layers
         unread = [LazySample(s, row, segments, layers) for row, s in enumerate(samples)]
         before = peak_bytes()
@@ -183,9 +183,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--quick", action="store_true", help="small sizes: a test that it runs")
-    parser.add_argument("--samples", type=int, default=25_000, help="of the step")
-    parser.add_argument("--mean", type=int, default=10_000, help="tokens of a response, on average")
+    parser.add_argument("--quick", action="store_true", help="small sizes: checks only that the bench runs")
+    parser.add_argument("--samples", type=int, default=25_000, help="samples of the step")
+    parser.add_argument("--mean", type=int, default=10_000, help="mean tokens of a response")
     parser.add_argument("--dp", type=int, default=16)
     parser.add_argument("--pp", type=int, default=16)
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
@@ -206,13 +206,13 @@ def main() -> None:
             folder,
             *words,
         ]  # a process whose memory is the read alone
-        found = json.loads(
+        figures = json.loads(
             subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
         )
     if args.json:
-        print(json.dumps({"machine": machine(), "sizes": asdict(sizes), "summary": found}))
+        print(json.dumps({"machine": machine(), "sizes": asdict(sizes), "summary": figures}))
     else:
-        for name, value in found.items():
+        for name, value in figures.items():
             print(f"{name:<24} {value:,.3f}")
 
 

@@ -72,13 +72,13 @@ class Run:
     alive: Callable[[], bool]
 
     def wait(self, true: Callable[[], bool]) -> None:
-        deadline, look = time.monotonic() + PATIENCE, time.monotonic() + ALIVE_SECONDS
+        deadline, next_check = time.monotonic() + PATIENCE, time.monotonic() + ALIVE_SECONDS
         while not true():
             now = time.monotonic()
-            if now > deadline or (now > look and not self.alive()):
+            if now > deadline or (now > next_check and not self.alive()):
                 why = "does not get on" if now > deadline else "has ended"
                 raise Failed(f"the run {why}:\n{logs_of(self.folder)}")
-            look = now + ALIVE_SECONDS if now > look else look
+            next_check = now + ALIVE_SECONDS if now > next_check else next_check
             time.sleep(LOOK_SECONDS)
 
     def steps(self) -> list[dict[str, Any]]:
@@ -91,11 +91,11 @@ class Run:
     def tokens(self) -> int:
         """Return the tokens that the rollout process has received; 0 before it answers."""
         log = self.folder / "logs" / "rollout.log"
-        found = re.search(r"listening on ([\d.:]+)", log.read_text()) if log.exists() else None
-        if found is None:
+        address = re.search(r"listening on ([\d.:]+)", log.read_text()) if log.exists() else None
+        if address is None:
             return 0
         try:
-            with urllib.request.urlopen(f"http://{found[1]}/status", timeout=1) as answer:
+            with urllib.request.urlopen(f"http://{address[1]}/status", timeout=1) as answer:
                 return int(json.loads(answer.read())["received_tokens"])
         except (urllib.error.URLError, OSError):
             return 0
@@ -183,7 +183,7 @@ def follow(run: Run, timing: Timing, deaths: bool) -> None:
     run.wait(lambda: bool(run.steps()))
     timing.first_step = round(time.time() - run.begin, 2)
     for role, words in VICTIMS.items() if deaths else ():
-        say(f"{timing}; now the {role} dies")
+        say(f"{timing}; killing the {role}")
         quiet = time.time()
         run.wait(lambda: run.first_step_since(quiet) is not None)  # noqa: B023
         died = time.time()
@@ -196,13 +196,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--quick", action="store_true", help="local alone, without deaths")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
+    parser.add_argument("--quick", action="store_true", help="only the local backend, without deaths")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, as Ctrl-C does
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the started processes, as Ctrl-C does
     results: dict[str, dict[str, Any]] = {}
-    told = {"machine": machine(), "seconds": results}
+    result = {"machine": machine(), "seconds": results}
     for backend in ["local"] if args.quick else args.backends:
         if backend == "slurm" and (reason := missing()):
             results[backend] = {"skipped": reason}
@@ -211,10 +211,10 @@ def main() -> None:
         results[backend] = {k: v for k, v in asdict(timing).items() if v is not None}
         say(f"{backend}: {results[backend]}")
     if args.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(result, indent=2))
     else:
-        print("\n".join(f"{backend:6} {found}" for backend, found in results.items()))
-    sys.exit(any("failed" in found for found in results.values()))
+        print("\n".join(f"{backend:6} {outcome}" for backend, outcome in results.items()))
+    sys.exit(any("failed" in outcome for outcome in results.values()))
 
 
 if __name__ == "__main__":

@@ -85,11 +85,11 @@ class Bench:
             self.trainer.passes.pack, shared="no"
         )  # bare megatron shares nothing
         self.objective = Objective(config.algo)
-        taken = synthetic(json.loads(TRACE.read_text())["lengths"])
+        batch = synthetic(json.loads(TRACE.read_text())["lengths"])
         plan = self.objective.plan(
-            sample_table(taken.groups, taken.train_step, self.objective.requirements.needs)
+            sample_table(batch.groups, batch.train_step, self.objective.requirements.needs)
         )
-        (self.batch,) = prepare_batches(self.trainer, self.objective, plan, taken, [plan.rows])
+        (self.batch,) = prepare_batches(self.trainer, self.objective, plan, batch, [plan.rows])
         if self.objective.requirements.prepares:
             self.objective.prepare(self.batch, self.trainer.passes.sum_over_dp)
         self.denominator = plan.denominator
@@ -135,22 +135,22 @@ class Bench:
         routers = [
             m for model in self.trainer._models for m in model.modules() if hasattr(m, "router_replay")
         ]
-        ours = [r.router_replay for r in routers]
+        replays = [r.router_replay for r in routers]
         for router in routers:
             router.router_replay = None
         yield
-        for router, replay in zip(routers, ours, strict=True):
+        for router, replay in zip(routers, replays, strict=True):
             router.router_replay = replay
 
     def _bare_forward(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        share = share_of(next(batches))
-        labels = share.following[None]
+        rank_share = share_of(next(batches))
+        labels = rank_share.following[None]
         losses = model(
-            share.tokens[None],
-            share.position_ids[None],
+            rank_share.tokens[None],
+            rank_share.position_ids[None],
             None,
             labels=labels,
-            packed_seq_params=PackedSequences.of(share.lengths, DEVICE, share.gathered_index),
+            packed_seq_params=PackedSequences.of(rank_share.lengths, DEVICE, rank_share.gathered_index),
         )
         count = torch.tensor(losses.numel(), dtype=torch.int)
         return losses, lambda output: (output.float().sum(), count, {"loss": output.detach().sum()})
@@ -158,7 +158,7 @@ class Bench:
 
 def groups_of(groups: int, prompt: int, response: int) -> TrainBatch:
     """Return groups of 8 samples with random tokens."""
-    rng, out = random.Random(0), []
+    rng, sample_groups = random.Random(0), []
     for g in range(groups):
         ids = [rng.randrange(128) for _ in range(prompt)]
         samples = [Sample(8 * g + i, g, i, ids, seed=1) for i in range(8)]
@@ -166,24 +166,24 @@ def groups_of(groups: int, prompt: int, response: int) -> TrainBatch:
             tokens = [rng.randrange(128) for _ in range(response)]
             sample.append(Segment(tokens, [-4.8] * response, [VersionSpan(1, 0, response)]))
             sample.status, sample.reward = Status.FINISHED, float(i % 2)
-        out.append(SampleGroup(g, g, samples))
-    return TrainBatch(1, 1, out, {})
+        sample_groups.append(SampleGroup(g, g, samples))
+    return TrainBatch(1, 1, sample_groups, {})
 
 
-def allocated(work: Callable[[], object]) -> int:
+def allocated_bytes(work: Callable[[], object]) -> int:
     """Return the peak of the bytes that `work` allocates."""
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated()
         work()
-        return torch.cuda.max_memory_allocated() - held
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
 
 
-def worked(work: Callable[[], object]) -> float:
+def seconds_of(work: Callable[[], object]) -> float:
     """Return the seconds of `work`: wall-clock seconds with CUDA, else CPU seconds, which load does not affect."""
     if DEVICE.type == "cuda":
         return timed(work)
@@ -206,21 +206,23 @@ def prompts(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     config = load_config(QUICKSTART, overrides)
     trainer, objective, rows = Trainer(config), Objective(config.algo), []
     for groups, prompt, response in sizes:
-        taken = groups_of(groups, prompt, response)
+        train_batch = groups_of(groups, prompt, response)
         row: dict[str, Any] = {"groups": groups, "prompt": prompt, "response": response}
-        plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.requirements.needs))
-        ways: dict[str, PrefixSharing] = {"before": "no", "after": "yes"}
-        for name, shared in ways.items():
+        plan = objective.plan(
+            sample_table(train_batch.groups, train_batch.train_step, objective.requirements.needs)
+        )
+        modes: dict[str, PrefixSharing] = {"before": "no", "after": "yes"}
+        for name, shared in modes.items():
             trainer.passes.pack = replace(trainer.passes.pack, shared=shared)
-            (batch,) = prepare_batches(trainer, objective, plan, taken, [plan.rows])
+            (batch,) = prepare_batches(trainer, objective, plan, train_batch, [plan.rows])
             loss = partial(micro_loss, objective, compare=True)
             step = partial(trainer.update, batch, loss, LR, plan.denominator)
-            held = allocated(step)  # warms up, too
-            seconds = [worked(step) for _ in range(1 if response == 2000 else 3)]
+            allocated = allocated_bytes(step)  # warms up, too
+            seconds = [seconds_of(step) for _ in range(1 if response == 2000 else 3)]
             row[name] = {
                 "tokens": sum(sum(micro.computed_lengths) for micro in batch),
                 "seconds": min(seconds),
-                "bytes": held,
+                "bytes": allocated,
             }
         row["times_faster"] = row["before"]["seconds"] / row["after"]["seconds"]
         row["times_less_memory"] = row["before"]["bytes"] / row["after"]["bytes"]
@@ -307,12 +309,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument(
-        "--prompts", action="store_true", help="prompts that are computed once for their group"
+        "--prompts", action="store_true", help="measure prompts that are computed once per group"
     )
-    parser.add_argument("--quick", action="store_true", help="a tiny model, once: shows that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, once: checks only that the bench runs"
+    )
     args = parser.parse_args()
     if args.quick:
         args.repeats = 1

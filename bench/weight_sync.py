@@ -46,7 +46,7 @@ GB = 1e9
 
 
 def config_for(method: str, model: Path, run: Path) -> Config:
-    made = {
+    data = {
         "model": {"path": model},
         "run": {"dir": run},
         "engine": {
@@ -57,7 +57,7 @@ def config_for(method: str, model: Path, run: Path) -> Config:
         "weights": {"method": method},
         "rollout": {"max_response_tokens": 256},
     }
-    return Config.model_validate(made)
+    return Config.model_validate(data)
 
 
 def transport_of(config: Config) -> GatheredTransport:
@@ -196,10 +196,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
-    parser.add_argument("--megabytes", type=float, default=256.0, help="size of the model")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    parser.add_argument("--megabytes", type=float, default=256.0, help="size of the model in MB")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, once: shows that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, once: checks only that the bench runs"
+    )
     args = parser.parse_args()
     if args.quick:
         args.megabytes, args.repeats = 8.0, 1
