@@ -52,11 +52,11 @@ def work(rng: random.Random) -> list[tuple[Sample, int]]:
 
 async def makespan(router: Router, rng: random.Random) -> tuple[float, list[tuple[Sample, int]]]:
     """Return the seconds until the last response has ended, and the samples."""
-    todo, start = work(rng), time.monotonic()
+    requests, start = work(rng), time.monotonic()
     await asyncio.gather(
-        *(router.generate(s, max_response_tokens=tokens, temperature=1.0) for s, tokens in todo)
+        *(router.generate(s, max_response_tokens=tokens, temperature=1.0) for s, tokens in requests)
     )
-    return time.monotonic() - start, todo
+    return time.monotonic() - start, requests
 
 
 async def run_strategy(strategy: str, clients: list[EngineClient], slow: str, seed: int) -> dict[str, Any]:

@@ -139,13 +139,13 @@ class Clock:
 
     router: Router
     slots: int
-    looks: list[float] = field(default_factory=list)
+    busy_slots: list[float] = field(default_factory=list)
 
     async def run(self) -> None:
         while True:
-            self.looks.append(self.router.stats()["in_flight"])
+            self.busy_slots.append(self.router.stats()["in_flight"])
             await asyncio.sleep(LOOK_SECONDS)
 
     def idle_share(self) -> float:
         """Return the share of the time with fewer than half of the slots busy."""
-        return sum(n < self.slots / 2 for n in self.looks) / max(1, len(self.looks))
+        return sum(n < self.slots / 2 for n in self.busy_slots) / max(1, len(self.busy_slots))

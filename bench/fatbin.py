@@ -2,8 +2,8 @@
 
 The section `.nv_fatbin` of a CUDA library is a sequence of containers, each with one entry for every architecture
 that the library was built for. The entries of the requested architecture move to the front of their container, the
-container's declared size becomes theirs, and the other bytes become zeros. So no address changes, and a compressed
-archive of the file contains little more than the remaining code.
+container's declared size becomes their size, and the other bytes become zeros. So no address changes, and a
+compressed archive of the file contains little more than the remaining code.
 
 Container: magic u32, version u16, header size u16, size of its entries u64. Entry: kind u16 (1 PTX, 2 machine code),
 version u16, header size u32, payload size u64, ..., architecture u32 at byte 28.

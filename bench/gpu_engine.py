@@ -123,8 +123,8 @@ async def _log_probs(trainer: Trainer, client: EngineClient) -> dict[str, Any]:
         with routing:
             pairs = list(zip(trainer.passes.logprobs(batch), batch, strict=True))
         trainer_logp = torch.cat([logp[micro.keep].cpu() for logp, micro in pairs])
-        theirs = torch.cat([micro.mu[micro.keep].cpu() for _, micro in pairs])
-        result[name] = gap(trainer_logp, theirs)
+        engine_logp = torch.cat([micro.mu[micro.keep].cpu() for _, micro in pairs])
+        result[name] = gap(trainer_logp, engine_logp)
     return result
 
 

@@ -207,14 +207,14 @@ def parity(figures: Figures) -> None:
         config = layer_config(Path(run), 2)
         trainer_logp = torch.tensor(Trainer(config).canaries([SEQUENCE])[0].logp)
 
-        def theirs(dtype: torch.dtype) -> torch.Tensor:
+        def reference_logp(dtype: torch.dtype) -> torch.Tensor:
             model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype).to(DEVICE).eval()
             with torch.no_grad():
                 logits = model(torch.tensor([SEQUENCE], device=DEVICE)).logits[0, :-1].float()
             index = torch.tensor(SEQUENCE[1:], device=DEVICE)[:, None]
             return logits.log_softmax(-1).gather(1, index)[:, 0].cpu()
 
-        exact, half = theirs(torch.float32), theirs(torch.bfloat16)
+        exact, half = reference_logp(torch.float32), reference_logp(torch.bfloat16)
         figures(
             trainer_of_float32=gap(trainer_logp, exact),
             transformers_of_float32=gap(half, exact),

@@ -73,7 +73,7 @@ def forecast_of(
     Args:
         calibration_sleep: seconds that engines slept before each pass in the calibrating run.
     """
-    costs = longer(calibration.costs(1), setting.sleep - calibration_sleep)
+    costs = with_more_sleep(calibration.costs(1), setting.sleep - calibration_sleep)
     runs: list[Forecast] = []
     for seed in SEEDS:
         config = config_of(setting, size, Path("simulated"), seed)
@@ -95,7 +95,7 @@ def forecast_of(
     return {name: fmean(getattr(run, name) for run in runs) for name in names}
 
 
-def longer(costs: Costs, seconds: float) -> Costs:
+def with_more_sleep(costs: Costs, seconds: float) -> Costs:
     """Return the calibrated costs with `seconds` more before each pass."""
     return replace(costs, pass_overhead=max(0.0, costs.pass_overhead + seconds))
 
@@ -115,14 +115,14 @@ def idle_by_rule(
     setting: Setting, calibration: Calibration, calibration_sleep: float, size: Size
 ) -> dict[str, float]:
     config = config_of(setting, size, Path("simulated"), FIRST_SEED)
-    costs, running = longer(calibration.costs(1), setting.sleep - calibration_sleep), config.slots
+    costs, running = with_more_sleep(calibration.costs(1), setting.sleep - calibration_sleep), config.slots
     demand = step_demand(config, costs, calibration.lengths, running, calibration.prompt_tokens)
     rate = engine_rate(costs, calibration.lengths, running, calibration.prompt_tokens)
     step = demand.step_seconds(rate, setting.max_staleness)
     return {"step_seconds_by_rule": step, "idle_seconds_by_rule": step - demand.busy}
 
 
-def measured_of(folder: Path) -> dict[str, float]:
+def measured_figures(folder: Path) -> dict[str, float]:
     """Return the means over a run's steps after the warm-up."""
     lines = steps_of(folder)[WARM - 1 :]
     before, steps = lines[0], lines[1:]
@@ -202,7 +202,7 @@ def measure(args: argparse.Namespace, size: Size) -> dict[str, Any]:
 
 def one_run(engines: Stage, setting: Setting, turn: int, quick: bool) -> dict[str, float]:
     folder = engines.run(setting, WARM + (2 if quick else STEPS), FIRST_SEED + turn)
-    figures = measured_of(folder)
+    figures = measured_figures(folder)
     say(f"round {turn + 1}: {setting.name}: " + ", ".join(f"{k} {v:.3g}" for k, v in figures.items()))
     return figures
 

@@ -57,7 +57,7 @@ def rehearse_rank(path: Path, overrides: list[str], rank: int) -> dict[str, Any]
     }  # fmt: skip
 
 
-def pushed(config: Config) -> dict[str, Any]:
+def plan_figures(config: Config) -> dict[str, Any]:
     start = time.process_time()
     plan = plan_senders(config, read_model(config))
     planned = time.process_time() - start
@@ -93,7 +93,7 @@ def main() -> int:
     for name in chosen:
         path, overrides = cases()[name]
         config = load_config(path, overrides)
-        pushes[name] = pushed(config)
+        pushes[name] = plan_figures(config)
         if not args.json:
             print(f"{name}: {json.dumps(pushes[name])}", file=sys.stderr, flush=True)
         ranks = [] if args.pushes else kinds_of_rank(config, read_model(config))

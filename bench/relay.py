@@ -78,7 +78,9 @@ class Sender:
         self.link.close()
 
 
-def pushed(receivers: int, rate: float, pushes: Sequence[Tensors], *, star: bool) -> list[tuple[float, int]]:
+def run_pushes(
+    receivers: int, rate: float, pushes: Sequence[Tensors], *, star: bool
+) -> list[tuple[float, int]]:
     with hosts(receivers) as receivers_hosts:
         sender = Sender(receivers_hosts, rate, star=star)
         try:
@@ -94,13 +96,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for topology in ("star", "relay"):
         pushes[topology] = {}
         for count in args.receivers:
-            ((seconds, passed),) = pushed(count, rate, [tensors], star=topology == "star")
+            ((seconds, passed),) = run_pushes(count, rate, [tensors], star=topology == "star")
             pushes[topology][count] = {"seconds": seconds, "link_bytes_per_model_byte": passed / total}
             say(f"{topology} to {count}: {seconds:.2f} s, {passed / total:.2f} x the weights over the link")
     change = {}
     for dtype in (torch.float32, torch.bfloat16):
         steps = [weights(args.megabytes, dtype, step) for step in (0, 1)]
-        (_, first), (_, second) = pushed(2, rate, steps, star=False)
+        (_, first), (_, second) = run_pushes(2, rate, steps, star=False)
         size = sum(t.nbytes for t in steps[0].values())
         change[str(dtype).removeprefix("torch.")] = {"first": first / size, "second": second / size}
     fewest, largest = min(args.receivers), max(args.receivers)

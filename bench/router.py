@@ -85,9 +85,11 @@ def routers_before(
     rlsys_command = ["-m", "rlsys.cli.main", "router", "--engine", engine, "--vocab-size", str(VOCAB)]
     routers = {"rlsys": stack.enter_context(serving(rlsys_command, folder / "rlsys.log"))}
     if unpacked or importlib.util.find_spec("sglang_router"):
-        theirs = ["-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--worker-urls", engine]
+        sglang_command = ["-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--worker-urls", engine]
         env = {"PYTHONPATH": python_path(unpacked)} if unpacked else None
-        routers["sglang_router"] = stack.enter_context(serving(theirs, folder / "sglang-router.log", env))
+        routers["sglang_router"] = stack.enter_context(
+            serving(sglang_command, folder / "sglang-router.log", env)
+        )
     return routers
 
 
@@ -123,11 +125,11 @@ async def send(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
 
 async def send_many(url: str, requests: int, tokens: int, *, stream: bool = False) -> tuple[float, int]:
     """Send requests, CONCURRENT at once. Return the seconds and the received tokens."""
-    received, todo = 0, iter(range(requests))
+    received, indices = 0, iter(range(requests))
 
     async def worker(session: aiohttp.ClientSession) -> None:
         nonlocal received
-        for i in todo:
+        for i in indices:
             tokens_made = await send(session, url, request_body(i, tokens, stream=stream))
             received += tokens_made  # not in one line: others add while this one waits
 

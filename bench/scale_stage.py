@@ -219,7 +219,7 @@ def cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def of_all(processes: list[psutil.Process]) -> float:
+def total_cpu_seconds(processes: list[psutil.Process]) -> float:
     """Return the CPU seconds of all processes."""
     return sum(t.user + t.system for t in (p.cpu_times() for p in processes))
 
@@ -406,13 +406,13 @@ async def roll(args: argparse.Namespace) -> dict[str, float]:
         lag.late.clear()
         workers = [psutil.Process(pid) for pid in rollout.pids()]
         start_time, cpu_before, pushes = time.monotonic(), cpu(), []
-        before_workers = of_all(workers)
+        before_workers = total_cpu_seconds(workers)
         last = args.history + args.steps
         for step in range(args.history + 1, last + 1):
             await rollout.manager.take(step)
             pushes.append(await rollout.push())
         cpu_seconds, seconds = cpu() - cpu_before, time.monotonic() - start_time
-        used = cpu_seconds + of_all(workers) - before_workers
+        used = cpu_seconds + total_cpu_seconds(workers) - before_workers
         received = rollout.stats()["received_tokens"]
         memory = sum(p.memory_info().rss for p in (psutil.Process(), *workers))
 

@@ -72,7 +72,7 @@ async def measure(part: Part, config: Config, url: str, prompts: int, size: int)
     return {name: round(mean(row[name] for row in rows), 3) for name in rows[0]}
 
 
-async def repaired(
+async def repair_group(
     config: Config, tokenizer: Tokenizer, router: Router, number: int, prompt: Prompt, size: int
 ) -> dict[str, float]:
     """Return a group, with SCOPE's additional samples if it has no success."""
@@ -152,7 +152,7 @@ def main() -> None:
             ROOT / "configs/algorithms" / f"{args.part}.yaml", [f"run.dir={folder}", *args.overrides]
         )
         with running_engine(config, Path(folder)) as url:
-            part = distinct if args.part == "latr" else repaired
+            part = distinct if args.part == "latr" else repair_group
             prompts = 2 if args.quick else args.prompts
             figures = asyncio.run(measure(part, config, url, prompts, args.size))
     print(json.dumps(figures, indent=None if args.json else 2))
