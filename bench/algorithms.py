@@ -1,22 +1,22 @@
-"""Do all algorithms run, do they learn, what do they cost? Every figure from the real stack, on one engine.
+"""Runs, learning curves and cost of all algorithms, on the real stack with one engine.
 
     python bench/algorithms.py --json                       # every recipe, 3 steps; then the cost shares
     python bench/algorithms.py --part curves --json         # learning curves against GRPO: hours on a laptop
     python bench/algorithms.py --quick --json               # a few of each
     python bench/algorithms.py --part recipes --only gspo dapo
 
-`--out FILE` (default runs/bench_algorithms.json) keeps every result as soon as it is there; what it holds is not
-done again, so an interrupted bench goes on. `--plot` draws the curves of that file into docs/figures.
+`--out FILE` (default runs/bench_algorithms.json) saves every result immediately, and results that it contains are not
+measured again, so an interrupted bench can continue. `--plot` draws the curves of that file into docs/figures.
 
 Parts:
-    recipes   each file of configs/algorithms for 3 steps: reward, loss and what the recipe's own metrics say
+    recipes   each file of configs/algorithms for 3 steps: reward, loss and the recipe's own metrics
     curves    N'/N = 2 with 2 seeds, held-out accuracy every third step; methods for stale data also with staleness
-              forced towards 4 and 8 train steps (N'/N = 5 and 9; `staleness_mean` says what came out); exact_old
-              with router replay. A fourth of the quickstart's batch and learning rate: else every method is above
-              0.95 after five steps, which compares nothing
-    cost      share of a train step that the algorithm itself takes (plan, finish, prepare, loss; without the forward
-              passes that it asks for, which are counted apart). Where a recipe takes `old` from the training pass:
-              the seconds of a step with and without a scoring pass, and what it saves
+              forced towards 4 and 8 train steps (N'/N = 5 and 9; `staleness_mean` is the resulting one); exact_old
+              with router replay. Batch and learning rate are a quarter of the quickstart's, because otherwise every
+              method is above 0.95 after five steps
+    cost      share of a train step that the algorithm itself takes (plan, finish, prepare, loss; the forward passes
+              that it requests are reported separately). For recipes that take `old` from the training pass also the
+              seconds of a step with and without a scoring pass, and the saved share
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ FOLDER = ROOT / "configs" / "algorithms"
 RECIPES = sorted(p.stem for p in FOLDER.glob("*.yaml"))
 CURVES = ("grpo", "dapo", "gspo", "cispo", "sapo", "tis", "decoupled_ppo", "m2po", "bapo")
 STALE = ("grpo", "decoupled_ppo", "m2po", "vcpo", "sapo", "dppo", "exact_old")
-"""Methods for stale data, and GRPO beside them."""
+"""Methods for stale data, and GRPO for comparison."""
 REPLAYED = ("exact_old",)
-"""Their curves are made with the engine's experts in the trainer: they correct a token's age and nothing else."""
+"""Methods that correct only the age of tokens: their curves use the engine's experts in the trainer."""
 WAVE_1 = (
     "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "dapo", "gspo", "cispo", "sapo",
     "dual_clip", "kl", "kl_reward", "entropy", "tis", "icepop", "icepop_geometric", "opsm", "decoupled_ppo",
     "decoupled_interpolated", "decoupled_ewma", "exact_old", "m2po", "m2po_mask", "bapo", "vcpo", "minpro", "gdpo",
 )  # fmt: skip
-"""Methods of the catalogue whose own share of a step must be under 5 %."""
+"""Methods whose algorithm must take less than 5 % of a step."""
 QUICK = ("grpo", "dapo", "gae")
 ROLE_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
-class Lent:
-    """An engine that many runs use, one after the other."""
+class SharedEngine:
+    """A running engine that several runs use, one after the other."""
 
     url: str
     owner: Owner
@@ -86,7 +86,7 @@ class Results:
 
 @contextlib.contextmanager
 def role(module: str, *args: str, log: Path, owner: Owner) -> Iterator[subprocess.Popen[bytes]]:
-    """Run one process of the run under a keeper, which ends it with this bench, whatever happens."""
+    """Run one process of the run under a keeper, which ends the process when this bench ends for any reason."""
     argv = [sys.executable, "-m", "launch.keeper", "--grace", "10", "--", sys.executable, "-m", module, *args]
     with (
         log.open("wb") as out,
@@ -105,12 +105,12 @@ def role(module: str, *args: str, log: Path, owner: Owner) -> Iterator[subproces
             process.terminate()
 
 
-def run(config: Config, engine: Lent) -> dict[str, Any]:
-    """A whole run on an engine that is there already: a rollout process and one trainer."""
+def run(config: Config, engine: SharedEngine) -> dict[str, Any]:
+    """Make a whole run on a running engine, with a rollout process and one trainer. Return its figures."""
     folder = config.run.dir
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump_config(config))
-    # It belongs to the launch that started the engine.
+    # The engine accepts only the launch that started it.
     shutil.copytree(engine.owner.run_dir / OWNERS, folder / OWNERS)
     owner = replace(engine.owner, run_dir=folder)
     start, path = time.monotonic(), str(folder / "config.yaml")
@@ -126,16 +126,16 @@ def run(config: Config, engine: Lent) -> dict[str, Any]:
     if code:
         tail = (folder / "trainer.log").read_text(errors="replace").strip().splitlines()[-3:]
         return {"ok": False, "error": " | ".join(tail)}
-    found = read_metrics(folder)
+    metrics = read_metrics(folder)
     return {
         "ok": True,
         "seconds": time.monotonic() - start,
-        "steps": [{k: v for k, v in step.items() if isinstance(v, int | float)} for step in found.steps],
-        "evals": [{k: e[k] for k in ("step", "accuracy", "mean_length")} for e in found.evals],
+        "steps": [{k: v for k, v in step.items() if isinstance(v, int | float)} for step in metrics.steps],
+        "evals": [{k: e[k] for k in ("step", "accuracy", "mean_length")} for e in metrics.evals],
     }
 
 
-def recipes(names: list[str], engine: Lent, work: Path, results: Results) -> None:
+def recipes(names: list[str], engine: SharedEngine, work: Path, results: Results) -> None:
     for name in names:
         key = f"recipes/{name}"
         if results.all.get(key, {}).get("ok"):
@@ -150,7 +150,9 @@ def recipes(names: list[str], engine: Lent, work: Path, results: Results) -> Non
         say(f"{key}: {'ok' if results.all[key]['ok'] else results.all[key]['error']}")
 
 
-def curves(names: list[str], engine: Lent, work: Path, results: Results, steps: int, seeds: int) -> None:
+def curves(
+    names: list[str], engine: SharedEngine, work: Path, results: Results, steps: int, seeds: int
+) -> None:
     jobs = [(name, seed, 0) for name in names if name in CURVES for seed in range(seeds)]
     jobs += [(n, seed, k) for seed in range(seeds) for k in (8, 4) for n in names if n in STALE]
     for name, seed, staleness in jobs:
@@ -164,7 +166,7 @@ def curves(names: list[str], engine: Lent, work: Path, results: Results, steps: 
         ]  # fmt: skip
         if name in REPLAYED:
             overrides += ["trainer.replay=engine", "engine.return_routes=true"]
-        if staleness:  # by Little's law a group waits N'/N - 1 steps; the bound is far enough to drop few
+        if staleness:  # by Little's law a group waits N'/N - 1 steps; twice that as bound drops few groups
             overrides += [f"rollout.over_provision={staleness + 1}", f"rollout.max_staleness={2 * staleness}"]
         results.put(key, run(load_config(FOLDER / f"{name}.yaml", overrides), engine))
         say(f"{key}: {results.all[key].get('evals') or results.all[key]['error']}")
@@ -174,16 +176,16 @@ def cost(names: list[str], work: Path, results: Results, repeats: int) -> None:
     """Measure in this process, on the recorded step of the tests, with the quickstart's model and no teacher."""
     from algorithms_cost import measure_cost
 
-    wanted = [
+    pending = [
         n
         for n in names
         if f"cost/{n}" not in results.all and load_config(FOLDER / f"{n}.yaml").algo.teacher is None
     ]
-    for name, shares in measure_cost(wanted, work, repeats):
-        found = {key: statistics.median(values) for key, values in shares.items()}
-        if "seconds_scored" in found:
-            found["scoring_pass_saved"] = 1 - found["seconds"] / found["seconds_scored"]
-        results.put(f"cost/{name}", found)
+    for name, repeats_of in measure_cost(pending, work, repeats):
+        figures = {key: statistics.median(values) for key, values in repeats_of.items()}
+        if "seconds_scored" in figures:
+            figures["scoring_pass_saved"] = 1 - figures["seconds"] / figures["seconds_scored"]
+        results.put(f"cost/{name}", figures)
         say(f"cost/{name}: {results.all[f'cost/{name}']}")
 
 
@@ -191,29 +193,29 @@ Curves = dict[str, dict[str, list[dict[str, Any]]]]
 
 
 def by_panel(results: Results) -> Curves:
-    """{panel: {recipe: a run a seed}}."""
-    out: Curves = {}
-    for key, made in sorted(results.all.items()):
-        if key.startswith("curves/") and made["ok"]:
+    """Return the runs of each recipe, one per seed, by panel of the plot."""
+    panels: Curves = {}
+    for key, result in sorted(results.all.items()):
+        if key.startswith("curves/") and result["ok"]:
             _, name, panel, _ = key.split("/")
-            out.setdefault(panel, {}).setdefault(name, []).append(made)
-    return out
+            panels.setdefault(panel, {}).setdefault(name, []).append(result)
+    return panels
 
 
 def summary(results: Results) -> dict[str, Any]:
-    """Return the accuracy per seed: the mean of all evaluations of a run, so that an earlier rise counts more."""
-    found = {
+    """Return the figures of all parts. A run's accuracy is the mean of its evaluations: an early rise counts."""
+    by_part = {
         kind: {k.split("/")[1]: v for k, v in results.all.items() if k.startswith(f"{kind}/")}
         for kind in ("recipes", "cost")
     }
-    wave_1 = {n: v["algorithm_share"] for n, v in found["cost"].items() if n in WAVE_1}
+    wave_1 = {n: v["algorithm_share"] for n, v in by_part["cost"].items() if n in WAVE_1}
     return {
-        "recipes_ok": sum(v["ok"] for v in found["recipes"].values()),
-        "recipes_failed": sorted(n for n, v in found["recipes"].items() if not v["ok"]),
+        "recipes_ok": sum(v["ok"] for v in by_part["recipes"].values()),
+        "recipes_failed": sorted(n for n, v in by_part["recipes"].items() if not v["ok"]),
         "largest_algorithm_share_wave_1": max(wave_1.items(), key=lambda kv: kv[1], default=None),
         "scoring_pass_saved": {
             n: {k: round(v[k], 3) for k in ("seconds", "seconds_scored", "scoring_pass_saved")}
-            for n, v in found["cost"].items()
+            for n, v in by_part["cost"].items()
             if "scoring_pass_saved" in v
         },
         "curves": {
@@ -233,7 +235,7 @@ def summary(results: Results) -> dict[str, Any]:
 
 
 def plot(results: Results, folder: Path) -> None:
-    """algorithms_curves.png: held-out accuracy by step, one panel a staleness; mean and range of the seeds."""
+    """Draw algorithms_curves.png: held-out accuracy by step, one panel per staleness, mean and range of the seeds."""
     from matplotlib.figure import Figure
 
     panels = by_panel(results)
@@ -244,13 +246,17 @@ def plot(results: Results, folder: Path) -> None:
         axes.set(title=title, xlabel="train step", ylabel="held-out accuracy", ylim=(0, 1.02))
         for name, runs in methods.items():
             columns = list(zip(*(r["evals"] for r in runs), strict=False))
-            steps = [at[0]["step"] for at in columns]
-            seen = [[e["accuracy"] for e in at] for at in columns]
-            (line,) = axes.plot(steps, [statistics.mean(at) for at in seen], label=name, lw=1.3)
+            steps = [evals[0]["step"] for evals in columns]
+            accuracies = [[e["accuracy"] for e in evals] for evals in columns]
+            (line,) = axes.plot(steps, [statistics.mean(values) for values in accuracies], label=name, lw=1.3)
             if name == "grpo":
                 line.set(color="black", linewidth=3)
             axes.fill_between(
-                steps, [min(at) for at in seen], [max(at) for at in seen], color=line.get_color(), alpha=0.08
+                steps,
+                [min(values) for values in accuracies],
+                [max(values) for values in accuracies],
+                color=line.get_color(),
+                alpha=0.08,
             )
         axes.legend(fontsize=8)
     figure.savefig(folder / "algorithms_curves.png", dpi=100)
@@ -261,9 +267,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=("recipes", "curves", "cost", "all"), default="recipes")
-    parser.add_argument("--only", nargs="+", choices=RECIPES, metavar="NAME", help="these recipes")
+    parser.add_argument(
+        "--only", nargs="+", choices=RECIPES, metavar="NAME", help="recipes to run (default: all)"
+    )
     parser.add_argument("--quick", action="store_true", help="a few recipes, few steps, one seed")
-    parser.add_argument("--steps", type=int, default=24, help="of a learning curve")
+    parser.add_argument("--steps", type=int, default=24, help="train steps of a learning curve")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench_algorithms.json")
     parser.add_argument("--plot", action="store_true", help="draw the curves into docs/figures")
     parser.add_argument("--json", action="store_true", help="print all results as JSON")
@@ -273,13 +281,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         if args.part != "cost":
-            # one engine for all: it gives a token's experts to a run that asks for them
+            # One engine for all runs: it returns a token's experts to runs that request them.
             shared = load_config(ROOT / "configs" / "quickstart.yaml", ["engine.return_routes=true"])
             owner = claim(work, sockets := make_folder())
             with contextlib.ExitStack() as stack:
                 stack.callback(remove_folder, sockets)
                 url = stack.enter_context(running_engine(shared, work, owner=owner))
-                engine = Lent(url, owner)
+                engine = SharedEngine(url, owner)
                 if args.part in ("recipes", "all"):
                     recipes(names, engine, work, results)
                 if args.part in ("curves", "all"):

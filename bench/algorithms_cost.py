@@ -25,20 +25,20 @@ from rlsys.trainer.critic import add_critic
 from rlsys.trainer.trainer import Trainer
 
 GROUPS = 16
-"""Groups of the measured step: the recorded ones, repeated."""
+"""Groups of the measured step: the recorded groups, repeated."""
 TIMED = ("plan", "finish", "prepare", "__call__", "lr_factor", "defer")
 
 
-class Clocked(Objective):
-    """Adds up the seconds that its methods take. The backward pass through the loss term is not in them."""
+class TimedObjective(Objective):
+    """An objective that measures the seconds of its methods, without the backward pass through the loss term."""
 
     def __init__(self, section: Any) -> None:
         super().__init__(section)
         self.seconds = 0.0
 
 
-class Scoring(Clocked):
-    """Has the scoring pass before every update, as if somebody looked at `old` before the loss."""
+class ScoringObjective(TimedObjective):
+    """An objective that requests a scoring pass before every update, as if `old` were needed before the loss."""
 
     def __init__(self, section: Any) -> None:
         super().__init__(section)
@@ -50,7 +50,7 @@ class Scoring(Clocked):
 def _clocked(name: str) -> Any:
     plain = getattr(Objective, name)
 
-    def timed(self: Clocked, *args: Any, **kwargs: Any) -> Any:
+    def timed(self: TimedObjective, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         try:
             return plain(self, *args, **kwargs)
@@ -61,13 +61,13 @@ def _clocked(name: str) -> Any:
 
 
 for method in TIMED:
-    setattr(Clocked, method, _clocked(method))
+    setattr(TimedObjective, method, _clocked(method))
 
 
 def full_step(odd: bool, named: bool) -> TrainBatch:
-    """The recorded step with GROUPS groups; `odd`: of seven samples each."""
+    """Return the recorded step with GROUPS groups; with `odd` they have seven samples each."""
     packed = gzip.decompress((ROOT / "tests" / "data" / "step.msgpack.gz").read_bytes())
-    taken = decode(packed, TrainBatch)
+    batch = decode(packed, TrainBatch)
 
     def sample(s: Sample) -> Sample:
         marks = s.named_rewards or {"answer": s.reward or 0.0}
@@ -75,18 +75,19 @@ def full_step(odd: bool, named: bool) -> TrainBatch:
         return s if named else replace(s, reward=marks["answer"], named_rewards=None)
 
     def group(i: int) -> SampleGroup:
-        old = taken.groups[i % len(taken.groups)]
+        old = batch.groups[i % len(batch.groups)]
         samples = [replace(sample(s), group_id=i) for s in old.samples[: 7 if odd else None]]
         return replace(old, group_id=i, samples=samples)
 
-    return replace(taken, groups=[group(i) for i in range(GROUPS)])
+    return replace(batch, groups=[group(i) for i in range(GROUPS)])
 
 
 def measure_cost(
     names: Sequence[str], work: Path, repeats: int
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """(recipe, {share of the algorithm, share of the passes it asks for, seconds of a step}), interleaved repeats;
-    `seconds_scored`, where a recipe can do without a scoring pass that would give `old`: of a step with it."""
+    """Yield each recipe with its figures, one value per repeat: the share of the algorithm in a step, the share of
+    the forward passes that it requests, and the seconds of a step. `seconds_scored`, for recipes that need no scoring
+    pass for `old`: the seconds of a step with that pass. Repeats are interleaved."""
     if not names:
         return
     quick = load_config(
@@ -99,28 +100,28 @@ def measure_cost(
     def timed(score: Callable[..., Any]) -> Callable[..., Any]:
         def timed_score(*args: Any) -> Any:
             start = time.perf_counter()
-            found = score(*args)
+            result = score(*args)
             passes[0] += time.perf_counter() - start
-            return found
+            return result
 
         return timed_score
 
     for each in (trainer, trainer.critic):
         each.passes.score = timed(each.passes.score)  # type: ignore
-    shares: dict[str, dict[str, list[float]]] = {n: defaultdict(list) for n in names}
+    figures: dict[str, dict[str, list[float]]] = {n: defaultdict(list) for n in names}
     for _ in range(repeats):
         for name in names:
             section = load_config(ROOT / "configs" / "algorithms" / f"{name}.yaml").algo
-            objective, taken = Clocked(section), full_step(name == "mc_grpo", name == "gdpo")
+            objective, batch = TimedObjective(section), full_step(name == "mc_grpo", name == "gdpo")
             start, passes[0] = time.perf_counter(), 0.0
-            step.train_step(trainer, objective, taken)
+            step.train_step(trainer, objective, batch)
             total = time.perf_counter() - start
-            shares[name]["algorithm_share"].append(objective.seconds / total)
-            shares[name]["passes_share"].append(passes[0] / total)
-            shares[name]["seconds"].append(total)
+            figures[name]["algorithm_share"].append(objective.seconds / total)
+            figures[name]["passes_share"].append(passes[0] / total)
+            figures[name]["seconds"].append(total)
             if objective.requirements.passes & CURRENT and not objective.requirements.looks_ahead:
                 start = time.perf_counter()
-                step.train_step(trainer, Scoring(section), taken)
-                shares[name]["seconds_scored"].append(time.perf_counter() - start)
+                step.train_step(trainer, ScoringObjective(section), batch)
+                figures[name]["seconds_scored"].append(time.perf_counter() - start)
     trainer.close()
-    yield from shares.items()
+    yield from figures.items()

@@ -3,26 +3,25 @@
     python bench/april.py --json [--repeats 2] [--quick] [--only NAME ...] [--cost gpu-like]
     python bench/april_plot.py RESULT.json FIGURE.png
 
-Compared: rollout modes that train batches of the same N samples:
+The modes train batches of the same N samples:
 
     synchronous    N'/N = 1, max_staleness 0: every step waits for its longest response
-    synchronous-2N the same with a batch twice as large: as many samples in flight as april-2 has
-    april-R        N'/N = R: a step takes the first N, the rest stays in the engine, which reads it again after the
-                   push (router.interruption: retract)
-    april-2-abort  the same at R = 2, but the rest comes back, is saved, and is sent again (abort, the default)
-    april-2-kept   the same, but a push leaves keys and values in place: shows the cost of re-prefill
-    asynchronous   2 N in flight, and nothing is interrupted by a take; a push interrupts, admission bounds the age
-    saturated      2 N in flight always, no steps, no pushes
-    prefill        2 N interrupted prefixes are read at once and nothing is decoded
+    synchronous-2N the same with a batch twice as large: as many samples in flight as with april-2
+    april-R        N'/N = R: a step takes the first N samples; the others stay in the engine, which prefills them
+                   again after the push (router.interruption: retract)
+    april-2-abort  the same at R = 2, but the others return, are saved, and are sent again (abort, the default)
+    april-2-kept   the same, but a push leaves keys and values in place: shows the cost of repeated prefills
+    asynchronous   2 N samples in flight; a push interrupts them, a take does not; admission bounds the age
+    saturated      always 2 N samples in flight, no steps, no pushes
+    prefill        2 N interrupted prefixes are prefilled at once; no decoding
 
-A push invalidates all keys and values, so every step reads all samples in flight again. `bound_of` computes the share
-of `saturated` that april-2 can reach, from these two modes and the trace alone.
+A push invalidates all keys and values, so every step prefills all samples in flight again. `bound_of` computes the
+share of `saturated` that april-2 can reach, from these two modes and the trace alone.
 
-Every step is what the product does between two train steps: take, interrupt, begin_push, real weights, end_push
-with flush and attestation (canaries, checksums), resume with re-prefill. Training itself takes no time here: this is
-a rollout bench, not an end-to-end figure. Costs: `cpu` is the raw CPU engine, whose forward pass takes longer the
-more it decodes; `gpu-like` adds a fixed time to every forward pass (SGLang's /slow_down), as a memory-bound decode
-has it.
+Every step does what the product does between two train steps: take, interrupt, begin_push, real weights, end_push
+with flush and attestation (canaries, checksums), resume with prefill. Nothing is trained: this bench measures
+rollouts, not whole runs. Of the two costs, `cpu` is the raw CPU engine, whose forward pass takes longer the more it
+decodes, and `gpu-like` adds a fixed time to every forward pass (SGLang's /slow_down), as for memory-bound decoding.
 """
 
 from __future__ import annotations
@@ -73,12 +72,12 @@ from rlsys.worker.workers import direct_workers
 
 TRACE = Path(__file__).with_name("traces") / "long_tail.json"
 GPU_LIKE_SECONDS = 0.03
-"""Added to every forward pass: several times what the CPU's own pass takes."""
+"""Seconds added to every forward pass: several times the CPU's own time of a pass."""
 COSTS = {"gpu-like": GPU_LIKE_SECONDS, "cpu": None}
 PREFILL_TOKENS = 8192
-"""Tokens of one forward pass, as SGLang chooses on a GPU of 80 GB; without one it would take half."""
+"""Largest number of tokens in a prefill pass: SGLang's value for a GPU of 80 GB; on a CPU its value is half."""
 QUICK_SCALE = 16
-"""--quick divides the lengths of the trace."""
+"""Divisor of the trace's lengths with --quick."""
 
 MODES = [
     Mode("synchronous", 1.0, 0),
@@ -97,7 +96,7 @@ async def reward_one(_prompt: Prompt, _text: str) -> float:
 
 
 class Loop:
-    """The trainer's side of one mode, and a stop-watch on its phases."""
+    """The trainer's side of one mode; measures the seconds of its phases."""
 
     def __init__(self, stage: Stage, config: Config, manager: RolloutManager) -> None:
         self._manager = manager
@@ -110,12 +109,12 @@ class Loop:
     async def take(self) -> TrainBatch:
         self.step += 1
         with self._phase("take"):
-            taken = await self._manager.take(self.step)
-        assert taken is not None, "the engine lost its weights"
-        return taken
+            batch = await self._manager.take(self.step)
+        assert batch is not None, "the engine lost its weights"
+        return batch
 
     async def push(self) -> None:
-        """Do what trainer and rollout do between two steps."""
+        """Push the weights, as trainer and rollout process do between two steps."""
         with self._phase("begin"):
             ticket = await self._manager.begin_push()
         with self._phase("send"):
@@ -131,8 +130,8 @@ class Loop:
         self.seconds[name] += time.monotonic() - start
 
 
-async def run_mode(stage: Stage, mode: Mode, measured: int) -> dict[str, float]:
-    """Steps until it is warm, then steps until `measured` more samples are trained; figures of the latter."""
+async def run_mode(stage: Stage, mode: Mode, sample_count: int) -> dict[str, float]:
+    """Run warm-up steps, then steps until `measured` samples are trained. Return the figures of the latter."""
     with tempfile.TemporaryDirectory(dir=stage.folder) as name:
         config = stage.for_mode(mode, Path(name))
         buffer = RolloutBuffer(config.run.dir / "rollouts.sqlite", identity(config), GROUP_SIZE)
@@ -148,76 +147,77 @@ async def run_mode(stage: Stage, mode: Mode, measured: int) -> dict[str, float]:
                 await loop.take()
                 await loop.push()
             clock, before, first = Clock(router, mode.slots), router.stats(), loop.step
-            had_read = await stage.tokens_read()
+            read_before = await stage.tokens_read()
             loop.seconds, router.interrupt_seconds = dict.fromkeys(loop.seconds, 0.0), 0.0
-            looking, start = asyncio.create_task(clock.run()), time.monotonic()
-            taken: list[TrainBatch] = []
-            while (loop.step - first) * mode.batch < measured:
-                taken.append(await loop.take())
+            clock_task, start = asyncio.create_task(clock.run()), time.monotonic()
+            batches: list[TrainBatch] = []
+            while (loop.step - first) * mode.batch < sample_count:
+                batches.append(await loop.take())
                 await loop.push()
             seconds, after = time.monotonic() - start, router.stats()
-            looking.cancel()
-            read = await stage.tokens_read() - had_read
+            clock_task.cancel()
+            read = await stage.tokens_read() - read_before
         finally:
             await manager.close()
             buffer.close()
     assert after["lost"] == before["lost"], "tokens were lost"
     prefilled = after["prefilled_tokens"] - before["prefilled_tokens"]
-    made = after["received_tokens"] - before["received_tokens"]  # a quick window may see none
+    sampled = after["received_tokens"] - before["received_tokens"]  # may be 0 with --quick
     return {
-        **of_trained(taken, seconds, stage.true_mean),
-        "sampled_tokens_per_s": made / seconds,
-        "tokens_read_per_sampled_token": read / max(made, 1),
+        **trained_figures(batches, seconds, stage.true_mean),
+        "sampled_tokens_per_s": sampled / seconds,
+        "tokens_read_per_sampled_token": read / max(sampled, 1),
         "share_below_half_slots": clock.idle_share(),
         "cache_share": (after["cached_tokens"] - before["cached_tokens"]) / max(prefilled, 1),
-        "seconds_per_step": seconds / len(taken),
-        "interrupt_seconds_per_step": router.interrupt_seconds / len(taken),
-        **{f"{phase}_seconds_per_step": total / len(taken) for phase, total in loop.seconds.items()},
+        "seconds_per_step": seconds / len(batches),
+        "interrupt_seconds_per_step": router.interrupt_seconds / len(batches),
+        **{f"{phase}_seconds_per_step": total / len(batches) for phase, total in loop.seconds.items()},
         "seconds": seconds,
     }
 
 
-def of_trained(taken: list[TrainBatch], seconds: float, true_mean: float) -> dict[str, float]:
-    """Figures of the groups that the measured steps took."""
-    groups: list[SampleGroup] = [g for t in taken for g in t.groups]
+def trained_figures(batches: list[TrainBatch], seconds: float, true_mean: float) -> dict[str, float]:
+    """Return the figures of the groups that the measured steps took."""
+    groups: list[SampleGroup] = [g for t in batches for g in t.groups]
     samples = [s for g in groups for s in g.samples]
     tokens = sum(s.tokens for s in samples)
     read_again = sum(s.prefilled_tokens - s.cached_tokens - len(s.prompt_ids) for s in samples)
     return {
         "trained_tokens_per_s": tokens / seconds,
         "samples_per_s": len(samples) / seconds,
-        "off_policy_share": sum(t.metrics["off_policy_share"] * t.metrics["tokens"] for t in taken) / tokens,
-        "mean_age": sum(t.metrics["staleness_mean"] for t in taken) / len(taken),
+        "off_policy_share": sum(t.metrics["off_policy_share"] * t.metrics["tokens"] for t in batches)
+        / tokens,
+        "mean_age": sum(t.metrics["staleness_mean"] for t in batches) / len(batches),
         "length_ratio": tokens / len(samples) / true_mean,
         "re_prefilled_tokens_per_trained_token": max(0, read_again) / tokens,
     }
 
 
-async def run_saturated(stage: Stage, measured: int) -> dict[str, float]:
-    """Closed loop: whenever a response ends, the next begins. No steps."""
+async def run_saturated(stage: Stage, sample_count: int) -> dict[str, float]:
+    """Measure a closed loop without steps: whenever a response ends, the next one begins."""
     router, source = stage.router(), RandomPrompts()
     engines = await router.begin_push(1)
     await router.end_push(1, stage.canaries)
     assert engines
     router.resume()
     numbers = itertools.count()
-    ended: list[int] = []
+    lengths: list[int] = []
 
     async def worker() -> None:
         while True:
             i = next(numbers)
             sample = Sample(i, i // GROUP_SIZE, i % GROUP_SIZE, source.train(i // GROUP_SIZE).ids, seed=1 + i)
             await router.generate(sample, max_response_tokens=10**6, temperature=1.0)
-            ended.append(len(sample.response_ids))
+            lengths.append(len(sample.response_ids))
 
     workers = [asyncio.create_task(worker()) for _ in range(SATURATED_SLOTS)]
     try:
         warm = round(SATURATED_SLOTS * max(stage.lengths) / stage.true_mean)
-        await until(
-            ended, warm, workers
+        await wait_for_samples(
+            lengths, warm, workers
         )  # the longest response can have been begun and ended, as in the modes
         received, start = router.stats()["received_tokens"], time.monotonic()
-        await until(ended, warm + measured, workers)
+        await wait_for_samples(lengths, warm + sample_count, workers)
         seconds = time.monotonic() - start
         rate = (router.stats()["received_tokens"] - received) / seconds
     finally:
@@ -228,13 +228,13 @@ async def run_saturated(stage: Stage, measured: int) -> dict[str, float]:
     return {
         "trained_tokens_per_s": rate,
         "sampled_tokens_per_s": rate,
-        "samples_per_s": measured / seconds,
+        "samples_per_s": sample_count / seconds,
         "seconds": seconds,
     }
 
 
 async def run_prefill(stage: Stage, repeat: int) -> dict[str, float]:
-    """Prefixes as a step of april-2 leaves them, read at once; one token is decoded of each."""
+    """Measure the prefill of prefixes like those that a step of april-2 interrupts; each decodes one token."""
     rng, router = random.Random(repeat), stage.router()
     engines = await router.begin_push(1)
     await router.end_push(1, stage.canaries)
@@ -252,18 +252,23 @@ async def run_prefill(stage: Stage, repeat: int) -> dict[str, float]:
 
 
 def bound_of(saturated: float, prefill: float, over_provision: float, lengths: Sequence[int]) -> float:
-    """The largest share of a saturated engine's rate that rollouts can have of which every step reads all again that
-    is in flight. `saturated`: seconds of a token there; `prefill`: of one that is read.
+    """Return the largest possible share of a saturated engine's rate if every step prefills all samples in flight.
 
     A response of n tokens is interrupted n / (tokens of a step and slot) times, on average in its middle. So for each
-    trained token N'/N (1 + cv^2) / 2 are read, where cv is the coefficient of variation of the lengths.
+    trained token N'/N (1 + cv^2) / 2 are prefilled, where cv is the coefficient of variation of the lengths.
+
+    Args:
+        saturated: seconds per token of the saturated engine.
+        prefill: seconds per prefilled token.
+        over_provision: N'/N.
+        lengths: response lengths in tokens.
     """
     read = over_provision * mean(n * n for n in lengths) / mean(lengths) ** 2 / 2
     return saturated / (saturated + read * prefill)
 
 
-async def until(ended: list[int], n: int, workers: list[asyncio.Task[None]]) -> None:
-    while len(ended) < n:
+async def wait_for_samples(lengths: list[int], n: int, workers: list[asyncio.Task[None]]) -> None:
+    while len(lengths) < n:
         for w in workers:
             if w.done():
                 w.result()
@@ -271,23 +276,23 @@ async def until(ended: list[int], n: int, workers: list[asyncio.Task[None]]) -> 
 
 
 async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
-    measured = 2 * BATCH if args.quick else 6 * BATCH
+    sample_count = 2 * BATCH if args.quick else 6 * BATCH
     by_name = {m.name: m for m in MODES}
     chosen = [n for n in ("saturated", "prefill", *by_name) if not args.only or n in args.only]
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
     for repeat in range(args.repeats):
-        order = chosen[repeat % len(chosen) :] + chosen[: repeat % len(chosen)]  # nobody is always first
+        order = chosen[repeat % len(chosen) :] + chosen[: repeat % len(chosen)]  # no mode is always first
         for cost in args.cost:
             seconds = COSTS[cost]
             await stage.client.slow_down(seconds)
             for name in order:
                 say(f"repeat {repeat + 1}/{args.repeats} {cost}: {name}")
                 if name == "saturated":
-                    figures = await run_saturated(stage, measured)
+                    figures = await run_saturated(stage, sample_count)
                 elif name == "prefill":
                     figures = await run_prefill(stage, repeat)
                 else:
-                    figures = await run_mode(stage, by_name[name], measured)
+                    figures = await run_mode(stage, by_name[name], sample_count)
                 say("    " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
                 runs.setdefault(cost, {}).setdefault(name, []).append(figures)
     await stage.client.slow_down(None)
@@ -305,16 +310,16 @@ async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(costs: dict[str, Any], lengths: Sequence[int]) -> dict[str, float]:
-    """Ratios of medians at N'/N = 2, as far as their modes have run."""
+    """Return ratios of medians at N'/N = 2, without those whose modes did not run."""
 
     def rate(cost: str, mode: str, of: str = "trained") -> float:
         return float(costs[cost][mode][f"{of}_tokens_per_s"]["median"])
 
     def share(cost: str, mode: str = "april-2") -> float:
-        """Return the share of what the engine samples when it is always full.
+        """Return the rate of sampled tokens as a share of that of an engine that is always full.
 
-        It counts sampled tokens, since few long responses make most of the trained ones, and when they end is chance;
-        in the long run both are the same.
+        It counts sampled tokens, because the trained ones depend on a few long responses, which end at random times;
+        over many steps both shares are equal.
         """
         return rate(cost, mode, "sampled") / rate(cost, "saturated", "sampled")
 
@@ -335,22 +340,22 @@ def summary(costs: dict[str, Any], lengths: Sequence[int]) -> dict[str, float]:
         "share_of_saturated_at_2_kept": lambda: share("gpu-like", "april-2-kept"),
         "length_ratio_at_2": lambda: float(costs["gpu-like"]["april-2"]["length_ratio"]["median"]),
     }
-    found = {}
+    ratios = {}
     for name, figure in figures.items():
-        with suppress(KeyError):  # a mode that was left out
-            found[name] = figure()
-    return found
+        with suppress(KeyError):  # its mode did not run
+            ratios[name] = figure()
+    return ratios
 
 
 def trace(quick: bool) -> list[int]:
-    """Response lengths, in the order of the samples."""
+    """Return the response lengths of the trace, in the order of the samples."""
     scale = QUICK_SCALE if quick else 1
     return [math.ceil(n / scale) for n in json.loads(TRACE.read_text())["lengths"]]
 
 
 @asynccontextmanager
 async def set_up(lengths: list[int]) -> AsyncIterator[Stage]:
-    """A running engine with everything around it."""
+    """Yield a stage with a running engine, and end the engine afterwards."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write_random_moe(folder / "model", max_position_embeddings=CONTEXT)
@@ -380,15 +385,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
-    parser.add_argument("--repeats", type=int, default=2, help="of every mode, interleaved")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    parser.add_argument("--repeats", type=int, default=2, help="interleaved repeats of every mode")
     parser.add_argument(
-        "--quick", action="store_true", help="few, short samples: shows that it runs, not how fast"
+        "--quick", action="store_true", help="few, short samples: checks only that the bench runs"
     )
     parser.add_argument(
-        "--only", nargs="*", choices=["saturated", "prefill", *(m.name for m in MODES)], help="these modes"
+        "--only",
+        nargs="*",
+        choices=["saturated", "prefill", *(m.name for m in MODES)],
+        help="modes (default: all)",
     )
-    parser.add_argument("--cost", nargs="*", choices=list(COSTS), default=list(COSTS), help="these; both")
+    parser.add_argument(
+        "--cost", nargs="*", choices=list(COSTS), default=list(COSTS), help="costs (default: both)"
+    )
     args = parser.parse_args()
     result = asyncio.run(main_async(args))
     print(json.dumps(result if args.json else result["summary"], indent=2))

@@ -1,4 +1,4 @@
-"""Draws a result of bench/april.py: `python bench/april_plot.py RESULT.json FIGURE.png`."""
+"""Draw a result of bench/april.py: `python bench/april_plot.py RESULT.json FIGURE.png`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ APRIL = "#2563eb"
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """One panel a cost: tokens per second of each mode, medians with the span of the repeats."""
+    """Draw one panel per cost: tokens per second of each mode, medians with the range of the repeats."""
     costs = result["costs"]
     figure = Figure(figsize=(4.8 * len(costs), 3.8), layout="constrained")
     for axes, cost in zip(figure.subplots(1, len(costs), squeeze=False)[0], costs, strict=True):
@@ -39,13 +39,13 @@ def bars(axes: Axes, modes: dict[str, Any]) -> None:
     rates = [modes[name]["trained_tokens_per_s"] for name in modes]
     medians = [r["median"] for r in rates]
     spans = [[r["median"] - r["min"] for r in rates], [r["max"] - r["median"] for r in rates]]
-    drawn = axes.barh(
+    containers = axes.barh(
         list(modes), medians, xerr=spans, capsize=3, color=[COLOURS.get(name, APRIL) for name in modes]
     )
     bound = modes.get("saturated", {"trained_tokens_per_s": {"median": max(medians)}})
-    most = bound["trained_tokens_per_s"]["median"]
-    axes.bar_label(drawn, [f" {m:.0f} ({m / most:.0%})" for m in medians], fontsize=8, padding=3)
-    axes.axvline(most, color=COLOURS["saturated"], linewidth=1, linestyle="--")
+    saturated = bound["trained_tokens_per_s"]["median"]
+    axes.bar_label(containers, [f" {m:.0f} ({m / saturated:.0%})" for m in medians], fontsize=8, padding=3)
+    axes.axvline(saturated, color=COLOURS["saturated"], linewidth=1, linestyle="--")
     axes.set_xlim(0, 1.35 * max(medians))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
@@ -53,7 +53,7 @@ def bars(axes: Axes, modes: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("result", type=Path, help="what `bench/april.py --json` printed")
+    parser.add_argument("result", type=Path, help="output of `bench/april.py --json`")
     parser.add_argument("figure", type=Path)
     args = parser.parse_args()
     draw(json.loads(args.result.read_text())).savefig(args.figure, dpi=150)

@@ -1,4 +1,4 @@
-"""Stage of the modes of bench/april.py: one engine, random weights and prompts, the trace, the slots' clock."""
+"""Parts that all modes of bench/april.py share: engine, random weights and prompts, trace, measurement of slots."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
 
 BATCH, GROUP_SIZE = 40, 2
-"""Samples of a train step, N: the same in every mode, since it belongs to the algorithm. N' divides into whole groups
-at every N'/N. Few samples for the length of a response, as in long reasoning runs: a response ends in some passes,
-and not several in each, so that most passes decode and few prefill."""
+"""Samples of a train step, N, the same in every mode, and of a group. N' is a multiple of the group size at every
+N'/N. There are few samples for the length of a response, as in long reasoning runs, so that responses end in few
+passes, and most passes decode."""
 VOCAB, PROMPT_TOKENS, CONTEXT = 128, 24, 2048
 LOOK_SECONDS = 0.05
 
@@ -45,14 +45,13 @@ class Mode:
         return round(self.batch * self.over_provision)
 
     def warm_steps(self, lengths: Sequence[int]) -> int:
-        """Return the steps until the longest response can start and end between takes; 0 if no sample outlives a
-        step."""
+        """Return the steps in which the longest response can begin and end; 0 if none spans several steps."""
         a_step = self.batch * sum(lengths) / len(lengths) / self.slots
         return math.ceil(max(lengths) / a_step) if self.max_staleness else 0
 
 
 class TracedRouter(Router):
-    """The product's router with response lengths of the trace."""
+    """The product's router, with the response lengths of the trace."""
 
     lengths: Sequence[int] = ()
     interrupt_seconds = 0.0
@@ -70,7 +69,7 @@ class TracedRouter(Router):
 
 
 class RandomPrompts:
-    """Prompts of random ids, the same in every mode; none is held out."""
+    """A source of prompts with random ids, the same in every mode."""
 
     def train(self, index: int) -> Prompt:
         rng = random.Random(index)
@@ -89,7 +88,7 @@ def canary_ids() -> list[list[int]]:
 
 @dataclass
 class Stage:
-    """Engine, tensors and trace, which all modes share."""
+    """Engine, tensors and trace that all modes share."""
 
     client: EngineClient
     config: Config
@@ -99,9 +98,9 @@ class Stage:
     folder: Path
 
     async def tokens_read(self) -> float:
-        """Return the tokens of prefill passes since the engine's start, by its own count.
+        """Return the engine's count of prefilled tokens since its start.
 
-        These are prompts, canaries, and prefixes that it reads again, also of requests that it has kept."""
+        It includes prompts, canaries, and prefixes that are prefilled again, also those of requests in the engine."""
         lines = (await self.client.get("/metrics")).splitlines()
         read = (x for x in lines if x.startswith("sglang:realtime_tokens_total{") and "prefill_compute" in x)
         return sum(float(line.rsplit(" ", 1)[1]) for line in read)
@@ -140,13 +139,13 @@ class Clock:
 
     router: Router
     slots: int
-    looks: list[float] = field(default_factory=list)
+    busy_slots: list[float] = field(default_factory=list)
 
     async def run(self) -> None:
         while True:
-            self.looks.append(self.router.stats()["in_flight"])
+            self.busy_slots.append(self.router.stats()["in_flight"])
             await asyncio.sleep(LOOK_SECONDS)
 
     def idle_share(self) -> float:
         """Return the share of the time with fewer than half of the slots busy."""
-        return sum(n < self.slots / 2 for n in self.looks) / max(1, len(self.looks))
+        return sum(n < self.slots / 2 for n in self.busy_slots) / max(1, len(self.busy_slots))

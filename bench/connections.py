@@ -1,18 +1,19 @@
-"""Requests per second and latency of each HTTP entry point beside idle and slow connections, as ratios to none.
+"""Requests per second and latency of each HTTP entry point during idle and slow connections, relative to none.
 
     python bench/connections.py --json [--servers router ...] [--connections 1100] [--rate 20] [--seconds 8] [--quick]
 
-quiet         requests at a fixed rate, each on its own connection
-idle          the same beside connections that send nothing
-slow_heads    beside connections that send a head byte by byte
-slow_bodies   beside connections that send a body byte by byte
+quiet         requests at a fixed rate, each on a new connection
+idle          the same, while other connections send nothing
+slow_heads    the same, while other connections send a request head byte by byte
+slow_bodies   the same, while other connections send a request body byte by byte
 
-A connection that the server closes is opened again, at most 100 a second: a server that answers before it reads a
-body, a refusal for example, does not hold slow bodies. Each server is a process with the product's own server and
-limits, in front of a request that costs nothing: `router` is `rlsys router` before an instant engine. `environment`
-and `commands` (of the rollout process) listen on Unix sockets, to which only processes of the run's user connect.
-Requests come at their times even while others are unanswered. A request without an answer within PATIENCE seconds
-counts as failed. Rounds of the four cases are interleaved; ratios compare cases of one round, and are medians.
+A connection that the server closes is opened again, at most 100 a second; a server that answers before it reads the
+body, for example with a refusal, closes the connection. Each server is a process with the product's own server and
+limits that handles a cheap request: `router` is `rlsys router` in front of an engine that answers at once.
+`environment` and `commands` (of the rollout process) listen on Unix sockets, to which only processes of the run's
+user can connect. Requests are sent at a fixed rate even while others are unanswered. A request without an answer
+within PATIENCE seconds counts as failed. Rounds of the four cases are interleaved; ratios compare cases of one round,
+and are medians.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ PATHS = {
     "router": "/health",
     "tinker": "/api/v1/healthz",
 }
-"""Entry point -> a request that costs the server next to nothing."""
+"""Path of a cheap request, by entry point."""
 CASES = ("quiet", "idle", "slow_heads", "slow_bodies")
 PATIENCE = 20.0
 
 
 @dataclass(frozen=True)
 class Served:
-    """Requests of one case: when each began, and how long it took; None: it failed."""
+    """Requests of one case: the start of each, and its seconds, None if it failed."""
 
     starts: list[float]
     seconds: list[float | None]
@@ -87,7 +88,7 @@ class Served:
 
 @contextlib.contextmanager
 def server(name: str, folder: Path) -> Iterator[str]:
-    """Start an entry point; its address is `HOST:PORT`, or the path of a Unix socket."""
+    """Start an entry point, and yield its address: `HOST:PORT`, or the path of a Unix socket."""
     if name != "router":
         command = [sys.executable, str(STAGE), name, str(folder)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -114,7 +115,7 @@ def answers(address: str, path: str) -> bool:
 
 
 async def request(address: str, path: str) -> float | None:
-    """Seconds of one request on its own connection; None: no answer."""
+    """Return the seconds of one request on a new connection, None if it gets no answer."""
     start = time.monotonic()
     try:
         async with asyncio.timeout(PATIENCE):
@@ -139,8 +140,8 @@ async def request(address: str, path: str) -> float | None:
 # Cases
 
 
-async def offered(address: str, path: str, rate: float, seconds: float) -> Served:
-    """Send requests at their times, without waiting for the earlier ones."""
+async def send_at_rate(address: str, path: str, rate: float, seconds: float) -> Served:
+    """Send requests at a fixed rate, without waiting for earlier ones."""
     tasks, starts, begin = [], [], time.monotonic()
     for number in range(max(1, round(rate * seconds))):
         await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
@@ -150,8 +151,8 @@ async def offered(address: str, path: str, rate: float, seconds: float) -> Serve
 
 
 @contextlib.contextmanager
-def beside(address: str, case: str, connections: int) -> Iterator[None]:
-    """Hold connections from another process, once they are open."""
+def held_connections(address: str, case: str, connections: int) -> Iterator[None]:
+    """Hold connections open from another process, while the context is entered."""
     if case == "quiet":
         yield
         return
@@ -165,15 +166,15 @@ def beside(address: str, case: str, connections: int) -> Iterator[None]:
             holder.kill()
 
 
-def measured(name: str, args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """Rounds of the cases on one server: figures, and their ratios to the quiet case of the round."""
+def measure_server(name: str, args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """Measure rounds of the cases on one server. Return figures, and their ratios to the quiet case of the round."""
     rounds: list[dict[str, dict[str, float]]] = []
     with server(name, folder) as address:
         for number in range(args.rounds):
             figures = {}
             for case in (*CASES[number % len(CASES) :], *CASES[: number % len(CASES)]):
-                with beside(address, case, args.connections):
-                    served = asyncio.run(offered(address, PATHS[name], args.rate, args.seconds))
+                with held_connections(address, case, args.connections):
+                    served = asyncio.run(send_at_rate(address, PATHS[name], args.rate, args.seconds))
                 figures[case] = served.figures()
             rounds.append(figures)
     return {case: summary_of(rounds, case) for case in CASES}
@@ -192,19 +193,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     results = {}
     for name in args.servers:
         with tempfile.TemporaryDirectory() as folder:
-            results[name] = measured(name, args, Path(folder))
+            results[name] = measure_server(name, args, Path(folder))
         for case, figures in results[name].items():
             rate, latency = figures["requests_per_second_ratio"], figures["p50_ms_ratio"]
             say(f"{name}, {case}: {rate:.2f} x the requests per second, {latency:.1f} x the median latency")
-    held = [figures for found in results.values() for case, figures in found.items() if case != "quiet"]
+    busy = [figures for cases in results.values() for case, figures in cases.items() if case != "quiet"]
     return {
         "bench": "connections", "machine": machine(), "connections": args.connections, "rate": args.rate,
         "servers": results,
         "summary": {
-            "lowest_requests_per_second_ratio": min(f["requests_per_second_ratio"] for f in held),
-            "highest_p50_ms_ratio": max(f["p50_ms_ratio"] for f in held),
-            "highest_p99_ms_ratio": max(f["p99_ms_ratio"] for f in held),
-            "highest_failed": max(f["failed"] for f in held),
+            "lowest_requests_per_second_ratio": min(f["requests_per_second_ratio"] for f in busy),
+            "highest_p50_ms_ratio": max(f["p50_ms_ratio"] for f in busy),
+            "highest_p99_ms_ratio": max(f["p99_ms_ratio"] for f in busy),
+            "highest_failed": max(f["failed"] for f in busy),
         },
     }  # fmt: skip
 
@@ -213,13 +214,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
     parser.add_argument("--servers", nargs="+", choices=sorted(PATHS), default=sorted(PATHS))
     parser.add_argument("--connections", type=int, default=1100, help="number of connections to hold")
     parser.add_argument("--rate", type=float, default=20.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of a case")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="few and short: shows that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="few, short cases: checks only that the bench runs"
+    )
     args = parser.parse_args()
     if args.quick:
         args.connections, args.seconds, args.rounds = 50, 1.0, 1

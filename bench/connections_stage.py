@@ -1,7 +1,7 @@
 """Processes of bench/connections.py: servers, and clients that hold connections.
 
-python bench/connections_stage.py NAME FOLDER               an entry point, until it is ended; prints its address
-python bench/connections_stage.py hold ADDRESS CASE COUNT   so many connections, until it is ended; prints a line
+python bench/connections_stage.py NAME FOLDER               serves an entry point until ended; prints its address
+python bench/connections_stage.py hold ADDRESS CASE COUNT   holds COUNT connections until it is ended; prints a line
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, cast
 PAUSE = 1.0
 """Seconds between two bytes of a slow connection."""
 BURST = 100
-"""Connections that are opened at once at first, and within PAUSE where the server has closed some."""
+"""Connections that are opened at once, at the start and in each PAUSE after the server has closed some."""
 FIRST = {
     "idle": b"",
     "slow_heads": b"GET / HTTP/1.1\r\nX: ",
@@ -31,18 +31,18 @@ FIRST = {
 
 
 def hold(address: str, case: str, connections: int) -> None:
-    """Keep so many connections open, as far as the server lets them be; print a line once all have been opened."""
+    """Keep connections open, and reopen those that the server closes. Print a line once all have been opened."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    held: list[socket.socket] = []
+    sockets: list[socket.socket] = []
     total, ready = 0, False
     while True:
-        alive = [s for s in held if is_open(s, b"" if case == "idle" else b"x")]
-        for s in set(held) - set(alive):
+        alive = [s for s in sockets if is_open(s, b"" if case == "idle" else b"x")]
+        for s in set(sockets) - set(alive):
             s.close()
-        held = alive
-        for _ in range(min(connections - len(held), BURST)):
+        sockets = alive
+        for _ in range(min(connections - len(sockets), BURST)):
             with contextlib.suppress(OSError):
-                held.append(opened(address, FIRST[case]))
+                sockets.append(opened(address, FIRST[case]))
                 total += 1
         if total >= connections:
             if not ready:
@@ -78,7 +78,7 @@ def is_open(s: socket.socket, byte: bytes) -> bool:
 
 @asynccontextmanager
 async def entry_point(name: str, folder: Path) -> AsyncIterator[str]:
-    """Serve one, with its own limits, in front of nothing."""
+    """Serve an entry point with the product's limits, without the parts behind it."""
     import aiohttp
     from aiohttp import web
 

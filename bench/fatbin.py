@@ -1,9 +1,9 @@
 """CUDA libraries for one architecture: `python bench/fatbin.py LIBRARY ARCHITECTURE` rewrites LIBRARY in place.
 
-The section `.nv_fatbin` of a CUDA library is a row of containers, each with one entry for every architecture that the
-library was built for. Entries of the wanted architecture move to the front of their container, which is declared as
-large as they are; the rest becomes zeros. No address changes, and an archive of the file is as small as the code that
-is left.
+The section `.nv_fatbin` of a CUDA library is a sequence of containers, each with one entry for every architecture
+that the library was built for. The entries of the requested architecture move to the front of their container, the
+container's declared size becomes their size, and the other bytes become zeros. So no address changes, and a
+compressed archive of the file contains little more than the remaining code.
 
 Container: magic u32, version u16, header size u16, size of its entries u64. Entry: kind u16 (1 PTX, 2 machine code),
 version u16, header size u32, payload size u64, ..., architecture u32 at byte 28.
@@ -25,7 +25,7 @@ _ARCHITECTURE_AT = 28
 
 
 def section(library: Path) -> tuple[int, int]:
-    """Offset and size of the section in the file. Raises ValueError where there is none."""
+    """Return offset and size of the section in the file. Raises ValueError if there is none."""
     table = subprocess.run(
         ["readelf", "--section-headers", "--wide", library], capture_output=True, text=True, check=True
     ).stdout
@@ -37,7 +37,7 @@ def section(library: Path) -> tuple[int, int]:
 
 
 def entries(image: bytes | bytearray, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Kind, architecture, offset and bytes of each entry of a container, its own header included."""
+    """Yield kind, architecture, offset and size of each entry of a container; the size includes its header."""
     while start < end:
         kind, _, header, payload = _ENTRY.unpack_from(image, start)
         (architecture,) = _ARCHITECTURE.unpack_from(image, start + _ARCHITECTURE_AT)
@@ -46,39 +46,39 @@ def entries(image: bytes | bytearray, start: int, end: int) -> Iterator[tuple[in
 
 
 def keep(image: bytearray, start: int, size: int, architecture: int) -> int:
-    """Leave machine code of `architecture` alone in `image[start : start + size]`; bytes of code that are left.
+    """Keep only machine code of `architecture` in `image[start : start + size]`. Return the bytes of code kept.
 
-    A container that has none for it stays as it is.
+    A container without code for the architecture does not change.
     """
-    kept, at = 0, start
-    while at + _CONTAINER.size <= start + size:
-        magic, version, header, length = _CONTAINER.unpack_from(image, at)
+    kept_bytes, position = 0, start
+    while position + _CONTAINER.size <= start + size:
+        magic, version, header, length = _CONTAINER.unpack_from(image, position)
         if magic != MAGIC:
-            at += 8  # between two containers
+            position += 8  # between two containers
             continue
-        body, end = at + header, at + header + length
-        wanted = [
+        body, end = position + header, position + header + length
+        matching = [
             bytes(image[offset : offset + count])
             for kind, built_for, offset, count in entries(image, body, end)
             if (kind, built_for) == (MACHINE_CODE, architecture)
         ]
-        if wanted:
-            code = b"".join(wanted)
+        if matching:
+            code = b"".join(matching)
             image[body:end] = code.ljust(length, b"\0")
-            _CONTAINER.pack_into(image, at, magic, version, header, len(code))
-            kept += len(code)
-        at = end + (-end) % 8
-    return kept
+            _CONTAINER.pack_into(image, position, magic, version, header, len(code))
+            kept_bytes += len(code)
+        position = end + (-end) % 8
+    return kept_bytes
 
 
 def keep_architecture(library: Path, architecture: int) -> int:
-    """Rewrite the file; bytes of code that are left. Raises ValueError where it has none for `architecture`."""
+    """Rewrite the file. Return the bytes of code kept. Raises ValueError if it has no code for `architecture`."""
     image = bytearray(library.read_bytes())
-    kept = keep(image, *section(library), architecture)
-    if not kept:
+    kept_bytes = keep(image, *section(library), architecture)
+    if not kept_bytes:
         raise ValueError(f"{library} has no machine code for sm_{architecture}")
     library.write_bytes(image)
-    return kept
+    return kept_bytes
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The drill for one GPU node: what to measure there, in the order of its value, each part bounded. Offline.
+"""The drill for one GPU node: measurements in the order of their importance, each with a time limit, offline.
 
     python bench/gpu.py [--seconds 840] [--part NAME ...] [--out FOLDER] [--attention-backend triton]
                         [--engine-args "..."] [--transformer-engine FOLDER] [--json]
 
-Each part runs in a process group of its own, under a limit of its own and the rest of `--seconds`; a part that hangs
-or crashes costs that part. Its figures (FOLDER/PART.json) are written at every stage, its output goes to
-FOLDER/PART.log, and FOLDER/results.json is rewritten after each part, so that an interrupted drill keeps what it has.
-A part that needs a GPU reports `no CUDA device` on a host without one; all others run there with small sizes.
+Each part runs in a separate process group, with its own time limit and at most the remaining `--seconds`, so a hang
+or a crash affects only that part. A part writes its figures (FOLDER/PART.json) at every stage and its output to
+FOLDER/PART.log; FOLDER/results.json is rewritten after each part, so an interrupted drill keeps its results. A part
+that needs a GPU reports `no CUDA device` on a host without one; all others run there with small sizes.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from tests.helpers.engine_process import ENGINE_ARGS
 from tests.helpers.python_path import python_path
 
 CPU_FACTOR = 4.0
-"""Limits are those of a GPU node; on a CPU host parts show that they run, however busy it is."""
+"""Factor of all time limits on a CPU host, where the parts are only checked to run."""
 LEAST_SECONDS = 5.0
-"""A part does not start with less time left."""
+"""Least remaining time with which a part starts."""
 KILL_SECONDS = 10.0
 TAIL = 2000
-"""Characters of a failed part's log in its result."""
+"""Number of last characters of a failed part's log that its result contains."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """`function`: MODULE:FUNCTION of bench/, called with the `Figures` of the part. `limit`: seconds."""
+    """One part of the drill. `function` is MODULE:FUNCTION of bench/, called with the part's `Figures`; `limit` is in
+    seconds."""
 
     name: str
     function: str
@@ -78,11 +79,11 @@ PARTS = (
     Part("waiting", "gpu_checks:waiting", 90),
     Part("two_ranks_on_one_gpu", "gpu_checks:two_ranks_on_one_gpu", 120),
 )
-"""Parts in their order; those that may hang come last."""
+"""The parts in the order of execution; those that may hang come last."""
 
 
 def end_with_descendants(process: subprocess.Popen[bytes]) -> None:
-    """Kill a part and all that it started, in sessions of their own too, and wait for their end."""
+    """Kill a part and all its descendants, also those in other sessions, and wait for their end."""
     try:
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     except psutil.NoSuchProcess:
@@ -128,25 +129,25 @@ def run_part(part: Part, seconds: float, out: Path, transformer_engine: Path | N
 
 
 def drill(parts: list[Part], seconds: float, out: Path, transformer_engine: Path | None) -> dict[str, Any]:
-    """Results by part, in `out`/results.json after each."""
+    """Run the parts. Return their results by part, and write them to `out`/results.json after each part."""
     end = time.monotonic() + seconds
     factor = 1.0 if have_cuda() else CPU_FACTOR
     results: dict[str, Any] = {}
     for part in parts:
-        left = end - time.monotonic()
-        if left < LEAST_SECONDS:
+        remaining = end - time.monotonic()
+        if remaining < LEAST_SECONDS:
             results[part.name] = {"status": "no time left"}
         else:
-            results[part.name] = run_part(part, min(part.limit * factor, left), out, transformer_engine)
-        whole = out / "results.json.part"
-        whole.write_text(json.dumps(results, indent=1) + "\n")
-        whole.replace(out / "results.json")
+            results[part.name] = run_part(part, min(part.limit * factor, remaining), out, transformer_engine)
+        partial = out / "results.json.part"
+        partial.write_text(json.dumps(results, indent=1) + "\n")
+        partial.replace(out / "results.json")
         print(f"{part.name}: {json.dumps(results[part.name])[:400]}", file=sys.stderr, flush=True)
     return results
 
 
 def run_here(name: str, out: Path) -> None:
-    """The part itself, in this process."""
+    """Run a part in this process."""
     module, _, function = next(part.function for part in PARTS if part.name == name).partition(":")
     figures = Figures(out / f"{name}.json")
     try:
@@ -161,16 +162,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", nargs="+", choices=names, default=names)
-    parser.add_argument("--seconds", type=float, default=840.0, help="of the whole drill (default: 840)")
+    parser.add_argument(
+        "--seconds", type=float, default=840.0, help="time limit of the whole drill in seconds (default: 840)"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/drill"), help="folder of results and logs")
-    parser.add_argument("--attention-backend", help="SGLang's, for every engine on a GPU")
+    parser.add_argument("--attention-backend", help="SGLang's option, for every engine on a GPU")
     parser.add_argument(
-        "--engine-args", default="", help="further arguments of every engine on a GPU, in one string"
+        "--engine-args", default="", help="additional SGLang options of every engine on a GPU, in one string"
     )
     parser.add_argument(
-        "--transformer-engine", type=Path, help="folder of packages that part trainer_te alone sees"
+        "--transformer-engine", type=Path, help="folder of packages that only the part trainer_te uses"
     )
-    parser.add_argument("--json", action="store_true", help="print the results on stdout")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--run", choices=names, help=argparse.SUPPRESS)
     args = parser.parse_args()
     out = args.out.resolve()

@@ -1,4 +1,4 @@
-"""Parts of the drill that check the device against the CPU, and what NCCL, CUDA IPC and the allocator do there."""
+"""Parts of the drill that compare the device with the CPU, and that measure NCCL, CUDA IPC and the allocator."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from gpu_node import CUDA, DEVICE, need_cuda, seconds_of, synchronize
 from measure import ROOT, machine
 
 ANSWER_SECONDS = 60.0
-"""Seconds for each rank of a group of two, after the group's own limit."""
+"""Seconds that each rank of a group of two may take beyond the group's timeout."""
 HASHED_BYTES = 2**30 if CUDA else 2**25
 BUCKET_BYTES, BUCKETS = (2**28, 200) if CUDA else (2**21, 20)
 PACKAGES = ("torch", "sglang", "megatron-core", "transformer-engine", "triton", "nvidia-nccl-cu13")
 
 
 def versions(figures: Figures) -> None:
-    """The machine, its packages, and the patches that apply to them."""
+    """Record the machine, its packages, and the patches that apply to them."""
     import megatron_patches
 
     named = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
@@ -42,7 +42,7 @@ def versions(figures: Figures) -> None:
 
 
 def families(figures: Figures) -> None:
-    """Two steps of each family on this device and on the CPU: the largest relative difference of loss and norm."""
+    """Compare two steps of each family with the CPU: the largest relative difference of loss and gradient norm."""
     from tests.helpers.te_cases import FAMILIES
 
     steps: dict[str, Any] = {}
@@ -63,7 +63,7 @@ def families(figures: Figures) -> None:
 
 
 def checksums(figures: Figures) -> None:
-    """SGLang's hash of a GPU tensor by our kernel: equal to the golden ones, GB/s, memory beside the tensor."""
+    """Compare rlsys' kernel for SGLang's hash with golden values; measure its GB/s and its additional memory."""
     from rlsys.weights.hashes import PartDigests, final_hash
     from tests.helpers.golden_hashes import GOLDEN, sample
 
@@ -75,21 +75,21 @@ def checksums(figures: Figures) -> None:
     figures(equal=all(digest(sample(n, dtype).to(DEVICE)) == golden for (n, dtype), golden in GOLDEN.items()))
     big = torch.zeros(HASHED_BYTES // 2, dtype=torch.bfloat16, device=DEVICE)
     digest(big[: 2**20])
-    held = 0
+    allocated = 0
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
     seconds = seconds_of(lambda: digest(big))
     figures(gb_per_s=big.nbytes / 1e9 / seconds)
     if CUDA:
-        figures(extra_bytes=torch.cuda.max_memory_allocated() - held)
+        figures(extra_bytes=torch.cuda.max_memory_allocated() - allocated)
         from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
 
         figures(kernel_equal=f"{gpu_tensor_hash(big):016x}" == digest(big))
 
 
 def _receive(buckets: Any, answers: Any) -> None:
-    """Hold each bucket until the next one comes."""
+    """Receive buckets, and hold each one until the next one arrives."""
     bucket = buckets.get()
     while True:
         answers.put(float(bucket[0]))
@@ -97,9 +97,9 @@ def _receive(buckets: Any, answers: Any) -> None:
 
 
 def handles(figures: Figures) -> None:
-    """Buckets to another process by handle (CUDA IPC, else shared memory), which is then killed with the last one.
+    """Send buckets by handle (CUDA IPC, else shared memory) to a process that is killed while it holds the last one.
 
-    `lost_bytes`: held by the sender's allocator at the end; torch waits for the receiver to give the last one back.
+    `lost_bytes`: bytes that the sender's allocator holds at the end, because torch waits for the receiver's release.
     """
     torch.multiprocessing.set_sharing_strategy("file_system")
     spawn = torch.multiprocessing.get_context("spawn")
@@ -144,7 +144,7 @@ def _rank(rank: int, port: int, backend: str, limit: float, pause: float, answer
 
 
 def _two_ranks(figures: Figures, backend: str, limit: float, pause: float) -> None:
-    """Record the messages of two ranks, also if only one answers."""
+    """Record the messages of two ranks, even if only one of them sends a message."""
     from launch.ports import free_ports
 
     spawn = multiprocessing.get_context("spawn")
@@ -155,9 +155,9 @@ def _two_ranks(figures: Figures, backend: str, limit: float, pause: float) -> No
     messages: list[str] = []
     deadline = time.monotonic() + limit + pause + ANSWER_SECONDS
     try:
-        while len(messages) < len(ranks) and (left := deadline - time.monotonic()) > 0:
+        while len(messages) < len(ranks) and (remaining := deadline - time.monotonic()) > 0:
             try:
-                messages.append(answers.get(timeout=left))
+                messages.append(answers.get(timeout=remaining))
             except queue.Empty:
                 break
             figures(messages=sorted(messages))
@@ -166,24 +166,26 @@ def _two_ranks(figures: Figures, backend: str, limit: float, pause: float) -> No
             process.kill()
             process.join()
     if len(messages) < len(ranks):
-        raise SystemExit(f"{len(ranks) - len(messages)} of 2 ranks did not answer")
+        raise SystemExit(
+            f"{len(ranks) - len(messages)} of 2 ranks sent no result; expected one from each rank"
+        )
 
 
 def two_ranks_on_one_gpu(figures: Figures) -> None:
-    """The message with which NCCL refuses a group of a trainer and an engine rank of one GPU."""
+    """Record NCCL's error for a group of a trainer rank and an engine rank on the same GPU."""
     need_cuda()
     _two_ranks(figures, "nccl", 30.0, 0.0)
 
 
 def waiting(figures: Figures) -> None:
-    """A take that lasts longer than the data group's limit: the ranks that wait must get it."""
+    """Check a take that lasts longer than the data group's timeout: the waiting ranks must receive its result."""
     from rlsys.trainer.setup import backends
 
     _two_ranks(figures, backends(CUDA), 10.0, 15.0)
 
 
 def nccl(figures: Figures) -> None:
-    """NCCL in a world of one process: start, and an all-reduce of 256 MB."""
+    """Measure NCCL in a world of one process: initialization, and an all-reduce of 256 MB."""
     need_cuda()
     from launch.ports import free_ports
 
@@ -204,7 +206,7 @@ def _spin(stop: Any) -> None:
 
 
 def spinning(figures: Figures) -> None:
-    """GEMMs per second beside another process whose kernel only waits, as NCCL's does: what engines would lose."""
+    """Measure GEMMs per second while a kernel of another process spins, as NCCL's do: the loss of an engine."""
     need_cuda()
     a = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
 
@@ -225,7 +227,7 @@ def spinning(figures: Figures) -> None:
 
 
 def cache(figures: Figures) -> None:
-    """Bytes that torch keeps after a step, and after it has made room for engines that wake."""
+    """Measure the bytes that torch's allocator holds after a step, and after it emptied its cache for the engines."""
     need_cuda()
     _cache(figures)
 
@@ -234,7 +236,7 @@ def _cache(figures: Figures) -> None:
     from rlsys.trainer.trainer import Trainer
     from tests.helpers import trainer_cases as cases
 
-    def kept() -> int:
+    def reserved_bytes() -> int:
         return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -242,14 +244,14 @@ def _cache(figures: Figures) -> None:
         sections: dict[str, Any] = {"model": {"dtype": "bfloat16"}, "launch": {"release_memory": True}}
         trainer = Trainer(cases.config_of(model, Path(folder) / "run", **sections))
         cases.steps(trainer, 2)
-        figures(kept_bytes=kept())
+        figures(kept_bytes=reserved_bytes())
         trainer.release_unused_memory()
-        figures(kept_after_make_room=kept())
+        figures(kept_after_make_room=reserved_bytes())
         trainer.close()
 
 
 def offload(figures: Figures) -> None:
-    """The optimizer's state in host memory: step, save, load, and the step after it."""
+    """Check the optimizer state in host memory: a step, a save, a load, and another step."""
     need_cuda()
     from rlsys.trainer.trainer import Trainer
     from tests.helpers import trainer_cases as cases
@@ -261,14 +263,14 @@ def offload(figures: Figures) -> None:
         trainer = Trainer(config)  # without Transformer Engine it raises UserError, which is the result
         cases.steps(trainer, 2)
         cases.save(trainer, 2)
-        whole = cases.steps(trainer, 1)
+        expected = cases.steps(trainer, 1)
         trainer.close()
         again = Trainer(config)
-        figures(loaded=again.load_checkpoint(), whole=whole, resumed=cases.steps(again, 1))
+        figures(loaded=again.load_checkpoint(), whole=expected, resumed=cases.steps(again, 1))
 
 
 def checkpoint(figures: Figures) -> None:
-    """Device memory at the worst moment of a save, beside what is held without one."""
+    """Measure the peak of device memory during a save, and the memory held without one."""
     need_cuda()
     _checkpoint(figures)
 
@@ -292,7 +294,7 @@ def _checkpoint(figures: Figures) -> None:
 
 
 def objective(figures: Figures) -> None:
-    """Every shipped recipe on this device against the CPU, in float64: the largest difference of loss or gradient."""
+    """Compare every shipped recipe with the CPU, in float64: the largest difference of loss or gradient."""
     from rlsys.config import read_layers
     from rlsys.config.algo import AlgoSection
     from tests.helpers.algo_world import World, run
@@ -301,16 +303,18 @@ def objective(figures: Figures) -> None:
     for path in sorted((ROOT / "configs/algorithms").glob("*.yaml")):
         algo = AlgoSection.model_validate(read_layers(path).get("algo", {}))
         graded = path.stem == "grpo_passk"
-        here, there = (
+        device_result, cpu_result = (
             run(World(graded=graded, device=device), algo, lambda rows: [rows]) for device in (DEVICE, "cpu")
         )
-        gradients = [float((here.gradients[row] - g).abs().max()) for row, g in there.gradients.items()]
-        gaps[path.stem] = max([abs(here.loss - there.loss), *gradients])
+        gradients = [
+            float((device_result.gradients[row] - g).abs().max()) for row, g in cpu_result.gradients.items()
+        ]
+        gaps[path.stem] = max([abs(device_result.loss - cpu_result.loss), *gradients])
     figures(recipes=len(gaps), largest=max(gaps.values()), of=max(gaps, key=lambda name: gaps[name]))
 
 
 def fp8(figures: Figures) -> None:
-    """Blocks of 128 x 128: the error of our quantiser, and on a GPU that has it, of a GEMM with such weights."""
+    """Measure the error of rlsys' quantiser in blocks of 128 x 128, and with FP8 hardware that of a GEMM on them."""
     from rlsys.weights.fp8 import dequantise, quantise
 
     weight = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
@@ -324,9 +328,9 @@ def fp8(figures: Figures) -> None:
 
 
 def block_gemm(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Product of `x` `[tokens, columns]` and a quantised weight `[rows, columns]`: `[tokens, rows]` bfloat16.
+    """Multiply `x` `[tokens, columns]` by a quantised weight `[rows, columns]`. Return `[tokens, rows]` in bfloat16.
 
-    A token has a scale for each 128 columns; cuBLAS takes the scales of all tokens next to one another in memory.
+    A token has a scale for each 128 columns; cuBLAS requires that the scales of all tokens are adjacent in memory.
     """
     blocks = x.float().unflatten(1, (-1, 128))
     by_token = blocks.abs().amax(2) / torch.finfo(torch.float8_e4m3fn).max

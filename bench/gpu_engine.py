@@ -35,7 +35,7 @@ from tests.helpers.engine_process import engine_arguments
 
 LAYERS = 4 if CUDA else 2
 UPDATES = 4
-"""The first one imports and compiles."""
+"""Number of updates; the first one includes imports and compilation."""
 START_SECONDS = 200.0
 CANARIES = [[9 + (7 * i * j) % 100 for j in range(40)] for i in range(1, 5)]
 RESPONSES = 16 if CUDA else 4
@@ -45,7 +45,7 @@ DECODE_PROMPT_TOKENS = 64
 
 
 def engine(figures: Figures) -> None:
-    """Start, attested weight updates by handle, decoding, log-probs on both sides, sleep and wake: one engine."""
+    """Measure one engine: start, attested weight updates by handle, decoding, log-probs, sleep and wake."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = layer_config(
@@ -83,7 +83,7 @@ async def _use(config: Config, trainer: Trainer, url: str, figures: Figures) -> 
 
 
 async def _update(version: int, trainer: Trainer, router: Router, sync: GatheredPush) -> dict[str, Any]:
-    """Seconds of one attested weight update, by phase."""
+    """Return the seconds of one attested weight update, by phase."""
     marks = [time.monotonic()]
     ticket = WeightUpdate(version, await router.begin_push(version), CANARIES)
     marks.append(time.monotonic())
@@ -103,7 +103,7 @@ async def _update(version: int, trainer: Trainer, router: Router, sync: Gathered
 
 
 async def _log_probs(trainer: Trainer, client: EngineClient) -> dict[str, Any]:
-    """The engine's log-probs of its own responses against the trainer's, with its experts replayed and without."""
+    """Compare the engine's log-probs of its responses with the trainer's, with and without replayed experts."""
 
     async def response(i: int) -> Sample:
         sample = Sample(i, i, 0, [1, 4, 20 + i, 40, 21, 30 + i, 5, 6], seed=i)
@@ -122,17 +122,17 @@ async def _log_probs(trainer: Trainer, client: EngineClient) -> dict[str, Any]:
     for name, routing in (("replayed", nullcontext()), ("own_experts", trainer.without_replay())):
         with routing:
             pairs = list(zip(trainer.passes.logprobs(batch), batch, strict=True))
-        ours = torch.cat([logp[micro.keep].cpu() for logp, micro in pairs])
-        theirs = torch.cat([micro.mu[micro.keep].cpu() for _, micro in pairs])
-        result[name] = gap(ours, theirs)
+        trainer_logp = torch.cat([logp[micro.keep].cpu() for logp, micro in pairs])
+        engine_logp = torch.cat([micro.mu[micro.keep].cpu() for _, micro in pairs])
+        result[name] = gap(trainer_logp, engine_logp)
     return result
 
 
 async def _decode(client: EngineClient, figures: Figures) -> None:
-    """Generated tokens per second at some numbers of concurrent requests."""
+    """Measure generated tokens per second at several numbers of concurrent requests."""
 
     async def responses(count: int, tokens: int) -> None:
-        async def one(i: int) -> None:
+        async def send(i: int) -> None:
             prompt = [9 + (i * j) % 100 for j in range(DECODE_PROMPT_TOKENS)]
             stream = client.generate(
                 prompt, rid=f"decode-{count}-{tokens}-{i}-", max_new_tokens=tokens, temperature=1.0, seed=i,
@@ -141,7 +141,7 @@ async def _decode(client: EngineClient, figures: Figures) -> None:
             async for _ in stream:
                 pass
 
-        await asyncio.gather(*(one(i) for i in range(count)))
+        await asyncio.gather(*(send(i) for i in range(count)))
 
     for count in CONCURRENCY:
         await responses(count, 8)  # the first batch of this size compiles
@@ -153,7 +153,7 @@ async def _decode(client: EngineClient, figures: Figures) -> None:
 
 
 async def _sleep_and_wake(client: EngineClient) -> dict[str, float]:
-    """Seconds, and bytes that the device gets back."""
+    """Measure the seconds of sleep and wake, and the bytes of device memory that are released."""
 
     def free() -> int:
         return int(torch.cuda.mem_get_info()[0])
@@ -173,7 +173,7 @@ async def _sleep_and_wake(client: EngineClient) -> dict[str, float]:
 
 
 def engine_nondeterministic(figures: Figures) -> None:
-    """Start and decoding without `engine.deterministic`: what determinism costs."""
+    """Measure start and decoding without `engine.deterministic`, to compare with the deterministic engine."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = layer_config(
@@ -192,7 +192,7 @@ def engine_nondeterministic(figures: Figures) -> None:
 
 
 def fp8_rollout(figures: Figures) -> None:
-    """One attested weight update of an engine that computes in FP8, and its decoding."""
+    """Measure an attested weight update of an engine that computes in FP8, and its decoding."""
     need_cuda()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -215,8 +215,8 @@ def fp8_rollout(figures: Figures) -> None:
 
 
 def quickstart(figures: Figures) -> None:
-    """Ten steps of the quickstart on this device: accuracy, seconds of each phase, tokens that were lost. The rows of
-    its metrics are figures as they come."""
+    """Run ten steps of the quickstart on this device. Record accuracy, seconds of each phase and lost tokens, and
+    each line of metrics.jsonl when it is written."""
     steps, config = (10, "configs/quickstart_cuda.yaml") if CUDA else (2, "configs/quickstart.yaml")
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -237,10 +237,10 @@ def quickstart(figures: Figures) -> None:
 
 
 def april(figures: Figures) -> None:
-    """bench/april.py: APRIL against synchronous rollouts at this engine's own cost of decoding."""
+    """Run bench/april.py: APRIL against synchronous rollouts, with this engine's own cost of decoding."""
     command = [sys.executable, "bench/april.py", "--json", "--repeats", "1", "--cost", "cpu"]
     command += ["--only", "synchronous", "april-2", "saturated", "prefill", *([] if CUDA else ["--quick"])]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"bench/april.py ended with exit code {done.returncode}")
-    figures(**json.loads(done.stdout))
+    process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if process.returncode:
+        raise SystemExit(f"bench/april.py ended with exit code {process.returncode}")
+    figures(**json.loads(process.stdout))

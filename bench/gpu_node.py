@@ -24,9 +24,9 @@ LAYER_SHAPE: dict[str, int] = {
     "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
     "moe_intermediate_size": 768, "max_position_embeddings": 4096,
 }  # fmt: skip
-"""Sizes of Qwen3-30B-A3B's layers (config.json of Qwen/Qwen3-30B-A3B); the vocabulary is smaller."""
+"""Sizes of Qwen3-30B-A3B's layers (config.json of Qwen/Qwen3-30B-A3B), with a smaller vocabulary."""
 SMALL_SHAPE: dict[str, int] = {"vocab_size": 512, "head_dim": 64, "max_position_embeddings": 4096}
-"""Without a GPU: shows that the part runs."""
+"""Sizes without a GPU, where parts are only checked to run."""
 
 
 def need_cuda() -> None:
@@ -40,7 +40,7 @@ def synchronize() -> None:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Wall-clock seconds until the device is done."""
+    """Return the wall-clock seconds until the device has finished."""
     synchronize()
     start = time.perf_counter()
     work()
@@ -49,8 +49,8 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def layer_config(run: Path, layers: int, **sections: dict[str, Any]) -> Config:
-    """A run of a random model with `layers` layers of Qwen3-30B-A3B's shape in bfloat16; small without a GPU. Its
-    weights are made once per drill.
+    """Return the config of a random bfloat16 model with `layers` layers of Qwen3-30B-A3B's shape, small without a
+    GPU. Its weights are written once per drill.
     """
     folder = Path(os.environ[MODELS]) / f"layers{layers}"
     if not (folder / "model.safetensors").exists():
@@ -79,5 +79,5 @@ def layer_config(run: Path, layers: int, **sections: dict[str, Any]) -> Config:
 
 
 def gap(a: torch.Tensor, b: torch.Tensor) -> dict[str, float]:
-    """Mean and largest absolute difference."""
+    """Return the mean and the largest absolute difference."""
     return {"mean": float((a - b).abs().mean()), "max": float((a - b).abs().max())}

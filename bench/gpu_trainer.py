@@ -1,5 +1,6 @@
-"""Parts of the drill that measure the trainer: the card's ceilings, a step beside bare Megatron-Core, what a weight
-update costs before anything is sent, memory beside its rehearsal, log-probs beside transformers'.
+"""Parts of the drill that measure the trainer: the card's peak rates, a step compared with bare Megatron-Core, the
+cost of a weight update before tensors are sent, memory compared with a rehearsal, log-probs compared with
+transformers.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from gpu_node import CUDA, DEVICE, gap, layer_config, need_cuda, seconds_of, syn
 LAYERS = 4 if CUDA else 2
 COPIED_BYTES, SIDE = (2**31, 8192) if CUDA else (2**24, 256)
 HASHED = ((2**30, 3), (3 * 2**20, 300)) if CUDA else ((2**20, 2),)
-"""Bytes of a tensor, and tensors."""
+"""Bytes of a tensor, and number of tensors, that are hashed."""
 REPEATS = 5 if CUDA else 1
 SEQUENCE = [9 + (7 * i) % 400 for i in range(256)]
 """Token ids whose log-probs are compared."""
 
 
 def ceilings(figures: Figures) -> None:
-    """Copy bandwidth and bfloat16 GEMM rate of this card; all other rates are shares of them."""
+    """Measure the copy bandwidth and the bfloat16 GEMM rate of this card, to which other rates are compared."""
     source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     a, b = (torch.randn(SIDE, SIDE, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
@@ -46,7 +47,7 @@ def ceilings(figures: Figures) -> None:
 
 
 def speed(figures: Figures) -> None:
-    """A step, bare Megatron and a scoring pass, without Transformer Engine."""
+    """Measure a step, bare Megatron and a scoring pass, without Transformer Engine."""
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # importing it raises ModuleNotFoundError
     _speed(figures)
 
@@ -64,7 +65,7 @@ def speed_with_transformer_engine(figures: Figures) -> None:
 
 
 def _speed(figures: Figures) -> None:
-    """Tokens per second, model FLOP utilisation, kernel launches and synchronisations per step (bench/trainer.py)."""
+    """Return tokens/s, FLOPs utilisation, kernel launches and synchronisations of a step (bench/trainer.py)."""
     import trainer as bench
 
     if not CUDA:
@@ -72,9 +73,9 @@ def _speed(figures: Figures) -> None:
     bench.VOCAB = 512
     with tempfile.TemporaryDirectory() as run:
         config = layer_config(Path(run), LAYERS)
-        measured = bench.Bench(config)
-        figures(tokens=measured.tokens, micro_batches=len(measured.batch))
-        passes = {"bare": measured.bare, "step": measured.step, "logprobs": measured.logprobs}
+        trainer_bench = bench.Bench(config)
+        figures(tokens=trainer_bench.tokens, micro_batches=len(trainer_bench.batch))
+        passes = {"bare": trainer_bench.bare, "step": trainer_bench.step, "logprobs": trainer_bench.logprobs}
         for work in passes.values():
             work()
         if CUDA:
@@ -85,7 +86,7 @@ def _speed(figures: Figures) -> None:
                 seconds[name].append(seconds_of(passes[name]))
             figures(seconds=seconds)
         medians = {name: statistics.median(values) for name, values in seconds.items()}
-        rates = {name: measured.tokens / s for name, s in medians.items()}
+        rates = {name: trainer_bench.tokens / s for name, s in medians.items()}
         figures(
             tokens_per_s=rates,
             step_of_bare=medians["bare"] / medians["step"],
@@ -99,7 +100,7 @@ def _speed(figures: Figures) -> None:
 
 
 def profile(work: Callable[[], object]) -> dict[str, Any]:
-    """Launches, synchronisations, and the operations with the most time on the device and on the host."""
+    """Return launches, synchronisations, and the operations with the most time on the device and on the host."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if CUDA else []
     with torch.profiler.profile(activities=activities) as recorded:
@@ -121,7 +122,7 @@ def profile(work: Callable[[], object]) -> dict[str, Any]:
 
 
 def weight_layout(figures: Figures) -> None:
-    """Gathering the weights under their published names and laying them out, without and with hashing."""
+    """Measure gathering the weights under their Hugging Face names and laying them out, without and with hashing."""
     from rlsys.trainer.trainer import Trainer
     from rlsys.weights.buckets import StagingBuffers, send_in_buckets
     from rlsys.weights.checksums import EngineChecksums
@@ -169,7 +170,7 @@ def weight_layout(figures: Figures) -> None:
 
 
 def memory(figures: Figures) -> None:
-    """Bytes of each phase of an update: rehearsed on fake tensors, and real on this device."""
+    """Measure the bytes of each phase of an update, and compare them with a rehearsal on fake tensors."""
     from rlsys.cli.rehearse import run_rank
     from rlsys.config import load_config
     from rlsys.rehearse.kinds import Request, node_of
@@ -197,25 +198,25 @@ def memory(figures: Figures) -> None:
 
 
 def parity(figures: Figures) -> None:
-    """bfloat16 log-probs of trainer and transformers on this device, against transformers in float32."""
+    """Compare bfloat16 log-probs of trainer and transformers on this device with transformers in float32."""
     from transformers import AutoModelForCausalLM
 
     from rlsys.trainer.trainer import Trainer
 
     with tempfile.TemporaryDirectory() as run:
         config = layer_config(Path(run), 2)
-        ours = torch.tensor(Trainer(config).canaries([SEQUENCE])[0].logp)
+        trainer_logp = torch.tensor(Trainer(config).canaries([SEQUENCE])[0].logp)
 
-        def theirs(dtype: torch.dtype) -> torch.Tensor:
+        def reference_logp(dtype: torch.dtype) -> torch.Tensor:
             model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype).to(DEVICE).eval()
             with torch.no_grad():
                 logits = model(torch.tensor([SEQUENCE], device=DEVICE)).logits[0, :-1].float()
             index = torch.tensor(SEQUENCE[1:], device=DEVICE)[:, None]
             return logits.log_softmax(-1).gather(1, index)[:, 0].cpu()
 
-        exact, half = theirs(torch.float32), theirs(torch.bfloat16)
+        exact, half = reference_logp(torch.float32), reference_logp(torch.bfloat16)
         figures(
-            trainer_of_float32=gap(ours, exact),
+            trainer_of_float32=gap(trainer_logp, exact),
             transformers_of_float32=gap(half, exact),
-            trainer_of_transformers=gap(ours, half),
+            trainer_of_transformers=gap(trainer_logp, half),
         )

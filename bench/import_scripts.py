@@ -2,7 +2,7 @@
 
 Prints the number of scripts by exit status of `rlsys import`, and the reasons of the incomplete ones: how many
 scripts have each reason, and how many have it alone. Each script runs in its sealed namespace from the root of its
-folder. `--records FILE` keeps the recorded commands, so that a second walk translates without running the scripts.
+folder. `--records FILE` saves the recorded commands, so that another run translates them without running the scripts.
 `--arguments TEXT` gives arguments to scripts that start no training command without them.
 """
 
@@ -31,7 +31,7 @@ PATTERNS = {
     "slime": r"train(_async)?\.py",
     "verl": r"main_ppo|main_dapo|actor_rollout_ref\.",
 }
-"""Framework -> a text that its training scripts have."""
+"""Regular expression that occurs in training scripts, by framework."""
 
 
 def find_scripts(framework: str, folders: list[Path]) -> Iterator[tuple[Path, Path]]:
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--arguments", type=shlex.split, action="append", default=[], metavar="TEXT")
     parser.add_argument("--records", type=Path, metavar="FILE")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="keep the configs")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder in which the configs are saved")
     args = parser.parse_args()
     records: dict[Any, ScriptRun] = {}
     if args.records and args.records.exists():

@@ -1,4 +1,4 @@
-"""Parts of all benches: a real engine, a random model of a stated size, medians with spread."""
+"""Parts that benches share: a real engine, a random model of a given size, medians with their range."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, smallest and largest of repeats."""
+    """Return median, smallest and largest value of repeats."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -51,7 +51,7 @@ def machine() -> dict[str, Any]:
 def write_random_moe(
     folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", **sizes: Any
 ) -> Path:
-    """A Qwen3-MoE of random weights in `dtype`, drawn on `device`. It never ends a response: it has no end token."""
+    """Write a Qwen3-MoE with random weights, drawn on `device`. Without an end token, it ends no response."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -69,8 +69,8 @@ def write_random_moe(
     def weight(shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
             return torch.ones(shape, dtype=dtype)
-        drawn = torch.randn(shape, generator=generator, device=device) * shape[-1] ** -0.5
-        return drawn.to("cpu", dtype)
+        values = torch.randn(shape, generator=generator, device=device) * shape[-1] ** -0.5
+        return values.to("cpu", dtype)
 
     tensors = {
         name: weight(shape) for entry in entries(HFConfig.read(folder)) for name, shape in entry.hf.items()
@@ -83,7 +83,11 @@ def write_random_moe(
 def running_engine(
     config: Config, folder: Path, start_seconds: float = 300.0, owner: Owner | None = None
 ) -> Iterator[str]:
-    """URL of a real SGLang server that answers; ended, with all that it started, at the end. `owner`: whose it is."""
+    """Yield the URL of a running SGLang server; end it with all its descendants afterwards.
+
+    Args:
+        owner: launch whose keys the server accepts; None: no keys, weight version 0.
+    """
     port = free_ports(config.engine.host, 1)[0]
     argv, env = engine_command(config, 0, port)
     argv += engine_arguments()
@@ -108,13 +112,13 @@ def running(
     env: dict[str, str] | None = None,
     start_seconds: float = 60.0,
 ) -> Iterator[int]:
-    """Process id of a keeper whose command answers; the command ends, with all that it started, at the end."""
+    """Yield a keeper's process id once `answers` is true; end its command with all descendants afterwards."""
     keeper = [sys.executable, "-m", "launch.keeper", "--grace", "10", "--", *argv]
     with log.open("wb") as out:
         process = subprocess.Popen(
             keeper,
             cwd=ROOT,
-            env=env,  # None: this process's
+            env=env,  # None: the environment of this process
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=out,
@@ -123,7 +127,10 @@ def running(
             deadline = time.monotonic() + start_seconds
             while not answers():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    sys.exit(f"did not start: {' '.join(argv)}\n{log.read_text(errors='replace')[-4000:]}")
+                    sys.exit(
+                        f"the command ended, or did not answer within {start_seconds:.0f} s: {' '.join(argv)}\n"
+                        f"{log.read_text(errors='replace')[-4000:]}"
+                    )
                 time.sleep(0.2)
             yield process.pid
         finally:
@@ -140,5 +147,5 @@ def _answers(url: str) -> bool:
 
 
 def say(text: str) -> None:
-    """Progress goes to stderr: stdout is for the JSON."""
+    """Print progress to stderr, because stdout is for the JSON."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

@@ -1,13 +1,14 @@
-"""What `rlsys new` writes for published models, and whether it fits: `explain` beside `rehearse`.
+"""Configs of `rlsys new` for published models: memory estimated by `explain` and counted by `rehearse`.
 
     python bench/new_models.py CONFIG_JSON ... [--gpus 8 64 512] [--rehearse] [--out FILE]
 
-CONFIG_JSON is the config.json of a model, under any name. For each model and number of GPUs the config of
-`rlsys new` is written, and one line printed: the layout, the bytes of a trainer rank that `rlsys explain` states, and
-with `--rehearse` the peak of the fullest rank that `rlsys rehearse` executes; or the refusal in one line, with the
-smallest number of GPUs that suffices. `--out` keeps the results; cells that it contains are not repeated.
+CONFIG_JSON is the config.json of a model, under any name. For each model and number of GPUs the bench writes the
+config of `rlsys new`, and prints one line: the layout, the bytes of a trainer rank that `rlsys explain` estimates,
+and with `--rehearse` the peak of the fullest rank that `rlsys rehearse` counts; or the refusal, with the smallest
+number of GPUs that suffices. `--out` saves the results; cells that it contains are not repeated.
 
-Exit code 1: a stated peak is more than 15 % from the rehearsed one. Whatever is no refusal ends the bench.
+The exit code is 1 if an estimate differs by more than 15 % from the rehearsed peak. Any error other than a refusal
+ends the bench.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def cell(source: Path, gpus: int, rehearse: bool) -> dict[str, Any]:
 
 
 def sized(folder: Path, gpus: int, config_file: Path | None) -> dict[str, Any]:
-    """Return layout and bytes, and those of a rehearsal if there is a file for its config. Raises UserError."""
+    """Return layout and estimated bytes, and the rehearsed bytes if a rehearsal was requested. Raises UserError."""
     hf, config = HFConfig.read(folder), recommend(folder, gpus).config
     stated = budget(config, model_size(hf))
     p, in_stage = config.parallel, config.parallel.world_size // config.parallel.pp
@@ -93,7 +94,7 @@ def main() -> int:
     parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG_JSON")
     parser.add_argument("--gpus", nargs="+", type=int, default=GPUS)
     parser.add_argument(
-        "--rehearse", action="store_true", help="execute the fullest rank: up to minutes each"
+        "--rehearse", action="store_true", help="rehearse the fullest rank: up to minutes per config"
     )
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     args = parser.parse_args()

@@ -1,20 +1,20 @@
-"""Is `rlsys plan --calibrate` right? Forecasts of eight settings, written down first, then runs of the real stack.
+"""Accuracy of `rlsys plan --calibrate`: forecasts of eight settings, saved first, then runs of the real stack.
 
     python bench/plan_check.py --predict [--out FILE] [--quick]      three calibrating runs, then the forecasts
     python bench/plan_check.py --measure [--out FILE] [--quick]      three interleaved runs of each setting, compared
 
 `--predict` writes FILE (bench/predictions/plan.json), which is committed before anything is measured. `--measure`
-reads it and prints JSON: of each setting forecast and measured seconds of a step and trained tokens a second, and the
-errors. A policy that is frozen keeps lengths as they are; engines sleep before every forward pass (SGLang's
-/slow_down), as passes of a GPU leave the host's cores idle, since two cores are all that trainer and engines have.
+reads it and prints JSON: forecast and measured seconds of a step and trained tokens per second of each setting, and
+the errors. The policy is frozen, so that lengths do not change. Engines sleep before every forward pass (SGLang's
+/slow_down), as the passes of a GPU leave the host's cores idle, because trainer and engines share two cores.
 
-The settings differ in N'/N, engines, placement and sleep. The calibrating runs, one of each placement, have another
-sleep than any of them. Further sleep is added to a pass's cost; nothing else is.
+The settings differ in N'/N, engines, placement and sleep. The calibrating runs, one of each placement, have a
+different sleep. The forecast adds only the difference of the sleeps to the cost of a pass.
 
-`capacity`: the seconds that the trainer waits, forecast and measured, at max_staleness 0 to 3 with N'/N 1 and
-staleness_policy wait. Beside them ECHO-2's rule (rlsys/planner/capacity.py), which `rlsys explain` tells: a bound
-from below that needs no simulation. It has a calibrating run of its own, of one engine: two engines and a trainer
-share two cores, and take longer each.
+`capacity` has the seconds that the trainer waits, forecast and measured, at max_staleness 0 to 3 with N'/N 1 and
+staleness_policy wait. It also has the figure of ECHO-2's rule (rlsys/planner/capacity.py), which `rlsys explain`
+prints: a lower bound that needs no simulation. `capacity` uses a separate calibrating run with one engine, because
+two engines and a trainer on two cores slow each other down.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CALIBRATING = {
     "disaggregated": Setting("disaggregated", 2, 1.25, 2, 0.02),
     "capacity": Setting("disaggregated", 1, 1.0, 2, 0.02, policy="wait"),
 }
-"""Runs by the quantity that they show. The first one waits for every response, so it gives all lengths."""
+"""Calibrating runs, by their purpose. The first one waits for every response, so all lengths come from it."""
 SETTINGS = (
     Setting("colocated", 1, 1.0, 0, 0.03),
     Setting("colocated", 1, 2.0, 8, 0.03),
@@ -57,26 +57,30 @@ SETTINGS = (
 )
 CAPACITY = tuple(Setting("disaggregated", 1, 1.0, age, 0.03, policy="wait") for age in range(4))
 WARM, STEPS, CALIBRATED_STEPS = 2, 8, 16
-"""Train steps that are left out at first, that are measured, and of a calibrating run."""
+"""Train steps before the measurement, in the measurement, and of a calibrating run."""
 ROUNDS, CAPACITY_ROUNDS = 3, 2
 SEEDS = range(101, 105)
-"""Seeds of simulated runs, whose mean is the forecast, since a run of few steps depends on its seed."""
+"""Seeds of simulated runs. The forecast is their mean, because a run of few steps depends on its seed."""
 CALIBRATING_SEED, FIRST_SEED = 1, 21
-"""run.seed of the calibrating runs, and of the first round."""
+"""run.seed of the calibrating runs, and that of the first measured round."""
 
 
 def forecast_of(
-    setting: Setting, found: Calibration, slept: float, size: Size, steps: int
+    setting: Setting, calibration: Calibration, calibration_sleep: float, size: Size, steps: int
 ) -> dict[str, float]:
-    """`slept`: in the calibrating run, before each pass."""
-    costs = longer(found.costs(1), setting.sleep - slept)
+    """Return the forecast of a setting.
+
+    Args:
+        calibration_sleep: seconds that engines slept before each pass in the calibrating run.
+    """
+    costs = with_more_sleep(calibration.costs(1), setting.sleep - calibration_sleep)
     runs: list[Forecast] = []
     for seed in SEEDS:
         config = config_of(setting, size, Path("simulated"), seed)
         runs.append(
             simulate(
-                config, costs, found.lengths.truncate(size.longest),
-                prompt_tokens=found.prompt_tokens, steps=steps, warmup_steps=WARM,
+                config, costs, calibration.lengths.truncate(size.longest),
+                prompt_tokens=calibration.prompt_tokens, steps=steps, warmup_steps=WARM,
             )
         )  # fmt: skip
     names = (
@@ -91,33 +95,35 @@ def forecast_of(
     return {name: fmean(getattr(run, name) for run in runs) for name in names}
 
 
-def longer(costs: Costs, seconds: float) -> Costs:
-    """Return a setting with this much more sleep before each pass."""
+def with_more_sleep(costs: Costs, seconds: float) -> Costs:
+    """Return the calibrated costs with `seconds` more before each pass."""
     return replace(costs, pass_overhead=max(0.0, costs.pass_overhead + seconds))
 
 
 def capacity_of(
-    setting: Setting, found: Calibration, slept: float, size: Size, steps: int
+    setting: Setting, calibration: Calibration, calibration_sleep: float, size: Size, steps: int
 ) -> dict[str, float]:
-    """Seconds of a step, and of these, the trainer's waiting: simulated, and by the rule."""
-    simulated = forecast_of(setting, found, slept, size, steps)
+    """Return the seconds of a step and those in which the trainer waits: simulated, and by ECHO-2's rule."""
+    simulated = forecast_of(setting, calibration, calibration_sleep, size, steps)
     return {
         "step_seconds": simulated["step_seconds"], "idle_seconds": simulated["rollout_seconds"],
-        **idle_by_rule(setting, found, slept, size),
+        **idle_by_rule(setting, calibration, calibration_sleep, size),
     }  # fmt: skip
 
 
-def idle_by_rule(setting: Setting, found: Calibration, slept: float, size: Size) -> dict[str, float]:
+def idle_by_rule(
+    setting: Setting, calibration: Calibration, calibration_sleep: float, size: Size
+) -> dict[str, float]:
     config = config_of(setting, size, Path("simulated"), FIRST_SEED)
-    costs, running = longer(found.costs(1), setting.sleep - slept), config.slots
-    demand = step_demand(config, costs, found.lengths, running, found.prompt_tokens)
-    rate = engine_rate(costs, found.lengths, running, found.prompt_tokens)
+    costs, running = with_more_sleep(calibration.costs(1), setting.sleep - calibration_sleep), config.slots
+    demand = step_demand(config, costs, calibration.lengths, running, calibration.prompt_tokens)
+    rate = engine_rate(costs, calibration.lengths, running, calibration.prompt_tokens)
     step = demand.step_seconds(rate, setting.max_staleness)
     return {"step_seconds_by_rule": step, "idle_seconds_by_rule": step - demand.busy}
 
 
-def measured_of(folder: Path) -> dict[str, float]:
-    """Return the means of a run's steps after the first ones."""
+def measured_figures(folder: Path) -> dict[str, float]:
+    """Return the means over a run's steps after the warm-up."""
     lines = steps_of(folder)[WARM - 1 :]
     before, steps = lines[0], lines[1:]
     seconds = steps[-1]["time"] - before["time"]
@@ -132,31 +138,31 @@ def measured_of(folder: Path) -> dict[str, float]:
 
 
 def predict(args: argparse.Namespace, size: Size) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as name, stage(Path(name), size) as kept:
-        found: dict[str, Calibration] = {}
+    with tempfile.TemporaryDirectory() as name, stage(Path(name), size) as engines:
+        calibrations: dict[str, Calibration] = {}
         for kind, setting in CALIBRATING.items():
             say(f"calibrating: {setting.name}")
-            run = kept.run(setting, 6 if args.quick else CALIBRATED_STEPS, CALIBRATING_SEED)
-            one = calibrate(run)
-            lengths = next(iter(found.values()), one).lengths
-            found[kind] = replace(one, lengths=lengths)
-            say(f"    {found[kind].costs(1)}")
+            run = engines.run(setting, 6 if args.quick else CALIBRATED_STEPS, CALIBRATING_SEED)
+            calibration = calibrate(run)
+            lengths = next(iter(calibrations.values()), calibration).lengths
+            calibrations[kind] = replace(calibration, lengths=lengths)
+            say(f"    {calibrations[kind].costs(1)}")
     slept = {kind: setting.sleep for kind, setting in CALIBRATING.items()}
     steps, forecasts = 2 if args.quick else STEPS, {}
     for setting in chosen(SETTINGS, args.quick):
         forecasts[setting.name] = forecast_of(
-            setting, found[setting.placement], slept[setting.placement], size, steps
+            setting, calibrations[setting.placement], slept[setting.placement], size, steps
         )
         say(f"{setting.name}: {forecasts[setting.name]['step_seconds']:.2f} s a step")
     capacity = {
-        s.name: capacity_of(s, found["capacity"], slept["capacity"], size, steps)
+        s.name: capacity_of(s, calibrations["capacity"], slept["capacity"], size, steps)
         for s in chosen(CAPACITY, args.quick)
     }
     return {
         "machine": machine(), "size": asdict(size),
         "calibrated_on": {kind: s.name for kind, s in CALIBRATING.items()},
-        "costs": {kind: asdict(one.costs(1)) for kind, one in found.items()},
-        "mean_length": found["colocated"].lengths.mean,
+        "costs": {kind: asdict(calibration.costs(1)) for kind, calibration in calibrations.items()},
+        "mean_length": calibrations["colocated"].lengths.mean,
         "settings": forecasts, "best": max(forecasts, key=lambda name: forecasts[name]["tokens_per_s"]),
         "capacity": capacity,
     }  # fmt: skip
@@ -169,16 +175,18 @@ def chosen(settings: Sequence[Setting], quick: bool) -> Sequence[Setting]:
 def measure(args: argparse.Namespace, size: Size) -> dict[str, Any]:
     predictions = json.loads(args.out.read_text())
     if predictions["size"] != asdict(size):
-        sys.exit(f"{args.out}: forecasts of {predictions['size']}, not of {asdict(size)}: predict again")
+        sys.exit(
+            f"{args.out}: forecasts for {predictions['size']}; expected {asdict(size)}: run --predict again"
+        )
     figures: dict[str, list[dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory() as name, stage(Path(name), size) as kept:
+    with tempfile.TemporaryDirectory() as name, stage(Path(name), size) as engines:
         for turn in range(1 if args.quick else ROUNDS):
             settings = [*chosen(SETTINGS, args.quick)]
             if turn < CAPACITY_ROUNDS:
                 settings += chosen(CAPACITY, args.quick)
-            settings = settings[turn * 4 :] + settings[: turn * 4]  # nobody is always first
+            settings = settings[turn * 4 :] + settings[: turn * 4]  # no setting is always first
             for setting in settings:
-                figures.setdefault(setting.name, []).append(one_run(kept, setting, turn, args.quick))
+                figures.setdefault(setting.name, []).append(one_run(engines, setting, turn, args.quick))
     names = [name for name in figures if name in predictions["settings"]]
     compared = {name: compare(predictions["settings"][name], figures[name]) for name in names}
     capacity = {
@@ -192,15 +200,19 @@ def measure(args: argparse.Namespace, size: Size) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def one_run(kept: Stage, setting: Setting, turn: int, quick: bool) -> dict[str, float]:
-    folder = kept.run(setting, WARM + (2 if quick else STEPS), FIRST_SEED + turn)
-    figures = measured_of(folder)
+def one_run(engines: Stage, setting: Setting, turn: int, quick: bool) -> dict[str, float]:
+    folder = engines.run(setting, WARM + (2 if quick else STEPS), FIRST_SEED + turn)
+    figures = measured_figures(folder)
     say(f"round {turn + 1}: {setting.name}: " + ", ".join(f"{k} {v:.3g}" for k, v in figures.items()))
     return figures
 
 
 def compare(forecast: dict[str, float], runs: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """`error`: of the seconds of a step, as a share of the measured median; `spread`: largest less smallest."""
+    """Compare a setting's forecast with its measured runs.
+
+    In the result `error` is that of the seconds of a step, relative to the measured median, and `spread` the largest
+    minus the smallest measured value.
+    """
     steps = spread([run["step_seconds"] for run in runs])
     rates = spread([run["tokens_per_s"] for run in runs])
     return {
@@ -213,8 +225,10 @@ def compare(forecast: dict[str, float], runs: Sequence[dict[str, float]]) -> dic
 
 
 def compare_idle(forecast: dict[str, float], runs: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """`error`: as a share of the seconds waited; `error_of_step`: of those of the step. `rule_of_measured`: ECHO-2's
-    rule, as a share of the seconds of the measured step."""
+    """Compare the trainer's forecast waiting time with the measured one.
+
+    In the result `error` is relative to the seconds waited, `error_of_step` to the seconds of the step, and
+    `rule_of_measured` is ECHO-2's rule relative to the seconds of the measured step."""
     idle = spread([run["rollout_seconds"] for run in runs])
     step = median(run["step_seconds"] for run in runs)
     off = abs(forecast["idle_seconds"] - idle["median"])
@@ -227,20 +241,22 @@ def compare_idle(forecast: dict[str, float], runs: Sequence[dict[str, float]]) -
 
 def summary(compared: dict[str, Any], capacity: dict[str, Any], best: str) -> dict[str, Any]:
     """Return the figures that docs/planning.md requires."""
-    errors = [one["error"] for one in compared.values()]
-    rates = {name: one["measured_tokens_per_s"]["median"] for name, one in compared.items()}
+    errors = [figures["error"] for figures in compared.values()]
+    rates = {name: figures["measured_tokens_per_s"]["median"] for name, figures in compared.items()}
     return {
         "median_error": median(errors),
         "largest_error": max(errors),
         "beyond_20_percent_and_spread": [
             n for n, o in compared.items() if o["error"] > max(0.2, o["spread"])
         ],
-        "median_error_of_tokens_per_s": median(one["error_of_tokens_per_s"] for one in compared.values()),
+        "median_error_of_tokens_per_s": median(
+            figures["error_of_tokens_per_s"] for figures in compared.values()
+        ),
         "chosen": best,
         "chosen_of_best": rates[best] / max(rates.values()),
-        "largest_error_of_idle_seconds": max(one["error"] for one in capacity.values()),
-        "rule_of_measured_step": [one["rule_of_measured"] for one in capacity.values()],
-        "largest_error_of_idle_share": max(one["error_of_step"] for one in capacity.values()),
+        "largest_error_of_idle_seconds": max(figures["error"] for figures in capacity.values()),
+        "rule_of_measured_step": [figures["rule_of_measured"] for figures in capacity.values()],
+        "largest_error_of_idle_share": max(figures["error_of_step"] for figures in capacity.values()),
     }
 
 
@@ -249,26 +265,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     part = parser.add_mutually_exclusive_group(required=True)
-    part.add_argument("--predict", action="store_true", help="calibrate, and write the forecasts down")
-    part.add_argument("--measure", action="store_true", help="run the settings, and compare")
-    parser.add_argument(
-        "--out", type=Path, default=FILE, help="the file of forecasts; bench/predictions/plan.json"
+    part.add_argument(
+        "--predict", action="store_true", help="run the calibrating runs, and write the forecasts"
     )
-    parser.add_argument("--quick", action="store_true", help="one setting, few steps: shows that it runs")
+    part.add_argument(
+        "--measure", action="store_true", help="run the settings, and compare them with the forecasts"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=FILE, help="file of the forecasts (default: bench/predictions/plan.json)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one setting, few steps: checks only that the bench runs"
+    )
     args = parser.parse_args()
     if args.measure and not args.out.exists():
         parser.error(
             f"--measure: no {args.out}: --predict writes it, and it is committed before anything is measured"
         )
-    logging.getLogger("rlsys").setLevel(logging.ERROR)  # simulated runs warn of nobody's run
+    logging.getLogger("rlsys").setLevel(logging.ERROR)  # warnings about simulated runs concern no real run
     size = Size(groups=4, group=2, longest=32) if args.quick else Size()
     if args.predict:
-        found = predict(args, size)
+        result = predict(args, size)
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(found, indent=2) + "\n")
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
     else:
-        found = measure(args, size)
-    print(json.dumps(found, indent=2))
+        result = measure(args, size)
+    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Stage of plan_check.py and april_claim.py: engines that stay, and one run of the real stack after another.
+"""Stage of plan_check.py and april_claim.py: engines that keep running, and runs of the real stack one after another.
 
-A run is what `rlsys train` starts (launch/plan.py), without its engines: a rollout process and a trainer, in a folder
-of their own. Engines cost most of a start, so two of them serve all runs; a run of one engine leaves the other idle.
-Their keys follow from the launch that started them, and each run's folder says that this launch owns it.
+A run has the processes that `rlsys train` starts (launch/plan.py), except engines: a rollout process and a trainer,
+with a separate run folder. Starting engines takes longest, so two engines serve all runs; a run with one engine
+leaves the other idle. The engines' keys are derived from the launch that started them, and each run folder names that
+launch as its owner.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from rlsys.planner.layout import lay_out
 
 LOOK_SECONDS = 0.1
 LOG_PASSES = 1
-"""Decoding passes between two lines of an engine's log; SGLang's own 40 are for longer responses."""
+"""Decoding passes between two lines of an engine's log; SGLang's default, 40, is too many for short responses."""
 PATIENCE = 600.0
 FROZEN = 1e-12
-"""A learning rate with which nothing is learned: lengths stay as they are."""
+"""A learning rate so small that the policy, and so the lengths, do not change."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """`sleep`: seconds that an engine sleeps before every forward pass (SGLang's /slow_down). `policy`: rollout's
-    staleness_policy."""
+    """A setting of a run. `sleep` is the time that an engine sleeps before every forward pass (SGLang's /slow_down),
+    in seconds; `policy` is rollout.staleness_policy."""
 
     placement: str
     engines: int
@@ -59,7 +60,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a train step, and of the largest response in tokens. `engines`: number of engines."""
+    """Size of a train step, longest response in tokens, and number of engines."""
 
     groups: int = 16
     group: int = 4
@@ -68,8 +69,8 @@ class Size:
 
 
 def config_of(setting: Setting, size: Size, folder: Path, seed: int) -> Config:
-    """Return the quickstart's config with a frozen policy, without evaluations and checkpoints while it is
-    measured."""
+    """Return the quickstart's config with a frozen policy, without evaluations and checkpoints during the
+    measurement."""
     return load_config(
         ROOT / "configs/quickstart.yaml",
         [
@@ -88,7 +89,7 @@ def config_of(setting: Setting, size: Size, folder: Path, seed: int) -> Config:
 
 
 class Stage:
-    """Owns the engines and `folder`, which has the runs."""
+    """Owns the engines, and `folder`, which contains the runs."""
 
     def __init__(self, folder: Path, owner: Owner, urls: Sequence[str], size: Size) -> None:
         self.folder, self.size = folder, size
@@ -96,7 +97,7 @@ class Stage:
         self._runs = 0
 
     def run(self, setting: Setting, steps: int, seed: int) -> Path:
-        """Run this many train steps, and return the run folder."""
+        """Run a number of train steps, and return the run folder."""
         config = config_of(setting, self.size, self.new_folder(), seed)
         self.run_config(config, setting.sleep, "step", steps)
         return config.run.dir
@@ -119,7 +120,9 @@ class Stage:
             marks = [engine_log(self.folder, i).stat().st_size for i in range(count)]
             wait_for(folder, roles, kind, n)
         self._slow_down(0.0)
-        for i, mark in enumerate(marks):  # what the engines said since they sleep, where a run has it
+        for i, mark in enumerate(
+            marks
+        ):  # lines that the engines wrote since they sleep, in the run's log folder
             with engine_log(self.folder, i).open("rb") as log:
                 log.seek(mark)
                 (folder / "logs" / f"engine-{i}.log").write_bytes(log.read())
@@ -161,7 +164,7 @@ def stage(folder: Path, size: Size) -> Iterator[Stage]:
 
 
 def write_folder(config: Config, owner: Owner) -> None:
-    """Write the run folder as a launch leaves it for its roles."""
+    """Write the run folder as `rlsys train` writes it for the processes of a run."""
     (config.run.dir / "logs").mkdir(parents=True)
     (config.run.dir / "config.yaml").write_text(dump_config(config))
     (config.run.dir / FOLDER).mkdir(mode=0o700)
@@ -174,7 +177,7 @@ def write_folder(config: Config, owner: Owner) -> None:
 
 @contextlib.contextmanager
 def attached(config: Config, owner: Owner, urls: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Yield the run's own processes, and end them and their children afterwards."""
+    """Start the run's rollout process and trainer, and end them with their children afterwards."""
     ports = [int(url.rpartition(":")[2]) for url in urls]
     plan = build_plan(config, lay_out(config), [Node("localhost")], Ports(ports), engine_command)
     with contextlib.ExitStack() as stack:
@@ -199,7 +202,7 @@ def running_role(role: Role, env: dict[str, str], folder: Path) -> Iterator[subp
 
 
 def wait_for(folder: Path, roles: Sequence[subprocess.Popen[bytes]], kind: str, n: int) -> None:
-    """Wait until metrics.jsonl has this many lines of this kind.
+    """Wait until metrics.jsonl has `n` lines of a kind.
 
     It ends the bench when that takes too long, or a role ends.
     """
@@ -213,7 +216,7 @@ def wait_for(folder: Path, roles: Sequence[subprocess.Popen[bytes]], kind: str, 
             logs = "\n".join(
                 p.read_text(errors="replace")[-3000:] for p in sorted((folder / "logs").glob("*.log"))
             )
-            sys.exit(f"{folder}: does not get on\n{logs}")
+            sys.exit(f"{folder}: no progress within the time limit\n{logs}")
         time.sleep(LOOK_SECONDS)
 
 

@@ -1,11 +1,11 @@
-"""Seconds to the same held-out accuracy, from a process's start and without it: rlsys and TRL's GRPOTrainer.
+"""Seconds of rlsys and of TRL's GRPOTrainer to the same held-out accuracy, with and without the process's start.
 
     make setup-test && python bench/race.py --json [--seeds 5] [--tasks quickstart tail] [--quick]
 
 Both train the same model on the same prompts with the same reward, batch, learning rate, temperature and longest
-response, one after the other on the same machine; who begins alternates. Each evaluates greedily after every step and
-ends at the target. What evaluations take is in no figure. All else is each one's own: TRL's loss and its generation
-with transformers on all cores, our loss, APRIL and an engine beside the trainer.
+response, one after the other on the same machine, in alternating order. Each evaluates greedily after every step and
+ends at the target. The figures exclude the time of evaluations. Everything else is each framework's own: TRL's loss
+and its generation with transformers on all cores; rlsys' loss, APRIL and an engine next to the trainer.
 """
 
 from __future__ import annotations
@@ -57,46 +57,45 @@ QUICK = Task(0.0, ("trainer.steps=1", "rollout.groups_per_step=2", "eval.prompts
 
 
 class Failed(Exception):
-    """A runner that ended without the target, or not in time."""
+    """A runner ended before it reached the target, or did not end in time."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One runner's way to the target; seconds without evaluations."""
+    """Times of one runner until it reached the target, without evaluations."""
 
     steps: int
     accuracy: float
     step_seconds: float
     """Seconds from the first possible train step to the end of the last one."""
     start_seconds: float
-    """The process's start until then."""
+    """Seconds from the process's start until the first possible train step."""
     wall_seconds: float
-    """The process's start to the evaluation that showed the target, with all evaluations."""
+    """Seconds from the process's start to the evaluation that reached the target, with all evaluations."""
 
 
-def read_run(lines: Sequence[dict[str, Any]], began: float, target: float) -> Run | None:
+def read_run(lines: Sequence[dict[str, Any]], start_time: float, target: float) -> Run | None:
     """Return the seconds of a runner from its lines `start`, `step` and `eval`; None before the target.
 
     An evaluation lasts from the line before it to its own. One before the first step belongs to the start.
     """
     ready, evaluations = 0.0, 0.0
-    before = began
+    before = start_time
     for line in lines:
         if line["kind"] == "run" or line["kind"] == "start" or (line["kind"] == "eval" and line["step"] == 0):
             ready = line["time"]
         elif line["kind"] == "eval":
             if line["accuracy"] >= target:
-                return Run(
-                    line["step"], line["accuracy"], before - ready - evaluations, ready - began, line["time"] - began
-                )  # fmt: skip
+                step_seconds, wall_seconds = before - ready - evaluations, line["time"] - start_time
+                return Run(line["step"], line["accuracy"], step_seconds, ready - start_time, wall_seconds)
             evaluations += line["time"] - before
         before = line["time"]
     return None
 
 
 def run(name: str, task: Task, seed: int, folder: Path) -> Run:
-    """Raises Failed."""
-    # No warm-up: TRL is told a constant learning rate, and the first steps decide who is at the target.
+    """Run one runner to the target. Raises Failed if it ends before, or not in time."""
+    # No warm-up: TRL has a constant learning rate, and the first steps determine which runner reaches the target.
     config = [CONFIG, "trainer.warmup_steps=0", *task.overrides, f"run.seed={seed}"]
     if name == "rlsys":
         command = ["-m", "rlsys.cli.main", "train", *config, f"run.dir={folder}/run", "eval.interval=1"]
@@ -107,24 +106,24 @@ def run(name: str, task: Task, seed: int, folder: Path) -> Run:
         paths, threads = [ROOT, PARITY_FOLDER], os.cpu_count() or 1
     env = {**os.environ, **CPU_HOST, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-    began = time.time()
+    start_time = time.time()
     with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, *command], cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
         )
     try:
-        while time.time() < began + task.patience:
-            ended = process.poll() is not None
+        while time.time() < start_time + task.patience:
+            has_ended = process.poll() is not None
             text = out.read_text() if out.exists() else ""
             lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-            if (done := read_run(lines, began, task.target)) is not None:
-                return done
-            if ended:
+            if (result := read_run(lines, start_time, task.target)) is not None:
+                return result
+            if has_ended:
                 raise Failed(
                     f"ended with {process.returncode} before {task.target}: {_last(folder / f'{name}.log')}"
                 )
             time.sleep(LOOK_SECONDS)
-        raise Failed(f"not at {task.target} within {task.patience:.0f} s")
+        raise Failed(f"accuracy did not reach {task.target} within {task.patience:.0f} s")
     finally:
         _end(process)
 
@@ -134,7 +133,7 @@ def _last(log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a runner with all its children: the next runner has the machine to itself."""
+    """End a runner with all its children, so that the next runner does not share the machine."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, sent)
@@ -159,22 +158,22 @@ def race(name: str, task: Task, seeds: int) -> dict[str, Any]:
                     failed.append(f"{name} seed {seed} {runner}: {e}")
                     say(failed[-1])
         if len(pair) == 2:
-            for runner, one in pair.items():
-                runs[runner].append(one)
+            for runner, runner_run in pair.items():
+                runs[runner].append(runner_run)
     result: dict[str, Any] = {"target": task.target, "pairs": len(runs["trl"]), "failed": failed}
     if not runs["trl"]:
         return result
     for runner, all_runs in runs.items():
         result[runner] = {
-            field: spread([float(getattr(one, field)) for one in all_runs])
+            field: spread([float(getattr(runner_run, field)) for runner_run in all_runs])
             for field in Run.__dataclass_fields__
         }
     pairs = list(zip(runs["rlsys"], runs["trl"], strict=True))
-    result["sooner_without_start"] = spread([trl.step_seconds / own.step_seconds for own, trl in pairs])
+    result["sooner_without_start"] = spread([trl.step_seconds / rlsys.step_seconds for rlsys, trl in pairs])
     result["sooner_from_start"] = spread(
         [
-            (trl.start_seconds + trl.step_seconds) / (own.start_seconds + own.step_seconds)
-            for own, trl in pairs
+            (trl.start_seconds + trl.step_seconds) / (rlsys.start_seconds + rlsys.step_seconds)
+            for rlsys, trl in pairs
         ]
     )
     return result
@@ -182,25 +181,27 @@ def race(name: str, task: Task, seeds: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--quick", action="store_true", help="one seed, one step: that it runs, not how fast")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, one step: checks only that the bench runs"
+    )
     args = parser.parse_args()
     if not PARITY_STAMP.exists():
-        sys.exit("TRL is not installed: make setup-test")
+        sys.exit("TRL is not installed; expected: make setup-test")
     tasks = {"quick": QUICK} if args.quick else {name: TASKS[name] for name in args.tasks}
     seeds = 1 if args.quick else args.seeds
     raced = {name: race(name, task, seeds) for name, task in tasks.items()}
     summary = {
-        f"{name}_{figure}": found[figure]["median"]
-        for name, found in raced.items()
+        f"{name}_{figure}": figures[figure]["median"]
+        for name, figures in raced.items()
         for figure in ("sooner_without_start", "sooner_from_start")
-        if figure in found
+        if figure in figures
     }
     results = {"machine": machine(), "tasks": raced, "summary": summary}
     print(json.dumps(results) if args.json else json.dumps(results, indent=2))
-    return 1 if any(found["failed"] for found in raced.values()) else 0
+    return 1 if any(figures["failed"] for figures in raced.values()) else 0
 
 
 if __name__ == "__main__":

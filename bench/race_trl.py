@@ -2,9 +2,9 @@
 
     PYTHONPATH=.venv/parity python bench/race_trl.py CONFIG OUT.jsonl --target 0.9 [KEY=VALUE ...]
 
-Writes a line at the start of training, at the end of each step and of each evaluation, and ends at the target. The
-settings are TRL's own but for what the config says (batch, learning rate, temperature, longest response), gradient
-checkpointing, which a model of this size has no use for, and the schedule, which is constant as ours.
+Writes a line at the start of training, at the end of each step and of each evaluation, and ends at the target. All
+settings are TRL's defaults except those of the config (batch, learning rate, temperature, longest response), gradient
+checkpointing, which so small a model does not need, and the schedule, which is constant like that of rlsys.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Lines:
 
 
 class Task:
-    """Return prompts and reward as a run of rlsys has them."""
+    """Prompts and reward of a run of rlsys."""
 
     def __init__(self, config: Config) -> None:
         self.tokenizer = Tokenizer(config.model.path)
@@ -70,7 +70,7 @@ class Task:
 
 
 class Evaluation(TrainerCallback):
-    """After each step: greedy answers to the held-out prompts, as rlsys evaluates."""
+    """A callback that generates greedy answers to the held-out prompts after each step, as rlsys evaluates."""
 
     def __init__(self, task: Task, config: Config, lines: Lines, target: float) -> None:
         self._task, self._lines, self._target = task, lines, target
@@ -89,16 +89,16 @@ class Evaluation(TrainerCallback):
     @torch.no_grad()
     def _accuracy(self, model: Any, tokenizer: Any) -> float:
         texts = [self._task.text(p) for p in self._asked]
-        asked = tokenizer(
+        inputs = tokenizer(
             texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
         )
-        width = asked["input_ids"].shape[1]
+        width = inputs["input_ids"].shape[1]
         model.eval()
-        answers = model.generate(**asked, max_new_tokens=self._longest, do_sample=False)[:, width:].tolist()
+        answers = model.generate(**inputs, max_new_tokens=self._longest, do_sample=False)[:, width:].tolist()
         model.train()
         end = tokenizer.eos_token_id
-        whole = [ids[: ids.index(end) + 1] if end in ids else ids for ids in answers]
-        right = [self._task.reward(p, ids) >= 1.0 for p, ids in zip(self._asked, whole, strict=True)]
+        responses = [ids[: ids.index(end) + 1] if end in ids else ids for ids in answers]
+        right = [self._task.reward(p, ids) >= 1.0 for p, ids in zip(self._asked, responses, strict=True)]
         return sum(right) / len(right)
 
 
@@ -117,7 +117,7 @@ def main() -> None:
     by_text = {task.text(p): p for p in prompts}
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     if tokenizer(task.text(prompts[0]))["input_ids"] != prompts[0].ids:
-        sys.exit("transformers' tokenizer reads the prompts otherwise than rlsys")
+        sys.exit("transformers' tokenizer encodes the prompts differently from rlsys; expected equal ids")
 
     def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [task.reward(by_text[text], ids) for text, ids in zip(prompts, completion_ids, strict=True)]

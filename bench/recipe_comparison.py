@@ -1,8 +1,8 @@
 """A recipe's run with another model, compared with the recorded runs of the recipe's own model.
 
-The scores alone do not say why another model ends higher or lower. `comparison_lines` names where the two differ:
-before training, after the warm start, in the groups that give a gradient, in responses that are cut off, in the
-entropy, and in the run's warnings.
+The scores alone do not explain why another model ends higher or lower. `comparison_lines` reports the differences of
+the two models before training, after the warm start, in the groups that give a gradient, in truncated responses, in
+the entropy, and in the run's warnings.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ SIGNALS = {
     "sampled_entropy": "entropy of a token, nats",
     "grad_norm": "gradient norm",
 }
-"""Metrics of a step, and their names in the comparison."""
+"""Names of the metrics of a step in the comparison."""
 SCORES = {"base": "the model as published", "start": "before RL", "end": "after RL"}
 FEW_GROUPS = 0.25
 """Share of a step's groups below which most of the sampling gives no gradient."""
 MANY_TRUNCATED = 0.25
 COLLAPSED = 0.1
-"""Entropy at the end, divided by that at the beginning."""
+"""Ratio of the final to the initial entropy below which the entropy has collapsed."""
 DIGITS = 4
 
 
@@ -40,25 +40,25 @@ def signals(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def comparison_lines(record: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the table and the explanations.
+    """Yield the lines of the comparison: a table, then explanations.
 
     Args:
         record: Of the run with another model: bench/recipes.py `run`.
         expected: One form of the recipe's expected.json; empty if nothing is recorded.
     """
-    own = list(expected.get("seeds", {}).values())
-    yield f"| | {record['model']} | the recipe's model, {len(own)} runs |"
+    recorded_runs = list(expected.get("seeds", {}).values())
+    yield f"| | {record['model']} | the recipe's model, {len(recorded_runs)} runs |"
     yield "|---|---|---|"
     for key, title in SCORES.items():
         if key in record:
-            scores = [run[key] for run in own if key in run]
+            scores = [run[key] for run in recorded_runs if key in run]
             yield (
                 f"| {record['score']}, {title} | {record[key]:.3f} | {mean(scores):.3f} |"
                 if scores
                 else (f"| {record['score']}, {title} | {record[key]:.3f} | not yet measured |")
             )
     for name, (first, last) in record["signals"].items():
-        runs = [run["signals"][name] for run in own if name in run.get("signals", {})]
+        runs = [run["signals"][name] for run in recorded_runs if name in run.get("signals", {})]
         recorded = " -> ".join(f"{mean(run[i] for run in runs):.3g}" for i in (0, 1)) if runs else ""
         yield f"| {SIGNALS[name]}, first -> last quarter of the steps | {first:.3g} -> {last:.3g} | {recorded} |"
     explanations = list(explain(record))
@@ -66,7 +66,7 @@ def comparison_lines(record: Mapping[str, Any], expected: Mapping[str, Any]) -> 
 
 
 def explain(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line for each reason that the run's own figures give for its score."""
+    """Yield one line for each reason for the run's score that its figures show."""
     figures, score = record["signals"], record["score"]
     if "base" in record and record["start"] <= record["base"]:
         yield (

@@ -29,7 +29,7 @@ def curve_lines(curve: Sequence[Sequence[float]]) -> list[str]:
 
 
 def expected_figures(name: str) -> dict[str, Any]:
-    """Return expected.json of a recipe; empty without one."""
+    """Return the content of a recipe's expected.json, or an empty dict if there is none."""
     path = FOLDER / name / "expected.json"
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
@@ -43,7 +43,7 @@ def cell(figures: Mapping[str, Any], key: str) -> str:
 
 
 def index_lines() -> Iterator[str]:
-    """Yield the table of all recipes, full forms."""
+    """Yield the table of all recipes, with the figures of their full forms."""
     yield "| recipe | example of | model | score | base | before RL | after RL | seeds | gain by RL |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for name in names():
@@ -100,7 +100,7 @@ def pages() -> dict[Path, str]:
 
 
 def write_pages() -> None:
-    """Write the pages and the pictures, and docs/recipes.md, which has the index as well."""
+    """Write the pages, the pictures, and docs/recipes.md, which contains the same table."""
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
     RECIPES_PAGE.write_text(recipes_page(), encoding="utf-8")
@@ -110,7 +110,7 @@ def write_pages() -> None:
 
 
 def draw(figures: Mapping[str, Any], path: Path) -> None:
-    """Draw the curves of all seeds; equal figures give an equal file."""
+    """Draw the curves of all seeds. Equal figures give a byte-equal file."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

@@ -1,13 +1,13 @@
-"""Do the recipes of examples/recipes reach their recorded scores?
+"""Measures the recipes of examples/recipes, and compares their scores with the recorded ranges.
 
     python bench/recipes.py [NAME ...] [--seeds 0 1 2 3 4] [--short] [--model FOLDER] [--out FOLDER]
     python bench/recipes.py [NAME ...] --record
     python bench/recipes.py --turn COMMIT --short
 
 A recipe is a folder with recipe.yaml, data.py, sft.yaml (optional), rl.yaml, eval.yaml and expected.json. One run
-makes the data and the model, evaluates the model (full form, before a warm start), and runs sft.yaml and rl.yaml with
-`run.seed`. OUT/NAME/FORM-SEED has the run folders, and record.json when all is done. The same command continues after
-a kill: finished records and stages are not run again, and a run folder continues from its checkpoint.
+writes the data and the model, evaluates the model (full form, before a warm start), and runs sft.yaml and rl.yaml
+with `run.seed`. OUT/NAME/FORM-SEED has the run folders, and record.json when the run is complete. The same command
+continues after a kill: finished records and stages are not run again, and a run folder continues from its checkpoint.
 
 `--short` has fewer steps (`short` of recipe.yaml) and its own recorded range. `--record` writes the scores, curves
 and seconds of all finished records into expected.json, and the pages. Seeds that expected.json already has stay,
@@ -20,8 +20,8 @@ prints where its figures differ from the recorded ones of the recipe's model.
     signals of training: means over the first and the last quarter of the RL steps
     range   of `end`, for one more run: Student's prediction interval, at least as wide as Wilson's for the prompts
 
-Exit code 1: a score below its range, whose curve is printed, or a stage that failed. 2: a model's package, a recipe
-or a file is missing or different.
+The exit code is 1 if a score is below its range (the curve is then printed) or a stage failed, and 2 if a model's
+package, a recipe or a file is missing or different.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from rlsys.evaluation.pass_at_k import wilson
 from rlsys.obs.metrics import read_metrics
 
 RUNS = "runs/recipes/"
-"""Start of the paths in the recipes' configs that this bench moves to OUT."""
+"""Prefix of the paths in the recipes' configs that this bench replaces with OUT."""
 
 
 class Model(NamedTuple):
-    """`path`: as the recipes' configs name it. `program`: makes the folder. `package`: pip installs it first."""
+    """A model of recipes: its path in their configs, the program that writes it, and whether that needs a package."""
 
     path: str
     program: str | None = None
@@ -70,17 +70,18 @@ MODELS = {
     "quickstart": Model("configs/models/quickstart-moe"),
     "tools": Model(RUNS + "models/quickstart-tools", "examples/tools/model.py"),
 }
-"""Values of `model` in recipe.yaml."""
+"""Models, by the value of `model` in recipe.yaml."""
 FORMS = ("full", "short")
 MIN_SEEDS = 5
 GRACE = 60
-"""Seconds for a stage to leave a checkpoint when this bench is ended."""
+"""Seconds that a stage has to save a checkpoint when this bench is stopped."""
 DIGITS = 4
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One folder. `score`: metric of an `eval` line. `data`: file -> sha256. `short`: stage -> overrides."""
+    """A recipe's settings. `score` is a metric of an `eval` line, `data` the SHA-256 of each file, `short` the
+    overrides of each stage in the short form."""
 
     folder: Path
     model: str
@@ -90,7 +91,7 @@ class Recipe:
 
     @classmethod
     def read(cls, name: str) -> Recipe:
-        """Read NAME/recipe.yaml. Raises UserError for a name that is no recipe."""
+        """Read NAME/recipe.yaml. Raises UserError if there is none."""
         if name not in names():
             raise UserError(f"{name}: no such recipe; expected one of {', '.join(names())}")
         fields = yaml.safe_load((FOLDER / name / "recipe.yaml").read_text(encoding="utf-8"))
@@ -102,7 +103,7 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """sha256 of the files that a score depends on: data, reward, model and settings."""
+        """Return the SHA-256 of everything that a score depends on: data, reward, model and settings."""
         digest = hashlib.sha256()
         files = ("recipe.yaml", "data.py", "reward.py", "sft.yaml", "rl.yaml", "eval.yaml")
         for path in [self.folder / name for name in files if (self.folder / name).is_file()]:
@@ -114,7 +115,7 @@ class Recipe:
         return ("sft", "rl") if (self.folder / "sft.yaml").is_file() else ("rl",)
 
     def expected(self, form: str) -> dict[str, Any]:
-        """Return the recorded figures of these settings; empty without."""
+        """Return the recorded figures of these settings, or an empty dict if there are none."""
         path = self.folder / "expected.json"
         figures = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         return dict(figures.get(form, {})) if figures.get("digest") == self.digest else {}
@@ -122,14 +123,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one run of a recipe is: OUT, and the folder of its form, seed and model."""
+    """The location of one run of a recipe: OUT, and the folder of its form, seed and model."""
 
     out: Path
     recipe: Recipe
     form: str
     seed: int
     model: Path | None = None
-    """Another model than the recipe's."""
+    """Model of `--model`, which replaces the recipe's; None: the recipe's."""
 
     @property
     def folder(self) -> Path:
@@ -138,7 +139,7 @@ class Place:
 
     @property
     def base(self) -> Path:
-        """Folder of the evaluation of the untrained model, which no seed changes."""
+        """Return the folder of the untrained model's evaluation, which is the same for all seeds."""
         return self.out / self.recipe.name / f"base-{self.model.name if self.model else self.recipe.model}"
 
     @property
@@ -150,7 +151,7 @@ class Place:
         return self.model or self.moved(MODELS[self.recipe.model].path)
 
     def moved(self, path: str) -> Path:
-        """Return the place of a path of the recipe's configs: data and models are shared by all runs."""
+        """Return the location of a path of the recipe's configs; all runs share data and models."""
         if not path.startswith(RUNS):
             return ROOT / path
         first, _, rest = path.removeprefix(RUNS).partition("/")
@@ -158,20 +159,20 @@ class Place:
         return self.out / first / rest if shared else self.folder / rest
 
     def overrides(self, stage: str) -> list[str]:
-        """Return the overrides that move the paths of a stage's config here, and set seed and form."""
+        """Return the overrides that move the paths of a stage's config to this place, and set seed and form."""
         config = yaml.safe_load((self.recipe.folder / f"{stage}.yaml").read_text(encoding="utf-8"))
-        own = MODELS[self.recipe.model].path
+        model_path = MODELS[self.recipe.model].path
         lines = [
-            f"{field}={self.model_folder if value == own else self.moved(value)}"
+            f"{field}={self.model_folder if value == model_path else self.moved(value)}"
             for field, value in paths(config)
-            if value == own or value.startswith(RUNS)
+            if value == model_path or value.startswith(RUNS)
         ]
         short = self.recipe.short.get(stage, []) if self.form == "short" else []
         return [*lines, f"run.seed={self.seed}", *short]
 
 
 def paths(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each text of nested sections with its field; lists are not searched."""
+    """Yield each string of nested sections with its field. Lists are not searched."""
     for key, value in config.items():
         if isinstance(value, str):
             yield prefix + key, value
@@ -180,19 +181,19 @@ def paths(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 
 
 def command(argv: Sequence[str], log: Path) -> dict[str, float]:
-    """Run a command of this Python to its end; its output is appended to `log`.
+    """Run a command of this Python to its end, and append its output to `log`.
 
-    A keeper ends it when this process ends, however that happens.
+    A keeper ends the command when this process ends for any reason.
 
     Returns:
-        Wall seconds, and CPU seconds of it and all its descendants.
+        Wall seconds, and CPU seconds of the command and all its descendants.
 
     Raises:
-        UserError: Its exit code is 2. The message is its error.
-        RunError: Another exit code than 0.
+        UserError: The command's exit code is 2; the message is its error.
+        RunError: The exit code is neither 0 nor 2.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    began, used = time.monotonic(), cpu_seconds()
+    start, used = time.monotonic(), cpu_seconds()
     keeper = [sys.executable, "-m", "launch.keeper", "--grace", f"{GRACE}", "--", sys.executable]
     with (
         log.open("ab") as out,
@@ -210,7 +211,7 @@ def command(argv: Sequence[str], log: Path) -> dict[str, float]:
     if process.returncode:
         raise RunError(f"{log}: exit code {process.returncode}: {error_of(log)}")
     return {
-        "wall_seconds": round(time.monotonic() - began, 1),
+        "wall_seconds": round(time.monotonic() - start, 1),
         "cpu_seconds": round(cpu_seconds() - used, 1),
     }
 
@@ -222,40 +223,40 @@ def error_of(log: Path) -> str:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of all ended descendants so far."""
+    """Return the CPU seconds of all descendants that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write completely or not at all: a file that exists is whole."""
+    """Write a JSON file completely or not at all."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
 
 
 def prepare(place: Place) -> None:
-    """Make data and model, unless they exist. Raises UserError for other data, or a missing package."""
+    """Write data and model, unless they exist. Raises UserError for data with other digests, or a missing package."""
     recipe, log = place.recipe, place.out / "prepare.log"
     program = MODELS[recipe.model].program
     if not place.model and program and not place.model_folder.is_dir():
         command([program, str(place.model_folder)], log)
     if not place.model_folder.is_dir():
-        raise UserError(f"{place.model_folder}: no such model folder")
+        raise UserError(f"--model {place.model_folder}: no such folder; expected a Hugging Face folder")
     folder = place.out / recipe.name / "data"
     if recipe.data and not all((folder / name).is_file() for name in recipe.data):
         command([str(recipe.folder / "data.py"), str(folder)], log)
     for name, digest in recipe.data.items():
-        found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        if found != digest:
-            raise UserError(f"{folder / name}: sha256 is {found}; expected {digest} (recipe.yaml)")
+        actual = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        if actual != digest:
+            raise UserError(f"{folder / name}: sha256 is {actual}; expected {digest} (recipe.yaml)")
 
 
 def run_stage(stage: str, place: Place) -> dict[str, Any]:
-    """Run a stage, or continue it; return its seconds. `resumed`: without those before a kill."""
-    done, run = place.folder / f"{stage}.json", place.folder / stage
-    if done.is_file():
-        return dict(json.loads(done.read_text(encoding="utf-8")))
+    """Run or continue a stage, and return its seconds. With `resumed`, those before a kill are missing."""
+    seconds_file, run = place.folder / f"{stage}.json", place.folder / stage
+    if seconds_file.is_file():
+        return dict(json.loads(seconds_file.read_text(encoding="utf-8")))
     resumed = run.is_dir()
     word, config = ("sft" if stage == "sft" else "train"), str(place.recipe.folder / f"{stage}.yaml")
     say(f"{place.folder}: {stage}{' continues' if resumed else ''} (progress: {stage}.log)")
@@ -263,14 +264,14 @@ def run_stage(stage: str, place: Place) -> dict[str, Any]:
         ["-m", "rlsys.cli.main", word, config, *place.overrides(stage)], place.folder / f"{stage}.log"
     )
     seconds |= {"resumed": True} if resumed else {}
-    write_json(done, seconds)
+    write_json(seconds_file, seconds)
     return seconds
 
 
 def base_score(place: Place) -> dict[str, Any]:
     """Evaluate the untrained model, once for all seeds."""
-    done = place.base / "score.json"
-    if not done.is_file():
+    score_file = place.base / "score.json"
+    if not score_file.is_file():
         say(f"{place.base}: eval")
         lines = [line for line in place.overrides("eval") if not line.startswith("run.")]
         seconds = command(
@@ -282,8 +283,10 @@ def base_score(place: Place) -> dict[str, Any]:
         )  # fmt: skip
         newest = max((place.base / "evaluations").iterdir(), key=lambda path: path.stat().st_mtime)
         entry = read_metrics(newest).evals[-1]
-        write_json(done, {"eval": {k: v for k, v in entry.items() if isinstance(v, int | float)}, **seconds})
-    return dict(json.loads(done.read_text(encoding="utf-8")))
+        write_json(
+            score_file, {"eval": {k: v for k, v in entry.items() if isinstance(v, int | float)}, **seconds}
+        )
+    return dict(json.loads(score_file.read_text(encoding="utf-8")))
 
 
 def rl_paths(place: Place) -> list[str]:
@@ -292,7 +295,7 @@ def rl_paths(place: Place) -> list[str]:
 
 
 def run(place: Place) -> dict[str, Any]:
-    """Return the record of a run, which runs now unless it exists."""
+    """Return the record of a run. If there is none, make the run first."""
     if place.record.is_file():
         return dict(json.loads(place.record.read_text(encoding="utf-8")))
     prepare(place)
@@ -337,7 +340,7 @@ def prediction(values: Sequence[float], prompts: int) -> list[float]:
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of expected.json for the records of one form. An interval of fewer seeds is null."""
+    """Return the figures of expected.json for the records of one form; intervals need five seeds, else are null."""
     figures: dict[str, Any] = {}
     for key in ("base", "start", "end"):
         values = [r[key] for r in records if key in r]
@@ -359,31 +362,31 @@ def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def write_expected(recipe: Recipe, out: Path) -> None:
-    """Write the figures of all records of the recipe's own model into expected.json, beside its other seeds.
+    """Write the figures of all records of the recipe's own model into expected.json, which keeps its other seeds.
 
-    Figures of other settings are dropped: of records as well as of expected.json.
+    Records and entries of expected.json with other settings are dropped.
     """
     files = sorted((out / recipe.name).glob("*/record.json"))
     records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    own = Path(MODELS[recipe.model].path).name
+    model_name = Path(MODELS[recipe.model].path).name
     forms = {}
     for form in FORMS:
-        kept = recipe.expected(form)
+        previous = recipe.expected(form)
         by_seed = {
-            int(seed): {"seed": int(seed), "prompts": kept["prompts"], **figures}
-            for seed, figures in kept.get("seeds", {}).items()
+            int(seed): {"seed": int(seed), "prompts": previous["prompts"], **figures}
+            for seed, figures in previous.get("seeds", {}).items()
         }
         by_seed |= {
             r["seed"]: r
             for r in records
-            if (r["form"], r["model"], r["digest"]) == (form, own, recipe.digest)
+            if (r["form"], r["model"], r["digest"]) == (form, model_name, recipe.digest)
         }
         if by_seed:
             figures = summary([by_seed[seed] for seed in sorted(by_seed)])
             prompts = next(iter(by_seed.values()))["prompts"]
             forms[form] = {"score": recipe.score, "prompts": prompts, **figures}
     if forms:
-        write_json(recipe.folder / "expected.json", {"model": own, "digest": recipe.digest, **forms})
+        write_json(recipe.folder / "expected.json", {"model": model_name, "digest": recipe.digest, **forms})
     counts = ", ".join(f"{len(figures['seeds'])} seeds {form}" for form, figures in forms.items())
     say(f"{recipe.name}: {counts or 'no record'}")
 
@@ -411,7 +414,7 @@ def regression(record: Mapping[str, Any], expected: Mapping[str, Any], own_model
 
 
 def turn(commit: str, candidates: Sequence[str]) -> list[str]:
-    """Return the recipe whose turn it is, by the commit's hash; none without candidates."""
+    """Return the recipe that the commit's hash selects, None without candidates."""
     return [candidates[int(commit, 16) % len(candidates)]] if candidates else []
 
 
@@ -438,7 +441,9 @@ def main() -> int:
     )
     parser.add_argument("--record", action="store_true", help="write expected.json from the finished records")
     parser.add_argument(
-        "--turn", metavar="COMMIT", help="only the recipe whose turn it is, without a package"
+        "--turn",
+        metavar="COMMIT",
+        help="only the recipe that this commit's hash selects, among those without a package",
     )
     args = parser.parse_args()
     out, form = args.out.resolve(), FORMS[args.short]

@@ -1,11 +1,10 @@
 """Cost of `rlsys rehearse`: `python bench/rehearse.py [--only WORD ...] [--pushes] [--json] [--quick]`.
 
-The plan of a sharded push comes first: bytes that trainer ranks send and engines receive, and the seconds that this
-takes at the stated rate of a link. Then each kind of
-rank (first, fullest middle, last stage) of each shipped experiment, and of DeepSeek-V3 on 2,048 GPUs, one process
-after the other: its seconds of the clock and of the processor, and the memory that it took. Exit code 1 when a rank
-takes more than 3 minutes or 4 GB, or a plan more than 10 s of the processor. Walls mean something on a quiet machine
-only.
+The bench first plans a sharded push: bytes that trainer ranks send and engines receive, and the seconds at the stated
+rate of a link. Then it rehearses each kind of rank (first, fullest middle, last stage) of each shipped experiment,
+and of DeepSeek-V3 on 2,048 GPUs, one process after the other, and prints wall seconds, CPU seconds and memory. The
+exit code is 1 if a rank takes more than 3 minutes or 4 GB, or a plan more than 10 s of CPU time. Wall times are
+meaningful on a quiet machine only.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from rlsys.weights.shard_plan import plan_senders
 
 SECONDS, BYTES = 180.0, 4e9
 PLANNED = 10.0
-"""Seconds of the processor that the plan of a push may take."""
+"""Largest CPU seconds of the plan of a push."""
 EXPERIMENTS = ROOT / "configs/experiments"
 LARGEST = ["parallel.tp=8", "parallel.pp=16", "parallel.ep=64", "parallel.dp=16", "launch.nodes=256"]
 """Layout of DeepSeek-V3's 61 layers on 2,048 GPUs."""
@@ -46,7 +45,7 @@ def cases() -> dict[str, tuple[Path, list[str]]]:
     }
 
 
-def measured(path: Path, overrides: list[str], rank: int) -> dict[str, Any]:
+def rehearse_rank(path: Path, overrides: list[str], rank: int) -> dict[str, Any]:
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     figures = run_rank(path, overrides, Request(rank))
     after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - start
@@ -58,7 +57,7 @@ def measured(path: Path, overrides: list[str], rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def pushed(config: Config) -> dict[str, Any]:
+def plan_figures(config: Config) -> dict[str, Any]:
     start = time.process_time()
     plan = plan_senders(config, read_model(config))
     planned = time.process_time() - start
@@ -74,11 +73,17 @@ def pushed(config: Config) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="WORD", help="experiments with it in their names"
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="WORD",
+        help="experiments whose names contain one of these words",
     )
-    parser.add_argument("--quick", action="store_true", help=f"one rank of {SMALLEST}: shows that it runs")
-    parser.add_argument("--pushes", action="store_true", help="only the plans of pushes: seconds")
-    parser.add_argument("--json", action="store_true", help="print nothing but the result")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"one rank of {SMALLEST}: checks only that the bench runs"
+    )
+    parser.add_argument("--pushes", action="store_true", help="only the plans of pushes, which take seconds")
+    parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
     args = parser.parse_args()
     chosen = [SMALLEST] if args.quick else [n for n in cases() if any(word in n for word in args.only)]
     if not chosen:
@@ -88,16 +93,16 @@ def main() -> int:
     for name in chosen:
         path, overrides = cases()[name]
         config = load_config(path, overrides)
-        pushes[name] = pushed(config)
+        pushes[name] = plan_figures(config)
         if not args.json:
             print(f"{name}: {json.dumps(pushes[name])}", file=sys.stderr, flush=True)
         ranks = [] if args.pushes else kinds_of_rank(config, read_model(config))
         for rank in ranks[:1] if args.quick else ranks:
-            results.setdefault(name, []).append(measured(path, overrides, rank))
+            results.setdefault(name, []).append(rehearse_rank(path, overrides, rank))
             if not args.json:
                 print(f"{name}: {json.dumps(results[name][-1])}", file=sys.stderr, flush=True)
-    found = [figures for ranks in results.values() for figures in ranks]
-    within = all(rank["wall_s"] <= SECONDS and rank["rss_gb"] * 1e9 <= BYTES for rank in found)
+    all_figures = [figures for ranks in results.values() for figures in ranks]
+    within = all(rank["wall_s"] <= SECONDS and rank["rss_gb"] * 1e9 <= BYTES for rank in all_figures)
     within &= all(push["planned_s"] <= PLANNED for push in pushes.values())
     print(
         json.dumps({"machine": machine(), "within": within, "pushes": pushes, "results": results}, indent=1)

@@ -1,13 +1,13 @@
-"""Seconds of a weight push over a slow link, by the number of receivers: by relay, and to each of them by itself.
+"""Seconds of a weight push over a slow link by the number of receivers, with and without relays.
 
     python bench/relay.py --json [--megabytes 32] [--rate 16] [--receivers 1 2 4 8] [--quick]
 
-Receivers are real relays in processes of their own, without an engine: what they load is compared with what was sent,
-tensor by tensor. All that the sender sends goes through one link of `rate` MB/s on loopback; receivers reach each
-other without it. star: every receiver is a chain of its own. relay: one chain of all. The weights are random float32,
-which hardly compress: what is measured is the way, not the compression. `change`: bytes over the link, as a share of
-the weights, of a second push to the chain, after a change of every number by a few millionths, as of a train step,
-in float32 and in bfloat16.
+Receivers are real relays in separate processes, without engines; the tensors that they load are compared with the
+sent ones. The sender sends everything through one link of `rate` MB/s on loopback; receivers connect to each other
+without it. `star`: every receiver is a separate chain. `relay`: all receivers are one chain. The weights are random
+float32 numbers, which hardly compress, so the bench measures the transfer and not the compression. `change`: bytes
+over the link of a second push to the chain, as a share of the weights, in float32 and in bfloat16, after every number
+changed by a few millionths, as in a train step.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ Tensors = dict[str, Tensor]
 
 
 def weights(megabytes: float, dtype: torch.dtype, step: int) -> Tensors:
-    """Eight matrices, after so many steps that change them a little."""
+    """Return eight matrices after `step` small random changes."""
     generator = torch.Generator().manual_seed(0)
     rows = max(1, round(megabytes * 1e6 / 8 / 1024 / dtype.itemsize))
-    made = [torch.randn(rows, 1024, generator=generator) for _ in range(8)]
+    tensors = [torch.randn(rows, 1024, generator=generator) for _ in range(8)]
     change = [torch.randn(rows, 1024, generator=generator) * 3e-6 for _ in range(8)]
     return {
-        f"{i}.weight": (t + step * d).to(dtype) for i, (t, d) in enumerate(zip(made, change, strict=True))
+        f"{i}.weight": (t + step * d).to(dtype) for i, (t, d) in enumerate(zip(tensors, change, strict=True))
     }
 
 
 class Sender:
-    """One trainer rank, and the link that it sends through."""
+    """One trainer rank, and the throttled link through which it sends."""
 
-    def __init__(self, there: Sequence[Host], rate: float, *, star: bool) -> None:
-        self._hosts, self.link = there, SlowLink(rate)
-        self._urls = [self.link.through(host.url) for host in there]
-        chains = [[i] for i in range(len(there))] if star else [list(range(len(there)))]
-        near = {url: host.url for url, host in zip(self._urls, there, strict=True)}
+    def __init__(self, hosts: Sequence[Host], rate: float, *, star: bool) -> None:
+        self._hosts, self.link = hosts, SlowLink(rate)
+        self._urls = [self.link.through(host.url) for host in hosts]
+        chains = [[i] for i in range(len(hosts))] if star else [list(range(len(hosts)))]
+        near = {url: host.url for url, host in zip(self._urls, hosts, strict=True)}
         self._relays, self._version = RelayPush(chains, SECONDS, SECONDS, near), 0
 
     def push(self, tensors: Tensors) -> tuple[float, int]:
-        """Seconds, and bytes over the link. Ends the process when a receiver has loaded something else."""
+        """Push, and return seconds and bytes over the link. Ends the process if a receiver loaded other data."""
         self._version += 1
         for host in self._hosts:
             host.begin(self._version)
@@ -78,9 +78,11 @@ class Sender:
         self.link.close()
 
 
-def pushed(receivers: int, rate: float, pushes: Sequence[Tensors], *, star: bool) -> list[tuple[float, int]]:
-    with hosts(receivers) as there:
-        sender = Sender(there, rate, star=star)
+def run_pushes(
+    receivers: int, rate: float, pushes: Sequence[Tensors], *, star: bool
+) -> list[tuple[float, int]]:
+    with hosts(receivers) as receivers_hosts:
+        sender = Sender(receivers_hosts, rate, star=star)
         try:
             return [sender.push(tensors) for tensors in pushes]
         finally:
@@ -88,29 +90,29 @@ def pushed(receivers: int, rate: float, pushes: Sequence[Tensors], *, star: bool
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    rate, found = args.rate * 1e6, dict[str, dict[int, dict[str, float]]]()
+    rate, pushes = args.rate * 1e6, dict[str, dict[int, dict[str, float]]]()
     tensors = weights(args.megabytes, torch.float32, 0)
     total = sum(t.nbytes for t in tensors.values())
-    for way in ("star", "relay"):
-        found[way] = {}
+    for topology in ("star", "relay"):
+        pushes[topology] = {}
         for count in args.receivers:
-            ((seconds, passed),) = pushed(count, rate, [tensors], star=way == "star")
-            found[way][count] = {"seconds": seconds, "link_bytes_per_model_byte": passed / total}
-            say(f"{way} to {count}: {seconds:.2f} s, {passed / total:.2f} x the weights over the link")
+            ((seconds, passed),) = run_pushes(count, rate, [tensors], star=topology == "star")
+            pushes[topology][count] = {"seconds": seconds, "link_bytes_per_model_byte": passed / total}
+            say(f"{topology} to {count}: {seconds:.2f} s, {passed / total:.2f} x the weights over the link")
     change = {}
     for dtype in (torch.float32, torch.bfloat16):
         steps = [weights(args.megabytes, dtype, step) for step in (0, 1)]
-        (_, first), (_, second) = pushed(2, rate, steps, star=False)
+        (_, first), (_, second) = run_pushes(2, rate, steps, star=False)
         size = sum(t.nbytes for t in steps[0].values())
         change[str(dtype).removeprefix("torch.")] = {"first": first / size, "second": second / size}
-    fewest, most = min(args.receivers), max(args.receivers)
-    growth = {way: of[most]["seconds"] / of[fewest]["seconds"] for way, of in found.items()}
+    fewest, largest = min(args.receivers), max(args.receivers)
+    growth = {topology: of[largest]["seconds"] / of[fewest]["seconds"] for topology, of in pushes.items()}
     return {
-        "bench": "relay", "bytes": total, "rate": rate, "machine": machine(), "pushes": found, "change": change,
+        "bench": "relay", "bytes": total, "rate": rate, "machine": machine(), "pushes": pushes, "change": change,
         "summary": {
-            "receivers": most / fewest,
-            **{f"{way}_growth": value for way, value in growth.items()},
-            "relay_link_bytes_per_model_byte": found["relay"][most]["link_bytes_per_model_byte"],
+            "receivers": largest / fewest,
+            **{f"{topology}_growth": value for topology, value in growth.items()},
+            "relay_link_bytes_per_model_byte": pushes["relay"][largest]["link_bytes_per_model_byte"],
             **{f"change_{name}": of["second"] for name, of in change.items()},
         },
     }  # fmt: skip
@@ -120,11 +122,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
-    parser.add_argument("--megabytes", type=float, default=32.0, help="size of the weights")
-    parser.add_argument("--rate", type=float, default=16.0, help="of the link, in MB/s")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    parser.add_argument("--megabytes", type=float, default=32.0, help="size of the weights in MB")
+    parser.add_argument("--rate", type=float, default=16.0, help="rate of the link in MB/s")
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--quick", action="store_true", help="small, to 1 and 2: shows that it runs")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small weights, 1 and 2 receivers: checks only that the bench runs",
+    )
     args = parser.parse_args()
     if args.quick:
         args.megabytes, args.rate, args.receivers = 4.0, 8.0, [1, 2]

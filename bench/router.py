@@ -4,15 +4,15 @@
 
     throughput   tokens/s of CONCURRENT /generate requests at a real SGLang server: direct, through `rlsys router`,
                  through sglang-router, in short rounds; whole answers and streams
-    latency      single short requests, one to each target in turn: the p50 of what a router adds
-    capacity     the same before a server that answers at once: requests/s; and `rlsys.router` alone with many
+    latency      single short requests, one to each target in turn: the p50 of the added milliseconds
+    capacity     the same in front of a server that answers at once: requests/s; and `rlsys.router` alone with many
                  samples in flight, then parked: seconds and memory
 
-The machine drifts: every figure of a router is compared with that of `direct` in the same round, the order within a
-round rotates, and medians are over rounds.
+The machine's speed varies, so every figure of a router is compared with that of `direct` in the same round, the order
+within a round rotates, and medians are over rounds.
 
-FOLDER: where a wheel of sglang-router is unpacked, if it is not installed; without either it is left out. Client,
-routers and engine share this machine's cores: before a CPU engine a router takes time away from it.
+FOLDER is an unpacked wheel of sglang-router, if it is not installed; without either the bench omits sglang-router.
+Client, routers and engine share this machine's cores, so a router takes CPU time from a CPU engine.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ STAGE = Path(__file__).with_name("router_stage.py")
 def serving(
     argv: list[str], log: Path, env: dict[str, str] | None = None
 ) -> Iterator[tuple[str, psutil.Process]]:
-    """URL of a server, and its keeper, once it answers /generate."""
+    """Yield the URL of a server and its keeper process, once the server answers /generate."""
     port = free_ports("127.0.0.1", 1)[0]
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, *argv, "--port", str(port)]
@@ -80,15 +80,17 @@ def generates(url: str) -> bool:
 def routers_before(
     engine: str, folder: Path, unpacked: Path | None, stack: contextlib.ExitStack
 ) -> dict[str, tuple[str, psutil.Process]]:
-    """Every router that can be had, started before this engine."""
+    """Start every available router in front of an engine. Return URL and keeper process of each, by name."""
     folder.mkdir()
-    ours = ["-m", "rlsys.cli.main", "router", "--engine", engine, "--vocab-size", str(VOCAB)]
-    out = {"rlsys": stack.enter_context(serving(ours, folder / "rlsys.log"))}
+    rlsys_command = ["-m", "rlsys.cli.main", "router", "--engine", engine, "--vocab-size", str(VOCAB)]
+    routers = {"rlsys": stack.enter_context(serving(rlsys_command, folder / "rlsys.log"))}
     if unpacked or importlib.util.find_spec("sglang_router"):
-        theirs = ["-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--worker-urls", engine]
+        sglang_command = ["-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--worker-urls", engine]
         env = {"PYTHONPATH": python_path(unpacked)} if unpacked else None
-        out["sglang_router"] = stack.enter_context(serving(theirs, folder / "sglang-router.log", env))
-    return out
+        routers["sglang_router"] = stack.enter_context(
+            serving(sglang_command, folder / "sglang-router.log", env)
+        )
+    return routers
 
 
 def cpu_seconds(keeper: psutil.Process) -> float:
@@ -105,14 +107,14 @@ def resident_mib(keeper: psutil.Process) -> float:
 
 
 def request_body(i: int, tokens: int, *, stream: bool = False) -> dict[str, Any]:
-    """Request `i`: a prompt of its own, so that no prefix is shared."""
+    """Return request `i`; each has another prompt, so that no prefix is shared."""
     ids = [3 + (i * 37 + j * (1 + i // 120)) % (VOCAB - 8) for j in range(PROMPT)]
     sampling = {"max_new_tokens": tokens, "temperature": 1.0, "sampling_seed": i + 1, "ignore_eos": True}
     return {"input_ids": ids, "sampling_params": sampling, "stream": stream}
 
 
-async def one(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> int:
-    """Tokens of a request's answer."""
+async def send(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> int:
+    """Send a request, and return the number of tokens of its response."""
     async with session.post(f"{url}/generate", json=body) as answer:
         raw = await answer.read()
         assert answer.status == 200, raw
@@ -121,33 +123,33 @@ async def one(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) ->
     return int(json.loads(raw)["meta_info"]["completion_tokens"])
 
 
-async def many(url: str, requests: int, tokens: int, *, stream: bool = False) -> tuple[float, int]:
-    """Seconds and tokens of so many requests, CONCURRENT of them at once."""
-    made, todo = 0, iter(range(requests))
+async def send_many(url: str, requests: int, tokens: int, *, stream: bool = False) -> tuple[float, int]:
+    """Send requests, CONCURRENT at once. Return the seconds and the received tokens."""
+    received, indices = 0, iter(range(requests))
 
     async def worker(session: aiohttp.ClientSession) -> None:
-        nonlocal made
-        for i in todo:
-            tokens_made = await one(session, url, request_body(i, tokens, stream=stream))
-            made += tokens_made  # not in one line: others add while this one waits
+        nonlocal received
+        for i in indices:
+            tokens_made = await send(session, url, request_body(i, tokens, stream=stream))
+            received += tokens_made  # not in one line: others add while this one waits
 
     async with make_session() as session:
         start = time.monotonic()
         await asyncio.gather(*(worker(session) for _ in range(CONCURRENT)))
-        return time.monotonic() - start, made
+        return time.monotonic() - start, received
 
 
 async def alone(urls: dict[str, str], requests: int) -> dict[str, list[float]]:
-    """Milliseconds of single requests, as many to each target, in rounds."""
-    out: dict[str, list[float]] = {name: [] for name in urls}
+    """Measure the milliseconds of single requests, equally many to each target, in rounds."""
+    milliseconds: dict[str, list[float]] = {name: [] for name in urls}
     async with make_session() as session:
         for i in range(-WARM_UP, requests):
             for name in turns(urls, i):
                 start = time.monotonic()
-                await one(session, urls[name], request_body(i % requests, LATENCY_TOKENS))
+                await send(session, urls[name], request_body(i % requests, LATENCY_TOKENS))
                 if i >= 0:
-                    out[name].append((time.monotonic() - start) * 1000)
-    return out
+                    milliseconds[name].append((time.monotonic() - start) * 1000)
+    return milliseconds
 
 
 def turns(urls: dict[str, str], rounds_before: int) -> list[str]:
@@ -164,22 +166,24 @@ def turns(urls: dict[str, str], rounds_before: int) -> list[str]:
 def throughput(urls: dict[str, str], args: argparse.Namespace) -> dict[str, Any]:
     """Measure whole answers and streams, after a warm-up round."""
     requests, tokens, repeats = (64, 8, 1) if args.quick else (128, 64, args.repeats)
-    out = {}
+    results = {}
     for kind in ("whole", "streamed"):
         rates: dict[str, list[float]] = {name: [] for name in urls}
         for repeat in range(-1, repeats):
             for name in turns(urls, repeat):
-                seconds, made = asyncio.run(many(urls[name], requests, tokens, stream=kind == "streamed"))
-                assert made == requests * tokens, (name, made)
-                say(f"{kind}, {name}: {made / seconds:.0f} tokens/s")
+                seconds, tokens_received = asyncio.run(
+                    send_many(urls[name], requests, tokens, stream=kind == "streamed")
+                )
+                assert tokens_received == requests * tokens, (name, tokens_received)
+                say(f"{kind}, {name}: {tokens_received / seconds:.0f} tokens/s")
                 if repeat >= 0:
-                    rates[name].append(made / seconds)
-        out[kind] = {"tokens_per_s": spreads(rates), "ratio_to_direct": spreads(ratios(rates))}
-    return out
+                    rates[name].append(tokens_received / seconds)
+        results[kind] = {"tokens_per_s": spreads(rates), "ratio_to_direct": spreads(ratios(rates))}
+    return results
 
 
 def added(latency: dict[str, list[float]], name: str) -> list[float]:
-    """Milliseconds more than `direct`, round by round."""
+    """Return the milliseconds above `direct` in each round."""
     return [a - b for a, b in zip(latency[name], latency["direct"], strict=True)]
 
 
@@ -195,7 +199,7 @@ def spreads(values: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def real(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Before a real engine."""
+    """Measure throughput and latency in front of a real engine."""
     model = write_random_moe(folder / "model", vocab_size=VOCAB)
     engine = {
         "max_running_requests": CONCURRENT,
@@ -207,57 +211,57 @@ def real(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         say("starting an engine and the routers")
         url = stack.enter_context(running_engine(config, folder, start_seconds=600))
-        found = routers_before(url, folder / "real", args.sglang_router, stack)
-        urls = {"direct": url, **{name: at for name, (at, _) in found.items()}}
+        routers = routers_before(url, folder / "real", args.sglang_router, stack)
+        urls = {"direct": url, **{name: address for name, (address, _) in routers.items()}}
         latency = asyncio.run(alone(urls, 10 if args.quick else 200))
         return {
             "throughput": throughput(urls, args),
             "p50_ms": {name: statistics.median(values) for name, values in latency.items()},
             "p90_ms": {name: statistics.quantiles(values, n=10)[8] for name, values in latency.items()},
-            "added_p50_ms": {name: statistics.median(added(latency, name)) for name in found},
+            "added_p50_ms": {name: statistics.median(added(latency, name)) for name in routers},
         }
 
 
 def capacity(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Before engines that take no time."""
+    """Measure the capacity in front of engines that answer at once."""
     requests, repeats = (500, 1) if args.quick else (2000, args.repeats)
     with contextlib.ExitStack() as stack:
         url, _ = stack.enter_context(serving([str(STAGE), "--instant"], folder / "instant.log"))
-        found = routers_before(url, folder / "instant", args.sglang_router, stack)
-        urls = {"direct": url, **{name: at for name, (at, _) in found.items()}}
+        routers = routers_before(url, folder / "instant", args.sglang_router, stack)
+        urls = {"direct": url, **{name: address for name, (address, _) in routers.items()}}
         rates: dict[str, list[float]] = {name: [] for name in urls}
-        cpu: dict[str, list[float]] = {name: [] for name in found}
+        cpu: dict[str, list[float]] = {name: [] for name in routers}
         for repeat in range(repeats):
             for name in turns(urls, repeat):
-                before = cpu_seconds(found[name][1]) if name in found else 0.0
-                seconds, _ = asyncio.run(many(urls[name], requests, 1))
+                before = cpu_seconds(routers[name][1]) if name in routers else 0.0
+                seconds, _ = asyncio.run(send_many(urls[name], requests, 1))
                 rates[name].append(requests / seconds)
                 say(f"{name}: {requests / seconds:.0f} requests/s")
-                if name in found:
-                    cpu[name].append((cpu_seconds(found[name][1]) - before) / requests * 1000)
-        resident = {name: resident_mib(keeper) for name, (_, keeper) in found.items()}
+                if name in routers:
+                    cpu[name].append((cpu_seconds(routers[name][1]) - before) / requests * 1000)
+        resident = {name: resident_mib(keeper) for name, (_, keeper) in routers.items()}
     samples, repeats = (1000, 1) if args.quick else (10_000, HELD_REPEATS)
-    held = [held_samples(samples) for _ in range(repeats)]
+    held_figures = [held_samples(samples) for _ in range(repeats)]
     return {
         "requests_per_s": spreads(rates),
         "cpu_ms_per_request": spreads(cpu),
         "process_mib": resident,
-        "held": spreads({key: [h[key] for h in held] for key in held[0]}),
+        "held": spreads({key: [h[key] for h in held_figures] for key in held_figures[0]}),
     }
 
 
 def held_samples(samples: int) -> dict[str, float]:
-    """Measure in a separate process, since memory that an earlier round has freed would hide new memory."""
+    """Measure held samples in a new process, because memory that earlier rounds freed would hide new memory."""
     say(f"{samples} samples in flight and parked")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, STAGE, "--held", str(samples)], capture_output=True, text=True, check=True
     )
-    figures: dict[str, float] = json.loads(done.stdout)
+    figures: dict[str, float] = json.loads(process.stdout)
     return figures
 
 
 def summary(real: dict[str, Any], capacity: dict[str, Any]) -> dict[str, float | None]:
-    """Return the figures that the issue and the changelog quote."""
+    """Return the figures that docs/performance.md quotes."""
     return {
         "throughput_ratio_to_direct": real["throughput"]["whole"]["ratio_to_direct"]["rlsys"]["median"],
         "added_p50_ms": real["added_p50_ms"]["rlsys"],
@@ -270,10 +274,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
-    parser.add_argument("--repeats", type=int, default=9, help="rounds, each target once in each")
-    parser.add_argument("--quick", action="store_true", help="shows that it runs, not how fast")
-    parser.add_argument("--sglang-router", type=Path, metavar="FOLDER", help="an unpacked wheel of it")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    parser.add_argument("--repeats", type=int, default=9, help="number of rounds, with each target once")
+    parser.add_argument("--quick", action="store_true", help="checks only that the bench runs")
+    parser.add_argument(
+        "--sglang-router", type=Path, metavar="FOLDER", help="unpacked wheel of sglang-router"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

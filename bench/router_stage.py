@@ -1,7 +1,7 @@
 """Servers behind the routers of bench/router.py: one that answers at once, and engines that hold their requests.
 
-python bench/router_stage.py --instant --port P     the server, until it is ended
-python bench/router_stage.py --held N               N samples in `rlsys.router` alone; JSON
+python bench/router_stage.py --instant --port P     runs the server until it is ended
+python bench/router_stage.py --held N               holds N samples in `rlsys.router` alone; prints JSON
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlsys.router.router import Router
 PROMPT = 32
 VOCAB = 128
 FIRST, ALL = 16, 64
-"""Tokens that a held sample gets at once, and in the end."""
+"""Tokens that a held sample gets at once, and in total."""
 ENGINES, GROUP_SIZE = 4, 8
 
 
@@ -34,7 +34,7 @@ ENGINES, GROUP_SIZE = 4, 8
 
 
 async def serve_instantly(port: int) -> None:
-    """SGLang's /generate, in one event where it is a stream, and what a router asks an engine before it serves."""
+    """Serve SGLang's /generate, streams as one event, and the requests that a router makes to a new engine."""
 
     async def generate(request: web.Request) -> web.Response:
         body = await request.json()
@@ -71,7 +71,7 @@ async def serve_instantly(port: int) -> None:
 
 
 class HeldEngine(EngineClient):
-    """Engine in this process: FIRST tokens at once, then nothing before `finish` or an abort."""
+    """An engine in this process: it sends FIRST tokens at once, and the others at `finish`, unless it is aborted."""
 
     def __init__(self, url: str, session: Any) -> None:
         super().__init__(url, session)
@@ -117,9 +117,9 @@ class HeldEngine(EngineClient):
 
 
 async def hold(samples: int) -> dict[str, float]:
-    """So many samples in flight over ENGINES engines, interrupted, parked, in flight again, ended.
+    """Start samples on ENGINES engines, interrupt and resume them, and let them end.
 
-    Seconds of each; KiB of this process for each sample, which has PROMPT + FIRST tokens when in flight first.
+    Returns the seconds of each phase, and this process's KiB per sample when each has PROMPT + FIRST tokens.
     """
     async with make_session() as session:
         engines = [HeldEngine(f"http://engine{i}:1", session) for i in range(ENGINES)]

@@ -3,15 +3,15 @@
     python bench/scale.py --json [--quick] [--engines 256] [--samples 5000] [--mean 512] [--routes]
                           [--workers 4] [--history 1000] [--tree OTHER]
 
-Scripted engines speak SGLang's wire format on real sockets from a process of their own, and answer at once. So the
-rollout process (manager, router, buffer and ledger; no GPU, no trainer) is what limits, and its CPU time by getrusage
-is the figure. `--routes`: each token has the experts of DeepSeek-V3's shape, 58 layers times 8. Engines write them
-into the run's folder for a rollout that asks for it; for another one they are in the answers, as SGLang sends them.
-`--tree`: another checkout of rlsys, whose rollout runs first on the same engines, in the same rounds.
+Scripted engines in separate processes speak SGLang's wire format on real sockets, and answer at once. So the rollout
+process (manager, router, buffer and ledger; no GPU, no trainer) is the bottleneck, and the figure is its CPU time by
+getrusage. With `--routes` each token has experts in DeepSeek-V3's shape, 58 layers times 8. Engines write them into
+the run's folder if the rollout process requests it; otherwise the responses contain them, as SGLang sends them.
+`--tree` names another checkout of rlsys, whose rollout process runs first on the same engines, in the same rounds.
 
-`rollout_us_per_token` says how many tokens a second one core can take in: 1e6 over it. With `--workers` it is the CPU
-time of all processes of the rollout; `coordinator_us_per_token` is the part that no further worker makes less, and
-`streams_lag_p99_ms` how late the loops are that read the streams.
+One core can receive 1e6 / `rollout_us_per_token` tokens per second. With `--workers` this is the CPU time of all
+processes of the rollout; `coordinator_us_per_token` is the part that more workers do not reduce, and
+`streams_lag_p99_ms` the delay of the event loops that read the streams.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from tests.helpers.python_path import python_path
 ROOT = Path(__file__).resolve().parents[1]
 STAGE = Path(__file__).with_name("scale_stage.py")
 MOST_STREAMS = 12_000
-"""Connections of one process of engines: each needs a descriptor, and 20,000 of them are a usual limit."""
+"""Largest number of connections of one engine process. Each needs a file descriptor, often limited to 20,000."""
 LAYERS, TOPK = 58, 8
 
 
 def free_ports(count: int) -> int:
-    """The first of so many that are free in a row, or were a moment ago."""
+    """Return the first of `count` consecutive ports that are free when this is called."""
     for first in range(20_000, 60_000, count):
         try:
             for port in range(first, first + count):
@@ -50,7 +50,7 @@ def free_ports(count: int) -> int:
         except OSError:
             continue
         return first
-    sys.exit(f"no {count} free ports in a row")
+    sys.exit(f"no {count} consecutive free ports between 20000 and 60000")
 
 
 def rollout(tree: Path, common: list[str], args: argparse.Namespace) -> dict[str, float]:
@@ -62,20 +62,20 @@ def rollout(tree: Path, common: list[str], args: argparse.Namespace) -> dict[str
         if args.history:
             command += ["--history", str(args.history)]
         env = os.environ | {"PYTHONPATH": python_path(tree)}
-        done = subprocess.run(command, env=env, cwd=tree, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"the rollout of {tree} failed:\n{done.stderr[-3000:]}")
-        found: dict[str, float] = json.loads(done.stdout)
-        return found
+        process = subprocess.run(command, env=env, cwd=tree, capture_output=True, text=True)
+        if process.returncode:
+            sys.exit(f"the rollout of {tree} failed:\n{process.stderr[-3000:]}")
+        figures: dict[str, float] = json.loads(process.stdout)
+        return figures
 
 
 def engine_commands(args: argparse.Namespace, port: int, shape: list[str]) -> list[list[str]]:
-    """Start one process for all engines, or as many as their streams need."""
-    share = -(-args.engines // -(-args.samples // MOST_STREAMS))
+    """Return the commands of the engine processes: as many as their connections need."""
+    engines_per_process = -(-args.engines // -(-args.samples // MOST_STREAMS))
     return [
-        [sys.executable, str(STAGE), "--engines", str(min(share, args.engines - first)),
+        [sys.executable, str(STAGE), "--engines", str(min(engines_per_process, args.engines - first)),
          "--port", str(port + first), *shape]
-        for first in range(0, args.engines, share)
+        for first in range(0, args.engines, engines_per_process)
     ]  # fmt: skip
 
 
@@ -95,16 +95,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON at the end")
-    parser.add_argument("--quick", action="store_true", help="small sizes, one round: a test that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, one round: checks only that the bench runs"
+    )
     parser.add_argument("--engines", type=int, default=256)
-    parser.add_argument("--samples", type=int, default=5000, help="in flight")
-    parser.add_argument("--mean", type=int, default=512, help="tokens of a response, on average")
+    parser.add_argument("--samples", type=int, default=5000, help="samples in flight")
+    parser.add_argument("--mean", type=int, default=512, help="mean tokens of a response")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--routes", action="store_true")
-    parser.add_argument("--workers", type=int, default=1, help="rollout workers (this tree's)")
+    parser.add_argument("--workers", type=int, default=1, help="rollout workers of this checkout's rollout")
     parser.add_argument("--history", type=int, default=0, help="train steps that the ledger has at the start")
-    parser.add_argument("--tree", type=Path, help="another checkout, measured beside this one")
+    parser.add_argument("--tree", type=Path, help="another checkout, measured in the same rounds")
     args = parser.parse_args()
     if args.quick:
         args.engines, args.samples, args.mean, args.steps, args.rounds = 4, 64, 128, 2, 1
@@ -123,14 +125,14 @@ def main() -> None:
             stack.enter_context(engines_of(command))
         for n in range(args.rounds):
             for name, tree in trees.items():
-                found = rollout(tree, common, args)
-                rounds[name].append(found)
-                say(f"round {n + 1}, {name}: {found['rollout_us_per_token']:.2f} us a token")
+                results = rollout(tree, common, args)
+                rounds[name].append(results)
+                say(f"round {n + 1}, {name}: {results['rollout_us_per_token']:.2f} us a token")
     figures: dict[str, Any] = {
-        name: {key: median(r[key] for r in found) for key in found[0]} for name, found in rounds.items()
+        name: {key: median(r[key] for r in results) for key in results[0]} for name, results in rounds.items()
     }
-    for name, found in figures.items():
-        for key, value in found.items():
+    for name, results in figures.items():
+        for key, value in results.items():
             say(f"{name:>6} {key:<24} {value:,.3f}")
     if args.json:
         print(

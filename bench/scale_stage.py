@@ -47,20 +47,25 @@ PROMPT, CHUNK, VOCAB, EOS = 32, 32, 100_000, 1
 them); a response has a multiple of these."""
 TOKEN, LOGP = 54_321, -0.123456
 TAIL = (1, 1, 1, 1, 2, 2, 3, 8)
-"""Lengths of responses, times the mean's half: a long tail, mean 2.4 of these."""
+"""Response lengths in units of half the mean: a long tail."""
 
 
 def length_of(seed: int, mean: int) -> int:
     return max(CHUNK, TAIL[seed % len(TAIL)] * mean * 8 // sum(TAIL) // CHUNK * CHUNK)
 
 
-# The engines. All that they say is made once: their process must not be what limits.
+# The engines. Their responses are computed once, so that the engines' process does not limit the throughput.
 
 
 @cache
 def event(tokens: int, reason: str | None, routes: int) -> bytes:
-    """Return one event with `tokens` new ones; the last one has those of the whole request. `routes`: bytes of
-    experts."""
+    """Return an event of a stream.
+
+    Args:
+        tokens: new tokens of the event; of the last event, all tokens of the request.
+        reason: finish reason; None: the response continues.
+        routes: bytes of the experts; 0: none.
+    """
     meta: dict[str, Any] = {
         "finish_reason": None if reason is None else {"type": reason}, "weight_version": "LABEL",
         "prompt_tokens": PROMPT, "cached_tokens": 0, "completion_tokens": tokens,
@@ -77,8 +82,16 @@ def chosen(rows: int, layers: int, topk: int) -> NDArray[np.int32]:
 
 
 class Engine:
+    """A scripted engine that speaks SGLang's HTTP API and answers at once.
+
+    Args:
+        name: name of the engine in its run.
+        mean: mean length of a response, in tokens.
+        layers: layers of each token's routes; 0: no routes.
+        topk: experts of a token in each layer.
+    """
+
     def __init__(self, name: str, mean: int, layers: int, topk: int) -> None:
-        """`layers`, `topk`: of each token's experts; 0: none."""
         self._name, self._mean = name, mean
         self._shape = layers, topk
         self._writer: Any = None
@@ -147,29 +160,29 @@ class Engine:
             meta = {"input_token_logprobs": entries, "weight_version": self._label.decode()}
             return web.json_response({"meta_info": meta})
         stop = self._stop[body["rid"]] = asyncio.Event()
-        left = length_of(body["sampling_params"]["sampling_seed"], self._mean) - (have - PROMPT)
+        remaining = length_of(body["sampling_params"]["sampling_seed"], self._mean) - (have - PROMPT)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
-        made, may = 0, body["sampling_params"].get("custom_params", {})
-        while made + self._interval < left and not stop.is_set():
+        sent, may = 0, body["sampling_params"].get("custom_params", {})
+        while sent + self._interval < remaining and not stop.is_set():
             await stream.write(event(self._interval, None, 0).replace(b"LABEL", self._label))
-            made += self._interval
+            sent += self._interval
             await asyncio.sleep(0)
-        rest = min(left - made, CHUNK if stop.is_set() else self._interval)
-        made += rest
-        rows = have + made - 1 - body.get("routed_experts_start_len", 0)
-        self._made += made
+        rest = min(remaining - sent, CHUNK if stop.is_set() else self._interval)
+        sent += rest
+        rows = have + sent - 1 - body.get("routed_experts_start_len", 0)
+        self._made += sent
         del self._stop[body["rid"]]
-        asked = bool(body.get("return_routed_experts"))
-        points = asked and "rlsys_routes" in may
+        wants_routes = bool(body.get("return_routed_experts"))
+        points = wants_routes and "rlsys_routes" in may
         layers, topk = self._shape
-        inline = 4 * layers * topk * rows if asked and not points else 0
-        last = event(rest, "abort" if made < left else "stop", inline)
+        inline = 4 * layers * topk * rows if wants_routes and not points else 0
+        last = event(rest, "abort" if sent < remaining else "stop", inline)
         last = last.replace(b"LABEL", self._label)
         if points:
             pointer = self._writer.append(chosen(rows, layers, topk), body["routed_experts_start_len"])
-            said = b'"routed_experts": "' + base64.b64encode(pointer) + b'", "weight_version"'
-            last = last.replace(b'"weight_version"', said)
+            routes_field = b'"routed_experts": "' + base64.b64encode(pointer) + b'", "weight_version"'
+            last = last.replace(b'"weight_version"', routes_field)
         await stream.write(last)
         await stream.write_eof()
         return stream
@@ -188,7 +201,7 @@ async def serve_engines(count: int, port: int, mean: int, layers: int, topk: int
 
 
 class Lag:
-    """Measures the delay of the event loop every 10 ms."""
+    """Measures the delay of the event loop, every 10 ms."""
 
     def __init__(self) -> None:
         self.late: list[float] = []
@@ -206,13 +219,13 @@ def cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def of_all(processes: list[psutil.Process]) -> float:
-    """Return seconds of CPU time."""
+def total_cpu_seconds(processes: list[psutil.Process]) -> float:
+    """Return the CPU seconds of all processes."""
     return sum(t.user + t.system for t in (p.cpu_times() for p in processes))
 
 
 class Numbers:
-    """Prompts that differ in their tokens."""
+    """A source of prompts that differ in their tokens."""
 
     def train(self, index: int) -> Prompt:
         return Prompt(index, "", [2 + (index + i) % 1000 for i in range(PROMPT)], {})
@@ -222,17 +235,17 @@ class Numbers:
 
 
 def write_history(file: tuple[Path, str, int], steps: int, config: Config) -> None:
-    """Write the ledger of a run after this many train steps, whose tokens are pruned: rows alone."""
+    """Write the ledger of a run after `steps` train steps, with rows only, as after the tokens were deleted."""
     RolloutBuffer(*file).close()
     groups, size = config.rollout.groups_per_step, config.rollout.group_size
     ids = np.arange(PROMPT, dtype="<i4").tobytes()
     db = sqlite3.connect(file[0], isolation_level=None)
     db.execute("BEGIN")
     for step in range(1, steps + 1):
-        own = range((step - 1) * groups, step * groups)
+        group_ids = range((step - 1) * groups, step * groups)
         db.executemany(
             "INSERT INTO groups VALUES (?, ?, 'trained', ?, ?, ?, ?)",
-            ((g, g, step, g, ids, size) for g in own),
+            ((g, g, step, g, ids, size) for g in group_ids),
         )
         db.executemany(
             "INSERT INTO samples (sample_id, group_id, place, seed, status, tokens, mu_sum, spans, reward, resumes, "
@@ -240,9 +253,9 @@ def write_history(file: tuple[Path, str, int], steps: int, config: Config) -> No
             "inherited_tokens, discarded) "
             "VALUES (?, ?, ?, 1, 'finished', 512, -99.5, '[[1,0,300],[2,300,512]]', 0.5, 1, 0, 32, 'http://x', '[]', "
             "0, 0, 0, 0, 0, 0)",
-            ((g * file[2] + i, g, i) for g in own for i in range(size)),
+            ((g * file[2] + i, g, i) for g in group_ids for i in range(size)),
         )
-        db.execute("INSERT INTO takes VALUES (?, ?, ?, '[]')", (step, step, json.dumps(list(own))))
+        db.execute("INSERT INTO takes VALUES (?, ?, ?, '[]')", (step, step, json.dumps(list(group_ids))))
         db.execute("INSERT INTO pushes VALUES (?, ?)", (step, step - 1))
     done = {
         "issued": steps * groups,
@@ -261,9 +274,9 @@ async def reward(_: Prompt, text: str) -> float:
 
 def make_router(args: argparse.Namespace, session: aiohttp.ClientSession) -> Router:
     """Create a router of all engines, or of those of a worker."""
-    own = range(getattr(args, "worker", None) or 0, args.engines, getattr(args, "workers", 1))
+    engine_indices = range(getattr(args, "worker", None) or 0, args.engines, getattr(args, "workers", 1))
     return Router(
-        [EngineClient(f"http://127.0.0.1:{args.port + i}", session) for i in own],
+        [EngineClient(f"http://127.0.0.1:{args.port + i}", session) for i in engine_indices],
         vocab_size=VOCAB, context_length=20 * args.mean, stop_ids={EOS}, bounds=Bounds(1e-3, 1e-3),
         routes=args.layers > 0,
     )  # fmt: skip
@@ -307,7 +320,7 @@ async def work(args: argparse.Namespace) -> None:
 
 
 class Rollout:
-    """Parts of rlsys.rollout.service without its HTTP server, and the trainer's side of a push."""
+    """The parts of rlsys.rollout.service without its HTTP server, and the trainer's side of a push."""
 
     def __init__(self, args: argparse.Namespace, session: aiohttp.ClientSession) -> None:
         sizes = {
@@ -377,38 +390,41 @@ class Rollout:
 async def roll(args: argparse.Namespace) -> dict[str, float]:
     async with make_session() as session:
         rollout, lag = Rollout(args, session), Lag()
-        told = {"folder": str(args.folder), "interval": getattr(rollout.config, "stream_interval", CHUNK)}
+        run_settings = {
+            "folder": str(args.folder),
+            "interval": getattr(rollout.config, "stream_interval", CHUNK),
+        }
         for i in range(args.engines):
-            async with session.post(f"http://127.0.0.1:{args.port + i}/run", json=told) as answer:
+            async with session.post(f"http://127.0.0.1:{args.port + i}/run", json=run_settings) as answer:
                 answer.raise_for_status()
         await rollout.begin()
         gc.freeze()  # as the service does
-        beside = [asyncio.create_task(work) for work in (*rollout.workers.watches(), lag.watch())]
+        background = [asyncio.create_task(work) for work in (*rollout.workers.watches(), lag.watch())]
         await rollout.manager.restore(args.history)
         await rollout.push()
 
         lag.late.clear()
         workers = [psutil.Process(pid) for pid in rollout.pids()]
-        began, before, pushes = time.monotonic(), cpu(), []
-        before_workers = of_all(workers)
+        start_time, cpu_before, pushes = time.monotonic(), cpu(), []
+        before_workers = total_cpu_seconds(workers)
         last = args.history + args.steps
         for step in range(args.history + 1, last + 1):
             await rollout.manager.take(step)
             pushes.append(await rollout.push())
-        own, seconds = cpu() - before, time.monotonic() - began
-        used = own + of_all(workers) - before_workers
+        cpu_seconds, seconds = cpu() - cpu_before, time.monotonic() - start_time
+        used = cpu_seconds + total_cpu_seconds(workers) - before_workers
         received = rollout.stats()["received_tokens"]
         memory = sum(p.memory_info().rss for p in (psutil.Process(), *workers))
 
         start = time.monotonic()
-        taken = await rollout.manager.take(last)  # once more: nothing but reading it back
+        batch = await rollout.manager.take(last)  # once more: nothing but reading it back
         take_seconds = time.monotonic() - start
-        assert taken is not None
+        assert batch is not None
         start = time.monotonic()
         await rollout.manager.commit(last)
         commit_seconds = time.monotonic() - start
-        samples = sum(len(g.samples) for g in taken.groups)
-        for task in beside:
+        samples = sum(len(g.samples) for g in batch.groups)
+        for task in background:
             task.cancel()
         reopen_seconds = await rollout.close()
     late = sorted(lag.late)
@@ -418,11 +434,11 @@ async def roll(args: argparse.Namespace) -> dict[str, float]:
     files = [f for f in args.folder.rglob("*") if f.is_file()]
     return {
         "tokens": received, "seconds": seconds, "rollout_us_per_token": 1e6 * used / received,
-        "coordinator_us_per_token": 1e6 * own / received,
+        "coordinator_us_per_token": 1e6 * cpu_seconds / received,
         "streams_lag_p99_ms": 1e3 * streams[int(0.99 * len(streams))],
         "tokens_per_cpu_second": received / used, "loop_lag_p99_ms": 1e3 * late[int(0.99 * len(late))],
         "loop_lag_max_ms": 1e3 * late[-1], "take_again_seconds": take_seconds, "commit_seconds": commit_seconds,
-        "take_bytes_per_sample": len(encode(taken)) / samples, "push_seconds_max": max(pushes),
+        "take_bytes_per_sample": len(encode(batch)) / samples, "push_seconds_max": max(pushes),
         "rss_mb": memory / 2**20, "rss_kb_per_slot": memory / 2**10 / rollout.config.slots,
         "slots": rollout.config.slots, "reopen_seconds": reopen_seconds,
         "disk_bytes_per_token": sum(f.stat().st_size for f in files) / received,
@@ -434,14 +450,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--coordinator", action="store_true")
-    parser.add_argument("--worker", type=int, help="which worker of a rollout this is")
+    parser.add_argument("--worker", type=int, help="index of this worker")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--engines", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--mean", type=int, required=True, help="tokens of a response, on average")
-    parser.add_argument("--layers", type=int, default=0, help="of which a token has routes; 0: no routes")
-    parser.add_argument("--topk", type=int, default=8, help="experts of a token in each of them")
-    parser.add_argument("--samples", type=int, default=0, help="in flight")
+    parser.add_argument("--mean", type=int, required=True, help="mean tokens of a response")
+    parser.add_argument("--layers", type=int, default=0, help="layers of a token's routes; 0: no routes")
+    parser.add_argument("--topk", type=int, default=8, help="experts of a token in each layer")
+    parser.add_argument("--samples", type=int, default=0, help="samples in flight")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--history", type=int, default=0, help="train steps that the ledger already has")
     parser.add_argument("--folder", type=Path)

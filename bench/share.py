@@ -1,13 +1,14 @@
-"""Seconds and memory in which one trainer rank plans and reads a step of DeepSeek-V3's size.
+"""Seconds and memory that one trainer rank needs to plan and read a step of DeepSeek-V3's size.
 
     python bench/share.py --json [--quick] [--samples 25000] [--mean 10000] [--dp 16] [--pp 16]
 
-The files have real bytes where this rank reads, with their checksums: the tokens of its data-parallel share, and the
-experts that its pipeline stage replays. The layers of other stages are holes in the same files. They have just been
-written, so they are in the page cache: the figures are what our code costs, and say nothing about a file system.
+The files have real bytes, with checksums, for everything that this rank reads: the tokens of its data-parallel share,
+and the experts that its pipeline stage replays. The layers of other stages are holes in the same files. The files
+have just been written, so they are in the page cache: the figures are the cost of rlsys' code, without that of a file
+system.
 
-`plan_seconds`: of the processor, to say which rank trains which sample. `read_share_seconds`: from the answer of
-`take` to this rank's micro-batches, the plan included. `memory_ratio`: the most memory that this took, over the bytes
+`plan_seconds` are the CPU seconds in which samples are assigned to ranks, `read_share_seconds` those from the answer
+of `take` to this rank's micro-batches, the plan included, and `memory_ratio` is the peak of the memory over the bytes
 read.
 """
 
@@ -50,7 +51,7 @@ from rlsys.trainer.pack import LazySample, pack
 from rlsys.trainer.prefixes import Prefixes
 
 LAYERS, TOPK, EXPERTS, GROUP = 58, 8, 256, 16
-"""DeepSeek-V3's layers with experts, and a group's samples."""
+"""DeepSeek-V3's layers with experts, experts per token, experts of a layer, and samples of a group."""
 PROMPT, LONGEST = 64, 32_768
 STEP = "taken.msgpack"
 
@@ -64,7 +65,7 @@ class Sizes:
 
     @property
     def budget(self) -> int:
-        """Tokens of a micro-batch."""
+        """Return the tokens of a micro-batch."""
         return PROMPT + min(LONGEST, 4 * self.mean)
 
     @property
@@ -73,13 +74,13 @@ class Sizes:
         return list(range(-(-LAYERS // self.pp)))
 
     def lengths(self) -> list[int]:
-        """Lengths of the responses: lognormal, at most four times their mean."""
-        drawn = np.random.default_rng(0).lognormal(sigma=0.8, size=self.samples)
-        return np.clip(drawn / drawn.mean() * self.mean, 1, self.budget - PROMPT).astype(int).tolist()
+        """Return the lengths of the responses: lognormal, at most four times the mean."""
+        samples = np.random.default_rng(0).lognormal(sigma=0.8, size=self.samples)
+        return np.clip(samples / samples.mean() * self.mean, 1, self.budget - PROMPT).astype(int).tolist()
 
 
 class HoledRoutes:
-    """Writes records as an engine does (rlsys/segments/route_records.py), of which only some layers are there."""
+    """Writes records like an engine (rlsys/segments/route_records.py), with the bytes of only some layers."""
 
     def __init__(self, folder: Path, layers: list[int]) -> None:
         self._name = RouteFile(0, "engine-0", 1, 0, 1).name
@@ -90,7 +91,11 @@ class HoledRoutes:
         self._at = 0
 
     def append(self, experts: NDArray[np.uint8]) -> RouteSpan:
-        """`experts`: [layers that are there, positions, topk]."""
+        """Append a record.
+
+        Args:
+            experts: experts of the layers that are written, [layers, positions, topk].
+        """
         positions = experts.shape[1]
         size = positions * TOPK
         sums = {layer: zlib.crc32(experts[i].tobytes()) for i, layer in enumerate(self._layers)}
@@ -103,23 +108,23 @@ class HoledRoutes:
         for layer, chosen in zip(self._layers, experts, strict=True):
             self._file.seek(self._at + HEADER_BYTES + len(table) + layer * size)
             self._file.write(chosen.tobytes())
-        place = RouteLocation(
+        location = RouteLocation(
             self._name, self._at, HEADER_BYTES + length, int.from_bytes(first[4:8], "little")
         )
         self._at += HEADER_BYTES + length
         self._file.truncate(self._at)
-        return RouteSpan(0, positions, b"", place)
+        return RouteSpan(0, positions, b"", location)
 
     def close(self) -> None:
         self._file.close()
 
 
 def write_step(folder: Path, sizes: Sizes) -> None:
-    """The answer of `take`, and the files that rank 0 reads."""
+    """Write the files that rank 0 reads, and return the answer of `take`."""
     (folder / FOLDER).mkdir()
     lengths = sizes.lengths()
     bins = plan_bins(Prefixes.none([PROMPT + n for n in lengths]), sizes.budget, 0, sizes.dp)
-    own = {i for members in bins for i in members}
+    rank_samples = {i for members in bins for i in members}
     rng = np.random.default_rng(1)
     tokens, routes = SegmentFile(folder, "000000-000001"), HoledRoutes(folder, sizes.layers)
     groups = [SampleGroup(i, i, [], GroupState.TRAINED, 1) for i in range(-(-sizes.samples // GROUP))]
@@ -128,7 +133,7 @@ def write_step(folder: Path, sizes: Sizes) -> None:
         sample = Sample(
             i, i // GROUP, i % GROUP, [5] * PROMPT, i, spans=spans, status=Status.FINISHED, reward=0.5
         )
-        if i in own:
+        if i in rank_samples:
             ids = rng.integers(0, 100_000, n, np.int32).tobytes()
             mu = rng.random(n).tobytes()
             experts = rng.integers(0, EXPERTS, (len(sizes.layers), PROMPT + n - 1, TOPK), np.uint8)
@@ -151,9 +156,9 @@ def read_share(folder: Path, sizes: Sizes) -> dict[str, float]:
     """Decode the answer, as rank 0 does."""
     answer = (folder / STEP).read_bytes()
     start, cpu = time.perf_counter(), time.process_time()
-    taken = decode(answer, TrainBatch)
+    batch = decode(answer, TrainBatch)
     with SegmentReader(folder) as segments:
-        samples = [s for g in taken.groups for s in g.samples]
+        samples = [s for g in batch.groups for s in g.samples]
         layers = sizes.layers
         unread = [LazySample(s, row, segments, layers) for row, s in enumerate(samples)]
         before = peak_bytes()
@@ -179,9 +184,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--quick", action="store_true", help="small sizes: a test that it runs")
-    parser.add_argument("--samples", type=int, default=25_000, help="of the step")
-    parser.add_argument("--mean", type=int, default=10_000, help="tokens of a response, on average")
+    parser.add_argument("--quick", action="store_true", help="small sizes: checks only that the bench runs")
+    parser.add_argument("--samples", type=int, default=25_000, help="samples of the step")
+    parser.add_argument("--mean", type=int, default=10_000, help="mean tokens of a response")
     parser.add_argument("--dp", type=int, default=16)
     parser.add_argument("--pp", type=int, default=16)
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
@@ -202,13 +207,13 @@ def main() -> None:
             folder,
             *words,
         ]  # a process whose memory is the read alone
-        found = json.loads(
+        figures = json.loads(
             subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
         )
     if args.json:
-        print(json.dumps({"machine": machine(), "sizes": asdict(sizes), "summary": found}))
+        print(json.dumps({"machine": machine(), "sizes": asdict(sizes), "summary": figures}))
     else:
-        for name, value in found.items():
+        for name, value in figures.items():
             print(f"{name:<24} {value:,.3f}")
 
 

@@ -3,9 +3,9 @@ first train step that begins after it, through each backend:
 
     python bench/start_time.py [--json] [--quick] [--backends local slurm ray]
 
-Real SGLang, Megatron-Core, Slurm and Ray, all on this machine, on a tiny run of the quickstart model. `--quick`: the
-backend local alone, without deaths. Clusters are up before the clock starts: what is measured is the run. What one
-backend fails at is told in its place; the others are measured all the same, and the exit code is 1.
+The bench uses real SGLang, Megatron-Core, Slurm and Ray, all on this machine, with a tiny run of the quickstart
+model. `--quick` measures only the local backend, without deaths. Clusters are running before the measurement starts.
+If a backend fails, its error takes the place of its figures, the others are measured, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ VICTIMS = {
     "rollout": ("rlsys.rollout.service",),
     "trainer": ("rlsys.train", "--config"),
 }
-"""Words on the command line of the process that is killed."""
+"""Words on the command line of the process that is killed, by role."""
 
 
 class Failed(Exception):
-    """A run that ended, or did not get on within PATIENCE."""
+    """A run ended, or made no progress within PATIENCE."""
 
 
 @dataclass
 class Timing:
-    """Seconds. `restart`: from the death of a role to the end of the first train step that began after it."""
+    """Seconds. `restart` is the time from a role's death to the end of the first train step that began after it."""
 
     first_token: float | None = None
     first_step: float | None = None
@@ -65,24 +65,24 @@ class Timing:
 
 @dataclass
 class Run:
-    """A started run. `begin`: when its command was given, seconds since the epoch."""
+    """A started run. `begin` is the time of its command, in seconds since the Unix epoch."""
 
     folder: Path
     begin: float
     alive: Callable[[], bool]
 
     def wait(self, true: Callable[[], bool]) -> None:
-        deadline, look = time.monotonic() + PATIENCE, time.monotonic() + ALIVE_SECONDS
+        deadline, next_check = time.monotonic() + PATIENCE, time.monotonic() + ALIVE_SECONDS
         while not true():
             now = time.monotonic()
-            if now > deadline or (now > look and not self.alive()):
+            if now > deadline or (now > next_check and not self.alive()):
                 why = "does not get on" if now > deadline else "has ended"
                 raise Failed(f"the run {why}:\n{logs_of(self.folder)}")
-            look = now + ALIVE_SECONDS if now > look else look
+            next_check = now + ALIVE_SECONDS if now > next_check else next_check
             time.sleep(LOOK_SECONDS)
 
     def steps(self) -> list[dict[str, Any]]:
-        """Entries of the steps, repeated ones too; without a last line that is not whole yet."""
+        """Return the `step` lines of metrics.jsonl, repeated ones included, without an incomplete last line."""
         path = self.folder / "metrics.jsonl"
         text = path.read_text() if path.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()
@@ -91,17 +91,17 @@ class Run:
     def tokens(self) -> int:
         """Return the tokens that the rollout process has received; 0 before it answers."""
         log = self.folder / "logs" / "rollout.log"
-        found = re.search(r"listening on ([\d.:]+)", log.read_text()) if log.exists() else None
-        if found is None:
+        address = re.search(r"listening on ([\d.:]+)", log.read_text()) if log.exists() else None
+        if address is None:
             return 0
         try:
-            with urllib.request.urlopen(f"http://{found[1]}/status", timeout=1) as answer:
+            with urllib.request.urlopen(f"http://{address[1]}/status", timeout=1) as answer:
                 return int(json.loads(answer.read())["received_tokens"])
         except (urllib.error.URLError, OSError):
             return 0
 
     def kill(self, *words: str) -> None:
-        """SIGKILL to the innermost process of the run with these words: those that only lead to it are older."""
+        """Send SIGKILL to the newest process of the run with these words: its keepers are older."""
         fitting = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -110,11 +110,11 @@ class Run:
         max(fitting, key=lambda process: process.create_time()).kill()
 
     def _has(self, process: psutil.Process) -> bool:
-        """Every role has its place for stacks, in the run's folder, in its environment."""
+        """Return whether a process belongs to the run: its environment names a file in the run's folder."""
         return process.environ().get(STACKS_VARIABLE, "").startswith(str(self.folder))
 
     def first_step_since(self, moment: float) -> float | None:
-        """When the first new step ended that began after `moment`."""
+        """Return the time at which the first new step ended that began after `moment`."""
         reached = max((s["step"] for s in self.steps() if s["time"] < moment), default=0)
         began_after = (s for s in self.steps() if s["time"] - s["time_step"] > moment and s["step"] > reached)
         return next((float(step["time"]) for step in began_after), None)
@@ -122,7 +122,7 @@ class Run:
 
 @contextlib.contextmanager
 def started(backend: str, folder: Path) -> Iterator[Run]:
-    """The run, through its backend, on a cluster that is up. Ended at the end."""
+    """Start a run through its backend, on a running cluster, and end it afterwards."""
     options = ["configs/quickstart.yaml", f"run.dir={folder}", *TINY, "trainer.steps=1000"]
     with contextlib.ExitStack() as stack:
         if backend == "slurm":
@@ -156,7 +156,7 @@ def submitted(stack: contextlib.ExitStack, folder: Path, options: list[str]) -> 
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """A clean stop; who does not listen loses the supervisor, and with it every role."""
+    """Stop a run cleanly. If it does not end, kill its supervisor; the keepers then end all roles."""
     process.terminate()
     try:
         process.wait(END_SECONDS)
@@ -177,13 +177,13 @@ def measure(backend: str, deaths: bool) -> Timing:
 
 
 def follow(run: Run, timing: Timing, deaths: bool) -> None:
-    """Fill `timing` in."""
+    """Follow a run, and write its times to `timing`."""
     run.wait(lambda: run.tokens() > 0)
     timing.first_token = round(time.time() - run.begin, 2)
     run.wait(lambda: bool(run.steps()))
     timing.first_step = round(time.time() - run.begin, 2)
     for role, words in VICTIMS.items() if deaths else ():
-        say(f"{timing}; now the {role} dies")
+        say(f"{timing}; killing the {role}")
         quiet = time.time()
         run.wait(lambda: run.first_step_since(quiet) is not None)  # noqa: B023
         died = time.time()
@@ -196,13 +196,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--quick", action="store_true", help="local alone, without deaths")
+    parser.add_argument("--json", action="store_true", help="print only JSON")
+    parser.add_argument("--quick", action="store_true", help="only the local backend, without deaths")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, as Ctrl-C does
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the started processes, as Ctrl-C does
     results: dict[str, dict[str, Any]] = {}
-    told = {"machine": machine(), "seconds": results}
+    result = {"machine": machine(), "seconds": results}
     for backend in ["local"] if args.quick else args.backends:
         if backend == "slurm" and (reason := missing()):
             results[backend] = {"skipped": reason}
@@ -211,10 +211,10 @@ def main() -> None:
         results[backend] = {k: v for k, v in asdict(timing).items() if v is not None}
         say(f"{backend}: {results[backend]}")
     if args.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(result, indent=2))
     else:
-        print("\n".join(f"{backend:6} {found}" for backend, found in results.items()))
-    sys.exit(any("failed" in found for found in results.values()))
+        print("\n".join(f"{backend:6} {outcome}" for backend, outcome in results.items()))
+    sys.exit(any("failed" in outcome for outcome in results.values()))
 
 
 if __name__ == "__main__":

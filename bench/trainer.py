@@ -8,9 +8,9 @@ step       Trainer.train_step with the GRPO objective of the quickstart (log-pro
 logprobs   Trainer.score: the pass that recomputes log-probs before a step
 
 Model and optimizer are the same objects, repeats are interleaved. Responses have the lengths of the recorded trace.
-With --prompts: seconds (of the processor, without CUDA) and memory of a train step of the quickstart's model on one
-group of 8 samples, whose prompt of 60, 500 or 4,000 tokens is computed once or for every sample, with responses of 4,
-200 or 2,000 tokens; one micro-batch.
+--prompts measures seconds (without CUDA: CPU seconds) and memory of a train step of the quickstart's model on one
+group of 8 samples in one micro-batch. The prompt of 60, 500 or 4,000 tokens is computed once or for every sample, and
+responses have 4, 200 or 2,000 tokens.
 
 With CUDA the model is larger and in bfloat16, and the result also has peak memory and the share of the GPU's
 arithmetic that is used (MFU: 6 operations for each token and parameter that it visits, attention not counted).
@@ -55,11 +55,11 @@ LR = 1e-5
 QUICKSTART = Path(__file__).parents[1] / "configs/quickstart.yaml"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Peak FLOP/s of dense bfloat16 products, by a word of the device's name."""
+"""Peak FLOP/s of dense bfloat16 matrix products, by a word of the device's name."""
 
 
 def synthetic(trace: list[int]) -> TrainBatch:
-    """Groups of random tokens and rewards with the trace's lengths: the cost of a step does not depend on them."""
+    """Return groups with the trace's lengths; tokens and rewards are random, as the cost does not depend on them."""
     rng = random.Random(0)
     groups = []
     for g in range(GROUPS):
@@ -85,11 +85,11 @@ class Bench:
             self.trainer.passes.pack, shared="no"
         )  # bare megatron shares nothing
         self.objective = Objective(config.algo)
-        taken = synthetic(json.loads(TRACE.read_text())["lengths"])
+        batch = synthetic(json.loads(TRACE.read_text())["lengths"])
         plan = self.objective.plan(
-            sample_table(taken.groups, taken.train_step, self.objective.requirements.needs)
+            sample_table(batch.groups, batch.train_step, self.objective.requirements.needs)
         )
-        (self.batch,) = prepare_batches(self.trainer, self.objective, plan, taken, [plan.rows])
+        (self.batch,) = prepare_batches(self.trainer, self.objective, plan, batch, [plan.rows])
         if self.objective.requirements.prepares:
             self.objective.prepare(self.batch, self.trainer.passes.sum_over_dp)
         self.denominator = plan.denominator
@@ -107,7 +107,7 @@ class Bench:
         self.trainer.passes.score(self.batch)
 
     def bare(self) -> None:
-        """Run a pre-training loop, which uses only rlsys's split of a micro-batch into this rank's share."""
+        """Run a step as in pre-training, which uses only rlsys' split of a micro-batch into this rank's share."""
         # Imported here: rlsys.trainer patches megatron before its first import.
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -131,34 +131,34 @@ class Bench:
 
     @contextmanager
     def _bare_routers(self) -> Iterator[None]:
-        """Without our replay and counting of experts."""
+        """Disable rlsys' replay and counting of experts, while the context is entered."""
         routers = [
             m for model in self.trainer._models for m in model.modules() if hasattr(m, "router_replay")
         ]
-        ours = [r.router_replay for r in routers]
+        replays = [r.router_replay for r in routers]
         for router in routers:
             router.router_replay = None
         yield
-        for router, replay in zip(routers, ours, strict=True):
+        for router, replay in zip(routers, replays, strict=True):
             router.router_replay = replay
 
     def _bare_forward(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-        share = share_of(next(batches))
-        labels = share.following[None]
+        rank_share = share_of(next(batches))
+        labels = rank_share.following[None]
         losses = model(
-            share.tokens[None],
-            share.position_ids[None],
+            rank_share.tokens[None],
+            rank_share.position_ids[None],
             None,
             labels=labels,
-            packed_seq_params=PackedSequences.of(share.lengths, DEVICE, share.gathered_index),
+            packed_seq_params=PackedSequences.of(rank_share.lengths, DEVICE, rank_share.gathered_index),
         )
         count = torch.tensor(losses.numel(), dtype=torch.int)
         return losses, lambda output: (output.float().sum(), count, {"loss": output.detach().sum()})
 
 
 def groups_of(groups: int, prompt: int, response: int) -> TrainBatch:
-    """Groups of 8 samples of random tokens."""
-    rng, out = random.Random(0), []
+    """Return groups of 8 samples with random tokens."""
+    rng, sample_groups = random.Random(0), []
     for g in range(groups):
         ids = [rng.randrange(128) for _ in range(prompt)]
         samples = [Sample(8 * g + i, g, i, ids, seed=1) for i in range(8)]
@@ -166,25 +166,25 @@ def groups_of(groups: int, prompt: int, response: int) -> TrainBatch:
             tokens = [rng.randrange(128) for _ in range(response)]
             sample.append(Segment(tokens, [-4.8] * response, [VersionSpan(1, 0, response)]))
             sample.status, sample.reward = Status.FINISHED, float(i % 2)
-        out.append(SampleGroup(g, g, samples))
-    return TrainBatch(1, 1, out, {})
+        sample_groups.append(SampleGroup(g, g, samples))
+    return TrainBatch(1, 1, sample_groups, {})
 
 
-def allocated(work: Callable[[], object]) -> int:
-    """The most bytes that it holds above what was held before."""
+def allocated_bytes(work: Callable[[], object]) -> int:
+    """Return the peak of the bytes that `work` allocates."""
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated()
         work()
-        return torch.cuda.max_memory_allocated() - held
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
-    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
 
 
-def worked(work: Callable[[], object]) -> float:
-    """Seconds, which other processes do not lengthen without CUDA."""
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return the seconds of `work`: wall-clock seconds with CUDA, else CPU seconds, which load does not affect."""
     if DEVICE.type == "cuda":
         return timed(work)
     start = time.process_time()
@@ -193,8 +193,8 @@ def worked(work: Callable[[], object]) -> float:
 
 
 def prompts(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """A row for each prompt and response: seconds and bytes of a step with shared prompts, and without. The first is
-    of 16 groups, as the quickstart's steps are."""
+    """Return a row for each prompt and response: seconds and bytes of a step with and without shared prompts. The
+    first row has 16 groups, like the quickstart's steps."""
     sizes = [(16, 60, 4)]
     if not args.quick:
         sizes += [(1, p, r) for p in (60, 500, 4000) for r in (4, 200, 2000)]
@@ -206,21 +206,23 @@ def prompts(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     config = load_config(QUICKSTART, overrides)
     trainer, objective, rows = Trainer(config), Objective(config.algo), []
     for groups, prompt, response in sizes:
-        taken = groups_of(groups, prompt, response)
+        train_batch = groups_of(groups, prompt, response)
         row: dict[str, Any] = {"groups": groups, "prompt": prompt, "response": response}
-        plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.requirements.needs))
-        ways: dict[str, PrefixSharing] = {"before": "no", "after": "yes"}
-        for name, shared in ways.items():
+        plan = objective.plan(
+            sample_table(train_batch.groups, train_batch.train_step, objective.requirements.needs)
+        )
+        modes: dict[str, PrefixSharing] = {"before": "no", "after": "yes"}
+        for name, shared in modes.items():
             trainer.passes.pack = replace(trainer.passes.pack, shared=shared)
-            (batch,) = prepare_batches(trainer, objective, plan, taken, [plan.rows])
+            (batch,) = prepare_batches(trainer, objective, plan, train_batch, [plan.rows])
             loss = partial(micro_loss, objective, compare=True)
             step = partial(trainer.update, batch, loss, LR, plan.denominator)
-            held = allocated(step)  # warms up, too
-            seconds = [worked(step) for _ in range(1 if response == 2000 else 3)]
+            allocated = allocated_bytes(step)  # warms up, too
+            seconds = [seconds_of(step) for _ in range(1 if response == 2000 else 3)]
             row[name] = {
                 "tokens": sum(sum(micro.computed_lengths) for micro in batch),
                 "seconds": min(seconds),
-                "bytes": held,
+                "bytes": allocated,
             }
         row["times_faster"] = row["before"]["seconds"] / row["after"]["seconds"]
         row["times_less_memory"] = row["before"]["bytes"] / row["after"]["bytes"]
@@ -297,7 +299,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def share_of(micro: MicroBatch) -> Share:
-    """A micro-batch as one rank computes it."""
+    """Return the part of a micro-batch that one rank computes."""
     from megatron.core import parallel_state
 
     return Share.of(micro, 1, parallel_state.get_context_parallel_group(), DEVICE, 0)
@@ -307,12 +309,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument(
-        "--prompts", action="store_true", help="prompts that are computed once for their group"
+        "--prompts", action="store_true", help="measure prompts that are computed once per group"
     )
-    parser.add_argument("--quick", action="store_true", help="a tiny model, once: shows that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, once: checks only that the bench runs"
+    )
     args = parser.parse_args()
     if args.quick:
         args.repeats = 1

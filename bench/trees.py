@@ -3,9 +3,9 @@
     python bench/trees.py --json                  distinct answers: LATR against sampling with as many tokens
     python bench/trees.py --part scope --json     groups without success, before and after SCOPE's repairs
 
-Tokens count as engines make them, those that trees discard included. `tree`: of a group of LATR. `sampled`: of
-responses that are sampled one after the other until as many tokens have been made. `sampled_group`: of as many
-sampled responses as a group has, whatever they took.
+Tokens are counted as engines generate them, including those that trees discard. `tree` has the figures of a group of
+LATR, `sampled` those of responses that are sampled one after the other until as many tokens are generated, and
+`sampled_group` those of as many sampled responses as a group has.
 """
 
 from __future__ import annotations
@@ -39,23 +39,25 @@ from tests.helpers.families import Siblings
 
 
 def group_of(number: int, prompt: Prompt, size: int) -> Siblings:
-    """The samples of one prompt."""
+    """Return the samples of one prompt."""
     seeds = 1 + 1000 * number
     return Siblings([Sample(number * size + i, number, i, prompt.ids, seed=seeds + i) for i in range(size)])
 
 
 def answers(tokenizer: Tokenizer, samples: Iterable[Sample]) -> set[str]:
-    """The final ones; a response without one adds none."""
-    ended = [s.response_ids for s in samples if s.response_ids and s.response_ids[-1] in tokenizer.stop_ids]
-    told = (final_answer(Response(tokenizer.decode(ids), finished=True)) for ids in ended)
-    return {a for a in told if a is not None}
+    """Return the distinct final answers; responses without an answer do not count."""
+    complete = [
+        s.response_ids for s in samples if s.response_ids and s.response_ids[-1] in tokenizer.stop_ids
+    ]
+    final_answers = (final_answer(Response(tokenizer.decode(ids), finished=True)) for ids in complete)
+    return {a for a in final_answers if a is not None}
 
 
 Part = Callable[[Config, Tokenizer, Router, int, Prompt, int], Awaitable[dict[str, float]]]
 
 
 async def measure(part: Part, config: Config, url: str, prompts: int, size: int) -> dict[str, float]:
-    """Means over prompts."""
+    """Return the figures as means over prompts."""
     tokenizer = Tokenizer(config.model.path, config.data.chat_template_args)
     source, rows = build_source(config, tokenizer), []
     async with make_session() as session:
@@ -70,25 +72,25 @@ async def measure(part: Part, config: Config, url: str, prompts: int, size: int)
     return {name: round(mean(row[name] for row in rows), 3) for name in rows[0]}
 
 
-async def repaired(
+async def repair_group(
     config: Config, tokenizer: Tokenizer, router: Router, number: int, prompt: Prompt, size: int
 ) -> dict[str, float]:
-    """A group, and SCOPE's further samples where it has no success."""
-    speak, judge = sampling_turns(config, router), build_process_judge(config)
+    """Return a group, with SCOPE's additional samples if it has no success."""
+    generate_turn, judge = sampling_turns(config, router), build_process_judge(config)
     assert judge is not None
     group = group_of(number, prompt, size).samples
-    await asyncio.gather(*(speak(s) for s in group))
+    await asyncio.gather(*(generate_turn(s) for s in group))
     right = str(prompt.entry["answer"])
     solved = right in answers(tokenizer, group)
     repairs = Repairs(judge, tokenizer, 60, config.rollout.max_response_tokens)
-    found = [] if solved else await repairs.of(prompt, group[: Scope().repairs])
+    repairs_made = [] if solved else await repairs.of(prompt, group[: Scope().repairs])
     extra = []
-    for prefix in found:
+    for prefix in repairs_made:
         extra.append(
             Sample(10**6 + size * number + prefix.index, number, size + prefix.index, prompt.ids, seed=7)
         )
         fork(group[prefix.index], prefix.at, extra[-1], inserted=prefix.ids)
-    await asyncio.gather(*(speak(s) for s in extra))
+    await asyncio.gather(*(generate_turn(s) for s in extra))
     won = [right in answers(tokenizer, [s]) for s in extra]
     return {
         "without_success": float(not solved),
@@ -103,27 +105,27 @@ async def repaired(
 async def distinct(
     config: Config, tokenizer: Tokenizer, router: Router, number: int, prompt: Prompt, size: int
 ) -> dict[str, float]:
-    speak = sampling_turns(config, router)
-    generate = build_generator(config, tokenizer, speak)
+    generate_turn = sampling_turns(config, router)
+    generate = build_generator(config, tokenizer, generate_turn)
     assert isinstance(generate, TreeGenerator)
     group = group_of(2 * number, prompt, size)
     generate.attach(group, top_logprob_turns(config, router))
     await asyncio.gather(*(generate(s, prompt) for s in group.samples))
-    made = sum(s.received_tokens for s in group.samples)
+    tree_tokens = sum(s.received_tokens for s in group.samples)
 
     plain = group_of(2 * number + 1, prompt, 16 * size)
     sampled: list[Sample] = []
-    while sum(s.tokens for s in sampled) < made or len(sampled) < size:
+    while sum(s.tokens for s in sampled) < tree_tokens or len(sampled) < size:
         batch = plain.samples[len(sampled) : len(sampled) + size]
-        await asyncio.gather(*(speak(s) for s in batch))
+        await asyncio.gather(*(generate_turn(s) for s in batch))
         sampled += batch
     within, tokens = [], 0
     for s in sampled:
         tokens += s.tokens
-        if tokens <= made:
+        if tokens <= tree_tokens:
             within.append(s)
     return {
-        "tokens": made,
+        "tokens": tree_tokens,
         "tree_distinct": len(answers(tokenizer, group.samples)),
         "sampled_distinct": len(answers(tokenizer, within)),
         "sampled_responses": len(within),
@@ -141,19 +143,19 @@ def main() -> None:
     parser.add_argument("--part", choices=("latr", "scope"), default="latr")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--size", type=int, default=8, help="samples of a group")
-    parser.add_argument("--quick", action="store_true", help="2 prompts: shows that it runs")
-    parser.add_argument("--json", action="store_true", help="one line")
-    parser.add_argument("overrides", nargs="*", help="of the part's recipe in configs/algorithms")
+    parser.add_argument("--quick", action="store_true", help="2 prompts: checks only that the bench runs")
+    parser.add_argument("--json", action="store_true", help="print the figures in one line")
+    parser.add_argument("overrides", nargs="*", help="overrides of the part's recipe in configs/algorithms")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(
             ROOT / "configs/algorithms" / f"{args.part}.yaml", [f"run.dir={folder}", *args.overrides]
         )
         with running_engine(config, Path(folder)) as url:
-            part = distinct if args.part == "latr" else repaired
+            part = distinct if args.part == "latr" else repair_group
             prompts = 2 if args.quick else args.prompts
-            found = asyncio.run(measure(part, config, url, prompts, args.size))
-    print(json.dumps(found, indent=None if args.json else 2))
+            figures = asyncio.run(measure(part, config, url, prompts, args.size))
+    print(json.dumps(figures, indent=None if args.json else 2))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Seconds per GB of a weight push, per method, against what the same bytes cost at least. One real engine.
+"""Seconds per GB of a weight push by method, compared with the minimum cost of the same bytes, on one real engine.
 
     python bench/weight_sync.py --json [--megabytes 256] [--repeats 5] [--quick]
 
-A push is what rlsys.weights does between begin_weight_update and end_weight_update, the engine's loading included.
-The tensors lie ready in this process (nothing is gathered); disk methods write to and read from the run folder. The
-first push of each method, which imports SGLang or opens a process group, is reported apart and is not in the medians.
-`disk_delta` pushes a model of which one tensor in eight has changed.
+A push is the work of rlsys.weights between begin_weight_update and end_weight_update, including the engine's loading.
+The tensors are ready in this process, so nothing is gathered; disk methods write to and read from the run folder. The
+first push of each method, which imports SGLang or creates a process group, is reported separately and is not in the
+medians. `disk_delta` pushes a model of which one tensor in eight has changed.
 
-Floors, measured in the same run: `copy`, a memory copy; `loopback`, the bytes over a TCP connection of this machine;
-`hashlib`, SHA-256 of them. A push of tensors copies at least twice, into memory that the engine can open and out of
-it. One by broadcast goes over TCP, and copies once. `checksums`: what comparing all of them costs; `hashes`: the
-trainer's part of it, which is hidden behind the push where cores are free.
+Minimum costs, measured in the same run: `copy`, a memory copy; `loopback`, the bytes over a TCP connection of this
+machine; `hashlib`, their SHA-256. A push of tensors copies at least twice, into memory that the engine can open and
+out of it. A broadcast uses TCP and copies once. `checksums` is the time to compare all of them, `hashes` the
+trainer's part of it, which runs in parallel to the push if cores are idle.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ GB = 1e9
 
 
 def config_for(method: str, model: Path, run: Path) -> Config:
-    made = {
+    data = {
         "model": {"path": model},
         "run": {"dir": run},
         "engine": {
@@ -57,7 +57,7 @@ def config_for(method: str, model: Path, run: Path) -> Config:
         "weights": {"method": method},
         "rollout": {"max_response_tokens": 256},
     }
-    return Config.model_validate(made)
+    return Config.model_validate(data)
 
 
 def transport_of(config: Config) -> GatheredTransport:
@@ -69,7 +69,7 @@ def transport_of(config: Config) -> GatheredTransport:
 async def push(
     client: EngineClient, sync: GatheredTransport, tensors: dict[str, Tensor], version: int
 ) -> tuple[float, int]:
-    """Seconds and bytes of one push."""
+    """Push once, and return seconds and bytes."""
     ticket = WeightUpdate(version, [EngineAddress(client.url, client.tp, version - 1)], [])
     await client.begin_weight_update()
     start = time.perf_counter()
@@ -80,7 +80,7 @@ async def push(
 
 
 def copy_seconds(tensors: dict[str, Tensor]) -> float:
-    """A plain memory copy of every tensor, into memory that is there already."""
+    """Return the seconds of copying every tensor into allocated memory."""
     targets = [t.clone() for t in tensors.values()]
     start = time.perf_counter()
     for target, t in zip(targets, tensors.values(), strict=True):
@@ -196,10 +196,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="the whole result as JSON on stdout")
-    parser.add_argument("--megabytes", type=float, default=256.0, help="size of the model")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    parser.add_argument("--megabytes", type=float, default=256.0, help="size of the model in MB")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, once: shows that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, once: checks only that the bench runs"
+    )
     args = parser.parse_args()
     if args.quick:
         args.megabytes, args.repeats = 8.0, 1

@@ -1,22 +1,26 @@
-"""An agent of one's own: a program with OpenAI's client, as it would ask any other server.
+"""A custom agent: an ordinary program that uses OpenAI's client.
 
     rlsys train examples/own_agent.yaml
 
-Each response is one run of it. An address and a key of its own are in its environment, where the client finds them.
-What the model answers is trained; what the agent says in between is not. Here a checker is the agent's tool: after a
-wrong answer the model may try once more.
+Each response is one run of the program. Environment variables that the client reads contain the address and the key
+of the response. The model's answers are trained; the agent's messages are not. This agent checks an answer: after a
+wrong one the model may try once more.
 """
 
-import openai.resources  # noqa: F401  (the client would import it in each run of the agent: once, before, is cheaper)
+import openai.resources  # noqa: F401  (the client imports it lazily, in each run of the agent; here, once for all runs)
 from openai import OpenAI
 
 
 def second_chance(task: dict) -> None:
-    """`task`: the row of the data, and `question`, what the user says."""
+    """Ask the model a question, and once again if the answer is wrong.
+
+    Args:
+        task: the row of the data, plus `question`, the user's message.
+    """
     client = OpenAI()
     messages = [{"role": "user", "content": task["question"]}]
-    said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
-    if f"<answer>{task['answer']}</answer>" in said.content:
+    reply = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+    if f"<answer>{task['answer']}</answer>" in reply.content:
         return
-    messages += [said, {"role": "user", "content": "again"}]
+    messages += [reply, {"role": "user", "content": "again"}]
     client.chat.completions.create(model="policy", messages=messages)

@@ -16,10 +16,11 @@ from rlsys.rewards.answer import final_answer
 
 
 def second_chance(config: Config, tokenizer: Tokenizer, generate_turn: GenerateTurn) -> Generator:
-    again = tokenizer.encode("<user>again<assistant>")
-    room = config.rollout.max_response_tokens - len(again)
+    """Return a generator that lets the model try again once after a wrong answer."""
+    retry_ids = tokenizer.encode("<user>again<assistant>")
+    max_first_turn = config.rollout.max_response_tokens - len(retry_ids)
 
-    def right(sample: Sample, prompt: Prompt) -> bool:
+    def is_right(sample: Sample, prompt: Prompt) -> bool:
         response = Response(tokenizer.decode(sample.response_ids), finished=True)
         return final_answer(response) == prompt.entry["answer"]
 
@@ -27,13 +28,13 @@ def second_chance(config: Config, tokenizer: Tokenizer, generate_turn: GenerateT
         ended = bool(sample.response_ids) and sample.response_ids[-1] in tokenizer.stop_ids
         if not sample.observed and not ended:
             await generate_turn(sample)
-            if sample.status is not Status.FINISHED or right(sample, prompt):
+            if sample.status is not Status.FINISHED or is_right(sample, prompt):
                 return
-            if len(sample.response_ids) >= room:
+            if len(sample.response_ids) >= max_first_turn:
                 return
             sample.status = Status.PARKED  # the turn has ended, the sample has not
         if not sample.observed:
-            sample.observe(again)
+            sample.observe(retry_ids)
         await generate_turn(sample)
 
     return generate

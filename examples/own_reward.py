@@ -1,9 +1,10 @@
-"""A custom reward: right answers count, and of two right answers the one with less work counts more.
+"""A custom reward: a right answer gets 0.5 to 1, more for a shorter response, and a wrong answer 0.
 
     rlsys train examples/own_reward.yaml
 
-`reward(config)` makes the function once in each reward process. The function gets a prompt and the model's response,
-a str with `finished` (False where it was cut off), and gives a finite number, or a dict of named numbers.
+rlsys calls `reward(config)` once in each reward process. The function that it returns gets a prompt and the model's
+response, a str with the attribute `finished` (False if it was truncated), and returns a finite number or a dict of
+named numbers.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from rlsys.rewards.answer import final_answer
 
 
 def reward(config: Config) -> Callable[[Prompt, Response], float]:
+    """Return the reward function of a run."""
     longest = config.rollout.max_response_tokens
 
     def score(prompt: Prompt, response: Response) -> float:

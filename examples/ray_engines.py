@@ -19,13 +19,13 @@ import ray
 
 
 class Joiner:
-    """One thread waits for the engine's end, the other one can send it away."""
+    """Owns one `rlsys engines join` process. One actor thread waits for its end, another one can terminate it."""
 
     def __init__(self) -> None:
         self._started = threading.Event()
 
     def run(self, run: str, folder: str) -> int:
-        """Exit code of the command."""
+        """Run the command, and return its exit code."""
         command = [sys.executable, "-m", "rlsys.cli.main", "engines", "join", run]
         self._process = subprocess.Popen(
             [*command, "--host", ray.util.get_node_ip_address()], cwd=folder, start_new_session=True
@@ -34,29 +34,30 @@ class Joiner:
         return self._process.wait()
 
     def leave(self) -> None:
+        """Terminate the command, which drains its engine."""
         self._started.wait()
         self._process.terminate()
 
 
 def main(run: str, count: str, gpus: str = "0") -> int:
-    """Until all of them have ended; 1 when one had an error."""
+    """Run `count` engines with `gpus` GPUs each until all of them have ended. Return 1 if one failed, else 0."""
     ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), logging_level="ERROR")
     actor = ray.remote(Joiner).options(
         num_cpus=1, num_gpus=int(gpus), max_concurrency=2, scheduling_strategy="SPREAD"
     )
     joiners = [actor.remote() for _ in range(int(count))]
-    ends = [joiner.run.remote(str(Path(run).resolve()), str(Path.cwd())) for joiner in joiners]
+    exit_codes = [joiner.run.remote(str(Path(run).resolve()), str(Path.cwd())) for joiner in joiners]
 
-    def leave(*_: object) -> None:
+    def drain_all(*_: object) -> None:
         for joiner in joiners:
             joiner.leave.remote()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, leave)
+        signal.signal(number, drain_all)
     codes = []
-    for end in ends:
-        with contextlib.suppress(ray.exceptions.RayActorError):  # its node is gone
-            codes.append(ray.get(end))
+    for exit_code in exit_codes:
+        with contextlib.suppress(ray.exceptions.RayActorError):  # the actor's node is gone
+            codes.append(ray.get(exit_code))
     return int(any(codes))
 
 

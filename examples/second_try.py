@@ -2,7 +2,7 @@
 
     rlsys train examples/second_try.yaml
 
-The prompt is that of the data's row, so the opening is empty. `step` returns a reward for each turn.
+The prompt is the one in the data's row, so the opening has no message. `step` returns the reward of a turn.
 """
 
 from rlsys.environments.contract import Opening, Step, as_messages

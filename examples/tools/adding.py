@@ -1,4 +1,4 @@
-"""An environment with one tool: it adds. It runs in a process of its own (docs/environments.md)."""
+"""An environment with one tool, which adds. It runs in a separate process (docs/environments.md)."""
 
 import json
 
@@ -19,7 +19,7 @@ ADD = {
 
 
 class Adding:
-    """Shared by all episodes, which keep nothing."""
+    """The environment, and each of its episodes: an episode has no state."""
 
     opening = Opening(tools=[ADD])
 
@@ -27,7 +27,7 @@ class Adding:
         return self
 
     def step(self, action):
-        """One answer for each call."""
+        """Return one message for each call."""
         return Step([{"role": "tool", "tool_call_id": c["id"], "content": answer(c)} for c in action.calls])
 
     def close(self):
@@ -35,7 +35,7 @@ class Adding:
 
 
 def answer(call):
-    """What the model did wrong is an answer, too."""
+    """Return the sum of a call's terms, or an error message for malformed arguments, as text for the model."""
     try:
         return str(sum(int(term) for term in json.loads(call["arguments"])["terms"]))
     except (ValueError, KeyError, TypeError) as e:

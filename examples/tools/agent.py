@@ -1,27 +1,28 @@
-"""An agent with OpenAI's client and a tool: the model calls the tool, an environment answers.
+"""An agent with OpenAI's client and a tool: the model calls the tool, and an environment executes the calls.
 
 Each response is one run of `solve`. The tool runs in a separate process. If that process is killed, it is started
 again, and the earlier calls are repeated.
 """
 
-import openai.resources.chat.completions  # noqa: F401  (the client would import it in each run of the agent: once, before, is cheaper)
+import openai.resources.chat.completions  # noqa: F401  (the client imports it lazily, in each run; here, only once)
 from openai import OpenAI
 
 from rlsys.environments.client import RemoteEpisode
 
 
 def solve(task: dict) -> None:
+    """Query the model until it answers without a tool call."""
     client = OpenAI()
     messages: list = [{"role": "user", "content": task["question"]}]
     with RemoteEpisode.for_agent(task) as episode:
         while True:
-            said = client.chat.completions.create(
+            choice = client.chat.completions.create(
                 model="policy", messages=messages, tools=episode.tools
             ).choices[0]
-            if said.finish_reason != "tool_calls":
+            if choice.finish_reason != "tool_calls":
                 return
             calls = [
                 {"id": c.id, "name": c.function.name, "arguments": c.function.arguments}
-                for c in said.message.tool_calls
+                for c in choice.message.tool_calls
             ]
-            messages += [said.message, *episode.step("", calls)["messages"]]
+            messages += [choice.message, *episode.step("", calls)["messages"]]

@@ -53,7 +53,7 @@ def module(name: str) -> ModuleType:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The warm start in short."""
     folder = tmp_path_factory.mktemp("tools")
-    module("model").make(folder / "model")
+    module("model").write_model(folder / "model")
     small = [f"trainer.steps={SFT_STEPS}", "trainer.token_budget=4096", "sft.params={guesses: 0}"]
     where = [f"model.path={folder}/model", f"run.dir={folder}/sft"]
     command = [*RLSYS, "sft", "examples/tools/sft.yaml", *where, *small]

@@ -33,7 +33,7 @@ def module(name: str) -> ModuleType:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
-    module("model").make(made)
+    module("model").write_model(made)
     return made
 
 

@@ -136,7 +136,7 @@ def test_figures_of_trained_groups(april: ModuleType) -> None:
     taken = TrainBatch(
         1, 1, [SampleGroup(0, 0, samples)], {"tokens": 8, "off_policy_share": 0.25, "staleness_mean": 3.0}
     )
-    assert april.of_trained([taken], 2.0, true_mean=5.0) == {
+    assert april.trained_figures([taken], 2.0, true_mean=5.0) == {
         "trained_tokens_per_s": 4.0,
         "samples_per_s": 1.0,
         "off_policy_share": 0.25,

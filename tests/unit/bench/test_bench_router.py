@@ -68,8 +68,8 @@ async def test_every_token_counts_of_requests_at_once(
         await asyncio.sleep(0)
         return int(body["sampling_params"]["max_new_tokens"])
 
-    monkeypatch.setattr(router, "one", one)
-    assert (await router.many("http://engine:1", 300, 7))[1] == 300 * 7
+    monkeypatch.setattr(router, "send", one)
+    assert (await router.send_many("http://engine:1", 300, 7))[1] == 300 * 7
 
 
 async def test_samples_are_held_parked_and_ended(router: ModuleType) -> None:

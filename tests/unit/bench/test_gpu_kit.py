@@ -248,7 +248,9 @@ def test_a_library_keeps_the_code_of_one_architecture() -> None:
 def test_a_package_that_the_node_must_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["gpu_kit.py", "--check-node"])
     monkeypatch.setattr(gpu_kit, "NODE", ("json", "no_such_package"))
-    with pytest.raises(SystemExit, match=r"lacks packages that the kit counts on: no_such_package$"):
+    with pytest.raises(
+        SystemExit, match=r"lacks packages that the kit requires on the node: no_such_package$"
+    ):
         gpu_kit.main()
     monkeypatch.setattr(gpu_kit, "NODE", ("json",))
     gpu_kit.main()
