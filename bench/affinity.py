@@ -72,7 +72,7 @@ async def measured(strategy: str, clients: list[EngineClient], slow: str, seed: 
         rng = random.Random(seed)
         await makespan(router, rng)
         await asyncio.sleep(2 * PROBE_SECONDS)  # what it has seen is settled with a probe
-        speeds = {url: told["prefill_tokens_per_s"] for url, told in router.engine_figures().items()}
+        speeds = {url: told["prefill_tokens_per_s"] for url, told in router.engine_metrics().items()}
         seconds, done = await makespan(router, rng)
     finally:
         watch.cancel()

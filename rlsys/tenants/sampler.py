@@ -118,7 +118,7 @@ class Engine:
                 self.deaths += 1
                 deaths = await on_death()
                 if deaths >= DEATHS_POISONOUS:
-                    raise EngineGone(f"refused: {deaths} engines died while they worked on it") from None
+                    raise EngineGone(f"refused: {deaths} engines died while they processed it") from None
                 await self._healthy()
         raise EngineGone(f"the engine did not answer this request in {_TRIES} attempts")
 

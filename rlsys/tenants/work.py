@@ -57,7 +57,7 @@ class Outcome:
 def refusal(request: Request) -> Outcome | None:
     """Refuse a request that may have killed engines or the server before; None: it may run."""
     if request.deaths:
-        reason = f"{request.deaths} engines died while they worked on it, and the server was started again"
+        reason = f"{request.deaths} engines died while they processed it, and the server was started again"
     elif request.tries > MAX_TRIES:
         reason = f"the server has ended {MAX_TRIES} times while this request was next"
     else:

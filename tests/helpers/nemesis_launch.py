@@ -185,9 +185,9 @@ class TrainerRole:
         while left:
             ticket = await self._command("begin_push", BeginPushRequest(), WeightUpdate)
             sent = await asyncio.gather(*(self._send(e, weights) for e in ticket.engines))
-            left_out = {e.url: why for e, why in zip(ticket.engines, sent, strict=True) if why}
+            excluded = {e.url: why for e, why in zip(ticket.engines, sent, strict=True) if why}
             canaries = [Canary(ids, canary_logprobs(ids, weights)) for ids in ticket.canaries]
-            request = EndPushRequest(ticket, canaries, [checksums(weights)], left_out)
+            request = EndPushRequest(ticket, canaries, [checksums(weights)], excluded)
             found = await self._command("end_push", request, dict[str, float])
             left = bool(found["push_left"])
 

@@ -198,10 +198,10 @@ class Trainer:
         while left:
             ticket = self._rollout.begin_push()
             sent = {address.url: self._send(address) for address in ticket.engines}
-            left_out = {url: why for url, why in sent.items() if why}
+            excluded = {url: why for url, why in sent.items() if why}
             canaries = [Canary(ids, canary_logprobs(ids, self._weights)) for ids in ticket.canaries]
             sums = [checksums(self._weights)]
-            left = bool(self._rollout.end_push(ticket, canaries, sums, left_out)["push_left"])
+            left = bool(self._rollout.end_push(ticket, canaries, sums, excluded)["push_left"])
 
     def _send(self, address: EngineAddress) -> str:
         """Why the engine is left out, as by rlsys.weights.receivers; empty when it has all."""

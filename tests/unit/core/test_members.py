@@ -44,7 +44,7 @@ async def growing(
         {"model": {"path": "x"}, "run": {"dir": folder}, "launch": launch, "engine": {"count": own, "tp": 1}}
     )
     owner = claim(folder)
-    async with routing(*known[:own], kinds=kinds) as rig:
+    async with routing(*known[:own], engine_config=kinds) as rig:
         rig.engines = known
         clients = [engine.client for engine in rig.router._pool.engines]
         wanted = Members(
@@ -82,7 +82,7 @@ async def test_an_engine_joins_serves_and_leaves_while_its_samples_go_on(tmp_pat
         assert (
             stats["lost"] == 0 and stats["engine_tokens"] == stats["received_tokens"] + 2
         )  # a canary for each
-        assert 2 < stats["engine_rank_seconds"] - rig.router.engine_figures()[A]["rank_seconds"] < 5  # type: ignore[operator]
+        assert 2 < stats["engine_rank_seconds"] - rig.router.engine_metrics()[A]["rank_seconds"] < 5  # type: ignore[operator]
 
 
 async def test_the_launchs_own_engine_leaves_and_comes_back(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ async def test_an_engine_joins_a_pool_and_costs_what_that_costs(tmp_path: Path) 
     config = Config.model_validate(
         {"model": {"path": "x"}, "engine": {"pools": [far]}, "launch": {"placement": "disaggregated"}}
     )
-    async with growing(tmp_path, kinds=config.engine) as (rig, owner):
+    async with growing(tmp_path, engine_config=config.engine) as (rig, owner):
         write_member(owner, C, 1, "far", active=True)
         write_member(owner, D, 1, active=True)
         await asyncio.sleep(3)

@@ -152,7 +152,7 @@ async def test_a_turn_that_had_ended_before_a_crash_is_read_again_and_not_contin
 async def test_a_template_that_takes_back_what_it_wrote_is_refused(tmp_path: Path) -> None:
     made, tokenizer = turns(tmp_path, Read(add="{}"), ["[add]<eos>"])
     tokenizer._template_text = "{{ messages | length }}"
-    with pytest.raises(UserError, match="in another way once answers follow it"):
+    with pytest.raises(UserError, match="differently if answers follow"):
         await made(Sample(0, 0, 0, [5], seed=1), PROMPT)
 
 

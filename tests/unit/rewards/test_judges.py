@@ -139,8 +139,8 @@ async def no_text(question: str) -> web.Response:
 @pytest.mark.parametrize(
     ("reply", "told"),
     [
-        (broken, "answered 503: no worker"),
-        (no_json, "answered no JSON: '<html>'"),
+        (broken, "HTTP 503: no worker"),
+        (no_json, "expected JSON, got '<html>'"),
         (no_choice, "no text at choices.0.message.content of its answer"),
         (no_text, "no text at choices.0.message.content"),
     ],
@@ -336,7 +336,9 @@ def test_what_is_no_address_of_a_judge_is_refused(tmp_path: Path, url: str, told
 def test_a_secret_in_a_url_is_refused_and_not_repeated(tmp_path: Path) -> None:
     for section, field in (("data", "judge"), ("engine", "reference")):
         config = Config.model_validate({"model": {"path": tmp_path}, section: {field: "http://me:hush@a:1"}})
-        with pytest.raises(UserError, match=f"{section}.{field}: a URL with a name or a password") as caught:
+        with pytest.raises(
+            UserError, match=f"{section}.{field}: the URL has a user name or a password"
+        ) as caught:
             check_names(config)
         assert "hush" not in str(caught.value)
 
