@@ -134,7 +134,7 @@ FLAGS = (
     "--use-dynamic-batch-size", "--balance-data", "--sequence-parallel", "--use-wandb", "--swiglu",
     "--group-query-attention",
 )  # fmt: skip
-"""Options that take no value: a word behind one is no part of it."""
+"""Options that take no value: a word after one is not its value."""
 SEVERAL = ("--eval-prompt-data", "--rollout-stop", "--rollout-stop-token-ids", "--sglang-cuda-graph-bs")
 """Options that take several words."""
 SFT_DEFAULTS = (

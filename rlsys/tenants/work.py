@@ -186,7 +186,7 @@ class Work:
             raise UserError("save_weights_for_sampler: expected path or sampling_session_seq_id")
         sampler = sampler_id(model.id.partition(":")[0], message.sampling_session_seq_id)
         if model.ledger.samplers().get(sampler, path) != path:
-            raise UserError(f"sampling_session_seq_id = {message.sampling_session_seq_id} is taken")
+            raise UserError(f"sampling_session_seq_id = {message.sampling_session_seq_id} already exists")
         model.ledger.add_sampler(sampler, path)
         return Outcome(as_json({**reply, "sampling_session_id": sampler}))
 

@@ -200,10 +200,10 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.Captu
         assert main(["engines", *words]) == 2
         return capsys.readouterr().err
 
-    assert "no such run folder" in error("list", str(tmp_path / "none"))
+    assert "folder not found" in error("list", str(tmp_path / "none"))
     (tmp_path / "config.yaml").write_text(f"model: {{path: x}}\nrun: {{dir: {tmp_path}}}\n")
     assert "this run is not running; start it before engines join it" in error("join", str(tmp_path))
-    assert f"{C} is no engine of {tmp_path}; its engines: none" in error("drain", str(tmp_path), C)
+    assert f"{C}: not an engine of {tmp_path}; its engines: none" in error("drain", str(tmp_path), C)
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ async def test_one_that_says_something_else_after_a_restart_is_not_believed(tmp_
 async def test_a_step_that_hangs_fails_in_time_and_a_paused_service_is_waited_for() -> None:
     async with running(step_seconds=0.5) as services:
         assert await played(services, TASK) == [1.0, 1.0, 1.0]
-        with pytest.raises(EnvironmentFailed, match=r"no answer within 0.5 s"):
+        with pytest.raises(EnvironmentFailed, match=r"no response within 0.5 s"):
             await played(services, {**TASK, "hangs": True})
     async with running() as services, services.episode(TASK, 0) as episode:
         (process,) = processes()
@@ -209,7 +209,7 @@ async def test_strangers_are_refused_and_mistakes_told() -> None:
         stranger = await asyncio.to_thread(
             ask, service, "/open", {"lease": "a", "task": TASK, "seed": 0}, "no"
         )
-        assert stranger == (401, "a wrong key")
+        assert stranger == (401, "wrong key")
         for path, body, expected in (
             ("/open", {}, (400, "KeyError: 'lease'")),
             (

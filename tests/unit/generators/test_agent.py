@@ -378,9 +378,9 @@ async def test_an_address_is_of_no_use_without_its_key() -> None:
             ({"messages": [{"role": "boss"}]}, "messages[0].role = 'boss'"),
             (
                 {"messages": [{"role": "user", "content": "1"}], "top_logprobs": 3},
-                "top_logprobs = 3: not served",
+                "top_logprobs = 3: not supported",
             ),
-            ({"messages": [{"role": "user", "content": "1"}], "tempature": 3}, "tempature: not known"),
+            ({"messages": [{"role": "user", "content": "1"}], "tempature": 3}, "tempature: unknown field"),
             (
                 {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
                 "a part of type 'image_url'",

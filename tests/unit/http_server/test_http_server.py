@@ -211,7 +211,9 @@ async def test_a_port_that_is_taken_is_a_users_mistake() -> None:
     app = guarded_app([], ServerLimits())
     async with serving(app, "127.0.0.1") as url:
         port = int(url.rpartition(":")[2])
-        with pytest.raises(UserError, match=rf"^--port {port}: in use on 127.0.0.1; 0 finds a free one$"):
+        with pytest.raises(
+            UserError, match=rf"^--port {port}: the port is in use on 127.0.0.1; 0 selects a free one$"
+        ):
             async with serving(guarded_app([], ServerLimits()), "127.0.0.1", port):
                 pass
 
