@@ -73,7 +73,7 @@ def _advantage(d: Draft) -> str:
     estimator = d.text("algorithm.adv_estimator", "gae")
     advantage_name = ADVANTAGES.get(estimator)
     if advantage_name is None:
-        d.reject("algorithm.adv_estimator", "not here by this name (rlsys algo list)")
+        d.reject("algorithm.adv_estimator", "not supported by this name (rlsys algo list)")
         advantage_name = "rloo"
     if (
         advantage_name == "grpo"
@@ -98,14 +98,14 @@ def _policy_loss(d: Draft) -> tuple[dict[str, Any], list[str]]:
     mode = d.text(of_mode, "vanilla")
     loss: dict[str, Any] = {"name": LOSSES.get(mode, "clip")}
     if mode not in LOSSES:
-        d.reject(of_mode, "not here by this name (rlsys algo list)")
+        d.reject(of_mode, "not supported by this name (rlsys algo list)")
     low, high = (d.number(f"{ACTOR}.clip_ratio_{side}", 0.2) for side in ("low", "high"))
     if d.is_present(f"{ACTOR}.clip_ratio"):
         d.defaults.append(
             Row(
                 f"{ACTOR}.clip_ratio",
                 d.text(f"{ACTOR}.clip_ratio"),
-                "clip_ratio_low and _high win: 0.2, if not set",
+                "clip_ratio_low and _high take precedence: 0.2, if not set",
             )
         )
     names = [
@@ -133,7 +133,7 @@ def _policy_loss(d: Draft) -> tuple[dict[str, Any], list[str]]:
         if d.is_present(copy) and d.text(copy) == d.text(f"{ACTOR}.policy_loss.{name}"):
             d.consumed.add(copy)
     if loss["name"] in ("clip", "dual_clip", "gspo", "gmpo", "cispo", "clip_cov"):
-        loss |= {"clip_low": min(1.0, low), "clip_high": high}  # below 0 there is no ratio
+        loss |= {"clip_low": min(1.0, low), "clip_high": high}  # a ratio is at least 0
     return loss, names
 
 
@@ -165,7 +165,7 @@ def _penalties(d: Draft, names: list[str]) -> list[dict[str, Any]]:
         gradient = {"gradient": "k2"} if kind.endswith("+") else {}
         kind = kind.removesuffix("+")
         if kind not in KL_KINDS:
-            d.reject(f"{ACTOR}.kl_loss_type", f"{', '.join(KL_KINDS)} are here")
+            d.reject(f"{ACTOR}.kl_loss_type", f"expected one of {', '.join(KL_KINDS)}")
         if beta := d.number(f"{ACTOR}.kl_loss_coef", 0.001):
             terms.append({"name": "kl", "beta": beta, "kind": KL_KINDS.get(kind, "k3"), **gradient})
     if entropy := d.number(f"{ACTOR}.entropy_coeff", 0):
@@ -178,7 +178,7 @@ def _reducer(d: Draft, loss: str) -> None:
     of_mode = f"{ACTOR}.loss_agg_mode"
     mode = d.text(of_mode, "token-mean")
     if mode not in REDUCERS:
-        d.reject(of_mode, f"{', '.join(REDUCERS)} are here")
+        d.reject(of_mode, f"expected one of {', '.join(REDUCERS)}")
     reducer = REDUCERS.get(mode, "token_mean")
     if loss in ("gspo", "gmpo", "sapo"):  # verl's functions of these losses ignore the mode
         if reducer != "sequence_mean" and len(d.get_field("algo.loss", [])) > 1:
@@ -215,7 +215,7 @@ def _group_filter(d: Draft) -> None:
     if filtered and not _filters_groups(d):
         for name in [name for name in d.settings if name.startswith("algorithm.filter_groups.")]:
             d.consumed.add(name)
-            d.defaults.append(Row(name, d.text(name), f"{d.text(PROGRAM)} reads no such setting"))
+            d.defaults.append(Row(name, d.text(name), f"{d.text(PROGRAM)} does not read this setting"))
     elif filtered:
         d.set_field("algo.planners", ["dapo"], "algorithm.filter_groups.enable")
         metric, batches = (f"algorithm.filter_groups.{name}" for name in ("metric", "max_num_gen_batches"))
@@ -227,11 +227,13 @@ def _group_filter(d: Draft) -> None:
             )
         if d.is_present(batches):
             d.consumed.add(batches)
-            d.defaults.append(Row(batches, d.text(batches), "verl stops with an error after so many batches"))
+            d.defaults.append(
+                Row(batches, d.text(batches), "verl stops with an error after this number of batches")
+            )
 
 
 def _filters_groups(d: Draft) -> bool:
-    """Return whether the program reads algorithm.filter_groups: verl's first trainer and those beside it do not."""
+    """Return whether the program reads algorithm.filter_groups; the first and the asynchronous trainers do not."""
     program, version = d.text(PROGRAM), "trainer.use_v1"
     is_first = program == "verl.trainer.main_ppo" and d.is_present(version) and not d.flag(version)
     return not is_first and program not in (*ONE_STEP_OFF, *FULLY_ASYNC, *PARTIAL_ROLLOUT, *ASYNC_FLOW)

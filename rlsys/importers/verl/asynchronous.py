@@ -93,12 +93,12 @@ def _async_flow(d: Draft) -> None:
     d.set_field("rollout.max_staleness", bound, staleness)
     d.warnings.append(
         "rollout.over_provision: the recipe starts prompts while fewer than data.train_batch_size x (staleness + 1) "
-        "wait or run; an interrupted response goes on at most 5 times there"
+        "wait or run; there an interrupted response is resumed at most 5 times"
     )
 
 
 def _partial_rollout(d: Draft) -> None:
-    """Translate the recipe of partial rollouts: a step's prompts are always in flight, beside those that are done."""
+    """Translate the recipe of partial rollouts: one step's number of unfinished prompts is always in flight."""
     partial = "async_training.partial_rollout"
     if not d.flag(partial):
         d.require(partial)

@@ -52,7 +52,7 @@ def translate_corrections(d: Draft) -> None:
 
 
 def _rejections(d: Draft, section: str, names: list[str]) -> list[dict[str, Any]]:
-    """Return the corrections of rollout_rs; bounds of k1 are those of a ratio. Append its settings to `names`."""
+    """Return the corrections of rollout_rs; bounds of k1 are bounds of a ratio. Append its settings to `names`."""
     rule, bound = f"{section}.rollout_rs", f"{section}.rollout_rs_threshold"
     lower_bound, veto = f"{bound}_lower", f"{section}.rollout_token_veto_threshold"
     option = d.text(rule, "null").strip("'")
@@ -69,7 +69,7 @@ def _rejections(d: Draft, section: str, names: list[str]) -> list[dict[str, Any]
         match = re.fullmatch(r"(token|seq_(?:sum|mean|max))_(k[123])", option.strip())
         low, _, high = limits.strip().rpartition("_")
         if match is None or not re.fullmatch(r"[\d.eE+-]+", high) or not re.fullmatch(r"[\d.eE+-]*", low):
-            d.reject(rule, "expected token_k1, seq_mean_k3 or the like with their bounds")
+            d.reject(rule, "expected rules such as token_k1 or seq_mean_k3 with their bounds")
             break
         rejection = {"name": "rejection", "kind": match[2], "level": match[1].replace("seq", "sequence")}
         if match[2] == "k1":
@@ -95,7 +95,7 @@ def _ratio_rejection(d: Draft, level: str, rule: str) -> dict[str, Any]:
         "high": high,
     }
     if level not in ("token", "sequence", "geometric"):
-        d.reject(veto, f"beside {rule} = {level}")
+        d.reject(veto, f"not supported with {rule} = {level}")
     if d.text(veto, "null") not in ("null", "None"):
         rejection["veto"] = d.number(veto, 0.0)
     return rejection

@@ -29,7 +29,7 @@ def translate_data(d: Draft, rewards: Collection[str]) -> None:
         "drop" if d.flag(prompt_settings[1]) else d.text(prompt_settings[0], "error").replace("error", "drop")
     )
     if side not in ("drop", "left", "right"):
-        d.reject("data.truncation", "a prompt is left out, or side on the left or right")
+        d.reject("data.truncation", "expected error, left or right")
     limit = d.integer("data.max_prompt_length", 512)
     d.set_field("data.params.max_prompt_tokens", limit, "data.max_prompt_length")
     d.set_field("data.params.overlong_prompts", side, *prompt_settings)
@@ -51,11 +51,11 @@ def _rewards(d: Draft, rewards: Collection[str]) -> None:
         d.set_field("data.reward", "math" if "math" in rewards else "exact_answer")
         d.warnings.append(
             f"data.reward = {d.config['data']['reward']}: verl chooses the reward by the data_source of each row; "
-            "name yours where answers are no mathematics"
+            "set yours if answers are not mathematics"
         )
     for enable in ("reward_model.enable", "reward.reward_model.enable"):
         if d.is_present(enable) and (d.is_unresolved(enable) or d.flag(enable)):
-            d.reject(enable, "a reward model is a server of its own here; ask it in a reward function")
+            d.reject(enable, "here a reward model is a separate server; query it in a reward function")
     manager = first_present(
         d, "reward_model.reward_manager", "reward.reward_manager.name", "reward.reward_manager"
     )

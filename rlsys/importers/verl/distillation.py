@@ -39,7 +39,8 @@ def translate_distillation(d: Draft, terms: list[dict[str, Any]]) -> list[dict[s
     kind = KL_KINDS.get(mode, "")
     if by_sample != (kind == "k1") or not (mode == "forward_kl_topk" or kind):
         d.reject(
-            f"{loss}.loss_mode", f"its gradient with use_policy_gradient = {by_sample} is of no divergence"
+            f"{loss}.loss_mode",
+            f"with use_policy_gradient = {by_sample} its gradient is not that of a divergence",
         )
     if by_sample:
         teacher["top_k"] = 0
@@ -48,7 +49,7 @@ def translate_distillation(d: Draft, terms: list[dict[str, Any]]) -> list[dict[s
         term = {"name": "distill_pg", "clip_low": sides["low"], "clip_high": sides["high"], "dual": 3.0}
         of_term += [f"{loss}.clip_ratio_{side}" for side in sides]
         if d.text(f"{loss}.policy_loss_mode", "vanilla") != "vanilla":
-            d.reject(f"{loss}.policy_loss_mode", "verl has vanilla alone")
+            d.reject(f"{loss}.policy_loss_mode", "verl supports vanilla only")
     elif mode == "forward_kl_topk":
         names += [f"{loss}.topk", floor]
         teacher |= {"direction": 0.0, "top_k": d.integer(f"{loss}.topk", 32), "tail_bucket": False}
@@ -80,6 +81,6 @@ def translate_distillation(d: Draft, terms: list[dict[str, Any]]) -> list[dict[s
 
 
 def has_task_rewards(d: Draft) -> bool:
-    """Return whether a policy loss reads rewards, alone or beside a teacher's divergence."""
+    """Return whether a policy loss reads rewards, alone or together with a teacher's divergence."""
     tasks = "distillation.distillation_loss.use_task_rewards"
     return not d.flag("distillation.enabled") or not d.is_present(tasks) or d.flag(tasks)

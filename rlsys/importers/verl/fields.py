@@ -68,29 +68,29 @@ VERL = {
     "trainer.default_local_dir": "run.dir",
     "trainer.project_name": "run.dir",
     "trainer.experiment_name": "run.dir",
-    "trainer.resume_mode": "run.dir: the same command with the same folder goes on",
+    "trainer.resume_mode": "run.dir: the same command with the same folder resumes",
     "trainer.max_actor_ckpt_to_keep": "trainer.keep_checkpoints",
 }
-"""Of verl's YAML, the paths that its own example scripts use most -> our field, and how it differs, if it does."""
+"""Settings that verl's example scripts use most -> our field, with differences."""
 _LAYOUT = r"(fsdp|megatron|veomni|torchtitan|automodel|mindspeed|engine|dtensor)"
 SFT_DEFAULTS = (
     (r"^data\.(max_length|max_token_len_per_gpu|pad_mode|micro_batch_size.*|use_dynamic_bsz|ignore_input_ids_mismatch)$",
      None, "answers are packed to trainer.token_budget"),
     (r"^data\.val_files$", None, "no held-out loss"),
     (r"^engine(\.|$)|^model\.(fsdp_config|strategy|use_|enable_gradient|trust|external_lib)|use_remove_padding$|"
-     r"^ulysses", None, "the trainer is Megatron; parallel and trainer say how"),
+     r"^ulysses", None, "the trainer is Megatron; see parallel and trainer"),
 )  # fmt: skip
-"""The same for supervised fine-tuning."""
+"""DEFAULTS of supervised fine-tuning."""
 DEFAULTS = (
     (r"^actor_rollout_ref\.ref\.(strategy|log_prob_|use_torch_compile|fsdp|megatron|veomni|torchtitan|entropy|profiler|"
      r"ulysses|engine|rollout_n)", None, "the reference shares the trainer's layout"),
-    (r"strategy$|model_engine$", None, "the trainer is Megatron; parallel and trainer say how"),
+    (r"strategy$|model_engine$", None, "the trainer is Megatron; see parallel and trainer"),
     (r"(micro_batch_size(_per_gpu)?|dynamic_bsz|log_prob_max_token_len_per_gpu|forward_max_token_len_per_gpu)$", None,
      "micro-batches are packed to trainer.token_budget"),
     (r"use_remove_padding$|use_thd$", None, "samples are packed, without padding"),
     (r"\.(fsdp_config\.(model_dtype|dtype)|megatron\.dtype|rollout\.dtype|veomni\.dtype)$",
      ("bfloat16", "bf16"), "bfloat16"),
-    (r"rollout\.(calculate_log_probs|mode)$", None, "engines are asked asynchronously, and their log-probs are kept"),
+    (r"rollout\.(calculate_log_probs|mode)$", None, "requests are asynchronous; log-probs are stored"),
     (r"rollout\.ignore_eos$", (False,), "a response ends at the model's end token"),
     (r"rollout\.do_sample$", (True,), "tokens are sampled"),
     (r"rollout\.(load_format|skip_tokenizer_init|disable_log_stats|free_cache_engine|multi_stage_wake_up)$", None,
@@ -99,10 +99,10 @@ DEFAULTS = (
     (r"data\.filter_overlong_prompts_workers$", None, "rows are counted on all CPUs"),
     (r"engine_kwargs\.(vllm\.kv_cache_dtype|trtllm\.kv_cache_config\.dtype)$", ("auto", "bfloat16", "bf16"),
      "keys and values have the model's type"),
-    (r"data\.min_response_length$", None, "verl reads no such setting"),
+    (r"data\.min_response_length$", None, "verl does not read this setting"),
     (r"data\.shuffle$", (True,), "prompts are shuffled by data.seed"),
     (r"data\.(return_raw_chat|return_raw_input_ids|return_full_prompt|trust_remote_code)$|trust_remote_code$", None,
-     "rows are read whole; no code of a model's folder is run"),
+     "rows are read whole; code in a model folder is never run"),
     (r"data\.reward_fn_key$", ("data_source",), "a row's data_source goes to functions with verl's signature"),
     (r"data\.(train|val)_max_samples$", (-1,), "all rows"),
     (r"trainer\.val_before_train$", None, "an evaluation runs before the first step"),
@@ -111,8 +111,8 @@ DEFAULTS = (
     (r"trainer\.val_only$", (False,), "training"),
     (r"data\.validation_shuffle$", (False,), "held-out prompts have a fixed order"),
     (r"^async_training\.(use_trainer_do_validate|use_rollout_log_probs)$", None, "evaluations run on the engines"),
-    (r"trainer\.resume_mode$", ("auto", "disable"), "the same command with the same run.dir goes on"),
-    (r"trainer\.resume_from_path$", (False, None, ""), "the same command with the same run.dir goes on"),
+    (r"trainer\.resume_mode$", ("auto", "disable"), "the same command with the same run.dir resumes"),
+    (r"trainer\.resume_from_path$", (False, None, ""), "the same command with the same run.dir resumes"),
     (r"trainer\.use_legacy_worker_impl$|trainer\.use_v1$", ("disable", False, True), "rlsys has its own loop"),
     (r"trainer\.v1\.trainer_mode$", ("sync",), "launch.placement = colocated"),
     (r"(checkpoint\.|max_(critic_)?ckpt_to_keep|max_critic_ckpt|del_local|remove_previous|default_hdfs_dir)", None,
@@ -135,7 +135,7 @@ DEFAULTS = (
     (r"mtp\.mtp_loss_scaling_factor$", None, "not in use: the layer is not trained"),
     (r"agent\.default_agent_loop$", ("single_turn_agent",), "rollout.generator = single_turn"),
     (r"model\.exclude_modules$", (".*visual.*",), "models are text"),
-    (r"data\.gen_batch_size$", None, "a step asks for more groups when its group policy drops some"),
+    (r"data\.gen_batch_size$", None, "a step requests more groups when its group policy drops some"),
     (r"reward_model\.(enable|use_reward_loop)$", (False,), "only data.reward computes rewards"),
     (r"reward_kwargs\.(max_resp_len|overlong_buffer_cfg\.)|overlong_buffer\.", None,
      "not in use: overlong_buffer_cfg.enable is not set"),
@@ -144,31 +144,31 @@ DEFAULTS = (
     (r"rollout\.multi_turn\.enable$", (False,), "one turn"),
     (r"router_replay\.mode$|enable_rollout_routing_replay$", (False, "disabled"), "trainer.replay = off"),
 )  # fmt: skip
-"""Settings that ask for what a run here does anyway."""
+"""Settings that request what a run does by default."""
 SPEED = (
     (rf"\.{_LAYOUT}(_config)?\.(?!override_transformer_config\.|router_replay)|{_LAYOUT}_size$|ulysses|fsdp_size",
-     "the trainer is Megatron; parallel and trainer.offload_optimizer say what has which place"),
+     "the trainer is Megatron; parallel and trainer.offload_optimizer determine the layout"),
     (r"override_transformer_config\.(recompute|.*fus(ion|ed)|use_(fused|naive|flash|triton|ascend|arbitrary)|moe_enable_deepep|"
      r"moe_token_dispatcher|attention_backend|num_layers_in_|account_for|persist_layer_norm|deallocate|"
      r"gradient_accumulation|overlap|tp_comm|context_parallel_algo|apply_rope|moe_shared_expert_overlap|cuda_graph|"
-     r"pipeline_model_parallel_layout|multi_latent)", "the trainer has no such switch"),
+     r"pipeline_model_parallel_layout|multi_latent)", "the trainer does not have this switch"),
     (r"(param|optimizer|grad|activation)_offload$|override_optimizer_config\.(optimizer_(cpu_)?offload|offload_fraction|overlap|use_precision)|torch_compile|fused_kernel|use_liger|use_shm|"
      r"_with_chunking|entropy_checkpointing|prefix_grouper|mbridge|dist_checkpoint|use_orig_params|mixed_precision",
-     "the trainer has no such switch"),
+     "the trainer does not have this switch"),
     (r"^critic\.(ppo_max_token|forward_max_token|model\.(enable_gradient|use_remove|enable_activation|trust)|use_dynamic)",
      "the critic shares the trainer's layout and micro-batches"),
     (r"rollout\.(enable_sleep_mode|moe_tensor_parallel_size|prometheus\.)|mtp\.(enable_rollout|speculative)|"
      r"engine_kwargs\.sglang\.enable_dp_attention|engine_kwargs\.(vllm|trtllm)\.(?!.*(quant|kv_cache_dtype|hf_overrides|"
-     r"seed|logits))", "engines are SGLang without this switch; engine.extra_args passes what they need"),
+     r"seed|logits))", "engines are SGLang without this switch; engine.extra_args passes other options"),
     (r"rollout\.(name|gpu_memory_utilization|max_num_batched_tokens|enable_chunked_prefill|chunked_prefill|enforce_eager|"
      r"max_model_len|cudagraph|enable_prefix_caching|engine_kwargs\.vllm\.(mm_processor|compilation_config|max_model_len|"
      r"swap_space|disable_)|layered_summon|data_parallel_size|expert_parallel_size|pipeline_model_parallel_size|"
      r"update_weights_bucket|checkpoint_engine|agent\.num_workers|nnodes|n_gpus_per_node|profiler|disaggregat)",
-     "engines are SGLang; engine.extra_args passes what they need beside the sizes"),
+     "engines are SGLang; engine.extra_args passes other options"),
     (r"^(ray_kwargs|global_profiler|transfer_queue)\.|logger$|project_name$|experiment_name$|log_val|balance_batch$|"
      r"trainer\.(device|validation_data_dir|rollout_data_dir|esi_|ray_wait)|profiler\.|profile_steps|nccl_timeout|"
      r"dataloader_num_workers|data\.num_workers|reward(_model)?\.(num_workers|launch_reward)|val_batch_size|"
      r"ignore_input_ids_mismatch|tokenizer_parallel|data_loader_seed|trainer\.seed$|actor\.seed$|load_weight$",
      "the run folder has metrics, samples and checkpoints; run.trackers sends them on"),
 )  # fmt: skip
-"""Settings without a counterpart that change speed, memory or logging alone."""
+"""Settings without a counterpart that change only speed, memory or logging."""

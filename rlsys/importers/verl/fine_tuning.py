@@ -28,7 +28,7 @@ def translate_fine_tuning(d: Draft) -> None:
     batch = d.integer("data.train_batch_size", 256)
     d.set_field("sft.params.batch", batch, "data.train_batch_size")
     if d.text("data.messages_key", "messages") != "messages":
-        d.reject("data.messages_key", "the chats of a row are its `messages`")
+        d.reject("data.messages_key", "the chat of a row is in `messages`")
     for name in ("data.prompt_key", "data.response_key", "data.prompt_dict_keys", "data.response_dict_keys"):
         d.reject(name, "a row has `messages`, or `prompt` and `completion`")
     set_steps(d, "trainer.total_training_steps", "trainer.total_epochs", 30)

@@ -16,7 +16,7 @@ def translate_optimizer(d: Draft, optim: str, section: str, default_lr: float) -
     d.set_field("trainer.lr", lr, f"{optim}.lr")
     if (initial := d.number(f"{optim}.lr_warmup_init", 0.0)) > 0:
         if initial >= lr:
-            d.reject(f"{optim}.lr_warmup_init", f"a warm-up rises; {optim}.lr = {lr:g}")
+            d.reject(f"{optim}.lr_warmup_init", f"expected less than {optim}.lr = {lr:g}")
         d.set_field("trainer.lr_start", initial / lr, f"{optim}.lr_warmup_init", f"{optim}.lr")
     else:
         d.consumed.discard(f"{optim}.lr_warmup_init")
@@ -45,7 +45,7 @@ def translate_optimizer(d: Draft, optim: str, section: str, default_lr: float) -
         default_style = "cosine"
     style = d.text(style_setting, default_style)
     if style not in ("constant", "linear", "cosine"):
-        d.reject(style_setting, "constant, linear and cosine are here")
+        d.reject(style_setting, "expected constant, linear or cosine")
     d.set_field(f"{section}.schedule", style, style_setting)
     ratio_setting = first_present(d, f"{optim}.min_lr_ratio", f"{optim}.min_lr_factor")
     least_setting = first_present(d, f"{optim}.min_lr", f"{optim}.lr_min")

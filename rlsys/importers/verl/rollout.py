@@ -22,7 +22,7 @@ def translate_rollout(d: Draft) -> None:
             d.copy(f"{ROLLOUT}.multi_turn.format")
         d.reject(
             f"{ROLLOUT}.multi_turn.enable",
-            "tools are Python functions for rollout.generator = functions, or a generator of yours",
+            "tools are Python functions of rollout.generator = functions, or of your own generator",
         )
     else:
         d.consumed.discard(f"{ROLLOUT}.multi_turn.enable")
@@ -72,7 +72,7 @@ def _evaluation(d: Draft) -> None:
 
 
 def _engines(d: Draft) -> None:
-    """Pass on SGLang's own options."""
+    """Pass SGLang's options to engine.extra_args."""
     prefix = f"{ROLLOUT}.engine_kwargs.sglang."
     names = [
         n for n in d.settings if n.startswith(prefix) and not n.endswith((".enable_dp_attention", ".dp_size"))
@@ -81,7 +81,7 @@ def _engines(d: Draft) -> None:
     for name in names:
         value = d.get(name)
         if value is False:
-            d.reject(name, "an option of SGLang that is off needs engine.extra_args by hand")
+            d.reject(name, "to disable this option of SGLang, write engine.extra_args")
             continue
         args.append("--" + name.removeprefix(prefix).replace("_", "-"))
         if value is not True:
@@ -93,7 +93,7 @@ def _engines(d: Draft) -> None:
             d.consumed.discard(name)
             continue
         if kind not in ("fp8", "fp8_e4m3", "fp8_e5m2"):
-            d.reject(name, "keys and values are of the model's type, or FP8")
+            d.reject(name, "keys and values have the model's type, or FP8")
         args += ["--kv-cache-dtype", kind if kind.endswith("e5m2") else "fp8_e4m3"]
         names.append(name)
         d.warnings.append(

@@ -24,7 +24,7 @@ SECTIONS = (
     "reward_model",
     "custom_reward_function",
 )
-"""A command is one of verl when a setting of it is in one of these."""
+"""Sections that identify a command of verl: one of its settings is in one of these."""
 EXPECTED = "python -m verl.trainer.main_ppo with settings such as data.train_batch_size=256"
 _SETTING = re.compile(r"(~|\+{1,2})?([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 
@@ -48,7 +48,7 @@ def read_yaml(data: Any) -> Settings:
 
 
 def program_index(argv: Sequence[str]) -> int:
-    """Return the index of the program, the argument before the first setting, or -1 if no setting is of verl."""
+    """Return the index of the program, the argument before the first setting; -1 without a setting of verl."""
     for index, argument in enumerate(argv):
         match = _SETTING.fullmatch(argument[:200])
         if match and match[3] is not None and "." in match[2] and match[2].partition(".")[0] in SECTIONS:
@@ -69,7 +69,7 @@ def read_settings(arguments: Arguments) -> Settings:
     )
     if entry not in ENTRIES and "sft_trainer" not in entry:
         settings.problems.append(
-            f"{entry or 'the command'}: expected python -m verl.trainer.main_ppo; another program's work is not known"
+            f"{entry or 'the command'}: expected python -m verl.trainer.main_ppo; other programs are not supported"
         )
     for argument in arguments.argv[1:]:
         _read_argument(arguments, argument, settings)
@@ -84,15 +84,15 @@ def _read_argument(arguments: Arguments, argument: str, settings: Settings) -> N
         return
     text, reason = arguments.run.source_text(argument), arguments.run.explain(option)
     if argument.startswith("-"):
-        settings.problems.append(f"{text}: settings that this file or option brings are not read")
+        settings.problems.append(f"{text}: settings of this file or option are not read")
         return
     match = _SETTING.fullmatch(argument)
     if match is None or reason:
-        settings.problems.append(f"{text}: {reason or 'no setting'}; it may be any setting")
+        settings.problems.append(f"{text}: {reason or 'not a setting'}; it may be any setting")
     elif match[1] == "~":
         settings.problems.append(f"{text}: removes a setting; no counterpart is known")
     elif match[3] is None:
-        settings.problems.append(f"{text}: a word that is no setting")
+        settings.problems.append(f"{text}: not a setting")
     else:
         settings.values[match[2]] = arguments.value([match[3]])
 

@@ -34,7 +34,7 @@ def read_sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
         and d.get_field("algo.advantage", "") in ("grpo", "dr_grpo", "rloo")
         and has_task_rewards(d)
     ):
-        d.mark_unresolved(f"{ROLLOUT}.n", "one sample a prompt leaves a group without a baseline")
+        d.mark_unresolved(f"{ROLLOUT}.n", "a group of one sample has no baseline")
     engine_gpus = None
     if d.get(PROGRAM) in (*ONE_STEP_OFF, *FULLY_ASYNC, *ASYNC_FLOW):
         engine_gpus = d.integer("rollout.nnodes", 1) * d.integer("rollout.n_gpus_per_node", 8)

@@ -102,14 +102,14 @@ def translate_lora(d: Draft, model: str) -> None:
         )
         matrices = d.get(f"{section}.target_modules", list(MEGATRON_MATRICES))
         if not isinstance(matrices, list) or not set(matrices) <= set(MEGATRON_MATRICES):
-            d.reject(f"{section}.target_modules", f"{', '.join(MEGATRON_MATRICES)} are here")
+            d.reject(f"{section}.target_modules", f"expected some of {', '.join(MEGATRON_MATRICES)}")
         elif set(matrices) != set(MEGATRON_MATRICES):
             names = [name for matrix in matrices for name in MEGATRON_MATRICES[matrix]]
             d.set_field("trainer.lora.targets", names, f"{section}.target_modules", f"{section}.rank")
         d.consumed |= {f"{section}.target_modules", f"{section}.merge"}
         initial = f"{section}.lora_A_init_method"
         if d.text(initial, "xavier") not in ("xavier", "kaiming", "uniform", "normal"):
-            d.reject(initial, "A is drawn evenly, as PEFT does")
+            d.reject(initial, "A is sampled uniformly, as in PEFT")
         d.consumed.add(initial)
         d.warnings.append(LORA_START)
         if d.number(f"{section}.dropout", 0.0):
