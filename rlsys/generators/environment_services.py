@@ -53,7 +53,7 @@ log = logging.getLogger("rlsys.rollout")
 
 
 class ServiceParams(Section):
-    """Where environments run: in processes that this run starts, or in an external service."""
+    """Location of environments: processes that this run starts, or an external service."""
 
     connector: str | None = None
     """gymnasium, reasoning_gym, mcp, verifiers, openenv, or a function `path/to/file.py:function` or
