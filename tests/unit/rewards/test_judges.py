@@ -141,8 +141,8 @@ async def no_text(question: str) -> web.Response:
     [
         (broken, "HTTP 503: no worker"),
         (no_json, "expected JSON, got '<html>'"),
-        (no_choice, "no text at choices.0.message.content of its answer"),
-        (no_text, "no text at choices.0.message.content"),
+        (no_choice, "expected a text at choices.0.message.content of the response"),
+        (no_text, "expected a text at choices.0.message.content"),
     ],
 )
 async def test_a_server_that_fails_gives_no_verdict_and_is_counted(
@@ -166,7 +166,7 @@ async def test_a_server_that_names_no_model_and_one_that_is_not_there_give_no_ve
     async with server.listening() as url:
         judge = JudgeWithTimeout(UrlJudge(url), 20)
         assert await judge("?") is None
-        assert "no text at data.0.id" in judge.last
+        assert "expected a text at data.0.id" in judge.last
     assert await judge("?") is None
     assert "Client" in judge.last
     assert judge.failures == 2

@@ -172,7 +172,7 @@ async def test_a_service_that_never_can_censors_and_says_why() -> None:
 async def test_tries_end_with_the_time_of_a_reward() -> None:
     gone = await verdict_of("http://127.0.0.1:9/score", 30)
     assert gone.reason is not None
-    assert "ClientConnectorError" in gone.reason and "times in 27 s" in gone.reason
+    assert "ClientConnectorError" in gone.reason and "attempts in 27 s" in gone.reason
 
 
 async def test_a_service_that_hangs_censors_within_the_time() -> None:

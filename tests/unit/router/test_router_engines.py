@@ -113,7 +113,7 @@ async def test_an_engine_with_wrong_weights_is_quarantined() -> None:
         assert not rig.engines[1].started
         with pytest.raises(
             RunError,
-            match=r"no engine can serve weight version 2: .*mean 2.* \(bound 1e-06: weights.canary_mean\)",
+            match=r"no engine can serve weight version 2, because .*mean 2.* \(bound 1e-06: weights.canary_mean\)",
         ):
             await rig.push(wrong=(A,))
 

@@ -99,7 +99,7 @@ async def test_when_it_dies_the_evaluation_is_given_up() -> None:
         answer = ask(r)
         await asyncio.sleep(0.1)
         pinned(r).die()
-        with pytest.raises(PinLost, match="had weight version 1, it is dead now"):
+        with pytest.raises(PinLost, match="had weight version 1, its state is now: dead"):
             await answer
         r.router.unpin()
         await r.push()
