@@ -129,7 +129,7 @@ async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = ANO
         tasks = [asyncio.ensure_future(fleet.watch()), asyncio.ensure_future(stop.wait())]
         try:
             async with listening as url:
-                log.info("listening on %s, with %d engines", url, len(options.engines))
+                log.info("listening on %s with %d engines", url, len(options.engines))
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()

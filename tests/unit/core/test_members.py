@@ -35,7 +35,7 @@ LONG = 190
 
 @asynccontextmanager
 async def growing(
-    folder: Path, *, own: int = 1, kinds: EngineConfig | None = None, **launch: Any
+    folder: Path, *, own: int = 1, engine_config: EngineConfig | None = None, **launch: Any
 ) -> AsyncIterator[tuple[Rig, Owner]]:
     """A router with so many engines of its own, and members that look; C and D may join."""
     known = [ScriptedEngine(url, ends_at=lambda seed: LONG) for url in (A, B, C, D)]
@@ -44,7 +44,7 @@ async def growing(
         {"model": {"path": "x"}, "run": {"dir": folder}, "launch": launch, "engine": {"count": own, "tp": 1}}
     )
     owner = claim(folder)
-    async with routing(*known[:own], engine_config=kinds) as rig:
+    async with routing(*known[:own], engine_config=engine_config) as rig:
         rig.engines = known
         clients = [engine.client for engine in rig.router._pool.engines]
         wanted = Members(

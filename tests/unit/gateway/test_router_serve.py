@@ -44,7 +44,7 @@ async def test_it_listens_until_a_signal_ends_it(
         await asyncio.wait({running}, timeout=0.01)
         assert not running.done(), running.exception()
     (line,) = said
-    assert line.endswith(", with 0 engines")
+    assert line.endswith(" with 0 engines")
     url = line.split()[2]
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{url}/engines") as answer:

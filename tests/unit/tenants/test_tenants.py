@@ -220,7 +220,7 @@ def test_what_an_engine_would_die_of_does_not_reach_it() -> None:
         ([128], {}, "token id 128 is outside"),
         ([-1], {}, "token id -1 is outside"),
         ([1], {"stop": [500]}, "token id 500 is outside"),
-        ([1] * 30, {"max_tokens": 3}, "30 tokens and 3 new ones, 32 is the longest"),
+        ([1] * 30, {"max_tokens": 3}, "30 tokens and max_tokens = 3: expected at most 32"),
         ([1], {"top_k": 0}, "top_k = 0"),
     ):
         with pytest.raises(UserError, match=told):
