@@ -66,7 +66,7 @@ def test_a_question_that_is_asked_again_has_the_same_answer_and_plays_nothing_tw
     assert held.open("a", TASK, 0) == held.open("a", TASK, 0)
     first = held.step("a", 0, Action("3"))
     assert held.step("a", 0, Action("3")) is first
-    with pytest.raises(RequestRefused, match="turn 0 of lease a, where turn 1 is due") as refused:
+    with pytest.raises(RequestRefused, match="turn 0 of lease a, expected turn 1") as refused:
         held.step("a", 0, Action("4"))
     assert refused.value.status == 409
     assert held.step("a", 1, Action("7")).reward == 1.0

@@ -75,10 +75,10 @@ async def test_an_engine_of_other_weights_waits_for_a_folder_and_it_is_told_once
         other = HttpEngine(version=3)
         url = await other.start()
         await rig.post("/engines", {"url": url})
-        told = f"{url} has weight version 3, the pool 0: it serves after POST /update_weights_from_disk"
+        told = f"{url} has weight version 3, the pool has 0: it serves after POST /update_weights_from_disk"
         await rig.until(lambda: told in caplog.messages)
         for _ in range(3):
-            rig.fleet._bring_up_to_date()
+            rig.fleet._load_stale()
         assert caplog.messages.count(told) == 1
         assert len(rig.fleet.pool.serving()) == 1
         await rig.post("/update_weights_from_disk", {"model_path": "next"})

@@ -480,7 +480,7 @@ async def test_there_has_to_be_such_an_agent() -> None:
     ]:
         with pytest.raises(UserError, match=why):
             build_generator(config("sums", params), TOKENIZER, Model())
-    with pytest.raises(UserError, match="needs a tokenizer"):
+    with pytest.raises(UserError, match="requires a tokenizer"):
         build_generator(config("sums"), None, Model())
 
 

@@ -252,7 +252,7 @@ async def test_what_the_generator_needs_is_told(tmp_path: Path) -> None:
         sample.append(Segment([2], [-1.0], [VersionSpan(1, 0, 1)]))
         sample.status = Status.FINISHED
 
-    with pytest.raises(UserError, match=r"needs engine\.tool_call_parser"):
+    with pytest.raises(UserError, match=r"requires engine\.tool_call_parser"):
         build_generator(make_config(tmp_path, "add", engine={}), Tokenizer(tmp_path), speak)
     with pytest.raises(
         UserError, match=r"rollout\.generator_params\.functions = .*own\.py.* has no function 'ad'"
