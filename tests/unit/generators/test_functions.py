@@ -259,5 +259,5 @@ async def test_what_the_generator_needs_is_told(tmp_path: Path) -> None:
     ):
         build_generator(make_config(tmp_path, "ad"), Tokenizer(tmp_path), speak)
     made = build_generator(make_config(tmp_path, "add"), Tokenizer(tmp_path), speak)
-    with pytest.raises(UserError, match="offers no tools, which .* requires; expected schemas under tools"):
+    with pytest.raises(UserError, match=r"offers no tools, which .* requires; expected schemas under tools"):
         await made(Sample(0, 0, 0, [5], seed=1), Prompt(0, "", [5], {}))

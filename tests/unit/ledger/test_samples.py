@@ -162,7 +162,7 @@ def test_a_search_rests_and_goes_on(run: Path) -> None:
     [
         (["--grep", "("], "--grep (: not a regular expression"),
         (["--n", "0"], "--n 0: expected 1 or more"),
-        (["--step", "-1"], "step -1: expected 0 or more"),
+        (["--step", "-1"], "step -1: expected 0 to 9223372036854775807"),
         (["--step", "9" * 20], "expected 0 to"),
         (["--status", "lost"], "status lost: expected one of"),
         (["--worst", "--best"], "not allowed with argument"),
