@@ -72,7 +72,7 @@ async def run_strategy(strategy: str, clients: list[EngineClient], slow: str, se
         rng = random.Random(seed)
         await makespan(router, rng)
         await asyncio.sleep(2 * PROBE_SECONDS)  # what it has seen is settled with a probe
-        speeds = {url: figures["prefill_tokens_per_s"] for url, figures in router.engine_figures().items()}
+        speeds = {url: figures["prefill_tokens_per_s"] for url, figures in router.engine_metrics().items()}
         seconds, samples = await makespan(router, rng)
     finally:
         watch.cancel()

@@ -41,7 +41,7 @@ VENV_RECORD = "rlsys-venv.json"
 STAMP = VENV / "rlsys-setup.json"
 LOG = VENV / "rlsys-setup.log"
 REPORT_SECONDS = 30.0
-"""Seconds between two lines about a pip install, where the output is no terminal."""
+"""Seconds between two lines about a pip install, where the output is not a terminal."""
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 DEVICE = "RLSYS_DEVICE"
 KINDS = {"cpu": "cpu", "cuda": "gpu"}  # value -> extra of pyproject.toml

@@ -127,6 +127,10 @@ def describe_arithmetic(config: Config) -> list[Fact]:
     capacity = config.engine.writers * config.max_running_requests
     factor = f"{'auto, from ' if r.over_provision == 'auto' else ''}{config.over_provision:g}"
     updates = config.algo.minibatches * config.algo.epochs
+    prompts = config.eval.prompts
+    evaluation_size = f" of {prompts} prompts" if prompts else ""
+    if prompts is None:
+        evaluation_size = " of 128 prompts, or of all in a held-out file"
     return [
         ("one step trains", f"{r.groups_per_step} groups x {r.group_size} samples = {n} samples"),
         (
@@ -138,8 +142,8 @@ def describe_arithmetic(config: Config) -> list[Fact]:
             (
                 f"pool {p.name}",
                 f"{p.count} engine(s) of tp {p.tp or config.engine.tp}, cost {p.cost:g} a rank and second"
-                + (", tries prompts out" if p.role == "explore" else "")
-                + (f", weights cross the link once instead of {p.count} times" if p.relay else ""),
+                + (", explores prompts" if p.role == "explore" else "")
+                + (f", weights are sent once instead of {p.count} times" if p.relay else ""),
             )
             for p in config.engine.pools
         ),
@@ -157,15 +161,9 @@ def describe_arithmetic(config: Config) -> list[Fact]:
         (
             "whole run",
             f"{config.trainer.steps} steps = {config.trainer.steps * n} samples, "
-            f"{evaluations(config) or 'no'} evaluations{_evaluation_size(config.eval.prompts)}",
+            f"{evaluations(config) or 'no'} evaluations{evaluation_size}",
         ),
     ]
-
-
-def _evaluation_size(prompts: int | None) -> str:
-    if prompts is None:
-        return " of 128 prompts, or all that a file holds out"
-    return f" of {prompts} prompts" if prompts else ""
 
 
 def describe_prompts(config: Config, hf: HFConfig, transformer_engine: bool) -> Fact:

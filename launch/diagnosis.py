@@ -94,7 +94,7 @@ def describe(
     Args:
         reason: reason of the diagnosis.
         roles: state of each role.
-        status: status of the rollout process; None if it does not answer.
+        status: status of the rollout process; None if it does not respond.
         stacks: name of a process, such as `trainer-rank1` -> its stack.
     """
     lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {reason}", "", "who waits for whom"]
@@ -104,7 +104,7 @@ def describe(
     waits = sorted((stacks | without_stack).items())
     lines += [f"  {name:16} waits for {waits_for(stack)}" for name, stack in waits]
     if status is None:
-        lines.append(f"  {'rollout':16} does not answer")
+        lines.append(f"  {'rollout':16} does not respond")
     else:
         engines = ", ".join(f"{url} {state}" for url, state in status.get("engines", {}).items())
         rollout_state = (
@@ -153,4 +153,4 @@ def request_diagnosis(run: Path) -> str:
             return answer.read_text()
         time.sleep(0.2)
     events = "\n".join(f"  {line}" for line in last_lines(run / "logs" / "supervisor.log", 5))
-    return f"{run}: the supervisor does not answer within {ANSWER_SECONDS:g} s; its last events\n{events}"
+    return f"{run}: the supervisor does not respond within {ANSWER_SECONDS:g} s; its last events\n{events}"

@@ -212,10 +212,10 @@ def unit_name(host: str, port: int) -> str:
 
 
 def engines(run: Path) -> dict[str, dict[str, object]]:
-    """Return URL -> metrics of the run's engines (Router.engine_figures); empty if the run is not running.
+    """Return URL -> metrics of the run's engines (Router.engine_metrics); empty if the run is not running.
 
     Raises:
-        CoordinatorUnreachable: its rollout process does not answer.
+        CoordinatorUnreachable: its rollout process does not respond.
     """
     status = coordinator.query_coordinator(run, "status")
     metrics: dict[str, dict[str, object]] = {} if status is None else json.loads(status)["engine_figures"]

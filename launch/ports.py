@@ -4,7 +4,7 @@ A free port is bound when it is chosen, by a socket that does not listen, and st
 backend: no outgoing connection and no other search for a free port gets it. Its server binds it, too, which
 Linux allows if both sockets have SO_REUSEPORT and belong to one user: another user cannot listen there, also
 while our server is dead. The first socket sets the option only after it has bound, so that two runs of one
-user share no port.
+user do not share a port.
 
 `python -m launch.ports N` prints N such ports of this machine, and reserves them until standard input ends.
 """

@@ -14,7 +14,7 @@ SECONDS = 1.0
 def probe(owner: Owner, path: str, data: bytes | None = None, timeout: float = SECONDS) -> tuple[int, bytes]:
     """Send a request, and return status and body. With `data` it is a POST.
 
-    The status is 0 if there is no answer, or another user listens: the caller tries again.
+    The status is 0 if there is no response, or another user's process listens: the caller tries again.
     """
     connection = UnixConnection(owner.rollout_socket, timeout)
     try:

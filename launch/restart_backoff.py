@@ -30,7 +30,7 @@ class RestartBackoff:
         return wait
 
     def due(self) -> list[str]:
-        """Remove and return the units whose time has come."""
+        """Remove and return the units whose wait has ended."""
         current_time = time.monotonic()
         units = [unit for unit, until in self._until.items() if current_time >= until]
         for unit in units:

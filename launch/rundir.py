@@ -86,7 +86,7 @@ def make_run_folder(config: Config) -> None:
     """Create the run folder, or check that it belongs to this user; only this user may write to it from then on.
 
     Raises:
-        UserError: another user owns the folder or a file in it, or the disk refuses.
+        UserError: another user owns the folder or a file in it, or the folder cannot be written.
     """
     path = config.run.dir
     deny_writing_by_others()

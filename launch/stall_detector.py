@@ -41,7 +41,7 @@ class StallDetector:
         Args:
             processes: all roles.
             nodes: names of the nodes.
-            status: status of the rollout process; None if it does not answer.
+            status: status of the rollout process; None if it does not respond.
         """
         seconds = time.monotonic() - self._last_change
         request = self._path / diagnosis.REQUEST

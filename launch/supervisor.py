@@ -47,7 +47,7 @@ STATUS_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0
 _STOP_MARGIN = 5.0
 _MAX_PROBES = 64
-"""Maximum number of concurrent probes of starting roles: one that does not answer delays no other."""
+"""Maximum number of concurrent probes of starting roles: one that does not respond does not delay others."""
 _ENDING_FRACTION = 1 / 3
 """Fraction of the preemption time that is reserved for ending the processes."""
 _KINDS = ("engine", "rollout", "trainer")
@@ -235,7 +235,7 @@ class Supervisor:
         self._end([p for p in self._processes.values() if p.role.unit == role.unit], immediate=True)
 
     def _retry_engines(self) -> None:
-        """Restart the engines whose time has come, if their nodes exist.
+        """Restart the engines whose wait has ended, if their nodes exist.
 
         The rollout process adds them when they answer.
         """
@@ -379,7 +379,7 @@ class Supervisor:
         )
 
     def _fetch_status(self) -> dict[str, Any] | None:
-        """Return the status of the rollout process; None if it does not answer."""
+        """Return the status of the rollout process; None if it does not respond."""
         rollout = self._processes.get("rollout")
         if not (rollout and rollout.ready and rollout.role.ready_url):
             return None

@@ -58,7 +58,7 @@ class Backend(Protocol):
         """Return the indices in `nodes` of nodes that are gone.
 
         Raises:
-            RunError: the scheduler does not answer.
+            RunError: the scheduler does not respond.
         """
 
     def replace_nodes(self, is_stopped: Callable[[], bool]) -> bool:

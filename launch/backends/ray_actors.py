@@ -155,7 +155,7 @@ class RayBackend:
         return False
 
     def lost_nodes(self) -> list[int]:
-        """Return the nodes whose scout is dead or does not answer.
+        """Return the nodes whose scout is dead or does not respond.
 
         A new scout waits for each such node, which is back when the scout finds itself at the node's address.
         """

@@ -211,7 +211,7 @@ def job_nodes_present() -> list[str]:
     """Return the nodes that this process's job still has, in all its components.
 
     Raises:
-        RunError: Slurm does not answer.
+        RunError: Slurm does not respond.
     """
     description = client(["scontrol", "--oneliner", "show", "job", os.environ["SLURM_JOB_ID"]])
     lists = re.findall(r" NodeList=([^ (]+)", description)

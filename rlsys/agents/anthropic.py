@@ -1,4 +1,4 @@
-"""Anthropic's messages: a request to what is asked, an answer to JSON or to the events of a stream. Pure."""
+"""Anthropic's messages API: parses requests, and encodes answers as JSON or as a stream of events. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def read(body: Mapping[str, Any]) -> TurnRequest:
-    """Parse a request. Raises BadRequest."""
+    """Parse a request.
+
+    Raises:
+        BadRequest: the request is invalid or not supported.
+    """
     check_fields(body, _NEUTRAL, _NO_MATTER)
     rows = body.get("messages")
     if not isinstance(rows, list) or not rows:
@@ -58,7 +62,7 @@ def read(body: Mapping[str, Any]) -> TurnRequest:
 
 
 def _messages(row: Any, param: str) -> list[Message]:
-    """Convert a message. It may be several chat messages: each result of a tool is one."""
+    """Convert a message to chat messages. Each result of a tool becomes a separate message."""
     role = row.get("role") if isinstance(row, dict) else None
     if role not in ("user", "assistant"):
         raise BadRequest(f"{param}.role = {role!r}: expected user or assistant", param)
@@ -106,7 +110,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _input(arguments: str) -> Any:
-    """Parse arguments; they must be an object, so others are empty."""
+    """Parse the arguments of a call. Arguments that are not an object become an empty one."""
     try:
         value = load_json(arguments)
     except ValueError:

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: a request to what is asked, an answer to JSON or to the events of a stream. Pure."""
+"""OpenAI's chat completions API: parses requests, and encodes answers as JSON or as a stream of events. Pure."""
 
 from __future__ import annotations
 
@@ -23,23 +23,27 @@ from rlsys.agents.messages import (
 PATH = "/v1/chat/completions"
 COMPLETION, CHUNK = "chat.completion", "chat.completion.chunk"
 OPENING: Mapping[str, Any] = {"role": "assistant", "content": ""}
-"""Delta with which a stream begins."""
+"""First delta of a stream."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "logprobs": (None, False), "top_logprobs": (None, 0), "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto"), "parallel_tool_calls": (None, True), "modalities": (None, ["text"]),
     "functions": (None,), "function_call": (None,), "audio": (None,), "prediction": (None,),
     "reasoning_effort": (None,), "web_search_options": (None,), "verbosity": (None,),
 }  # fmt: skip
-"""Fields that are not served, and their values without effect."""
+"""Unsupported field -> its values without effect."""
 _NO_MATTER = {
     "model", "messages", "tools", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens", "seed",
     "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier",
 }  # fmt: skip
-"""Fields that are read here, or do not change the sampling: the run sets a sample's seed."""
+"""Fields that this module reads, or that do not change the sampling; the run sets the seed of a sample."""
 
 
 def read(body: Mapping[str, Any]) -> TurnRequest:
-    """Parse a request. Raises BadRequest."""
+    """Parse a request.
+
+    Raises:
+        BadRequest: the request is invalid or not supported.
+    """
     check_fields(body, _NEUTRAL, _NO_MATTER)
     messages, tools = read_conversation(body)
     field = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
@@ -54,7 +58,11 @@ def read(body: Mapping[str, Any]) -> TurnRequest:
 
 
 def read_conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[Mapping[str, Any]]]:
-    """Return the messages and the tools of a request. Raises BadRequest."""
+    """Return the messages and the tools of a request.
+
+    Raises:
+        BadRequest: they are invalid.
+    """
     rows = body.get("messages")
     if not isinstance(rows, list) or not rows:
         raise BadRequest("messages: expected a list with at least one message", "messages")
@@ -68,7 +76,7 @@ def to_json(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choice(answer: Answer, index: int = 0, logprobs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return an answer as a choice of a completion."""
+    """Return an answer as one of the `choices` of a completion."""
     content = answer.content or (None if answer.calls else "")
     message = {**answer.message, "content": content, "refusal": None}
     if answer.reasoning:
@@ -77,7 +85,7 @@ def choice(answer: Answer, index: int = 0, logprobs: Mapping[str, Any] | None = 
 
 
 def deltas(answer: Answer) -> Iterator[Mapping[str, Any]]:
-    """Iterate over the parts of an answer, as the deltas of a stream."""
+    """Yield the parts of an answer as the deltas of a stream."""
     if answer.reasoning:
         yield {"reasoning_content": answer.reasoning}
     if answer.content:
@@ -87,7 +95,7 @@ def deltas(answer: Answer) -> Iterator[Mapping[str, Any]]:
 
 
 def events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """Encode an answer as the events of a stream. The turn is complete, because others may be interrupted."""
+    """Encode an answer as the events of a stream, after its turn is complete: a turn may be interrupted."""
     common = head(answer.id, body, CHUNK)
 
     def chunk(delta: Mapping[str, Any], finish: str | None = None) -> bytes:
@@ -103,16 +111,17 @@ def events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def event(value: Mapping[str, Any]) -> bytes:
+    """Encode a value as an event of a stream."""
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 def head(name: str, body: Mapping[str, Any], kind: str, created: int = 0) -> dict[str, Any]:
-    """Return the fields that all events of an answer have. `created`: Unix time in seconds."""
+    """Return the common fields of all events of an answer. `created`: Unix time in seconds."""
     model = str(body.get("model") or "policy")
     return {"id": f"chatcmpl-{name}", "object": kind, "created": created, "model": model}
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, int]:
-    """Return the tokens of answers to one prompt, which counts once."""
+    """Return the token counts of answers to one prompt. The prompt counts once."""
     prompt, completion = answers[0].prompt_tokens, sum(answer.tokens for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -1,12 +1,12 @@
-"""The HTTP server that agents ask: for each sample an address and a key of its own, on loopback.
+"""Endpoint: the HTTP server for agents, on loopback. Each sample has its own address and key.
 
     http://127.0.0.1:PORT/SESSION/v1/chat/completions, /v1/responses, /v1/messages
-    http://127.0.0.1:PORT/SESSION/reward                what the agent says that its response was worth
+    http://127.0.0.1:PORT/SESSION/reward                the reward that the agent reports
     http://127.0.0.1:PORT/SESSION/environment/open, /step, /close    the agent's episode of the run's environment
 
-A request may have to wait for a train step, a push or a new engine. So that no client gives up meanwhile, one that
-waits gets white space before its JSON, or comments in its stream (as DeepSeek's API does it). A request whose client
-has gone is answered all the same: the client that asks once more gets that answer.
+A request may have to wait for a train step, a push or a new engine. To prevent timeouts, a waiting client gets white
+space before its JSON, or comments in its stream, as in DeepSeek's API. If a client disconnects, its request is still
+answered; when the client repeats the request, it gets this answer.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from rlsys.http_server.server import (
 
 HOST = "127.0.0.1"
 ALIVE_SECONDS = 15.0
-"""Interval of keep-alive data to a waiting client; usual clients time out after minutes."""
+"""Interval of keep-alive data to a waiting client. Most clients time out after minutes."""
 LIMITS = ServerLimits(connections=4096, body_bytes=64 * 2**20)
 RETRY_HEADER = "x-stainless-retry-count"
 """Header of OpenAI's and Anthropic's clients: number of earlier attempts."""
 
 
 AskEnvironment = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
-"""(open, step or close; a question) -> status and answer. Raises ConnectionError."""
+"""(open, step or close; body of the request) -> HTTP status and body. Raises ConnectionError."""
 
 
 @dataclass(frozen=True)
 class Api:
-    """One form of requests and answers."""
+    """The functions of one API."""
 
     read: Callable[[Mapping[str, Any]], TurnRequest]
     to_json: Callable[[Answer, Mapping[str, Any]], Mapping[str, Any]]
@@ -70,11 +70,13 @@ APIS: Mapping[str, Api] = {
 
 @dataclass(eq=False)
 class Question:
-    """Request of an agent to its session.
+    """A request of an agent to its session.
 
     Attributes:
-        repeated: whether its client reports that it has sent it before.
-        is_disconnected: return whether the client has closed the connection.
+        repeated: whether the client reports that it repeats the request.
+        is_disconnected: returns whether the client has closed the connection.
+        answer: set by the owner of the session.
+        delivered: whether the whole answer was sent.
     """
 
     request: TurnRequest
@@ -90,7 +92,7 @@ class Question:
 
 
 class Session:
-    """Address of one agent. Its owner takes the `questions` and sets each one's answer."""
+    """The address of one agent. Its owner reads `questions` and sets their answers."""
 
     def __init__(self, url: str, ask_environment: AskEnvironment | None) -> None:
         self.url, self.key, self.ask_environment = url, secrets.token_urlsafe(24), ask_environment
@@ -98,10 +100,10 @@ class Session:
         self.waiting: set[asyncio.Future[Answer]] = set()
         """Answers of pending questions."""
         self.reward: float | None = None
-        """Last reward that the agent has reported for its response."""
+        """The last reward that the agent has reported for its response."""
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables by which stock clients find the address."""
+        """Return the environment variables with the address and the key, by the names that common clients read."""
         openai = {"OPENAI_BASE_URL": f"{self.url}/v1", "OPENAI_API_KEY": self.key}
         anthropic = {"ANTHROPIC_BASE_URL": self.url, "ANTHROPIC_API_KEY": self.key}
         environment = {ENVIRONMENT_URL: f"{self.url}/environment", ENVIRONMENT_KEY: self.key}
@@ -119,7 +121,7 @@ _SESSION = web.RequestKey("session", Session)
 
 
 class Endpoint:
-    """Owns the open sessions."""
+    """The HTTP server for agents. Owns the open sessions."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -138,7 +140,7 @@ class Endpoint:
             yield self
 
     def open(self, ask_environment: AskEnvironment | None = None) -> Session:
-        """Open an address with a key for one agent, and for its requests to the environment."""
+        """Open a session for one agent. `ask_environment`: answers its requests to the environment, if it has one."""
         name = secrets.token_urlsafe(12)
         session = self._sessions[name] = Session(f"{self._base}/{name}", ask_environment)
         return session
@@ -152,7 +154,7 @@ class Endpoint:
     def _admit(self, request: web.Request) -> None:
         session = self._sessions.get(request.match_info.get("session", ""))
         if session is None or not same_secret(api_key(request), session.key):
-            raise Refusal(401, "not the address and key of an agent that runs")
+            raise Refusal(401, "not the address and key of a running agent")
         request[_SESSION] = session
         request[AUTHORIZED] = True
 
@@ -174,10 +176,10 @@ class Endpoint:
     async def _play(self, request: web.Request) -> web.Response:
         ask_environment = request[_SESSION].ask_environment
         if ask_environment is None:
-            raise Refusal(404, "this run has no rollout.generator_params.environment")
+            raise Refusal(404, "the run has no rollout.generator_params.environment")
         try:
             status, body = await ask_environment(request.match_info["call"], await request.read())
-        except ConnectionError:  # the environment died: its client retries
+        except ConnectionError:  # the environment died; its client retries
             if request.transport is not None:
                 request.transport.abort()
             return web.Response()
@@ -188,7 +190,7 @@ class Endpoint:
             session: Session = request[_SESSION]
             body = await read_json(request)
             if not isinstance(body, dict):
-                raise Refusal(400, "the body is no JSON object")
+                raise Refusal(400, "the body is not a JSON object")
             try:
                 turn_request = api.read(body)
                 repeated = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
@@ -207,7 +209,11 @@ class Endpoint:
 async def _wait(
     request: web.Request, question: Question, api: Api, body: Mapping[str, Any]
 ) -> web.StreamResponse:
-    """Send the answer when it is there. Raises BadRequest if the session finds that there can be none."""
+    """Send the answer when it is set, and keep-alive data before.
+
+    Raises:
+        BadRequest: the session refuses the request.
+    """
     stream = question.request.stream
     response: web.StreamResponse | None = None
     while not question.answer.done():
@@ -215,7 +221,7 @@ async def _wait(
         if not question.answer.done():
             response = response or await start_response(request, stream)
             await response.write(keep_alive(stream))
-    if question.answer.cancelled():  # its agent is to end
+    if question.answer.cancelled():  # the sample has ended
         if response is not None and request.transport is not None:
             request.transport.abort()
         return response or refusal(410, "this agent's response has ended")
@@ -235,7 +241,7 @@ async def _wait(
 
 
 async def start_response(request: web.Request, stream: bool) -> web.StreamResponse:
-    """Send status 200 and the headers: keep-alive data may follow."""
+    """Send status 200 and the headers of a response, so that keep-alive data can follow."""
     kind = "text/event-stream" if stream else "application/json"
     response = web.StreamResponse(headers={"Content-Type": kind})
     await response.prepare(request)
@@ -243,15 +249,16 @@ async def start_response(request: web.Request, stream: bool) -> web.StreamRespon
 
 
 def keep_alive(stream: bool) -> bytes:
+    """Return data that a client ignores: a comment in a stream, white space before JSON."""
     return b": waiting\n\n" if stream else b"\n"
 
 
 def refusal(status: int, message: str, param: str | None = None) -> web.Response:
-    """Build an error in the form that stock clients read."""
+    """Create an error response in the format of OpenAI and Anthropic."""
     return web.json_response(error_body(message, param), status=status)
 
 
 def error_body(message: str, param: str | None) -> dict[str, Any]:
-    """OpenAI's form, which Anthropic's clients read as well."""
+    """Return the body of an error in OpenAI's format, which Anthropic's clients also parse."""
     error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
     return {"type": "error", "error": error}

@@ -1,12 +1,12 @@
-"""The process that agents are forked from, started and spoken to by hosting.py only. It may run in the Python of the
-agent's own venv (rlsys/venv_runner/run.py), so it needs the standard library only.
+"""Host: the process from which agents are forked. hosting.py starts it and is its client.
 
-It imports the user's file once, and never runs it: each agent is a fork, which costs milliseconds where a start with
-its imports costs seconds, and shares their memory. An agent is the leader of a process group of its own, so all that
-it starts can be killed with it. Everything ends with the host's standard input.
+It may run in the Python of the agent's own venv (rlsys/venv_runner/run.py), so it needs only the standard library. It
+imports the user's file once. Each agent is a fork, which takes milliseconds instead of the seconds of a start with
+imports, and shares the imported memory. An agent is the leader of its own process group, so that its children can be
+killed with it. The host and all agents end with its standard input.
 
     <- {"run": "file.py:function"} | {"command": [...]}        -> {"ready": true} | {"error": text}
-       with "meets": it is an episode's (meeting.py), a function of a row and of where policies are
+       with "meets": an episode (multi_policy.py), a function of a row and the policies' endpoints
     <- {"start": id, "task": {...}, "seed": n, "env": {...}}   -> {"ended": id, "error": text | null, "signal": n}
     <- {"kill": id}
 """
@@ -42,13 +42,13 @@ from rlsys.core.imports import resolve, source_location
 FIELD, EPISODE = "rollout.generator_params.run", "episode"
 """Config field of the function, for messages."""
 REWARD_URL, REWARD_KEY = "RLSYS_REWARD_URL", "OPENAI_API_KEY"
-"""Environment variables with the URL and the key for the reward that an agent reports."""
+"""Environment variables with the URL and the key to which an agent reports its reward."""
 SAMPLE, EVALUATION_STEP = "RLSYS_SAMPLE_ID", "RLSYS_EVALUATION_STEP"
-"""Which sample of the run it is; an evaluation's have none, but the train steps that its weights contain."""
+"""Environment variables with the sample id, or for a sample of an evaluation the train steps in its weights."""
 LENGTH = struct.Struct("<I")
-"""Every message is its length and its bytes."""
+"""Format of the length before each message."""
 MAX_ERROR_CHARACTERS = 4000
-"""Characters of what an agent raised: less than a pipe holds, so that the write does not block."""
+"""Largest length of an agent's error. A pipe can buffer it, so that the write does not block."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -57,11 +57,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 class _Child:
     id: int
     errors: int
-    """The pipe that its error comes through."""
+    """Descriptor of the pipe with its error."""
 
 
 class Host:
-    """Owns the children; one loop over the socket and the signal of a child's end."""
+    """Forks and kills agents. Owns them; one loop waits for the socket and for SIGCHLD."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -99,7 +99,7 @@ class Host:
                         self._start(order, launch)
 
     def close(self) -> None:
-        """Kill the agents, and what earlier ones have left behind."""
+        """Kill all agents, and processes that earlier agents have left."""
         for child in list(self._children.values()):
             self._kill(child.id)
         _kill_descendants(os.getpid())
@@ -116,7 +116,7 @@ class Host:
     def _become(
         self, order: dict[str, Any], launch: Callable[[dict[str, Any]], None], errors: int
     ) -> NoReturn:
-        """The agent's process, from its beginning to its end."""
+        """Run an agent in the forked process, and exit."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -127,7 +127,7 @@ class Host:
             for child in self._children.values():
                 os.close(child.errors)
             os.environ.update(order["env"])
-            random.seed(order["seed"])  # else all agents would draw the same
+            random.seed(order["seed"])  # otherwise all agents would draw the same numbers
             launch(order["task"])
             code = 0
         except BaseException as e:  # noqa: BLE001  (user code: any exception ends this process, and is reported)
@@ -143,7 +143,7 @@ class Host:
             os._exit(code)
 
     def _reap(self) -> None:
-        """Report every child that has ended; others are orphans of agents."""
+        """Report every agent that has ended. Other ended children are orphans of agents."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -155,10 +155,10 @@ class Host:
             if child is None:
                 continue
             message = ""
-            with contextlib.suppress(BlockingIOError):  # its own children hold the pipe open
+            with contextlib.suppress(BlockingIOError):  # no error, but its children keep the pipe open
                 message = os.read(child.errors, MAX_ERROR_CHARACTERS).decode(errors="replace")
             os.close(child.errors)
-            _kill_group(pid)  # what it has left running
+            _kill_group(pid)  # processes that it has left
             code = os.waitstatus_to_exitcode(status)
             error = message or (f"ended with code {code}" if code > 0 else None)
             self._write({"ended": child.id, "error": error, "signal": max(0, -code)})
@@ -176,12 +176,16 @@ class Host:
 
     def _write(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode()
-        with contextlib.suppress(BrokenPipeError):  # the peer is closed: the next read ends this process
+        with contextlib.suppress(BrokenPipeError):  # the client has ended: the next read ends this process
             self._channel.sendall(LENGTH.pack(len(data)) + data)
 
 
 def _launcher(first: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """Return the function that an agent's process runs with its task. Raises UserError for an unknown function."""
+    """Return the function that an agent's process calls with its task.
+
+    Raises:
+        UserError: the user's function does not exist.
+    """
     if command := first.get("command"):
 
         def execute(task: dict[str, Any]) -> None:
@@ -202,14 +206,18 @@ def _launcher(first: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
             result = asyncio.run(result)
         if meets:
             _report({"rewards": result})
-        elif isinstance(result, numbers.Real):  # others return an answer, which is ignored
+        elif isinstance(result, numbers.Real):  # other results are ignored
             _report({"reward": float(result)})
 
     return call
 
 
 def _report(result: dict[str, Any]) -> None:
-    """Report the reward. Raises ValueError for a value that is no finite number."""
+    """Report the reward.
+
+    Raises:
+        ValueError: the endpoint refuses the value.
+    """
     url = urlsplit(os.environ[REWARD_URL])
     connection = http.client.HTTPConnection(url.hostname or "", url.port)
     headers = {"Authorization": f"Bearer {os.environ[REWARD_KEY]}"}
@@ -222,7 +230,7 @@ def _report(result: dict[str, Any]) -> None:
 
 
 def _exactly(channel: socket.socket, size: int) -> bytes | None:
-    """Read `size` bytes; None at the end."""
+    """Read `size` bytes; None at the end of the stream."""
     data = bytearray()
     while len(data) < size:
         part = channel.recv(size - len(data))
@@ -243,14 +251,14 @@ def _kill_descendants(pid: int) -> None:
     for child, parent in _parents():
         children.setdefault(parent, []).append(child)
     descendants = list(children.get(pid, ()))
-    for child in descendants:  # grows meanwhile
+    for child in descendants:  # the list grows in the loop
         descendants += children.get(child, ())
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(child, signal.SIGKILL)
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """Yield (process, its parent) of the machine."""
+    """Yield (process id, id of its parent) for all processes of the machine."""
     if sys.platform != "linux":
         processes = subprocess.run(
             ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
@@ -273,8 +281,8 @@ def _die_with_parent() -> None:
 
 def main() -> None:
     channel = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # an agent that reads gets nothing
-    os.dup2(2, 1)  # what it prints goes to the log
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the standard input of agents is empty
+    os.dup2(2, 1)  # the output of agents goes to the log
     _die_with_parent()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

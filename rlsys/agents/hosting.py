@@ -1,4 +1,4 @@
-"""Client of the process that agents are forked from (host.py): starts it and its agents, and receives their exits."""
+"""AgentHost: client of the process from which agents are forked (host.py)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ START_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class AgentExit:
-    """End of an agent.
+    """The exit of an agent.
 
     Attributes:
-        error: the message of its exception; None when it completed.
-        kill_reason: what killed it, as text; empty for nothing.
+        error: message of its exception; None if it completed.
+        kill_reason: description of what killed it; empty if it was not killed.
     """
 
     error: str | None
@@ -43,7 +43,7 @@ class AgentHost:
     """Client of a host. Belongs to one event loop. Owns the running agents.
 
     Attributes:
-        host_exit: set when the host, and its agents with it, have ended.
+        host_exit: set when the host and all its agents have ended.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -55,7 +55,7 @@ class AgentHost:
     def start(
         self, task: Mapping[str, Any], seed: int, env: Mapping[str, str]
     ) -> tuple[int, asyncio.Future[AgentExit]]:
-        """Start an agent. Returns its number, and the future of its end."""
+        """Start an agent, and return its number and a future of its exit."""
         agent, exit_future = next(self._ids), asyncio.get_running_loop().create_future()
         if self.host_exit.is_set():
             exit_future.set_result(_HOST_DIED)
@@ -95,18 +95,22 @@ async def open_host(
     *,
     meets: bool = False,
 ) -> AsyncIterator[AgentHost]:
-    """Open a host for the function `run` in `python` (None: this one, with its packages), or for a command.
+    """Open a host for a function or a command while the context is active.
 
     Args:
-        variables: environment variables that agents get beside the inherited ones.
-        meets: the function plays episodes of several policies.
+        run: the function.
+        python: Python that imports `run`; None: this one.
+        command: program with arguments, instead of `run`.
+        variables: names of environment variables that agents get in addition to the inherited ones.
+        meets: whether the function plays episodes of several policies.
+
 
     Raises:
         UserError: the function, the Python or the program does not exist.
     """
     for field, program in (("python", python), ("command", command[0] if command else None)):
         if program is not None and shutil.which(program) is None:
-            raise UserError(f"rollout.generator_params.{field} = {program!r} is no program")
+            raise UserError(f"rollout.generator_params.{field} = {program!r}: expected a program")
     parent_socket, child_socket = socket.socketpair()
     variable_names = {*INHERITED_VARIABLES, *variables}
     env = {name: value for name, value in os.environ.items() if name in variable_names}
@@ -128,7 +132,9 @@ async def open_host(
             message = await _read(reader)
         if message is None or "error" in message:
             raise UserError(
-                message["error"] if message else "rollout.generator = 'agent': its process did not start"
+                message["error"]
+                if message
+                else "rollout.generator = 'agent': the process of the agents did not start"
             )
         host = AgentHost(reader, writer)
         listening = asyncio.create_task(host.listen())
@@ -137,7 +143,7 @@ async def open_host(
         finally:
             listening.cancel()
     finally:
-        writer.transport.abort()  # ends the host, which takes all agents along
+        writer.transport.abort()  # ends the host and all agents
         await process.wait()
 
 
@@ -147,7 +153,7 @@ def _write(writer: asyncio.StreamWriter, message: Mapping[str, Any]) -> None:
 
 
 async def _read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """Read the next message; None at the end."""
+    """Read the next message; None at the end of the stream."""
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         message: dict[str, Any] = json.loads(await reader.readexactly(length))

@@ -1,12 +1,12 @@
-"""Server of episodes of several policies. Each policy is a run, whose agents are this server's endpoints.
+"""EpisodeServer: plays episodes of several policies. Each policy is a run, whose agents are endpoints of this server.
 
     run of policy A --POST /A {"task", "seed", "env"}-->  server  <--POST /B ...-- run of policy B
                     <---------requests, reward---------           ----------->
 
-Samples of one row of data and one seed join an episode: the same row and the same index in its group, since the runs
-have the same data, run.seed and group size. When a sample of each policy is there, the user's function plays one
-episode, in its own process, and returns the reward of each response. A sample whose partner does not arrive gets an
-error, and its run censors it. Nothing is kept on disk: after a crash of this process all samples arrive again, and
+Samples of the same data row and seed join an episode. As the runs have the same data, run.seed and group size, these
+samples have the same index in their groups. When a sample of each policy has arrived, the user's function plays one
+episode in its own process, and returns the reward of each response. If a partner does not arrive, the sample gets an
+error, and its run censors it. The server stores nothing on disk: after a crash of it all samples arrive again, and
 their runs have the earlier answers.
 """
 
@@ -55,20 +55,20 @@ from rlsys.http_server.server import (
 log = logging.getLogger("rlsys.meeting")
 
 EpisodeKey = tuple[str, int, str]
-"""(digest of the row, seed, evaluation or empty), common to the samples of an episode."""
+"""(digest of the row, seed, evaluation or empty): equal for the samples of an episode."""
 MAX_EPISODES = 2**14
-"""Limit of waiting, running and recently ended episodes."""
+"""Largest number of waiting, running and recently ended episodes."""
 KEPT_EVALUATIONS = 3
-"""Number of newest ones: a run that resumes from a checkpoint evaluates again, and its partners do not."""
+"""Number of newest evaluations that are kept: a run that resumes evaluates again, but its partners do not."""
 
 
 class NoArrival(Exception):
-    """Error of a request that is no arrival of a run."""
+    """Raised for a request that is not a valid arrival of a sample."""
 
 
 @dataclass(eq=False)
 class Episode:
-    """Episode of several policies. Owns its endpoints. `rewards` or `error`: its result."""
+    """An episode of several policies. Owns its endpoints. Its result is `rewards` or `error`."""
 
     identity: EpisodeKey
     row: Mapping[str, Any]
@@ -93,8 +93,8 @@ class Episode:
 class EpisodeServer:
     """Server of episodes.
 
-    Owns the episodes that wait for a policy, are played, or have ended at most `wait` seconds ago, because a run that
-    died has not saved its last result. Evaluations are kept longer.
+    Owns the episodes that wait for a policy, are played, or have ended at most `wait` seconds ago: a run that
+    died may not have saved its last result. Evaluations are kept longer.
     """
 
     def __init__(self, policies: Sequence[str], wait: float, session: aiohttp.ClientSession) -> None:
@@ -110,18 +110,22 @@ class EpisodeServer:
         )
 
     def put_host(self, host: AgentHost) -> None:
-        """Set the process that episodes are forked from: the first one, or its successor."""
+        """Set the process from which episodes are forked, the first one or its successor."""
         if self._host.done():
             self._host = asyncio.get_running_loop().create_future()
         self._host.set_result(host)
 
     async def hosted(self) -> None:
-        """Wait for a host."""
+        """Wait until a host is set."""
         await asyncio.shield(self._host)
 
     @asynccontextmanager
     async def listening(self, port: int) -> AsyncIterator[str]:
-        """Serve, and yield the address. Raises UserError for a port in use."""
+        """Serve while the context is active, and yield the address.
+
+        Raises:
+            UserError: the port is in use.
+        """
         routes = [
             web.get("/", self._show),
             web.post("/{policy}", self._arrive),
@@ -136,7 +140,7 @@ class EpisodeServer:
                 self.close()
 
     def close(self) -> None:
-        """End all episodes; their runs send the samples again, to another meeting."""
+        """End all episodes. Their runs then send the samples again, to another server."""
         for episode in list(self._episodes.values()):
             for arrival in episode.arrivals:
                 arrival.send_again()
@@ -155,23 +159,25 @@ class EpisodeServer:
         policy = request.match_info["policy"]
         if policy not in self._policies:
             raise Refusal(404, f"policy {policy}: expected one of {', '.join(self._policies)}")
-        if request.content_type != "application/json":  # no page of a browser can send that here
+        if request.content_type != "application/json":  # a web page cannot send this type to another origin
             raise Refusal(415, "expected application/json")
         await check_same_user(request)
         if len(self._episodes) >= MAX_EPISODES:
-            raise Refusal(503, f"{len(self._episodes)} episodes are here, {MAX_EPISODES} is the most")
+            raise Refusal(
+                503, f"the server has {len(self._episodes)} episodes, expected fewer than {MAX_EPISODES}"
+            )
         arrival = _read_arrival(policy, await read_json(request, strict=False))
         episode = self._episode(arrival)
         endpoint = episode.endpoints[policy]
         if (previous := endpoint.arrival) is not None:
-            previous.answer(409, "its run has sent this sample once more")
-        endpoint.replace(arrival)  # at once: an episode without samples is removed
+            previous.answer(409, "the run has sent this sample again")
+        endpoint.replace(arrival)  # before any wait, because an episode without samples is removed
         self.counts["came_again"] += endpoint.has_exchanges
-        sitting = asyncio.create_task(self._join(episode, endpoint, arrival))
+        join_task = asyncio.create_task(self._join(episode, endpoint, arrival))
         try:
             outcome = await arrival.outcome
         finally:
-            sitting.cancel()
+            join_task.cancel()
             endpoint.leave(arrival)
             self._on_leave(episode)
         if outcome is None:
@@ -191,9 +197,9 @@ class EpisodeServer:
         return self._episodes[identity]
 
     async def _join(self, episode: Episode, endpoint: PolicyEndpoint, arrival: Arrival) -> None:
-        """Join a sample to its episode, and start the episode when all are there."""
+        """Add a sample to its episode, and start the episode when all samples are present."""
         if not await endpoint.take(arrival):
-            arrival.answer(409, f"the episode went on without it: {endpoint.closed}")
+            arrival.answer(409, f"the episode continued without this sample: {endpoint.closed}")
         elif episode.is_done:
             await self._report_reward(episode, endpoint)
         elif episode.playing is None:
@@ -206,8 +212,8 @@ class EpisodeServer:
                 self.counts["without_partner"] += 1
                 arrival.answer(
                     504,
-                    f"no sample of {' and '.join(missing)} for this row and seed {arrival.seed} came within "
-                    f"{self._wait:g} s (do the runs have the same data, run.seed and rollout.group_size?)",
+                    f"no sample of {' and '.join(missing)} for this row and seed {arrival.seed} arrived within "
+                    f"{self._wait:g} s; expected runs with the same data, run.seed and rollout.group_size",
                 )
 
     def _on_leave(self, episode: Episode) -> None:
@@ -217,9 +223,9 @@ class EpisodeServer:
         if episode.playing is None:
             self._forget(episode)
         elif not episode.is_done:
-            asyncio.get_running_loop().call_later(self._wait, self._give_up, episode)
+            asyncio.get_running_loop().call_later(self._wait, self._remove_abandoned, episode)
 
-    def _give_up(self, episode: Episode) -> None:
+    def _remove_abandoned(self, episode: Episode) -> None:
         """Remove an episode to which no sample has returned."""
         if not episode.arrivals:
             self._forget(episode)
@@ -254,7 +260,7 @@ class EpisodeServer:
             raise
         episode.is_done = True
         if end.kill_reason:
-            log.warning("an episode was killed %s, and is played again", end.kill_reason)
+            log.warning("an episode was killed %s; it is played again", end.kill_reason)
             self.counts["played_again"] += 1
             for arrival in episode.arrivals:
                 arrival.send_again()
@@ -277,18 +283,18 @@ class EpisodeServer:
             asyncio.get_running_loop().call_later(self._wait, self._forget, episode)
 
     def _forget_old(self, step: int) -> None:
-        """Remove evaluations before the newest ones."""
+        """Remove all but the KEPT_EVALUATIONS newest evaluations."""
         self._evaluated.add(step)
         if len(self._evaluated) > KEPT_EVALUATIONS:
             oldest = min(self._evaluated)
             self._evaluated.remove(oldest)
-            for old in [e for e in self._episodes.values() if e.evaluation == str(oldest) and e.is_done]:
-                self._forget(old)
+            for episode in [e for e in self._episodes.values() if e.evaluation == str(oldest) and e.is_done]:
+                self._forget(episode)
 
     async def _receive_rewards(self, request: web.Request) -> web.Response:
         episode = self._names.get(request.match_info["episode"])
         if episode is None or not same_secret(api_key(request), episode.key):
-            raise Refusal(401, "not the address and key of an episode that is played")
+            raise Refusal(401, "not the address and key of a running episode")
         try:
             values = (await read_json(request, strict=False))["rewards"]
             rewards = {p: float(values[p]) for p in self._policies}
@@ -297,7 +303,7 @@ class EpisodeServer:
             values = None
         if not rewards or set(values) != set(rewards) or not all(map(is_reward, rewards.values())):
             expected = ", ".join(f'"{p}": NUMBER' for p in self._policies)
-            raise Refusal(400, f"what the episode returns: expected {{{expected}}}, finite ones")
+            raise Refusal(400, f"result of the episode: expected {{{expected}}} with finite numbers")
         episode.rewards = rewards
         return web.json_response({})
 
@@ -310,13 +316,13 @@ class EpisodeServer:
             arrival.answer(500, episode.error)
             return
         headers = {"Authorization": f"Bearer {arrival.key}"}
-        worth = {"reward": episode.rewards[endpoint.policy]}
+        body = {"reward": episode.rewards[endpoint.policy]}
         try:
             async with self._session.post(
-                arrival.reward_url, json=worth, headers=headers, allow_redirects=False
+                arrival.reward_url, json=body, headers=headers, allow_redirects=False
             ) as answer:
-                body = await read_bounded(answer, MAX_ANSWER_BYTES)
-                arrival.answer(answer.status, body.decode(errors="replace"))
+                message = await read_bounded(answer, MAX_ANSWER_BYTES)
+                arrival.answer(answer.status, message.decode(errors="replace"))
         except (aiohttp.ClientError, OSError):
             endpoint.leave(arrival)
 
@@ -346,13 +352,17 @@ class EpisodeServer:
             return web.Response(status=answer.status, body=answer.body, content_type=answer.kind)
         if answer.status == 200:
             await response.write(answer.body)
-        elif request.transport is not None:  # its client retries, and gets the status
+        elif request.transport is not None:  # the client repeats the request, and gets the status
             request.transport.abort()
         return response
 
 
 def _read_arrival(policy: str, body: Any) -> Arrival:
-    """Parse the request of a run. Raises NoArrival."""
+    """Parse the request of a run.
+
+    Raises:
+        NoArrival: the request is invalid.
+    """
     expected = NoArrival('expected {"task": OBJECT, "seed": NUMBER, "env": {"OPENAI_BASE_URL": ...}}')
     try:
         row, seed, env = body["task"], body["seed"], body["env"]
@@ -369,7 +379,7 @@ def _read_arrival(policy: str, body: Any) -> Arrival:
 
 
 def _evaluation(env: Mapping[str, Any]) -> str:
-    """Return the evaluation of a sample. Outside of a run, simultaneous ones belong together."""
+    """Return the evaluation of a sample; empty in training. Outside a run all samples have the same evaluation."""
     return "" if SAMPLE in env else str(env.get(EVALUATION_STEP, "alone"))
 
 

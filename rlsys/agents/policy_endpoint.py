@@ -1,8 +1,9 @@
-"""Endpoint of a policy in an episode. Its address stays the same when the run behind it restarts.
+"""PolicyEndpoint: the address of a policy in an episode. It stays the same when the policy's run restarts.
 
-The episode's function sends requests to the endpoint, which forwards them to the sample of its run, and stores the
-answers. When the run's process dies, a request waits; the sample arrives again with another address, replays all
-earlier requests from its ledger, and the request continues. So the function, and the other policies, do not notice.
+The episode's function sends requests to the endpoint, which forwards them to the sample of the run, and stores
+the answers. If the run's process dies, requests wait until the sample arrives again with another address. The
+endpoint then repeats all earlier requests, which the run answers from its ledger, and the waiting requests
+continue. Neither the function nor the other policies notice the restart.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ import aiohttp
 from rlsys.http_server.clients import read_bounded
 
 _TRUNCATED = re.compile(rb'"(finish|stop)_reason": "(length|max_tokens)"|"status": "incomplete"')
-"""Mark of a truncated answer in any API: the conversation may be full. In a text its quotes would be escaped."""
+"""Pattern of a truncated answer in any API. In a text its quotes would be escaped."""
 MAX_ANSWER_BYTES = 64 * 2**20
-"""Limit of an answer of a run."""
+"""Largest size of an answer of a run, in bytes."""
 _ENDED_STATUSES = (401, 410)
-"""Statuses of a run whose sample at this address has ended."""
+"""HTTP statuses of a run if its sample at this address has ended."""
 
 
 class PolicyGone(Exception):
-    """Error of a policy whose sample has ended and does not return."""
+    """Raised when the sample of a policy has ended and does not return."""
 
 
 @dataclass(eq=False)
 class Arrival:
-    """Request of a run to play a sample.
+    """A request of a run to play a sample.
 
     Attributes:
-        outcome: status and message of the answer to it; None: break the connection, so that the run sends it again.
+        outcome: HTTP status and message of the answer; None: close the connection, so that the run sends the
+            sample again.
     """
 
     policy: str
@@ -45,7 +47,7 @@ class Arrival:
     key: str
     reward_url: str
     evaluation: str
-    """The run's evaluation; empty for training."""
+    """Evaluation of the sample; empty in training."""
     outcome: asyncio.Future[tuple[int, str] | None]
 
     def answer(self, status: int, message: str) -> None:
@@ -63,12 +65,12 @@ class PolicyAnswer:
     kind: str
     """Content type."""
     body: bytes
-    """Content without keep-alive data."""
+    """Body without keep-alive data."""
 
 
 @dataclass(eq=False)
 class Exchange:
-    """Request of the function, and the policy's answer; None until it is there."""
+    """A request of the function, and the policy's answer; None before it."""
 
     path: str
     body: bytes
@@ -78,7 +80,7 @@ class Exchange:
 
 @dataclass(eq=False)
 class PolicyEndpoint:
-    """Endpoint of a policy. Owns its exchanges, and its sample. `wait`: maximum seconds without the sample."""
+    """Endpoint of a policy. Owns its exchanges and its sample. `wait`: seconds for which the sample may be absent."""
 
     policy: str
     session: aiohttp.ClientSession
@@ -87,7 +89,7 @@ class PolicyEndpoint:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     arrival: Arrival | None = None
     closed: str = ""
-    """Reason why no sample is accepted any more."""
+    """Reason why no sample is accepted any more; empty while samples are accepted."""
     _exchanges: list[Exchange] = field(default_factory=list)
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _asking: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
@@ -98,18 +100,18 @@ class PolicyEndpoint:
         return bool(self._exchanges)
 
     def replace(self, arrival: Arrival) -> None:
-        """Set the sample, possibly an earlier one that arrives again. Requests wait for `take`."""
+        """Set the sample, which may have arrived before. Requests wait for `take`."""
         self.arrival = arrival
         self._ready.clear()
 
     async def take(self, arrival: Arrival) -> bool:
-        """Replay all earlier exchanges. False: the sample answers differently, and may not continue."""
+        """Repeat all earlier requests. Returns False if an answer differs, so that the sample may not continue."""
         for exchange in [e for e in self._exchanges if e.answer is not None]:
             answer = await self._forward(arrival, exchange)
             if self.arrival is not arrival or answer is None:
-                return True  # it left again, and may return
+                return True  # the sample left again, and may return
             if answer != exchange.answer:
-                self.close("it does not say again what it has said before")
+                self.close("its answers after a restart differ from those before")
                 return False
         self._ready.set()
         return True
@@ -120,18 +122,22 @@ class PolicyEndpoint:
             self._ready.clear()
 
     def close(self, reason: str) -> None:
-        """Close the endpoint: requests fail with the reason."""
+        """Close the endpoint. All requests then fail with the reason."""
         self.closed = self.closed or reason
         self._ready.set()
 
     async def request(self, path: str, body: bytes, headers: Mapping[str, str]) -> PolicyAnswer:
-        """Forward a request to the policy. Raises PolicyGone when its sample does not return."""
+        """Forward a request to the policy.
+
+        Raises:
+            PolicyGone: the sample of the policy has ended, or does not return.
+        """
         exchange = Exchange(path, body, headers)
         self._exchanges.append(exchange)
         task = asyncio.create_task(self._complete(exchange))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
-        return await asyncio.shield(task)  # a client that times out retries, and gets this answer
+        return await asyncio.shield(task)  # a client that times out repeats the request and gets this answer
 
     async def _complete(self, exchange: Exchange) -> PolicyAnswer:
         while True:
@@ -144,17 +150,17 @@ class PolicyEndpoint:
                     self._exchanges.remove(exchange)
                 return answer
             self.leave(arrival)
-            arrival.answer(409, f"no server answers at {arrival.base_url}")
+            arrival.answer(409, f"no server responds at {arrival.base_url}")
 
     async def _present(self) -> Arrival:
         if self.arrival is None and self._full():
-            raise PolicyGone(f"the response of {self.policy} has ended: it had no room for another answer")
+            raise PolicyGone(f"the response of {self.policy} has ended: it reached its limit of tokens")
         try:
             async with asyncio.timeout(self.wait):
                 while not self._ready.is_set():
                     await self._ready.wait()
         except TimeoutError:
-            self.close(f"its run did not send it again within {self.wait:g} s")
+            self.close(f"its run did not send the sample again within {self.wait:g} s")
         if self.closed or self.arrival is None:
             raise PolicyGone(f"the response of {self.policy} has ended: {self.closed}")
         return self.arrival
@@ -164,7 +170,7 @@ class PolicyEndpoint:
         return bool(answers) and _TRUNCATED.search(answers[-1].body) is not None
 
     async def _forward(self, arrival: Arrival, exchange: Exchange) -> PolicyAnswer | None:
-        """Forward a request; None: no sample is at this address any more."""
+        """Forward a request to a sample. Returns None if the sample is no longer at its address."""
         headers = {**exchange.headers, "Authorization": f"Bearer {arrival.key}"}
         url = arrival.base_url + exchange.path
         try:
@@ -186,7 +192,7 @@ class PolicyEndpoint:
 
 
 def _without_keep_alive(lines: list[bytes]) -> list[bytes]:
-    """Remove a stream's comments with their ends, and white space before JSON."""
+    """Remove comments of a stream, and white space before JSON."""
     body_lines = [line for line in lines if not line.startswith(b":")]
     while body_lines and not body_lines[0].strip():
         body_lines.pop(0)

@@ -1,10 +1,10 @@
-"""Agents behind a URL: a service that runs one for each request, in its own venv or container.
+"""AgentService: client of a service that runs one agent per request, in its own venv or container.
 
     POST {"task": {...}, "seed": n, "env": {"OPENAI_BASE_URL": ..., "OPENAI_API_KEY": ..., ...}}
 
-The answer comes when the agent has ended: status 200, or another one with the error. A service that closes the
-connection has lost its agent, which is then run again; when rlsys closes it, the service has to end the agent. An
-unreachable service may be restarting: requests are repeated for a while.
+The service responds when the agent has ended: with status 200, or another status and the error. If it closes
+the connection, the agent counts as killed and is run again. If rlsys closes the connection, the service must
+end the agent. Requests to an unreachable service are repeated for AWAY_SECONDS, because it may be restarting.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rlsys.http_server.clients import direct_session, read_bounded
 
 CONNECT_SECONDS = 10.0
 PAUSE_SECONDS = 1.0
-"""Pause before a request is repeated, or a lost agent is run again."""
+"""Pause in seconds before a request is repeated, or a killed agent is run again."""
 AWAY_SECONDS = 60.0
-"""Maximum time that a service is unreachable before its agent counts as lost."""
+"""Seconds for which a service may be unreachable before its agent counts as killed."""
 MAX_MESSAGE_CHARACTERS = 300
 MAX_ANSWER_BYTES = 2**20
 
@@ -32,7 +32,7 @@ MAX_ANSWER_BYTES = 2**20
 class AgentService:
     """Client of a service, with the interface of hosting.AgentHost. Belongs to one event loop.
 
-    Uses no proxy, and follows no redirect.
+    It uses no proxy and follows no redirects.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
@@ -44,7 +44,7 @@ class AgentService:
     def start(
         self, task: Mapping[str, Any], seed: int, env: Mapping[str, str]
     ) -> tuple[int, asyncio.Future[AgentExit]]:
-        """Start an agent. Returns its number, and the future of its end."""
+        """Start an agent, and return its number and a future of its exit."""
         agent, exit_future = next(self._ids), asyncio.get_running_loop().create_future()
         body = {"task": dict(task), "seed": seed, "env": dict(env)}
         running = self._running[agent] = asyncio.create_task(self._run_agent(body, exit_future))
@@ -61,17 +61,23 @@ class AgentService:
             async with self._post(body) as answer:
                 fragments = (await read_bounded(answer, MAX_ANSWER_BYTES)).decode(errors="replace").split()
                 message = " ".join(fragments)[:MAX_MESSAGE_CHARACTERS]
-                error = None if answer.status == 200 else f"its service answered {answer.status} {message}"
+                error = (
+                    None if answer.status == 200 else f"its service returned HTTP {answer.status}: {message}"
+                )
                 end = AgentExit(error)
         except (aiohttp.ClientError, OSError) as e:
             await asyncio.sleep(PAUSE_SECONDS)
-            end = AgentExit(None, f"its service at {self._url} is gone: {type(e).__name__}")
+            end = AgentExit(None, f"because its service at {self._url} does not respond: {type(e).__name__}")
         if not exit_future.done():
             exit_future.set_result(end)
 
     @asynccontextmanager
     async def _post(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send the task, and wait for an unreachable service. Raises the last connection error."""
+        """Send the task, and yield the response. Repeats the request while the service is unreachable.
+
+        Raises:
+            aiohttp.ClientConnectorError: the service is unreachable for AWAY_SECONDS.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + AWAY_SECONDS
         while True:

@@ -1,12 +1,12 @@
-"""Between an agent's messages and the model's tokens.
+"""Rendering: converts an agent's messages to the model's tokens.
 
     first question   ->  prompt                the chat template over all messages
-    next question    ->  what comes behind     the chat template over the new messages alone
+    next question    ->  continuation          the chat template over the new messages alone
     the model's ids  ->  text                  decoded, never encoded again
 
-The messages that were said before are never rendered again: their tokens are those that the model has read and
-sampled. What comes behind a turn is taken from a conversation of marks, so a template that shows old turns otherwise
-(Qwen3 leaves out their thinking) changes nothing.
+Earlier messages are never rendered again: their tokens are those that the model has read and sampled. The text
+after a turn is taken from a conversation of placeholders, so that a template that renders old turns differently
+(Qwen3 omits their thinking) has no effect.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _QUESTION, _TURN = "RLSYS-QUESTION", "RLSYS-TURN"
 
 
 class Rendering:
-    """Rendering of an agent's messages for one model."""
+    """Renders agents' messages for one model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._shows_tools: dict[str, bool] = {}  # tools -> whether the template shows them
+        self._shows_tools: dict[str, bool] = {}  # tools -> whether the template renders them
 
     def prompt(
         self,
@@ -37,8 +37,16 @@ class Rendering:
         tools: Sequence[Mapping[str, Any]],
         chat_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a first question. `chat_args`: further variables of the chat template. Raises BadRequest for
-        messages that the template refuses, or tools that it does not show."""
+        """Return the ids of a prompt.
+
+        Args:
+            messages: the messages.
+            tools: schemas of the tools.
+            chat_args: additional variables of the chat template.
+
+        Raises:
+            BadRequest: the template refuses the messages, or does not render the tools.
+        """
         text = self._render(messages, tools, chat_args)
         if tools:
             key = json.dumps(list(tools), sort_keys=True)
@@ -46,8 +54,8 @@ class Rendering:
                 self._shows_tools[key] = text != self._render(messages, (), chat_args)
             if not self._shows_tools[key]:
                 raise BadRequest(
-                    f"the chat template of {self._tokenizer.path} shows no tools, so the model would not know of "
-                    "them; describe them in a message",
+                    f"the chat template of {self._tokenizer.path} does not render tools; describe them in a "
+                    "message instead",
                     "tools",
                 )
         return self._tokenizer.encode(text)
@@ -55,15 +63,20 @@ class Rendering:
     def continuation(
         self, new: Sequence[Message], tools: Sequence[Mapping[str, Any]], last: str
     ) -> list[int]:
-        """Return the ids between the end of a turn and the next one: `new` messages, and the opening of the turn.
+        """Return the ids between the end of a turn and the next turn: the new messages, and the start of the turn.
 
         Args:
-            last: the text of the token that ended the turn, which is not repeated; empty if the turn was truncated.
+            new: the new messages.
+            tools: schemas of the tools.
+            last: text of the token that ended the turn, which is not repeated; empty if the turn was truncated.
+
+        Raises:
+            BadRequest: the template refuses the messages.
         """
         marked_turn = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _TURN}]
         _, turn, following = self._render([*marked_turn, *new], tools).partition(_TURN)
         if not turn:
-            raise BadRequest("the chat template does not show what an assistant said", "messages")
+            raise BadRequest("the chat template does not render messages of the assistant", "messages")
         return self._tokenizer.encode(following.removeprefix(last))
 
     def _render(
@@ -83,7 +96,7 @@ class Rendering:
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """Templates take arguments as objects, as transformers documents it."""
+    """Return a message with arguments as objects, which templates expect (transformers' documentation)."""
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
@@ -92,6 +105,6 @@ def _for_template(message: Message) -> dict[str, Any]:
 
 def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
-    with contextlib.suppress(ValueError):  # no JSON: shown as it was written
+    with contextlib.suppress(ValueError):  # not JSON: rendered as generated
         function["arguments"] = load_json(function["arguments"])
     return {**call, "function": function}

@@ -1,6 +1,6 @@
-"""OpenAI's responses: a request to what is asked, an answer to JSON or to the events of a stream. Pure.
+"""OpenAI's responses API: parses requests, and encodes answers as JSON or as a stream of events. Pure.
 
-Without a memory of its own: `previous_response_id` is refused, the whole input is to be sent.
+It stores no responses: `previous_response_id` is refused, and each request must contain the whole input.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ _NO_MATTER = {
 
 
 def read(body: Mapping[str, Any]) -> TurnRequest:
-    """Parse a request. Raises BadRequest."""
+    """Parse a request.
+
+    Raises:
+        BadRequest: the request is invalid or not supported.
+    """
     check_fields(body, _NEUTRAL, _NO_MATTER)
     content = body.get("input")
     items = [{"role": "user", "content": content}] if isinstance(content, str) else content
@@ -62,7 +66,7 @@ def read(body: Mapping[str, Any]) -> TurnRequest:
 
 
 def _add(messages: list[dict[str, Any]], item: Any, param: str) -> None:
-    """Append an item. An assistant's text and its calls are separate items, and one chat message."""
+    """Append an item to the messages. An assistant's text and calls are separate items, but one chat message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "reasoning":
         return
@@ -79,7 +83,7 @@ def _add(messages: list[dict[str, Any]], item: Any, param: str) -> None:
         role = "system" if item["role"] == "developer" else item["role"]
         messages.append({"role": role, "content": read_text(item.get("content"), f"{param}.content")})
     else:
-        raise BadRequest(f"{param}: not a message, a function_call or a function_call_output", param)
+        raise BadRequest(f"{param}: expected a message, a function_call or a function_call_output", param)
 
 
 def to_json(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,20 +131,25 @@ def events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
 def _fields(answer: Answer, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"type": "response.created", "response": _head(answer, body)}
     for i, item in enumerate(_items(answer)):
-        at = {"output_index": i, "item_id": item["id"]}
+        position = {"output_index": i, "item_id": item["id"]}
         if item["type"] == "message":
             (part,) = item["content"]
-            empty, inside = {**item, "content": []}, {**at, "content_index": 0}
+            empty, part_position = {**item, "content": []}, {**position, "content_index": 0}
             yield {"type": "response.output_item.added", "output_index": i, "item": empty}
-            yield {"type": "response.content_part.added", **inside, "part": {**part, "text": ""}}
-            yield {"type": "response.output_text.delta", **inside, "delta": part["text"], "logprobs": []}
-            yield {"type": "response.output_text.done", **inside, "text": part["text"], "logprobs": []}
-            yield {"type": "response.content_part.done", **inside, "part": part}
+            yield {"type": "response.content_part.added", **part_position, "part": {**part, "text": ""}}
+            yield {
+                "type": "response.output_text.delta",
+                **part_position,
+                "delta": part["text"],
+                "logprobs": [],
+            }
+            yield {"type": "response.output_text.done", **part_position, "text": part["text"], "logprobs": []}
+            yield {"type": "response.content_part.done", **part_position, "part": part}
         else:
             arguments, kind = item["arguments"], "response.function_call_arguments"
             yield {"type": "response.output_item.added", "output_index": i, "item": {**item, "arguments": ""}}
-            yield {"type": f"{kind}.delta", **at, "delta": arguments}
-            yield {"type": f"{kind}.done", **at, "name": item["name"], "arguments": arguments}
+            yield {"type": f"{kind}.delta", **position, "delta": arguments}
+            yield {"type": f"{kind}.done", **position, "name": item["name"], "arguments": arguments}
         yield {"type": "response.output_item.done", "output_index": i, "item": item}
     status = "response.incomplete" if answer.finish == "length" else "response.completed"
     yield {"type": status, "response": to_json(answer, body)}

@@ -154,6 +154,7 @@ def examine_trainer(try_build: TryBuild) -> Finding:
 
 
 def print_logs(args: argparse.Namespace) -> int:
+    """Run `rlsys logs`."""
     check_run_folder(args.run)
     for line in show_logs(role_logs(args.run, args.role), args.lines, follow=args.follow):
         print(line)
@@ -161,8 +162,9 @@ def print_logs(args: argparse.Namespace) -> int:
 
 
 def check_exists(run: Path) -> None:
+    """Check that the folder exists. Raises UserError otherwise."""
     if not run.is_dir():
-        raise UserError(f"{run}: no such run folder")
+        raise UserError(f"{run}: folder not found")
 
 
 def check_run_folder(run: Path) -> None:

@@ -75,7 +75,7 @@ def _drain(args: argparse.Namespace) -> int:
     registered = {m.url: m for m in membership.read_members(owner)} if owner is not None else {}
     if owner is None or (url not in current_engines and url not in registered):
         raise UserError(
-            f"{url} is no engine of {args.run}; its engines: {', '.join(current_engines) or 'none'}"
+            f"{url}: not an engine of {args.run}; its engines: {', '.join(current_engines) or 'none'}"
         )
     config = load_run_config(args.run)
     if not args.undo:

@@ -57,13 +57,13 @@ _LABEL = 20
 
 @dataclass(frozen=True)
 class Screen:
-    """Facts by heading. `odd`: facts that may indicate a mistake."""
+    """Facts by heading. `warnings`: facts that may indicate a mistake."""
 
     title: str
     parts: list[tuple[str, list[Fact]]]
-    folds: list[NodeGroup]
+    node_groups: list[NodeGroup]
     gpus_per_node: int
-    odd: list[str]
+    warnings: list[str]
 
 
 def add_explain(add: Add) -> None:
@@ -99,7 +99,7 @@ def explain(args: argparse.Namespace) -> int:
         for note in notes:
             print(f"rlsys: note: {note}", file=sys.stderr)
         return 0
-    screen.odd.extend(notes)
+    screen.warnings.extend(notes)
     console = Console(highlight=False)
     if console.is_terminal:
         console.print(render_rich(screen))
@@ -112,7 +112,7 @@ def with_gpu_memory(config: Config, gpu_gb: float | None) -> Config:
     """Return the config with the memory of a GPU that an option gives.
 
     Raises:
-        UserError: the option is no amount of memory.
+        UserError: the option is not an amount of memory.
     """
     if gpu_gb is None:
         return config
@@ -137,17 +137,17 @@ def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tu
     from rlsys.algo.no_effect import describe_passes  # likewise
 
     passes = [("" if i else "log-prob passes", line) for i, line in enumerate(describe_passes(config))]
-    sizes, odd = describe_arithmetic(config), []
+    sizes, warnings = describe_arithmetic(config), []
     if config.model.path.exists():
         hf = read_model(config)
         check_tensors(config, hf)
         engine = have_transformer_engine() if have_cuda() else config.launch.gpus_per_node > 0
         sizes.append(describe_prompts(config, hf, engine))
         sizes += describe_memory(config, hf)
-        odd += size_warnings(config, hf)
-        odd += _machine_problems(config, hf, gpu_gb) + unusual_settings(config, hf)
-        traffic, warnings = describe_traffic(config, hf)
-        sizes, odd = sizes + traffic, odd + warnings
+        warnings += size_warnings(config, hf)
+        warnings += _machine_problems(config, hf, gpu_gb) + unusual_settings(config, hf)
+        traffic, traffic_warnings = describe_traffic(config, hf)
+        sizes, warnings = sizes + traffic, warnings + traffic_warnings
         duration = NO_ESTIMATE
         if config.launch.gpus_per_node:
             forecast = forecast_step(config, hf, machines()["h100"])
@@ -156,11 +156,11 @@ def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tu
     else:
         duration = "not known without the model's config.json"
         reason = absent or f"{config.model.path} does not exist"
-        odd.append(f"NOT CHECKED: {reason}: whether it fits the layout, parameters, memory")
+        warnings.append(f"NOT CHECKED: {reason}: whether it fits the layout, parameters, memory")
     plan, layout = placeholder_plan(config), lay_out(config)  # the model has been checked against the layout
-    odd += describe_idle(config, plan) + allocator_notes(config) + attention_notes(config)
+    warnings += describe_idle(config, plan) + allocator_notes(config) + attention_notes(config)
     if config.launch.release_memory and not (config.launch.gpus_per_node or have_cuda()):
-        odd.append("no GPU: launch.release_memory frees nothing")
+        warnings.append("no GPU: launch.release_memory frees nothing")
     other_roles = [r for r in plan.roles if r.kind != "trainer" and not r.unit.startswith("engine-")]
     return Screen(
         title=f"run {config.run.dir}",
@@ -169,9 +169,9 @@ def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tu
             ("size", sizes),
             ("time", [("duration", _remaining_duration(config) or duration)]),
         ],
-        folds=group_nodes(layout, other_roles, config.launch.nodes),
+        node_groups=group_nodes(layout, other_roles, config.launch.nodes),
         gpus_per_node=config.launch.gpus_per_node,
-        odd=odd,
+        warnings=warnings,
     ), plan
 
 
@@ -188,15 +188,15 @@ def _machine_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
 
 def describe_fine_tuning_run(config: Config, gpu_gb: float, absent: str | None) -> tuple[Screen, LaunchPlan]:
     """Return the facts of `rlsys sft`: a trainer without engines and prompts. Arguments: see `describe_run`."""
-    sizes, odd = [], []
+    sizes, warnings = [], []
     if config.model.path.exists():
         hf = read_model(config)
         check_tensors(config, hf)
         sizes = [fact for fact in describe_memory(config, hf) if fact[0] in TRAINER_FACTS]
-        odd = _machine_problems(config, hf, gpu_gb) + unusual_settings(config, hf)
+        warnings = _machine_problems(config, hf, gpu_gb) + unusual_settings(config, hf)
     else:
         reason = absent or f"{config.model.path} does not exist"
-        odd = [f"NOT CHECKED: {reason}: whether it fits the layout, parameters, memory"]
+        warnings = [f"NOT CHECKED: {reason}: whether it fits the layout, parameters, memory"]
     layout = replace(lay_out(config), engines=[])
     nodes = [Node("localhost")]
     if config.launch.nodes > 1:
@@ -210,9 +210,9 @@ def describe_fine_tuning_run(config: Config, gpu_gb: float, absent: str | None) 
             ("size", sizes),
             ("time", [("duration", duration)]),
         ],
-        folds=group_nodes(layout, [], config.launch.nodes),
+        node_groups=group_nodes(layout, [], config.launch.nodes),
         gpus_per_node=config.launch.gpus_per_node,
-        odd=odd + allocator_notes(config),
+        warnings=warnings + allocator_notes(config),
     ), plan
 
 
@@ -248,8 +248,12 @@ def render_plain(screen: Screen) -> str:
     lines = [screen.title]
     for title, facts in screen.parts:
         lines += ["", title, *(f"  {label:<{_LABEL}} {text}" for label, text in facts)]
-    lines += ["", "where", *(f"  {line.plain.rstrip()}" for line in draw(screen.folds, screen.gpus_per_node))]
-    lines += ["", "odd", *(f"  {line}" for line in screen.odd or ["nothing"])]
+    lines += [
+        "",
+        "where",
+        *(f"  {line.plain.rstrip()}" for line in draw(screen.node_groups, screen.gpus_per_node)),
+    ]
+    lines += ["", "odd", *(f"  {line}" for line in screen.warnings or ["nothing"])]
     return "\n".join(lines)
 
 
@@ -262,9 +266,9 @@ def render_rich(screen: Screen) -> Group:
     for title, facts in screen.parts:
         for i, (label, text) in enumerate(facts):
             table.add_row(Text("" if i else title, style="bold cyan"), label, Text(text))
-    placement = Group(*draw(screen.folds, screen.gpus_per_node))
+    placement = Group(*draw(screen.node_groups, screen.gpus_per_node))
     table.add_row(Text("where", style="bold cyan"), "nodes and GPUs", placement)
-    for i, line in enumerate(screen.odd or ["nothing"]):
-        style = "yellow" if screen.odd else "green"
+    for i, line in enumerate(screen.warnings or ["nothing"]):
+        style = "yellow" if screen.warnings else "green"
         table.add_row(Text("" if i else "odd", style="bold yellow"), "", Text(line, style=style))
     return Group(Text(screen.title, style="bold"), table)

@@ -82,11 +82,11 @@ async def _serve(
         keeper = asyncio.create_task(_keep_host(meeting, episode, variables))
         stop_task = asyncio.create_task(stop.wait())
         try:
-            await _first(keeper, asyncio.create_task(meeting.hosted()))
+            await _wait_first(keeper, asyncio.create_task(meeting.hosted()))
             async with meeting.listening(port) as base:
                 for name in policies:
                     print(f"rlsys: {name}: rollout.generator_params.url = {base}/{name}", flush=True)
-                await _first(keeper, stop_task)
+                await _wait_first(keeper, stop_task)
                 meeting.close()
                 keeper.cancel()  # before its episodes notice that their addresses are gone
                 await asyncio.wait({keeper})
@@ -95,7 +95,7 @@ async def _serve(
             await asyncio.wait({keeper})
 
 
-async def _first(keeper: asyncio.Task[None], other_task: asyncio.Task[Any]) -> None:
+async def _wait_first(keeper: asyncio.Task[None], other_task: asyncio.Task[Any]) -> None:
     """Wait until one of the tasks ends. Raises the keeper's error."""
     await asyncio.wait({keeper, other_task}, return_when=asyncio.FIRST_COMPLETED)
     if keeper.done():

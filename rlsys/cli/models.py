@@ -178,7 +178,7 @@ def find_subject(target: Path, checkpoint: Path | None, overrides: Sequence[str]
 
 
 def _not_a_run_error(folder: Path) -> str:
-    """Return the error for a folder that is no run, with the command that it may be for."""
+    """Return the error for a folder that is not a run, with the command that it may be for."""
     if (folder / "manifest.json").is_file() and (folder.parent.parent / "config.yaml").is_file():
         return f"{folder}: a checkpoint; use rlsys eval {folder.parent.parent} --checkpoint {folder}"
     if (folder / "config.json").is_file():

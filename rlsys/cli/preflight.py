@@ -48,7 +48,7 @@ def check_answers(config: Config) -> None:
 def check_start(config: Config) -> list[str]:
     """Check that a run can start, and return notes about it, one per line.
 
-    A folder without a tokenizer is no error here (rlsys.planner.model_preflight.check_model reports that it
+    A folder without a tokenizer is not an error here (rlsys.planner.model_preflight.check_model reports that it
     cannot be trained): a note lists what was not checked.
 
     Raises:

@@ -95,7 +95,7 @@ def new(args: argparse.Namespace) -> int:
     if args.model is not None:
         return new_for_model(args)
     if args.gpus is not None:
-        raise UserError("--gpus: expected --model FOLDER beside it")
+        raise UserError("--gpus: it requires --model FOLDER")
     config = args.folder / "config.yaml"
     if args.data is not None:
         write_data_config(args.folder, data_section(args.data, args.reward, args.heldout))
@@ -103,7 +103,7 @@ def new(args: argparse.Namespace) -> int:
         return 0
     for option in ("reward", "heldout"):
         if getattr(args, option) is not None:
-            raise UserError(f"--{option}: expected --data FILE beside it")
+            raise UserError(f"--{option}: it requires --data FILE")
     for path in write_starter(args.folder):
         print(f"  {path}")
     print(f"next: rlsys try {config}\n      rlsys train {config}")

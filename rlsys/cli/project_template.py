@@ -98,7 +98,7 @@ def data_section(data: Path | None, reward: str | None, heldout: Path | None = N
     if data is None:
         section: dict[str, Any] = {"source": "reasoning_gym", "params": {"task": "gsm_symbolic"}}
         if heldout is not None:
-            raise UserError("--heldout: expected --data FILE beside it")
+            raise UserError("--heldout: it requires --data FILE")
         return section | ({"reward": reward} if reward else {})
     params = {"path": str(data)}
     source = _check_table("--data", data)
@@ -203,7 +203,7 @@ def _write_folder(folder: Path, texts: Mapping[str, str]) -> list[Path]:
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            raise UserError(f"{folder}: exists already; rlsys new writes a new folder") from None
+            raise UserError(f"{folder}: already exists; rlsys new writes a new folder") from None
         for file, text in texts.items():
             (folder / file).write_text(text, encoding="utf-8")
     return [folder / file for file in texts]

@@ -116,14 +116,14 @@ def show_samples(args: argparse.Namespace) -> int:
     if query == SampleQuery() and pattern is None and (last := texts.reader.last_step()):
         query = SampleQuery(step=last)
     count, console = 0, Console()
-    prompt_of = -1
+    prompt_group = -1
     for stored_sample in texts.iterate(query, pattern, args.n):
         count += 1
         if args.json:
             print(json.dumps(texts.describe(stored_sample) | arrays_of(stored_sample)))
             continue
-        if stored_sample.sample.group_id != prompt_of:  # the prompt of a whole group is shown once
-            prompt_of = stored_sample.sample.group_id
+        if stored_sample.sample.group_id != prompt_group:  # the prompt of a whole group is shown once
+            prompt_group = stored_sample.sample.group_id
             console.print(
                 Rule(f"group {stored_sample.sample.group_id}, {stored_sample.outcome}", align="left")
             )
@@ -271,7 +271,7 @@ def _print_sample(console: Console, texts: RunTexts, stored_sample: SampleView) 
         console.print(Text("its tokens are no longer stored (rollout.keep_groups)", style="dim"))
     for sequence in sequences_of(stored_sample, texts.tokenizer.decode) if stored_sample.has_tokens else []:
         origin = (
-            " on the side"
+            " outside the main conversation"
             if sequence["aside"]
             else ""
             if sequence["parent"] is None
@@ -287,7 +287,7 @@ def _print_sample(console: Console, texts: RunTexts, stored_sample: SampleView) 
 
 
 def _printable(text: str) -> str:
-    """Replace control characters: a model's output must not move the terminal's cursor."""
+    """Replace control characters: a model's output must not control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

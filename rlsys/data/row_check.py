@@ -89,7 +89,7 @@ def check_rows(table: Table, keys: KeysConfig, tokenizer: Tokenizer, limits: Lim
             try:
                 limits.check_prompt(prompt.ids)
             except RefusedPrompt as e:
-                kind = "too_long" if len(prompt.ids) >= limits.room else "unreadable"
+                kind = "too_long" if len(prompt.ids) >= limits.max_tokens else "unreadable"
                 counts.add(kind, f"{prompt.location}: {e}")
         return counts
 

@@ -17,14 +17,14 @@ from rlsys.segments import support
 from rlsys.segments.route_records import read_pointer
 
 ROUNDING = 1e-4
-"""Largest log-prob above 0 that counts as a rounding error: log-probs under a sampling mask are quotients of sums."""
+"""Largest positive log-prob that is a rounding error: under a sampling mask, log-probs are quotients of sums."""
 
 VersionOf = Callable[[str], int]
 """Weight label -> version."""
 
 
 class LogProb(msgspec.Struct, array_like=True, gc=False):
-    """The first value of a log-prob entry. The id is in `output_ids`; the text is not used."""
+    """The log-prob of one entry. `output_ids` has its id; its text is not used."""
 
     value: float
 
@@ -71,7 +71,7 @@ class Chunk(msgspec.Struct):
 
 
 class RequestRefused(Exception):
-    """The engine reports an error in a chunk. `status`: an HTTP status."""
+    """Raised when an engine reports an error in a chunk. `status`: an HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -82,7 +82,11 @@ _CHUNK = msgspec.json.Decoder(Chunk)
 
 
 def decode_chunk(event: bytes | memoryview) -> Chunk:
-    """Decode the JSON of an event. Raises ValueError for anything but a chunk of SGLang."""
+    """Decode the JSON of an event.
+
+    Raises:
+        ValueError: The event is not a chunk of SGLang.
+    """
     return _CHUNK.decode(event)
 
 
@@ -97,13 +101,13 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
 
     Raises:
         RequestRefused: The engine reports an error.
-        ValueError: The chunk is not one of SGLang, or a number is not a log-prob.
+        ValueError: The chunk lacks values that SGLang always sends, or a value is not a log-prob.
     """
     meta = chunk.meta_info
     if meta is None:
         error = chunk.error
         if error is None:
-            raise ValueError("neither meta_info nor an error")
+            raise ValueError("a chunk without meta_info and error")
         code = error.get("code") if isinstance(error, dict) else None
         raise RequestRefused(f"{error}", code if isinstance(code, int) else 400)
     reason = meta.finish_reason
@@ -117,11 +121,11 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
     if meta.completion_tokens and len(ids) > meta.completion_tokens - received >= 0:
         # Without --incremental-streaming-output a server repeats all earlier tokens, and may append tokens whose
         # log-probs are in the next chunk.
-        unread = slice(received, meta.completion_tokens)
-        ids, mu = ids[unread], mu[unread]
-        masks[:] = masks[unread]
+        new_tokens = slice(received, meta.completion_tokens)
+        ids, mu = ids[new_tokens], mu[new_tokens]
+        masks[:] = masks[new_tokens]
         if meta.output_top_logprobs is not None:
-            meta.output_top_logprobs = meta.output_top_logprobs[unread]
+            meta.output_top_logprobs = meta.output_top_logprobs[new_tokens]
     if not meta.prompt_tokens:
         # The request was aborted in the queue, where a retracted request waits for memory. Its last chunk then
         # repeats the last token and all log-probs; `completion_tokens` determines how many tokens are new.
@@ -131,7 +135,10 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
     if meta.output_top_logprobs is not None:
         tops = [_alternatives(entries) for entries in meta.output_top_logprobs[: len(ids)]]
     if len(ids) != len(mu) or meta.weight_version is None or (tops is not None and len(tops) != len(ids)):
-        raise ValueError(f"{len(ids)} ids, {len(mu)} log-probs, weight version {meta.weight_version}")
+        raise ValueError(
+            f"a chunk with {len(ids)} ids, {len(mu)} log-probs and weight version {meta.weight_version}; expected "
+            "equal numbers, and a version"
+        )
     mu, rounded = check_log_probs(mu)
     rows = [row for row in chain(masks, ([i for _, i in top] for top in tops or ())) if row]
     return Segment(
@@ -154,14 +161,16 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
 def check_log_probs(values: Iterable[float]) -> tuple[list[float], int]:
     """Set log-probs in (0, ROUNDING] to 0.
 
-    Returns: The log-probs, and how many were set to 0.
+    Returns:
+        The log-probs, and the number of those that were set to 0.
 
-    Raises ValueError for a value that is not a log-prob.
+    Raises:
+        ValueError: A value is not a log-prob.
     """
     log_probs, rounded = list(values), 0
     for i, value in enumerate(log_probs):
         if not -math.inf < value <= ROUNDING:
-            raise ValueError(f"log-prob {value!r}, expected a finite one of at most 0")
+            raise ValueError(f"log-prob {value!r}, expected a finite value of at most 0")
         if value > 0:
             log_probs[i] = 0.0
             rounded += 1
@@ -169,7 +178,7 @@ def check_log_probs(values: Iterable[float]) -> tuple[list[float], int]:
 
 
 def _alternatives(entries: list[tuple[float | None, int, Any]]) -> list[tuple[float, int]]:
-    """Drop entries whose log-prob is null, which stands for -inf: sampling cannot draw them."""
+    """Return (log-prob, id) of the entries, without those whose log-prob is null: it stands for -inf."""
     pairs = [(value, i) for value, i, _ in entries if value is not None]
     values, _ = check_log_probs(value for value, _ in pairs)
     return [(value, i) for value, (_, i) in zip(values, pairs, strict=True)]
@@ -178,7 +187,8 @@ def _alternatives(entries: list[tuple[float | None, int, Any]]) -> list[tuple[fl
 def _call_spans(meta: Meta, tokens: int, version_of: VersionOf) -> list[VersionSpan] | None:
     """Return the version spans of a finished request of `tokens` tokens; None if there is only one version.
 
-    Raises ValueError unless the spans tile the tokens.
+    Raises:
+        ValueError: The spans do not cover the tokens without gaps.
     """
     spans = meta.weight_versions or []
     if len(spans) < 2 or not tokens:
@@ -188,7 +198,7 @@ def _call_spans(meta: Meta, tokens: int, version_of: VersionOf) -> list[VersionS
         any(s.start != start or s.end < s.start for s, start in zip(spans, ends, strict=False))
         or ends[-1] < tokens
     ):
-        raise ValueError(f"weight versions do not tile {tokens} tokens: {spans}"[:300])
+        raise ValueError(f"weight versions do not cover {tokens} tokens without gaps: {spans}"[:300])
     return [
         VersionSpan(version_of(s.version), s.start, min(s.end, tokens)) for s in spans if s.start < tokens
     ]
@@ -197,8 +207,8 @@ def _call_spans(meta: Meta, tokens: int, version_of: VersionOf) -> list[VersionS
 def read_routes(meta: Meta, prompt: int, received: int, first: int) -> RouteSpan | None:
     """Return the routed experts of a request's sequence from position `first` on; None if the engine has none.
 
-    After a weight change during the request, the result starts at the first position of the newest weights: the
-    prefill of the prefix has replaced the earlier experts.
+    If the weights changed during the request, the result starts at the first position of the newest weights, because
+    the prefill of the prefix replaced the earlier experts.
 
     Args:
         meta: `meta_info` of the last chunk.
@@ -215,14 +225,14 @@ def read_routes(meta: Meta, prompt: int, received: int, first: int) -> RouteSpan
         return None
     data = pybase64.b64decode(meta.routed_experts)
     versions = meta.weight_versions or []
-    seam = prompt + versions[-1].start - 1 if len(versions) > 1 else first
-    if not first <= seam <= end:
+    start = prompt + versions[-1].start - 1 if len(versions) > 1 else first
+    if not first <= start <= end:
         raise ValueError(
-            f"weights changed at position {seam}, outside of the requested positions [{first}, {end})"
+            f"weights changed at position {start}, outside of the requested positions [{first}, {end})"
         )
-    if seam == end:  # the weights changed after the last token
+    if start == end:  # the weights changed after the last token
         return None
     if (pointer := read_pointer(data, first, rows)) is not None:
-        return RouteSpan(seam, end, b"", pointer)
-    experts = np.frombuffer(data, dtype="<i4").reshape(rows, -1)[seam - first :]
-    return RouteSpan(seam, end, experts.astype("u1" if experts.max() < 256 else "<u2").tobytes())
+        return RouteSpan(start, end, b"", pointer)
+    experts = np.frombuffer(data, dtype="<i4").reshape(rows, -1)[start - first :]
+    return RouteSpan(start, end, experts.astype("u1" if experts.max() < 256 else "<u2").tobytes())

@@ -16,7 +16,7 @@ from rlsys.config.rollout import Truncation
 from rlsys.core.identity import ANONYMOUS, Identity
 from rlsys.core.types import Segment
 from rlsys.engine.chunks import check_log_probs, decode_chunk, read_chunk, read_routes
-from rlsys.engine.hooks.peer_weights import GIVE, TAKE
+from rlsys.engine.hooks.peer_weights import READ_LOADER, WRITE_LOADER
 from rlsys.engine.sse import events
 from rlsys.engine.weight_calls import load_from_disk, run_loader
 from rlsys.engine.wire import (
@@ -37,15 +37,15 @@ _GENERATED = "sglang:generation_tokens_total"
 
 _STREAMED = {"stream": True, "return_logprob": True}
 _UNKNOWN = -1
-"""Version of weights that no push has labelled, or that belong to another run."""
+"""Version of weights without a label of this run."""
 
 
 class Aborted(Exception):
-    """The request ended early because a caller aborted it."""
+    """Raised when a request ended early because a caller aborted it."""
 
 
 class EngineClient(Wire):
-    """Client of one engine. Methods raise EngineError for a refusal and one of `DeadEngine` without a response."""
+    """Client of one engine. Methods raise EngineError for a refusal, and one of `DeadEngine` without a response."""
 
     def __init__(
         self,
@@ -59,17 +59,17 @@ class EngineClient(Wire):
         adapter: str | None = None,
         pool: str | None = None,
     ) -> None:
-        """Address an engine; no request is sent.
+        """Create a client without sending a request.
 
         Args:
             url: Base URL of the engine's HTTP server.
             session: Session of make_session().
             tp: Tensor-parallel size of the engine.
-            index: Number of the engine in the run's layout; None for an engine that joined later.
+            index: Number of the engine in the run's layout; None for an engine that joined during the run.
             identity: Owner that the engine must have.
             limits: Time limits of responses.
             adapter: Name of the adapter that generates; None for the base model.
-            pool: Name of the pool in engine.pools that the engine has joined.
+            pool: Name of the pool in engine.pools that the engine joined.
         """
         super().__init__(url, session, identity, limits)
         self.tp = tp
@@ -96,18 +96,18 @@ class EngineClient(Wire):
     ) -> AsyncGenerator[Segment, None]:
         """Stream segments of new tokens. Only the last segment has `finish`, and routed experts if requested.
 
-        If the last segment has `prompt_tokens` 0, the server aborted the request in its queue and did not count the
-        tokens in `generated_tokens`.
+        If the last segment has `prompt_tokens` 0, the server aborted the request in its queue, and
+        `generated_tokens` does not count its tokens.
 
         Args:
             ids: Token ids of the prompt, followed by tokens that earlier requests of the sample generated.
             rid: Request id. It must not be in use on this server, nor be a prefix of one in use.
             max_new_tokens: Limit of generated tokens.
             temperature: Sampling temperature.
-            seed: Sampling seed; None for an engine that is not deterministic.
+            seed: Sampling seed; None on an engine that is not deterministic.
             stop_ids: Token ids that end the response.
-            routes_from: First position whose routed experts are returned; None for none. A prefill of an earlier
-                prefix may select other experts than the pass that sampled it.
+            routes_from: First position of which routed experts are returned; None for none. The prefill of a
+                prefix may select other experts than the passes that sampled it.
             cache_key: Requests share cached prefixes only with requests of the same key.
             truncation: top_k, top_p and min_p. `mu` is then the log-prob under the sampling mask, which segments
                 contain.
@@ -118,7 +118,7 @@ class EngineClient(Wire):
 
         Raises:
             EngineError: The engine refuses the request, or its response is malformed.
-            DeadEngine: One of these, also if the stream ends without a finish.
+            DeadEngine: The engine does not respond, or the stream ends without a finish.
         """
         params: dict[str, Any] = {**sampling, "max_new_tokens": max_new_tokens, "temperature": temperature}
         params |= {"skip_special_tokens": False, "stop_token_ids": list(stop_ids)}
@@ -149,14 +149,12 @@ class EngineClient(Wire):
                     received += len(segment.ids)
                     if received > max_new_tokens:  # an endless stream would block an interrupt forever
                         error = f"{received} tokens, expected at most {max_new_tokens}"
-                        raise EngineError(
-                            f"{self.url}/generate: not an answer of SGLang: {error}", BAD_ANSWER
-                        )
+                        raise EngineError(f"{self.url}/generate: malformed response: {error}", BAD_ANSWER)
                     yield segment
                     if segment.finish is not None:
                         return
             raise aiohttp.ClientPayloadError(
-                f"{self.url}/generate: the stream of {rid} ended without a finish"
+                f"{self.url}/generate: the stream of request {rid} ended without a finish reason"
             )
 
     def _segment(
@@ -172,14 +170,14 @@ class EngineClient(Wire):
         return segment
 
     async def abort(self, rid: str | None) -> None:
-        """Abort one request, or all (`rid` None). `generate` then ends with finish "abort" and all tokens so far.
+        """Abort one request, or with `rid` None all. `generate` then ends with finish "abort" and all tokens so far.
 
-        SGLang ignores an abort that arrives before its request is registered: the caller repeats it.
+        SGLang ignores an abort that arrives before its request is registered, so the caller must repeat it.
         """
         await self.post("/abort_request", {"rid": rid} if rid is not None else {"abort_all": True})
 
     async def pause_generation(self, mode: str) -> None:
-        """Pause generation and keep the requests; new requests queue, and control requests are served.
+        """Pause generation and keep the requests. New requests are queued; control requests are served.
 
         Args:
             mode: "retract" frees the KV cache of the requests, which is recomputed when they continue; "in_place"
@@ -192,9 +190,9 @@ class EngineClient(Wire):
         await self.post("/continue_generation", {"torch_empty_cache": False})
 
     async def begin_weight_update(self) -> None:
-        """Begin a weight update under a new `epoch`: the engine accepts tensors with this epoch only (fence.py).
+        """Begin a weight update under a new `epoch`. The engine then accepts only tensors with this epoch (fence.py).
 
-        Ends an earlier update that its trainer did not end.
+        Also end an earlier update that its trainer did not end.
         """
         self.epoch = time.time_ns()  # larger than the epochs of earlier processes
         try:
@@ -204,13 +202,13 @@ class EngineClient(Wire):
             await self.post("/begin_weight_update", {})
 
     async def end_weight_update(self) -> None:
-        """End a weight update. The engine may then convert the layout of all tensors."""
+        """End a weight update. The engine then converts the layout of the tensors, if its kernels need it."""
         await self.post("/end_weight_update", {}, self.limits.work)
 
     async def release_memory(self) -> None:
         """Release the memory of weights, KV cache and CUDA graphs of an idle engine.
 
-        The contents of weights and cache are lost. Must not be called twice without resume_memory.
+        The contents of weights and cache are lost. Call it again only after resume_memory.
         """
         tags = {"tags": ["kv_cache", "weights", "cuda_graph"]}
         await self.post("/release_memory_occupation", tags, self.limits.work)
@@ -218,13 +216,13 @@ class EngineClient(Wire):
     async def resume_memory(self, part: Literal["weights", "kv_cache"]) -> None:
         """Allocate memory again after `release_memory`. "kv_cache" includes the CUDA graphs.
 
-        The scheduler of an engine that has not released this memory dies.
+        The scheduler of an engine dies if it has not released this memory.
         """
         tags = {"tags": [part] if part == "weights" else [part, "cuda_graph"]}
         await self.post("/resume_memory_occupation", tags, self.limits.work)
 
     async def set_weight_version(self, version: int | str) -> None:
-        """Set the label of the engine's weights. A word instead of a number marks weights that are no version."""
+        """Set the label of the engine's weights: a version, or a word for weights that are no version."""
         label = self.identity.label(version)
         await self.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
@@ -235,24 +233,28 @@ class EngineClient(Wire):
             return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
     async def update_weights_from_disk(self, folder: str, version: int) -> None:
-        """Load a safetensors folder. Raises EngineError if the engine cannot read it, and then keeps its weights."""
+        """Load a safetensors folder.
+
+        Raises:
+            EngineError: The engine cannot read the folder; it keeps its weights.
+        """
         call = load_from_disk(folder, self.identity.label(version))
         await self.post(call.path, call.body, self.limits.work)
 
-    async def give_weights(self) -> None:
-        """Write the weights for another engine (rlsys.engine.hooks.peer_weights), within a weight update."""
-        await self._pass_weights(GIVE)
+    async def write_peer_weights(self) -> None:
+        """Have the engine write its weights for another engine (hooks/peer_weights.py), within a weight update."""
+        await self._run_loader(WRITE_LOADER)
 
-    async def take_weights(self) -> None:
-        """Load the weights that another engine wrote with `give_weights`, within a weight update."""
-        await self._pass_weights(TAKE)
+    async def read_peer_weights(self) -> None:
+        """Have the engine load the weights that another engine wrote, within a weight update."""
+        await self._run_loader(READ_LOADER)
 
-    async def _pass_weights(self, loader: str) -> None:
+    async def _run_loader(self, loader: str) -> None:
         call = run_loader(loader, self.tp)
         await self.post(call.path, call.body, self.limits.work)
 
     async def info(self) -> dict[str, Any]:
-        """Return SGLang's server info: `model_path`, `max_req_input_len`, ..."""
+        """Return SGLang's server info, such as `model_path` and `max_req_input_len`."""
         info = parse(await self.get("/server_info"))
         return info if isinstance(info, dict) else {}
 
@@ -266,7 +268,9 @@ class EngineClient(Wire):
     async def flush(self, *, paused: bool = False) -> None:
         """Empty the prefix cache when the engine is idle.
 
-        A paused engine with retracted requests never becomes idle, but can be flushed at once (`paused`).
+        Args:
+            paused: The engine is paused. With retracted requests it never becomes idle, but can be flushed at once.
+
 
         Raises:
             EngineError: The engine is not idle within IDLE_SECONDS.
@@ -278,7 +282,7 @@ class EngineClient(Wire):
         await self.post("/slow_down", {"forward_sleep_time": seconds})
 
     async def healthy(self) -> bool:
-        """Whether the server responds within two seconds and belongs to the owner."""
+        """Return whether the server responds within two seconds and belongs to the owner."""
         try:
             async with asyncio.timeout(2):
                 async with self.request("GET", "/health") as answer:
@@ -291,7 +295,7 @@ class EngineClient(Wire):
             return False
 
     async def weight_version(self) -> int:
-        """Return the version that the server reports; -1 if the label is not a number, as before the first push."""
+        """Return the weight version that the server reports; -1 if its label is not a number, as before a push."""
         return _version(await self.weight_label())
 
     async def weight_label(self) -> str:
@@ -299,34 +303,37 @@ class EngineClient(Wire):
 
         Raises:
             ForeignServer: The weights belong to another run, or the server refuses this run's key.
-            EngineError: The server reports no label and is no SGLang server.
+            EngineError: The server reports no label, so it is not an SGLang server.
         """
         info = parse(await self.get("/model_info"))
         if not isinstance(info, dict) or "weight_version" not in info:
-            raise EngineError(
-                f"{self.url} answers, but is no SGLang server: its /model_info has no weight_version"
-            )
+            raise EngineError(f"{self.url} is not an SGLang server: its /model_info has no weight_version")
         return self._version_label(str(info["weight_version"]))
 
     def _version_label(self, label: str) -> str:
-        """Remove the owner from a label. Raises ForeignServer for the label of another owner."""
+        """Return a label without its owner.
+
+        Raises:
+            ForeignServer: The label has another owner.
+        """
         if (version := self.identity.parse_label(label)) is None:
             raise ForeignServer(
-                f"{self.url} is no engine of this run: its weights are labelled {label[:100]!r}", BAD_ANSWER
+                f"{self.url} is not an engine of this run: the label of its weights is {label[:100]!r}",
+                BAD_ANSWER,
             )
         return version
 
     async def generated_tokens(self) -> int:
-        """Return the tokens of all requests that ended since the engine's start (its Prometheus counter).
+        """Return the number of generated tokens of all requests that ended, including aborted ones, since the start.
 
-        Aborted requests are included.
+        It is the engine's Prometheus counter.
         """
         lines = (await self.get("/metrics")).splitlines()
         with self.translate_errors("/metrics"):
             return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(_GENERATED)))
 
     async def token_logprobs(self, ids: list[int], rid: str | None = None) -> list[float]:
-        """Score a sequence: log-probs of `ids[1:]`, `[len(ids) - 1]`. The engine also generates one token.
+        """Return the log-probs of `ids[1:]`, `[len(ids) - 1]`. The engine also generates one token.
 
         Args:
             ids: Token ids.
@@ -349,7 +356,7 @@ class EngineClient(Wire):
             self._version_label(str(meta.get("weight_version")))
             log_probs, _ = check_log_probs(float(entry[0]) for entry in meta["input_token_logprobs"][1:])
             if len(log_probs) != len(ids) - 1:
-                raise ValueError(f"{len(log_probs)} log-probs of {len(ids) - 1} tokens")
+                raise ValueError(f"{len(log_probs)} log-probs, expected {len(ids) - 1}")
             return log_probs
 
     async def most_probable(
@@ -360,10 +367,12 @@ class EngineClient(Wire):
         SGLang applies no temperature to input log-probs (0.5.23).
 
         Args:
-            prompt_ids, response_ids: the tokens.
-            top_k: number of ids; 0 for the response's own.
+            prompt_ids: Token ids of the prompt.
+            response_ids: Token ids of the response.
+            top_k: Number of ids; 0 for the ids of the response itself.
 
-        Returns: Ids int32 and log-probs float32, both `[len(response_ids), max(top_k, 1)]`.
+        Returns:
+            Ids int32 and log-probs float32, both `[len(response_ids), max(top_k, 1)]`.
         """
         body = {
             "input_ids": [*prompt_ids, *response_ids], "return_logprob": True, "top_logprobs_num": top_k,
@@ -379,19 +388,19 @@ class EngineClient(Wire):
             logp = np.array([[entry[0] for entry in row] for row in rows], np.float32)
             ids = np.array([[entry[1] for entry in row] for row in rows], np.int32)
             if ids.shape != (shape := (len(response_ids), max(top_k, 1))):
-                raise ValueError(f"log-probs {list(ids.shape)}, expected {list(shape)}")
+                raise ValueError(f"log-probs of shape {list(ids.shape)}, expected {list(shape)}")
             if not top_k:
                 sampled_ids = np.array(response_ids, np.int32)[:, None]
                 different = ids != sampled_ids
-                # SGLang 0.5.23 reports the last id of the vocabulary as 0, beside its right log-prob.
+                # SGLang 0.5.23 reports the last id of the vocabulary as 0, with its correct log-prob.
                 if ids[different].any() or len(np.unique(sampled_ids[different])) > 1:
-                    raise ValueError("log-probs of other tokens than the response's")
+                    raise ValueError("log-probs of other ids, expected those of the response")
                 ids = sampled_ids
             check_log_probs(logp.ravel().tolist())
             return ids, np.minimum(logp, 0)
 
     def _version_of(self, label: str) -> int:
-        """Return the version of sampled tokens' weights; -1 for weights of another run."""
+        """Return the version of the weights that sampled tokens; -1 for weights of another run."""
         version = self.identity.parse_label(label)
         return _UNKNOWN if version is None else _version(version)
 

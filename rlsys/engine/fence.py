@@ -1,9 +1,10 @@
-"""ASGI middleware of an engine's HTTP server: accept weights from the newest push only.
+"""Fence: ASGI middleware of an engine's HTTP server that accepts weights from the newest push only.
 
-A trainer that is suspended during a push and resumes after its replacement still has its ticket and the keys of the
-engines. Its tensors would mix with those of its successor. Therefore each push has an epoch for each engine:
-`begin_weight_update` sets it, the ticket contains it, and calls with another epoch are refused (HTTP 409). Calls
-without an epoch pass: they belong to no run (`rlsys router`, a person with curl).
+A trainer that was suspended during a push, and resumes after it was replaced, still has its WeightUpdate and
+the keys of the engines. Its tensors would mix with those of its successor. Therefore each push has an epoch for
+each engine: `begin_weight_update` sets it, the WeightUpdate contains it, and calls with another epoch are
+refused (HTTP 409). Calls without an epoch pass, because they belong to no run (`rlsys router`, or a user with
+curl).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FENCED = (
     "/unload_lora_adapter",
     "/relay/",
 )
-"""Prefixes of paths. Leaving a group is always allowed: NCCL waits for both sides when it closes a communicator."""
+"""Prefixes of fenced paths. Leaving a group is always allowed, because NCCL closes a communicator on both sides."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
@@ -44,7 +45,7 @@ class Fence:
                 self._epoch = epoch
             elif path.startswith(_FENCED) and epoch != self._epoch:
                 await _refuse(
-                    send, f"push {epoch.decode('ascii', 'replace')} is over: a later push has begun"
+                    send, f"push {epoch.decode('ascii', 'replace')} was superseded: a newer push has begun"
                 )
                 return
         await self._app(scope, receive, send)

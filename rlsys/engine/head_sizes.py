@@ -21,12 +21,15 @@ _SIZES: dict[str, tuple[str, Callable[[int], bool]]] = {
 
 
 def check_head_size(path: Path, backend: str | None) -> None:
-    """Raise UserError if the backend has no kernels for the model's attention heads.
+    """Check that the backend has kernels for the model's attention heads.
 
     Args:
         path: Model folder; a missing folder is not checked.
-        backend: SGLang's attention backend; None if SGLang selects it by the GPU, which accepts a head size that any
-            of the backends supports.
+        backend: SGLang's attention backend; None if SGLang selects it by the GPU. Then one of the backends must
+            support the head size.
+
+    Raises:
+        UserError: The head size is not supported.
     """
     if (size := head_size(path)) is None or (backend is not None and backend not in _SIZES):
         return
@@ -35,7 +38,7 @@ def check_head_size(path: Path, backend: str | None) -> None:
         return
     supported = "; ".join(f"{name} supports {sizes}" for name, (sizes, _) in backends.items())
     raise UserError(
-        f"model.path = {path}: attention heads of {size}, which SGLang's attention lacks on CUDA ({supported}); "
+        f"model.path = {path}: attention heads of size {size}, which SGLang does not support on CUDA ({supported}); "
         "expected another model, or engine.extra_args: [--attention-backend, NAME]"
     )
 
@@ -43,7 +46,8 @@ def check_head_size(path: Path, backend: str | None) -> None:
 def head_size(path: Path) -> int | None:
     """Read the head size from the model's config.json.
 
-    Returns: None without a config.json, and for latent attention, which has separate kernels.
+    Returns:
+        None without a config.json, and for latent attention, which has separate kernels.
     """
     try:
         fields = read_fields(path)

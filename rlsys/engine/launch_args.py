@@ -1,4 +1,4 @@
-"""Config -> command line and environment of one SGLang server. No side effects; reads which GPUs are visible."""
+"""Command line and environment of one SGLang server. Without side effects; reads which GPUs are visible."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from rlsys.core.errors import UserError
 from rlsys.core.imports import module_command
 from rlsys.core.model_folder import language_model_overrides
 from rlsys.engine.head_sizes import check_head_size
-from rlsys.engine.hooks.peer_weights import GIVE, TAKE
+from rlsys.engine.hooks.peer_weights import READ_LOADER, WRITE_LOADER
 from rlsys.engine.warm_up import NAME as WARM_UP
 
 
 def uses_peer_weights(config: Config) -> bool:
-    """Whether an engine may load its weights from another engine.
+    """Return whether an engine may load its weights from another engine.
 
-    This requires that engines serve while the trainer works, that they keep the trainer's precision, and that one
-    rollout worker controls them: all transfers use one folder.
+    This requires that engines serve while the trainer works, that they have the trainer's precision, and that
+    one rollout worker controls them, because all transfers use one folder.
     """
     full_precision = not config.model.fp8_engines and config.weights.method != "adapter"
     return full_precision and config.launch.placement == "disaggregated" and config.rollout.workers == 1
 
 
 def _on_cuda(config: Config) -> bool:
-    """Whether engines run on CUDA, as launch/environment.py decides for all roles.
+    """Return whether engines run on CUDA, as launch/environment.py decides for all roles.
 
-    The planning process may run on a host without a GPU, such as the head node of a Ray cluster.
+    This process may run on a host without a GPU, such as the head node of a Ray cluster.
     """
     return config.launch.gpus_per_node > 0 or have_cuda()
 
 
 def engine_command(config: Config, index: int, port: int) -> tuple[list[str], dict[str, str]]:
-    """Build the command line and the extra environment variables of engine `index` on `port`.
+    """Build the command line and the additional environment variables of engine `index` on `port`.
 
-    Raises UserError for a model whose attention heads the kernels do not support.
+    Raises:
+        UserError: SGLang's kernels do not support the model's attention heads.
     """
     e = config.engine
     argv = module_command(
@@ -53,11 +54,11 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         "--incremental-streaming-output",
         "--enable-metrics",
         "--skip-server-warmup",
-        "--sleep-on-idle",  # else an idle scheduler keeps a core busy
+        "--sleep-on-idle",  # otherwise an idle scheduler keeps a core busy
     )  # fmt: skip
     env = {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # a health probe must not wait for a forward pass
-        "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,  # convolution state of a gated delta net: else always bfloat16
+        "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,  # convolution state of a gated delta net; default bfloat16
     }
     if (tokens := config.fixed_pool_tokens) is not None:
         argv += ["--max-total-tokens", str(tokens)]
@@ -66,13 +67,13 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
     if e.deterministic:
         argv.append("--enable-deterministic-inference")
     if uses_peer_weights(config):
-        argv += ["--custom-weight-loader", GIVE, TAKE]
+        argv += ["--custom-weight-loader", WRITE_LOADER, READ_LOADER]
     argv += engine_args(config)
     if config.model.fp8_engines or (config.model.path / ".metadata").is_file():
         argv += [
             "--load-format",
             "dummy",
-        ]  # another format than the folder's: the first push loads the weights
+        ]  # the folder has another format; the first push loads the weights
     if changes := language_model_overrides(config.model.path):
         argv += ["--json-model-override-args", json.dumps(changes)]
     if config.weights.method == "adapter" and (lora := config.trainer.lora) is not None:
@@ -101,19 +102,19 @@ def _attention_backend(config: Config) -> str | None:
         name, equals, value = arg.partition("=")
         if name == "--attention-backend":
             return value if equals else following
-    # FlashAttention 3, the default on Hopper, computes in half precision only, and with TP 2 a mixture of experts
-    # sampled other tokens for the same seed (github.com/sgl-project/sglang/pull/10930); Triton did not.
+    # FlashAttention 3, the default on Hopper, supports half precision only. With TP 2, a mixture of experts sampled
+    # different tokens for the same seed (github.com/sgl-project/sglang/pull/10930); with Triton it did not.
     # FlashInfer, the default on Blackwell, disables the prefix cache.
     return "triton" if config.model.dtype == "float32" or config.engine.deterministic else None
 
 
 def attention_notes(config: Config) -> list[str]:
-    """Return warnings about the attention backend that engine.extra_args select on CUDA."""
+    """Return warnings about the attention backend that engine.extra_args selects on CUDA."""
     if not (_on_cuda(config) and config.engine.deterministic and _attention_backend(config) == "fa3"):
         return []
     return [
-        "engine.deterministic with --attention-backend fa3: a mixture of experts with TP 2 sampled other "
-        "tokens for one seed; triton did not"
+        "engine.deterministic with --attention-backend fa3: a mixture of experts with TP 2 sampled different "
+        "tokens for the same seed; use triton"
     ]
 
 
@@ -127,7 +128,9 @@ def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]
         argv += ["--mem-fraction-static", str(config.engine.memory_fraction)]
         if config.launch.release_memory:
             argv.append("--enable-memory-saver")
-            env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # else graphs keep gigabytes while the trainer works
+            env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = (
+                "1"  # otherwise graphs keep gigabytes while the trainer works
+            )
         env[VARIABLE] = ",".join(_devices(config, index))
         backend = _attention_backend(config)
         check_head_size(config.model.path, backend)
@@ -150,19 +153,20 @@ def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]
 
 
 def _devices(config: Config, index: int) -> list[str]:
-    """Return the GPUs of engine `index`: without a plan, the next GPUs visible to this process.
+    """Return the GPUs of engine `index`: by the launch plan, otherwise the next GPUs visible to this process.
 
-    Raises UserError if CUDA_VISIBLE_DEVICES has too few GPUs.
+    Raises:
+        UserError: CUDA_VISIBLE_DEVICES has too few GPUs.
     """
     tp = config.engine.tp_of(index)
     first = sum(config.engine.tp_of(i) for i in range(index))
     indices = range(first, first + tp)
-    # A plan with GPUs counts the GPUs of the engine's node (launch/keeper.py).
+    # In a launch plan with GPUs, indices count the GPUs of the engine's node (launch/keeper.py).
     if config.launch.gpus_per_node or (visible := visible_devices()) is None:
         return [str(i) for i in indices]
     if indices[-1] >= len(visible):
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES = {','.join(visible)} has {len(visible)} GPUs, but engine {index} of "
-            f"engine.tp = {tp} needs number {indices[-1] + 1}"
+            f"CUDA_VISIBLE_DEVICES = {','.join(visible)} has {len(visible)} GPUs; engine {index} with "
+            f"engine.tp = {tp} needs at least {indices[-1] + 1}"
         )
     return [visible[i] for i in indices]

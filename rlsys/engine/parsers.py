@@ -16,9 +16,12 @@ _LISTS = {
 
 
 def check_parsers(config: Config) -> None:
-    """Raise UserError for a parser in `config.engine` that SGLang does not have.
+    """Check that the installed SGLang has the parsers of `config.engine`.
 
-    Without an installed SGLang, as on a login node, nothing is checked.
+    Without SGLang, as on a login node, nothing is checked.
+
+    Raises:
+        UserError: SGLang does not have a parser.
     """
     for field in _LISTS:
         name = getattr(config.engine, field)
@@ -31,9 +34,9 @@ def check_parsers(config: Config) -> None:
 
 
 def parser_names(field: str) -> list[str]:
-    """List SGLang's parsers for a config field; empty without SGLang.
+    """Return the names of SGLang's parsers for a config field; empty without SGLang.
 
-    SGLang keeps each list in a file without imports. Importing the package would take seconds and load torch.
+    Only the file with the names is imported: the package would take seconds, and load torch.
 
     Args:
         field: `tool_call_parser` or `reasoning_parser`.

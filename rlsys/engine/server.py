@@ -1,17 +1,15 @@
-"""SGLang's server with a fence and a faster start: `python -m rlsys.engine.server`, sglang.launch_server's arguments.
+"""SGLang's server with a fence, a relay and a faster start: `python -m rlsys.engine.server ARGUMENTS`.
 
-For a model folder without tokenizer.json the engine uses the same conversion as all other processes
-(tokenizer_files.py).
-
+The arguments are those of sglang.launch_server. For a model folder without tokenizer.json the engine uses the same
+conversion as all other processes (tokenizer_files.py).
 Before the start, sockets.py restricts access to the engine to its HTTP server. The fence (fence.py) refuses weights
 of an outdated push. The relay (rlsys/weights_relay) receives weights in pieces and forwards them to another host.
 
-A small engine spends most of its start importing 7,000 modules, one after another on one core. Two measures shorten
-this by a fifth without an effect on serving:
-
-- The garbage collector is disabled meanwhile. It would scan all imported objects again and again.
-- megatron-core is hidden. Where it is installed, SGLang imports it for a debugging tool (debug_utils/dumper.py) that
-  reads a trainer's ranks; the tool is optional.
+A small engine spends most of its start importing 7,000 modules, one after another on one core. Two measures reduce
+this time by a fifth, without an effect on serving:
+- The garbage collector is disabled during the imports. It would scan all imported objects repeatedly.
+- megatron-core is hidden. If it is installed, SGLang imports it for a debugging tool (debug_utils/dumper.py) that
+    reads a trainer's ranks; the tool is optional.
 
 Delete both when SGLang's own start needs neither; checked with 0.5.23.
 """
@@ -35,7 +33,7 @@ from rlsys.weights_relay.install import install
 
 
 def preload_modules() -> None:
-    """Load SGLang's plug-ins, whose hooks import most of SGLang. The server also does so first."""
+    """Load SGLang's plug-ins, whose hooks import most of SGLang. The server would also load them first."""
     modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment]
     modules["megatron"] = None  # importing it raises ModuleNotFoundError
     gc.disable()
@@ -46,12 +44,12 @@ def preload_modules() -> None:
     gc.enable()
 
 
-def fence() -> None:
+def add_fence() -> None:
     """Add the fence to SGLang's HTTP application, which its launcher serves."""
     importlib.import_module("sglang.srt.entrypoints.http_server").app.add_middleware(Fence)
 
 
-def relay() -> None:
+def add_relay() -> None:
     """Add the relay to SGLang's HTTP application. The trainer's calls to it require the admin key, if one is set."""
     auth = importlib.import_module("sglang.srt.utils.auth")
     app = importlib.import_module("sglang.srt.entrypoints.http_server").app
@@ -61,7 +59,8 @@ def relay() -> None:
 def tokenizer_arguments(argv: list[str]) -> list[str]:
     """Return SGLang's arguments for the tokenizer of `--model-path`.
 
-    Raises UserError if the conversion of the tokenizer fails.
+    Raises:
+        UserError: The conversion of the tokenizer fails.
     """
     if "--model-path" not in argv or "--tokenizer-path" in argv:
         return []
@@ -73,14 +72,19 @@ def tokenizer_arguments(argv: list[str]) -> list[str]:
 
 
 def prepare() -> None:
-    """Prepare this process before SGLang's launcher runs in it. Raises UserError."""
+    """Prepare this process before SGLang's launcher runs in it.
+
+    Raises:
+        UserError: The tokenizer, `--host` or the plug-ins are unusable.
+        RunError: A hook was not applied.
+    """
     sys.argv += tokenizer_arguments(sys.argv)
     sockets.restrict_access(sys.argv[1:])
     preload_modules()
     warm_up.register()
     warm_up.start_times.end_phase("imports")
-    fence()
-    relay()
+    add_fence()
+    add_relay()
     sockets.bind_exclusively()
 
 

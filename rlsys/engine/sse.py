@@ -1,4 +1,4 @@
-"""Splitting of a byte stream into server-sent events, without parsing.
+"""Splitting a byte stream into server-sent events, without parsing.
 
 Events have no size limit: the last event of a request may contain megabytes of routed experts.
 """

@@ -1,8 +1,8 @@
 """A process that parses the model's turns as SGLang's server does: `python -m rlsys.engine.turn_parser`.
 
-The first message is {"tool_call_parser", "reasoning_parser", "model", "trust_remote_code"}, each later message
-{"text", "before", "tools"}; all are JSON. Only this process imports SGLang's parsers and torch, which takes seconds
-and half a GB of memory.
+Messages are JSON objects. The first one has the keys "tool_call_parser", "reasoning_parser", "model" and
+"trust_remote_code", each later one "text", "before" and "tools". Only this process imports SGLang's parsers and
+torch, which takes seconds and half a GB of memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlsys.core.process_pool import serve
 from rlsys.engine.cpu.platform import declare_torchvision_ops
 
 if not torch.cuda.is_available():
-    declare_torchvision_ops()  # else transformers cannot import a torchvision that is built for CUDA
+    declare_torchvision_ops()  # otherwise transformers cannot import a torchvision that is built for CUDA
 
 from sglang.srt.entrypoints.openai.protocol import Tool
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 
 def prepare(message: bytes) -> Callable[[bytes], dict[str, Any]]:
-    """Load the tokenizer that the first message names. Returns the function for later messages."""
+    """Load the tokenizer of the first message, and return the function that handles later messages."""
     names = json.loads(message)
     tokenizer = AutoTokenizer.from_pretrained(names["model"], trust_remote_code=names["trust_remote_code"])
 
@@ -45,7 +45,7 @@ def prepare(message: bytes) -> Callable[[bytes], dict[str, Any]]:
         return {"text": text, "reasoning": reasoning or "", "calls": calls}
 
     def separate(text: str, prompt: str, *, calls: bool) -> tuple[str, str | None]:
-        """Split a turn into answer and reasoning. If the prompt ends with the start token, the turn has none."""
+        """Split a turn into answer and reasoning. If the prompt ends with the start token, the turn lacks it."""
 
         def parser(force: bool | None) -> ReasoningParser:
             return ReasoningParser(

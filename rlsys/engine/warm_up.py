@@ -1,8 +1,8 @@
 """Warm-up of an engine on a GPU. SGLang runs it after the model is loaded and before the server listens.
 
-Kernels are compiled at their first use, which takes 9 to 24 s each. The time limit of the start includes this. The
-warm-up therefore makes the calls of a push and of a rollout once: log-probs of a canary, seeded sampling, checksums
-of all weights. Later starts load the kernels from the folder of launch/environment.py: kernel_folder().
+Kernels are compiled at their first use, which takes 9 to 24 s each. During the start, a time limit allows for this.
+The warm-up therefore makes each call of a push and of a rollout once: log-probs of a canary, seeded sampling, and
+checksums of all weights. Later starts load the kernels from the folder of launch/environment.py: kernel_folder().
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def register() -> None:
 
 
 def warm_up_requests(vocabulary: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Build requests like those of EngineClient.token_logprobs and EngineClient.generate.
+    """Build the bodies of requests like those of EngineClient.token_logprobs and EngineClient.generate.
 
     Args:
         vocabulary: Number of token ids.

@@ -69,17 +69,17 @@ def renew_relay(token: str) -> Call:
 
 
 def relay_state(files: int) -> Call:
-    """Query whether a host has all pieces of `files` files, and in which folder."""
+    """Query whether a host has all pieces of `files` files, and their folder."""
     return Call("/relay/state", {"files": files})
 
 
 def feed_from_relay(chain: RelayChain, seconds: float) -> Call:
-    """Have a host send all its pieces to hosts that lost their predecessor, with a time limit in seconds."""
+    """Make a host send all its pieces to hosts that lost their predecessor, with a time limit in seconds."""
     return Call("/relay/feed", {"line": [list(hop) for hop in chain], "seconds": seconds})
 
 
 def load_relayed(folder: str) -> Call:
-    """Load the safetensors files that a relay has written to `folder`, whatever the engine's own load format is."""
+    """Load the safetensors files that a relay has written to `folder`, regardless of the engine's load format."""
     call = load_from_disk(folder)
     return Call(call.path, {**call.body, "load_format": "safetensors"})
 

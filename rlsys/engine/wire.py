@@ -27,17 +27,17 @@ DeadEngine = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, Timeout
 
 
 PortClosed = aiohttp.ClientConnectorError
-"""The one of DeadEngine that proves an exit: no process listens on the port."""
+"""The error of DeadEngine that proves that the server has exited: no process listens on the port."""
 
 
 _LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
-"""Shortages of this machine, not of the server."""
+"""Errors of this machine, not of the server."""
 BAD_ANSWER = 502
 _NO_KEY = (401, 403)
 
 
 class EngineError(Exception):
-    """The server refuses a request. `status`: the HTTP status, 500 and above for a fault of the server."""
+    """Raised when the server refuses a request. `status`: the HTTP status; from 500 on the server is at fault."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -54,11 +54,11 @@ class Limits(NamedTuple):
 
 
 DEFAULT_LIMITS = Limits()
-"""Limits of engines without a config that states the size of their model."""
+"""Limits of engines whose model size is unknown."""
 
 
 class ForeignServer(EngineError):
-    """The server at this address is no engine of this run."""
+    """Raised when the server at an engine's address is not an engine of this run."""
 
 
 def make_session() -> aiohttp.ClientSession:
@@ -74,7 +74,7 @@ def make_session() -> aiohttp.ClientSession:
 
 
 class Wire:
-    """HTTP client of one server. Raises EngineError for a refusal and one of `DeadEngine` without a response."""
+    """HTTP client of one server. Raises EngineError for a refusal, and one of `DeadEngine` without a response."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Wire:
         identity: Identity = ANONYMOUS,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        """Address a server; no request is sent. `identity`: owner that the server must have."""
+        """Create a client without sending a request. `identity`: the owner that the server must have."""
         self.url = url.rstrip("/")
         self.identity = identity
         self.limits = limits
@@ -92,12 +92,12 @@ class Wire:
         """Epoch of the last weight update that this client began (fence.py)."""
 
     def open(self, path: str, body: bytes) -> Any:
-        """POST an encoded JSON body. Returns aiohttp's context manager of the response."""
+        """Send an encoded JSON body by POST. Returns aiohttp's context manager of the response."""
         headers = {**_JSON, **self.identity.headers(path)}
         return self._session.post(self.url + path, data=body, headers=headers, allow_redirects=False)
 
     async def fetch(self, path: str) -> tuple[int, bytes]:
-        """GET a path. Returns status and body, also for an error status."""
+        """Send a GET request. Returns status and body, also of an error."""
         async with self.request("GET", path, timeout=self._timeout()) as answer:
             return answer.status, await answer.read()
 
@@ -109,13 +109,13 @@ class Wire:
         except RequestRefused as e:
             raise EngineError(f"{self.url}{path}: {e}", e.status) from None
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
-            raise EngineError(f"{self.url}{path}: not an answer of SGLang: {e!r:.200}", BAD_ANSWER) from None
+            raise EngineError(f"{self.url}{path}: malformed response: {e!r:.200}", BAD_ANSWER) from None
 
     @asynccontextmanager
     async def request(
         self, method: str, path: str, **options: Any
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """Send a request and yield its response, whatever its status. Redirects are not followed.
+        """Send a request and yield its response, regardless of its status. Redirects are not followed.
 
         Args:
             method: HTTP method.
@@ -123,7 +123,7 @@ class Wire:
             options: Passed to aiohttp's request.
 
         Raises:
-            DeadEngine: One of these, if the server does not respond.
+            DeadEngine: The server does not respond.
             EngineError: The response is not HTTP, or not text.
             RunError: This process lacks files, memory or ports for a connection.
         """
@@ -138,21 +138,25 @@ class Wire:
             ) as answer:
                 if answer.status in _NO_KEY and self.identity.owner:
                     raise ForeignServer(
-                        f"{self.url} is no engine of this run: {path} answers {answer.status} to its key",
+                        f"{self.url} is not an engine of this run: {path} refuses its key (HTTP {answer.status})",
                         BAD_ANSWER,
                     )
                 yield answer
         except DeadEngine as e:
             if isinstance(e, OSError) and e.errno in _LOCAL_ERRNOS:
                 raise RunError(
-                    f"no connection to {self.url}: {os.strerror(e.errno)} on this machine"
+                    f"cannot connect to {self.url}: this machine reports: {os.strerror(e.errno)}"
                 ) from None
             raise
         except (aiohttp.ClientError, UnicodeError) as e:
             raise EngineError(f"{self.url}{path}: not an HTTP response: {e!r:.200}", BAD_ANSWER) from None
 
     async def get(self, path: str) -> str:
-        """GET a path and return the text. Raises EngineError for any status but 200."""
+        """Send a GET request and return the text of the response.
+
+        Raises:
+            EngineError: The status is not 200.
+        """
         async with self.request("GET", path, timeout=self._timeout()) as answer:
             text = await answer.text()
         if answer.status != 200:
@@ -163,11 +167,11 @@ class Wire:
         return aiohttp.ClientTimeout(total=self.limits.answer if seconds is None else seconds)
 
     async def post(self, path: str, body: dict[str, Any], seconds: float | None = None) -> Any:
-        """POST a JSON body and return the decoded response; None if the response is not JSON.
+        """Send a JSON body by POST, and return the decoded response; None if the response is not JSON.
 
         Args:
             path: Path, with query.
-            body: Encoded as JSON.
+            body: Value that is encoded as JSON.
             seconds: Time limit of the response; None for `Limits.answer`.
 
         Raises:
@@ -184,12 +188,12 @@ class Wire:
 
 
 def _body(body: Any) -> str:
-    """Encode JSON with msgspec: a resumed prompt has thousands of ids, for which the standard library is slow."""
+    """Encode JSON with msgspec. The standard library is slow for the thousands of ids of a resumed prompt."""
     return msgspec.json.encode(body).decode()
 
 
 def parse(text: str) -> Any:
-    """Decode JSON; None for anything else, as some endpoints return an empty body or plain text."""
+    """Decode JSON. None for other text: some endpoints return an empty body or plain text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Kinds of values of a request's fields. Each check raises RefusedPrompt, which names field, value and expectation.
+"""Rules for the values of a request's fields. A rule raises RefusedPrompt with field, value and expectation.
 
-A field without a value (null) is as good as absent: SGLang has a default for each.
+A null value counts as absent, because SGLang has a default for each field.
 """
 
 from __future__ import annotations
@@ -12,32 +12,34 @@ from typing import Any
 from rlsys.engine_requests.limits import Limits, RefusedPrompt
 
 Rule = Callable[[Limits, str, Any], None]
-"""Check of a value that is not null. Arguments: limits, the field's name, the value."""
+"""A check of a value other than null. Arguments: limits, name of the field, value."""
 
 MAX_NAME_LENGTH = 1024
-"""Characters of a text that names something: a key of a cache, an adapter, a session."""
+"""Largest length in characters of a name, such as the key of a cache, an adapter or a session."""
 MAX_DEPTH = 64
-"""Lists and objects inside one another; Python's own JSON reader gives up at 1,000, in the engine's event loop."""
+"""Largest depth of nested lists and objects. At 1,000 Python's JSON parser fails, in the engine's event loop."""
 MAX_IDS = 1024
-"""Token ids in one field beside the prompt: each becomes a column of a tensor, or an element of a set."""
+"""Largest number of token ids in a field other than the prompt: each becomes a column of a tensor."""
 
 
 def short(value: Any) -> str:
-    """Shorten a value for a message; a client's may be megabytes long."""
+    """Return a value for a message, shortened: a client's value may have megabytes."""
     try:
         return repr(value)[:80]
-    except ValueError:  # more digits than Python writes
+    except ValueError:  # more digits than Python converts
         return "a number of thousands of digits"
 
 
 def finite(value: float) -> bool:
+    """Return whether a number is finite and fits into a float."""
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number that no float holds
+    except OverflowError:  # an integer beyond the range of floats
         return False
 
 
 def refuse(name: str, value: Any, expected: str) -> RefusedPrompt:
+    """Return the error for a value of field `name`. `expected`: description of valid values."""
     return RefusedPrompt(f"{name} = {short(value)}: expected {expected}", name)
 
 
@@ -57,11 +59,13 @@ def number(low: float, high: float, *, integer: bool = False, above_low: bool = 
 
 
 def flag(limits: Limits, name: str, value: Any) -> None:
+    """Check that the value is a boolean."""
     if not isinstance(value, bool):
         raise refuse(name, value, "true or false")
 
 
 def text(limits: Limits, name: str, value: Any) -> None:
+    """Check that the value is a text of at most MAX_NAME_LENGTH characters."""
     if not isinstance(value, str):
         raise refuse(name, value, "text")
     if len(value) > MAX_NAME_LENGTH:
@@ -71,7 +75,7 @@ def text(limits: Limits, name: str, value: Any) -> None:
 
 
 def texts(max_count: int, max_length: int) -> Rule:
-    """Return the rule for one text, or a list of at most `max_count`, none of them empty.
+    """Return the rule for one text, or a list of at most `max_count` texts. None may be empty.
 
     An empty text would end a response at its first token.
     """
@@ -93,6 +97,7 @@ def texts(max_count: int, max_length: int) -> Rule:
 
 
 def token_ids(limits: Limits, name: str, value: Any) -> None:
+    """Check that the value is a list of at most MAX_IDS ids of the vocabulary."""
     if not isinstance(value, list) or any(type(i) is not int for i in value):
         raise refuse(name, value, "whole numbers")
     if len(value) > MAX_IDS:
@@ -101,15 +106,22 @@ def token_ids(limits: Limits, name: str, value: Any) -> None:
 
 
 def most_probable(limits: Limits, name: str, value: Any) -> None:
-    """Check the number of alternatives of each token; an engine takes the top of its vocabulary unchecked."""
+    """Check a number of most probable ids per token: an engine does not compare it with the vocabulary."""
     if isinstance(value, bool) or type(value) is not int:
         raise refuse(name, value, "a whole number")
     if not 0 <= value <= limits.vocab_size:
-        raise RefusedPrompt(f"{name} = {value}: expected 0 to {limits.vocab_size}, the vocabulary", name)
+        raise RefusedPrompt(
+            f"{name} = {value}: expected 0 to {limits.vocab_size}, the size of the vocabulary", name
+        )
 
 
 def not_served(reason: str, *neutral: Any) -> Rule:
-    """Return the rule for a known field without effect: only neutral values are accepted."""
+    """Return the rule for a field that is not supported: it accepts only values that have no effect.
+
+    Args:
+        reason: why the field is not supported.
+        *neutral: values that have no effect.
+    """
 
     def check(limits: Limits, name: str, value: Any) -> None:
         if not any(
@@ -121,7 +133,7 @@ def not_served(reason: str, *neutral: Any) -> Rule:
 
 
 def any_of(*rules: Rule) -> Rule:
-    """Return the rule that any of the rules accepts; the first rule's refusal where none does."""
+    """Return a rule that accepts a value if one of `rules` does, and otherwise raises the error of the first."""
 
     def check(limits: Limits, name: str, value: Any) -> None:
         refusals = []
@@ -136,7 +148,12 @@ def any_of(*rules: Rule) -> Rule:
 
 
 def json_value(kind: type, expected: str) -> Rule:
-    """Return the rule for an object or a list that the engine reads itself, at most MAX_DEPTH deep."""
+    """Return the rule for an object or a list of at most MAX_DEPTH levels, which the engine parses itself.
+
+    Args:
+        kind: dict or list.
+        expected: description of valid values.
+    """
 
     def check(limits: Limits, name: str, value: Any) -> None:
         if not isinstance(value, kind):
@@ -151,33 +168,40 @@ def inert(limits: Limits, name: str, value: Any) -> None:
 
 
 def check_depth(name: str, value: Any) -> None:
+    """Check that lists and objects are nested in at most MAX_DEPTH levels."""
     level, depth = [value], 0
     while level := [v for v in level if isinstance(v, dict | list)]:
         depth += 1
         if depth > MAX_DEPTH:
-            raise RefusedPrompt(f"{name}: lists and objects in more than {MAX_DEPTH} levels", name)
+            raise RefusedPrompt(
+                f"{name}: nested lists and objects, expected at most {MAX_DEPTH} levels", name
+            )
         level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
 
 
 def check_fields(
-    limits: Limits, body: Mapping[str, Any], rules: Mapping[str, Rule], inside: str = ""
+    limits: Limits, body: Mapping[str, Any], rules: Mapping[str, Rule], prefix: str = ""
 ) -> None:
     """Check each field by its rule.
 
     Args:
-        inside: the field that contains these.
+        limits: limits of the model and the engines.
+        body: field -> value.
+        rules: field -> rule.
+        prefix: prefix of the fields' names in messages.
 
     Raises:
         RefusedPrompt: a value is refused, or a field is unknown.
     """
     for name, value in body.items():
         if name not in rules:
-            raise unknown(name, rules, inside)
+            raise unknown(name, rules, prefix)
         if value is not None:
             rules[name](limits, name, value)
 
 
-def unknown(name: str, rules: Mapping[str, Rule], inside: str = "") -> RefusedPrompt:
+def unknown(name: str, rules: Mapping[str, Rule], prefix: str = "") -> RefusedPrompt:
+    """Return the error for an unknown field; it lists the known ones."""
     return RefusedPrompt(
-        f"{inside}{short(name)[1:-1]}: unknown field; accepted: {', '.join(sorted(rules))}", name
+        f"{prefix}{short(name)[1:-1]}: unknown field; accepted: {', '.join(sorted(rules))}", name
     )

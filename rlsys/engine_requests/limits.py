@@ -1,4 +1,4 @@
-"""Limits of the model and the settings of an engine. SGLang dies of a token id outside its vocabulary."""
+"""Limits of a model and its engines. A token id outside the vocabulary kills SGLang."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 RESERVED_TOKENS = 6
-"""SGLang refuses a prompt that leaves fewer tokens than this of what it can hold (the context, or its KV pool)."""
+"""Number of tokens of the context, or of the KV pool, that SGLang does not give to prompt and response."""
 DEATHS_POISONOUS = 2
-"""Engine deaths under a client's request after which it is refused. Fewer than for a sample of a run
-(router/failure_policy.py): a client may send what a check overlooks."""
+"""Engine deaths during a client's request after which it is refused.
+
+The number is lower than for a sample of a run (router/failure_policy.py), because the checks may miss a harmful
+request of a client.
+"""
 
 
 class RefusedPrompt(ValueError):
-    """Request that must not reach an engine; the message has the reason. `param`: the field of the request."""
+    """Raised for a request that must not reach an engine. `param`: the field of the request."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -26,8 +29,8 @@ class Limits:
 
     Args:
         vocab_size: Number of token ids.
-        context_length: Maximum tokens of prompt and response together, RESERVED_TOKENS included.
-        deterministic: The engines sample from seeds; SGLang's scheduler asserts that such a request has no `min_p`.
+        context_length: Largest number of tokens of prompt and response, including RESERVED_TOKENS.
+        deterministic: Whether the engines sample from seeds; SGLang's scheduler then asserts that `min_p` is 0.
     """
 
     vocab_size: int
@@ -35,16 +38,20 @@ class Limits:
     deterministic: bool = False
 
     @property
-    def room(self) -> int:
-        """Maximum tokens of prompt and response together."""
+    def max_tokens(self) -> int:
+        """Largest number of tokens of prompt and response together."""
         return self.context_length - RESERVED_TOKENS
 
     def check_prompt(self, ids: Sequence[int]) -> None:
-        """Raise RefusedPrompt: empty, no room for a response, or an id outside the vocabulary (it kills SGLang)."""
+        """Check a prompt.
+
+        Raises:
+            RefusedPrompt: The prompt is empty, too long for a response, or has an id outside the vocabulary.
+        """
         if not ids:
             raise RefusedPrompt("the prompt is empty")
-        if len(ids) >= self.room:
-            raise RefusedPrompt(f"the prompt has {len(ids)} tokens; there is room for {self.room - 1}")
+        if len(ids) >= self.max_tokens:
+            raise RefusedPrompt(f"the prompt has {len(ids)} tokens; expected at most {self.max_tokens - 1}")
         self.check_ids(ids)
 
     def fits(self, ids: Sequence[int]) -> bool:
@@ -56,12 +63,17 @@ class Limits:
         return True
 
     def check_ids(self, ids: Sequence[int]) -> None:
+        """Check that all ids are in the vocabulary.
+
+        Raises:
+            RefusedPrompt: An id is not.
+        """
         if min(ids, default=0) < 0 or max(ids, default=0) >= self.vocab_size:
             bad = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise RefusedPrompt(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
+            raise RefusedPrompt(f"token id {bad} is outside the vocabulary of {self.vocab_size} ids")
 
     def strictest(self, limits: Limits) -> Limits:
-        """Return the limits that engines of both kinds meet."""
+        """Return limits that satisfy both these and the given ones."""
         return Limits(
             min(self.vocab_size, limits.vocab_size),
             min(self.context_length, limits.context_length),
@@ -70,4 +82,4 @@ class Limits:
 
 
 ANY_ENGINE = Limits(2**31 - 1, 2**31 - 1)
-"""Limits where model and engine are unknown."""
+"""Limits if model and engine are unknown."""

@@ -1,7 +1,7 @@
-"""Whole requests: the fields of SGLang's /generate and of OpenAI's two APIs, as SGLang 0.5.23 reads them.
+"""Rules for the requests of SGLang's /generate and of OpenAI's two APIs, as SGLang 0.5.23 parses them.
 
-What is not in a table is refused. Fields of disaggregated serving, of sessions kept in an engine, of images and of
-embeddings are not: an engine of this system has no use for them, and some end its scheduler.
+Fields without a rule are refused. Fields of disaggregated serving, of sessions in an engine, of images and of
+embeddings have none: engines of rlsys do not support them, and some of them end SGLang's scheduler.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NO_ADAPTER = "the engines' model is served, without adapters"
 
 
 def _model(limits: Limits, name: str, value: Any) -> None:
-    """SGLang's `model:adapter` chooses an adapter."""
+    """Check the name of a model. It may not have a colon, because SGLang's `model:adapter` selects an adapter."""
     text(limits, name, value)
     if ":" in value:
         raise refuse(name, value, f"a name without ':': {_NO_ADAPTER}")
@@ -52,7 +52,7 @@ def _start(limits: Limits, name: str, value: Any) -> None:
 
 
 def _ids(limits: Limits, name: str, value: Any) -> None:
-    """Prompts as token ids, see check_prompts."""
+    """Accept any value: `check_request` checks prompts and sampling parameters."""
 
 
 _TEMPLATE_SWITCHES: Mapping[str, Rule] = dict.fromkeys(
@@ -62,7 +62,7 @@ _TEMPLATE_SWITCHES: Mapping[str, Rule] = dict.fromkeys(
     ),
     any_of(flag, text, number(-_INT32, _INT32)),
 )  # fmt: skip
-"""Variables of published chat templates. Others could replace arguments of the tokenizer's own."""
+"""Variables of published chat templates. Other names could replace arguments of the tokenizer."""
 
 
 def _template_switches(limits: Limits, name: str, value: Any) -> None:
@@ -103,14 +103,14 @@ _NOT_SERVED: Mapping[str, Rule] = {
     "custom_params": SAMPLING["custom_params"],
     "watermark": SAMPLING["watermark"],
 }
-"""Fields of SGLang that are not served."""
+"""Fields of SGLang that are not supported."""
 
 _PER_PROMPT: Mapping[str, Rule] = {
     "return_logprob": flag,
     "logprob_start_len": _start,
     "top_logprobs_num": most_probable,
 }
-"""Fields of /generate with one value for all prompts, or a list with one for each of several prompts."""
+"""Fields of /generate whose value is for all prompts, or a list with one value per prompt."""
 
 GENERATE: Mapping[str, Rule] = {
     **_FOR_ROUTING,
@@ -192,15 +192,21 @@ API_FIELDS: Mapping[str, Mapping[str, Rule]] = {
     "/v1/completions": COMPLETIONS,
     "/v1/chat/completions": CHAT,
 }
-"""Requests by path."""
+"""Path -> rules of its fields."""
 
 _ANY_API: Mapping[str, Rule] = {**CHAT, **COMPLETIONS, **GENERATE}
 
 
 def check_request(limits: Limits, path: str, body: Mapping[str, Any]) -> None:
-    """Check a request of one of API_FIELDS. Raises RefusedPrompt.
+    """Check a request. The engine's own tokenizer checks the length of prompts as text; its refusal is also a 400.
 
-    Prompts as text are measured by the engine's own tokenizer, whose refusal is a 400 as well.
+    Args:
+        limits: limits of the model and the engines.
+        path: a key of API_FIELDS.
+        body: the decoded body.
+
+    Raises:
+        RefusedPrompt: the request must not reach an engine.
     """
     for ids in _prompts_of_ids(body):
         limits.check_prompt(ids)
@@ -220,12 +226,15 @@ def check_request(limits: Limits, path: str, body: Mapping[str, Any]) -> None:
 def _check_values(
     limits: Limits, body: Mapping[str, Any], rules: Mapping[str, Rule], prompts: int | None
 ) -> None:
-    """Check values of fields of any API: a wrong value is a better message than a misplaced field."""
+    """Check the values of all known fields, also those of other APIs.
+
+    This comes before the check of field names, because a wrong value gives the better message.
+    """
     for name, value in body.items():
         if value is None or name not in rules or name == "sampling_params":
             continue
-        rows = isinstance(value, list) and name in _PER_PROMPT
-        if not rows:
+        is_per_prompt = isinstance(value, list) and name in _PER_PROMPT
+        if not is_per_prompt:
             rules[name](limits, name, value)
             continue
         for item in value:
@@ -251,14 +260,14 @@ def _check_values(
 def _check_length(name: str, values: list[Any], prompts: int | None) -> None:
     if prompts is None:
         raise RefusedPrompt(
-            f"{name}: a list, expected one value: there is one prompt, and no list of them", name
+            f"{name}: a list, expected one value, because the request has a single prompt", name
         )
     if len(values) != prompts:
         raise RefusedPrompt(f"{name}: {len(values)} values, expected {prompts}, one for each prompt", name)
 
 
 def prompt_count(body: Mapping[str, Any]) -> int | None:
-    """Return the number of prompts of a list; None for one prompt that is in no list."""
+    """Return the number of prompts of a request with a list of prompts; None for a single prompt."""
     for name in ("input_ids", "text", "prompt"):
         value = body.get(name)
         if isinstance(value, list) and value and isinstance(value[0], str | list):
@@ -268,7 +277,7 @@ def prompt_count(body: Mapping[str, Any]) -> int | None:
 
 def _check_texts(name: str, value: Any) -> None:
     if value == "" or (isinstance(value, list) and (not value or "" in value)):
-        raise RefusedPrompt("the prompt is empty", name)  # a text without a token kills SGLang's scheduler
+        raise RefusedPrompt("the prompt is empty", name)  # a prompt without tokens kills SGLang's scheduler
     if name == "text" and value is not None:
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(item, str) for item in items):
@@ -278,7 +287,7 @@ def _check_texts(name: str, value: Any) -> None:
 
 
 def _prompts_of_ids(body: Mapping[str, Any]) -> Iterator[list[int]]:
-    """Every prompt that is given as token ids, in each place where an API takes one."""
+    """Yield every prompt that a request has as token ids."""
     for name in ("input_ids", "prompt"):
         value = body.get(name)
         if name == "input_ids" and value is not None and not isinstance(value, list):

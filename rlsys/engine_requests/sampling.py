@@ -1,6 +1,7 @@
 """Sampling parameters by SGLang's names (0.5.23: sampling/sampling_params.py), with their ranges.
 
-Ranges are those that SGLang verifies, closed where it does not: 32 and 64 bits, divisions, and lists without an end.
+The ranges are those that SGLang verifies. Where it verifies none, they prevent overflows of 32 and 64 bits, divisions
+by zero, and unlimited lists.
 """
 
 from __future__ import annotations
@@ -25,33 +26,36 @@ from rlsys.engine_requests.fields import (
 from rlsys.engine_requests.limits import Limits, RefusedPrompt
 
 MAX_CHOICES = 128
-"""Responses to one prompt."""
+"""Largest number of responses to one prompt."""
 MAX_STOPS = 32
-"""SGLang's own (MAX_STOP_COUNT)."""
+"""Largest number of stop texts: SGLang's MAX_STOP_COUNT."""
 MAX_STOP_LENGTH = 1024
-"""Characters."""
+"""Largest length of a stop text, in characters."""
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _ID_DIGITS = 18
 NO_GRAMMAR = "no grammars or patterns: an interrupted response continues from its tokens, without their state"
 
 
 def min_p(limits: Limits, name: str, value: Any) -> None:
+    """Check that the value is in [0, 1], and 0 for deterministic engines."""
     number(0, 1)(limits, name, value)
     if value and limits.deterministic:
         raise RefusedPrompt(
-            f"{name} = {value!r}: expected 0: the engine is deterministic, and SGLang cannot draw by min_p from a "
-            "seed",
+            f"{name} = {value!r}: expected 0, because the engine is deterministic, and SGLang does not support "
+            "min_p with seeds",
             name,
         )
 
 
 def top_k(limits: Limits, name: str, value: Any) -> None:
+    """Check that the value is -1 (all tokens) or positive."""
     number(-1, _INT32, integer=True)(limits, name, value)
     if value == 0:
         raise refuse(name, value, "-1 (all tokens), or 1 and more")
 
 
 def logit_bias(limits: Limits, name: str, value: Any) -> None:
+    """Check that the value maps ids of the vocabulary to biases in [-100, 100]."""
     if not isinstance(value, Mapping):
         raise refuse(name, value, "an object of token id -> number")
     if len(value) > MAX_IDS:
@@ -96,7 +100,7 @@ SAMPLING: Mapping[str, Rule] = {
     "custom_params": not_served("parameters of logit processors, of which clients may bring none", {}),
     "watermark": not_served("no watermarks"),
 }
-"""Rules by the name of the field."""
+"""Sampling parameter -> rule."""
 
 ALIASES: Mapping[str, str] = {
     "seed": "sampling_seed",
@@ -104,17 +108,25 @@ ALIASES: Mapping[str, str] = {
     "max_completion_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
 }
-"""OpenAI's names -> SGLang's."""
+"""OpenAI's name of a sampling parameter -> SGLang's."""
 
 
-def check_sampling(limits: Limits, params: Mapping[str, Any], inside: str = "sampling_params.") -> None:
-    """Check sampling parameters. Raises RefusedPrompt: unknown, out of range, or excluded by another one."""
-    check_fields(limits, params, SAMPLING, inside)
+def check_sampling(limits: Limits, params: Mapping[str, Any], prefix: str = "sampling_params.") -> None:
+    """Check sampling parameters.
+
+    Raises:
+        RefusedPrompt: A parameter is unknown, out of range, or contradicts another one.
+    """
+    check_fields(limits, params, SAMPLING, prefix)
     check_together(params)
 
 
 def check_together(params: Mapping[str, Any]) -> None:
-    """Check rules between sampling parameters, by SGLang's names. Raises RefusedPrompt."""
+    """Check sampling parameters that depend on each other, by SGLang's names.
+
+    Raises:
+        RefusedPrompt: They contradict each other.
+    """
     min_tokens, max_tokens = params.get("min_new_tokens"), params.get("max_new_tokens")
     if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
         raise RefusedPrompt(
@@ -123,7 +135,11 @@ def check_together(params: Mapping[str, Any]) -> None:
 
 
 def check_stop(value: Any, name: str = "stop") -> tuple[str, ...]:
-    """Return the texts that end a response. Raises RefusedPrompt."""
+    """Check a value of `stop`, and return it as a tuple of texts.
+
+    Raises:
+        RefusedPrompt: The value is invalid.
+    """
     if value is None:
         return ()
     SAMPLING["stop"](Limits(1, 1), name, value)
@@ -140,13 +156,19 @@ def check_turn(
     stop_texts: Sequence[str] = (),
     alternatives: int = 0,
 ) -> None:
-    """Check a turn of the run's own: of training, evaluation, a probe, a judge or an agent. Raises RefusedPrompt.
+    """Check a turn that the run itself requests, for training, evaluation, a judge or an agent.
 
     Args:
-        prompt_ids: Of the sample.
-        response_ids: Earlier tokens of the model and its environment.
-        stop_texts: Beside those of the run.
+        limits: Limits of the model and the engines.
+        prompt_ids: Ids of the sample's prompt.
+        response_ids: Ids of earlier tokens of the model and its environment.
+        temperature: Sampling temperature.
+        seed: Sampling seed.
+        stop_texts: Stop texts in addition to those of the run.
         alternatives: Number of most probable ids to return for each token.
+
+    Raises:
+        RefusedPrompt: The turn must not reach an engine.
     """
     limits.check_prompt(prompt_ids)
     limits.check_ids(response_ids)

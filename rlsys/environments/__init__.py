@@ -1,4 +1,5 @@
-"""Environment services: their processes need only the standard library and the package of the environment.
+"""Environment services: their processes need only the standard library and the environment's package.
 
-Of the rest of rlsys this package imports rlsys.core.sockets only: it runs in the venv of the environment's package.
+This package runs in the venv of the environment's package, so it imports no other part of rlsys than
+rlsys.core.sockets.
 """

@@ -1,10 +1,10 @@
-"""Client of an environment service, for the rollout process and for agents; needs the standard library only.
+"""Client of an environment service, for the rollout process and for agents. It needs only the standard library.
 
     with RemoteEpisode.for_agent(task) as episode:       # in an agent with generator_params.environment
         print(episode.messages, episode.tools)
         step = episode.step("left")                     # or step("", calls=[{"id", "name", "arguments"}])
 
-A request without a response is retried. After a crash of the service the client opens the episode again and replays
+A request without a response is repeated. After a crash of the service, the client opens the episode again and replays
 its turns; the responses must be identical.
 """
 
@@ -26,9 +26,9 @@ from rlsys.core.sockets import UnixConnection
 URL, KEY = "RLSYS_ENVIRONMENT_URL", "RLSYS_ENVIRONMENT_KEY"
 """Environment variables with the address and key of an agent's environment."""
 DEATHS = 3
-"""Deaths of the service during the same request, after which the request counts as their cause."""
+"""Deaths of the service during the same request after which the request fails: it may be their cause."""
 MAX_LOSSES = 30
-"""Replays at one turn, whatever the cause of the service's deaths."""
+"""Largest number of replays at one turn, regardless of the cause of the service's deaths."""
 MIN_PAUSE, MAX_PAUSE = 0.05, 2.0
 MAX_ANSWER_BYTES = 64 * 2**20
 MAX_REASON_CHARACTERS = 500
@@ -37,13 +37,13 @@ Answer = dict[str, Any]
 
 
 class EnvironmentFailed(Exception):
-    """The environment did not respond, and a retry cannot help."""
+    """Raised when an environment fails and a retry cannot help."""
 
 
 class _LeaseLost(Exception):
-    """The connection ended, or the service does not know the lease.
+    """Raised when the connection ended, or the service does not know the lease.
 
-    `in_request`: the service died during this request, which may be the cause.
+    `in_request`: whether the service died during this request, which may be the cause.
     """
 
     def __init__(self, message: str, in_request: bool) -> None:
@@ -52,17 +52,17 @@ class _LeaseLost(Exception):
 
 
 class RemoteEpisode:
-    """Owns the history of one episode; used by one thread at a time."""
+    """An episode in an environment service. Owns its history. Only one thread at a time may use it."""
 
     def __init__(self, url: str, key: str, task: Mapping[str, Any], seed: int, seconds: float = 60.0) -> None:
         """Open the episode.
 
         Args:
-            url: address of the service, http only within a machine; `unix:PATH` names a Unix socket.
+            url: URL of the service; `http` only on the same machine, `unix:PATH` for a Unix socket.
             key: key of the service.
             task: row of the data.
             seed: seed of the episode.
-            seconds: time limit of one request, and longest outage of the service.
+            seconds: time limit of a request, which is also the longest outage of the service.
 
         Raises:
             EnvironmentFailed: the environment does not respond, or refuses the task.
@@ -136,7 +136,11 @@ class RemoteEpisode:
         return self._request("/step", {"lease": self._lease, "number": number, "action": action})
 
     def _within_deaths(self, request: Any) -> Answer:
-        """Return the result of `request`; replay the episode first whenever the service has lost it."""
+        """Return the result of `request`. If the service lost the episode, replay it and try again.
+
+        Raises:
+            EnvironmentFailed: the service lost the episode too often.
+        """
         deaths = 0
         for losses in range(MAX_LOSSES):
             try:
@@ -149,13 +153,13 @@ class RemoteEpisode:
                 return answer
             if deaths == DEATHS:
                 raise EnvironmentFailed(
-                    f"it died {DEATHS} times at turn {len(self._history)}, at last {reason}"
+                    f"it died {DEATHS} times at turn {len(self._history)}, the last time with {reason}"
                 )
             time.sleep(
                 random.uniform(0, deaths)
-            )  # separates this episode from the one that kills the service
+            )  # separates this episode in time from one that kills the service
         raise EnvironmentFailed(
-            f"it was lost {MAX_LOSSES} times at turn {len(self._history)}, at last {reason}"
+            f"it was lost {MAX_LOSSES} times at turn {len(self._history)}, the last time with {reason}"
         )
 
     def _replay(self) -> None:
@@ -177,8 +181,8 @@ class RemoteEpisode:
     def _request(self, path: str, body: Answer) -> Answer:
         """Send a request until it has a response.
 
-        A first connection reset during a request may be due to the link: the request is repeated once the service
-        is reachable. A second one counts as a death of the service.
+        After a first connection reset, which may be a fault of the network, the request is repeated when the
+        service is reachable. A second one counts as a death of the service.
         """
         end, pause, resets = time.monotonic() + self._seconds, MIN_PAUSE, 0
         while True:
@@ -189,7 +193,7 @@ class RemoteEpisode:
             except OSError as e:
                 if isinstance(e, TimeoutError) or time.monotonic() >= end:
                     raise EnvironmentFailed(
-                        f"no answer within {self._seconds:g} s: {type(e).__name__}"
+                        f"no response within {self._seconds:g} s: {type(e).__name__}"
                     ) from None
                 resets += not isinstance(e, ConnectionRefusedError)
                 if resets > 1:
@@ -203,7 +207,7 @@ class RemoteEpisode:
                 if status == 404 and path == "/step":
                     raise _LeaseLost(reason, resets > 0)
                 if status != 503 or time.monotonic() >= end:
-                    raise EnvironmentFailed(reason or f"it answered with status {status}")
+                    raise EnvironmentFailed(reason or f"its response has the status {status}")
                 retry_after = answer.get("wait", 0)
                 wait = max(pause, retry_after) if isinstance(retry_after, int | float) else pause
             time.sleep(min(wait, max(0.0, end - time.monotonic())))
@@ -247,7 +251,7 @@ class RemoteEpisode:
         try:
             answer = json.loads(raw or b"{}")
         except (ValueError, RecursionError):
-            raise EnvironmentFailed(f"its response is no JSON: {raw[:80]!r}") from None
+            raise EnvironmentFailed(f"its response is not JSON: {raw[:80]!r}") from None
         if not isinstance(answer, dict):
-            raise EnvironmentFailed(f"its response is no JSON object: {raw[:80]!r}")
+            raise EnvironmentFailed(f"its response is not a JSON object: {raw[:80]!r}")
         return response.status, answer

@@ -1,4 +1,4 @@
-"""Interface of an environment: it opens an episode for a task, and answers each turn with messages and a reward.
+"""Interface of an environment, which opens an episode for a task, and answers each turn with messages and a reward.
 
     environment = make(**params)          once per process
     episode = environment.open(task, seed)
@@ -62,7 +62,7 @@ class Episode(Protocol):
 
 
 class Environment(Protocol):
-    """Shared by all episodes of a process, which open and step concurrently."""
+    """An environment. All episodes of a process share it, and open and step concurrently."""
 
     def open(self, task: Mapping[str, Any], seed: int) -> Episode: ...
 
@@ -79,13 +79,13 @@ def as_messages(content: object, role: str = "user") -> tuple[Message, ...]:
 
 @dataclass
 class RequestRefused(Exception):
-    """A request that the service refuses."""
+    """Raised for a request that the service refuses."""
 
     status: int
     """HTTP status."""
     reason: str
     wait: float = field(default=0.0)
-    """Seconds until a retry, with status 503."""
+    """With status 503: seconds after which the client may retry."""
 
     def __str__(self) -> str:
         return self.reason

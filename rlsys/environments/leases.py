@@ -1,7 +1,7 @@
 """Episodes of an environment service: each is leased to one client, and every request may be repeated.
 
-The client chooses the id of its lease and numbers its steps. A repeated request gets the stored response, so that
-no turn is played twice. An episode without a step for `idle_seconds` is closed.
+The client chooses the id of its lease and numbers its steps. A repeated request gets the stored response, so that no
+turn is played twice. An episode is closed after `idle_seconds` without a step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from rlsys.environments.contract import Action, Environment, Episode, Opening, RequestRefused, Step
 
 MAX_ABANDONED = 8
-"""Steps that hang after their lease was closed; at this number the process exits, as threads cannot be ended."""
+"""Number of hanging steps of closed leases at which the process exits, because threads cannot be killed."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Lease:
 
 
 class Leases:
-    """Owns the episodes. Called from many threads."""
+    """The leases of an environment service. Owns the episodes. Called from many threads."""
 
     def __init__(self, environment: Environment, max_leases: int, idle_seconds: float) -> None:
         self._environment, self._max_leases, self._idle = environment, max_leases, idle_seconds
@@ -78,7 +78,8 @@ class Leases:
             action: turn of the model.
 
         Raises:
-            RequestRefused: no such lease (404), another turn is due (409), or the environment raised (422).
+            RequestRefused: the lease does not exist (404), `number` is not the next turn (409), or the
+                environment raised an exception (422).
         """
         with self._lock:
             lease = self._leases.get(lease_id)
@@ -90,9 +91,7 @@ class Leases:
             if lease.last_step is not None and number == lease.steps - 1 and lease.last_step[0] == action:
                 return lease.last_step[1]
             if number != lease.steps:
-                raise RequestRefused(
-                    409, f"turn {number} of lease {lease_id}, where turn {lease.steps} is due"
-                )
+                raise RequestRefused(409, f"turn {number} of lease {lease_id}, expected turn {lease.steps}")
             lease.last_used = time.monotonic()
             try:
                 step = lease.episode.step(action)
@@ -102,7 +101,7 @@ class Leases:
             return step
 
     def close(self, lease_id: str) -> None:
-        """Close a lease; without effect if it does not exist."""
+        """Close a lease. Does nothing if it does not exist."""
         lease = self._drop(lease_id)
         if lease is None:
             return

@@ -1,17 +1,16 @@
-"""Process of an environment service: HTTP server for its leases.
+"""Process of an environment service: an HTTP server for its leases.
 
     GET  /health                                  -> {"leases"}
     POST /open   {"lease", "task", "seed"}        -> {"messages", "tools"}
     POST /step   {"lease", "number", "action"}    -> {"messages", "reward", "done", "right"}
     POST /close  {"lease"}                        -> {}
 
-The client chooses the name `lease`; `number` counts its turns from 0. Every request may be repeated. A refusal is
-{"error"} with its status: 401 wrong key, 404 no such lease, 409 another turn is due, 422 the environment raised,
-503 no free lease.
-
-The process listens on a Unix socket of the run's user. Agents reach it by an address of the rollout process
-(rlsys/generators/environment_services.py). The parent owns the listening socket: connections wait there during a
-restart of this process. The process exits when its standard input ends.
+The client chooses the name `lease`; `number` counts its turns from 0. Every request may be repeated. A refusal
+is {"error"} with a status: 401 wrong key, 404 unknown lease, 409 not the next turn, 422 the environment raised
+an exception, 503 no free lease. The process listens on a Unix socket of the run's user. Agents reach it through
+an address of the rollout process (rlsys/generators/environment_services.py). The parent process owns the
+listening socket, so that connections wait there while this process restarts. The process exits when its
+standard input ends.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ CONNECTORS = {
 
 
 def load_connector(connector: str) -> Any:
-    """Import the function that makes an environment.
+    """Import the function that creates an environment.
 
     Args:
         connector: a name in CONNECTORS, `path/to/file.py:function`, or `package.module:function`.
 
     Raises:
-        ImportError: the file is no Python file, or the module does not exist.
+        ImportError: the file is not a Python file, or the module does not exist.
     """
     source, _, name = connector.rpartition(":")
     if not source:
@@ -62,7 +61,7 @@ def load_connector(connector: str) -> Any:
         return getattr(importlib.import_module(source), name)
     spec = importlib.util.spec_from_file_location("rlsys_own_environment", source)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{source} is no Python file")
+        raise ImportError(f"{source} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -70,7 +69,7 @@ def load_connector(connector: str) -> Any:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Handler of one request; `serve` makes a subclass with the leases and the key."""
+    """Handler of one request. `serve` creates a subclass with the leases and the key."""
 
     protocol_version = "HTTP/1.1"
     timeout = 60.0  # seconds for a line of the request, and for each part of its body
@@ -88,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             authorization = self.headers.get("Authorization") or ""
             if not hmac.compare_digest(authorization.encode(), f"Bearer {self.key}".encode()):
-                raise RequestRefused(401, "a wrong key")  # before the body is read
+                raise RequestRefused(401, "wrong key")  # before the body is read
             length = int(self.headers.get("Content-Length") or 0)
             if not 0 <= length <= MAX_BODY_BYTES:
                 raise RequestRefused(413, f"{length} bytes, expected at most {MAX_BODY_BYTES}")
@@ -119,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
                 print(f"{MAX_ABANDONED} steps hang; the process exits and is restarted", flush=True)
                 os._exit(3)
             return {}
-        raise RequestRefused(404, f"there is no {self.path}; there are /health, /open, /step and /close")
+        raise RequestRefused(404, f"{self.path}: expected /health, /open, /step or /close")
 
     def log_message(self, format: str, *args: Any) -> None:
         """Suppress the log line of each request."""
@@ -144,7 +143,7 @@ class Server(ThreadingHTTPServer):
 def serve(
     environment: Environment, listener: socket.socket, max_leases: int, idle_seconds: float, key: str
 ) -> Server:
-    """Create a server on a listening socket; the caller calls `serve_forever`."""
+    """Create a server on a listening socket. The caller calls `serve_forever`."""
     leases = Leases(environment, max_leases, idle_seconds)
     handler = type("LeaseHandler", (Handler,), {"leases": leases, "key": key})
     server = Server(listener.getsockname(), handler, bind_and_activate=False)
@@ -162,7 +161,7 @@ def main() -> None:
     parser.add_argument("--idle", type=float, required=True)
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the environment prints goes to the log
+    os.dup2(2, 1)  # the output of the environment goes to the log
     try:
         environment = load_connector(args.connector)(**args.params)
     except Exception as e:  # noqa: BLE001  (reported to the parent process)

@@ -1,6 +1,6 @@
-"""Answers in the form of the three APIs: SGLang's /generate, OpenAI's completions and chat completions.
+"""Answers in the formats of three APIs: SGLang's /generate, OpenAI's completions and chat completions.
 
-Answer.events     the events of a stream for the tokens that have arrived since the last call, one response each
+Answer.events     the events of a stream for the tokens of one response that arrived since the last call
 Answer.closing    the events after those of all responses
 Answer.result     the JSON of a complete answer
 """
@@ -29,14 +29,14 @@ Json = dict[str, Any]
 
 
 class Answer:
-    """One answer to a client, with a choice for each of its responses."""
+    """The answer to one request, with a choice for each response."""
 
     def __init__(self, request: ApiRequest, generations: Sequence[Generation], model: ServedModel) -> None:
         self._request, self._generations, self._model = request, generations, model
         self._name, self._created = uuid.uuid4().hex, int(time.time())
         self._texts = [ResponseText(g.request, model) for g in generations]
         self._sent_tokens = [0] * len(generations)
-        """Number of tokens of each response that the client has."""
+        """Number of tokens of each response that were sent."""
 
     def events(self, index: int, *, final: bool) -> AsyncIterator[Json]:
         raise NotImplementedError
@@ -61,7 +61,7 @@ class Answer:
         return self._texts[index].final(generation.ids, at_stop=generation.is_stopped)
 
     def _usage(self) -> Json:
-        """Return the number of tokens; a prompt counts once, however many responses it has."""
+        """Return the token counts. A prompt counts once, regardless of its number of responses."""
         prompts = {g.request.prompt: len(g.request.prompt_ids) for g in self._generations}
         prompt, completion = sum(prompts.values()), sum(len(g.ids) for g in self._generations)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -76,7 +76,7 @@ class Answer:
 
 
 class GenerateAnswer(Answer):
-    """SGLang's /generate."""
+    """Answer of SGLang's /generate."""
 
     async def events(self, index: int, *, final: bool) -> AsyncIterator[Json]:
         text, new = self._advance(index, final=final)
@@ -140,7 +140,7 @@ class GenerateAnswer(Answer):
 
 
 class CompletionAnswer(Answer):
-    """OpenAI's completions."""
+    """Answer of OpenAI's completions."""
 
     async def events(self, index: int, *, final: bool) -> AsyncIterator[Json]:
         text, new = self._advance(index, final=final)
@@ -187,10 +187,9 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """OpenAI's chat completions.
+    """Answer of OpenAI's chat completions.
 
-    With a parser of reasoning or tool calls the parts of a response are known at its end only: its stream has them in
-    one event each.
+    A parser of reasoning or tool calls needs the whole response. The stream then has one event for each part of it.
     """
 
     def __init__(self, request: ApiRequest, generations: Sequence[Generation], model: ServedModel) -> None:
@@ -302,9 +301,9 @@ class ChatAnswer(Answer):
 
 
 def answer_to(request: ApiRequest, generations: Sequence[Generation], model: ServedModel) -> Answer:
-    """Create the answer of the API that the request belongs to."""
-    kinds = {COMPLETIONS: CompletionAnswer, CHAT: ChatAnswer}
-    return kinds.get(request.path, GenerateAnswer)(request, generations, model)
+    """Create the answer of the request's API."""
+    classes = {COMPLETIONS: CompletionAnswer, CHAT: ChatAnswer}
+    return classes.get(request.path, GenerateAnswer)(request, generations, model)
 
 
 def _finish(generation: Generation) -> str:
@@ -312,12 +311,12 @@ def _finish(generation: Generation) -> str:
 
 
 def _label(version: int) -> str:
-    """Return SGLang's label of a weight version; `default` is that of a server that was started without one."""
+    """Return SGLang's label of a weight version. `default` is the label of a server that was started without one."""
     return str(version) if version >= 0 else "default"
 
 
 def _routes(sample: Sample, experts_per_token: int) -> str | None:
-    """Return the experts of all positions as SGLang's base64 of int32; None unless all of them are known."""
+    """Return the experts of all positions in SGLang's format, base64 of int32; None unless all are known."""
     rows, end = [], 0
     for span in sample.routes:
         positions = span.end - span.start

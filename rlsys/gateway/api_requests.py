@@ -1,7 +1,8 @@
-"""HTTP requests as calls of `Router.generate`: a prompt's token ids, a seed and sampling parameters of each response.
+"""Conversion of HTTP requests to calls of `Router.generate`: prompt ids, seed and sampling parameters per response.
 
-A response is refused if a continuation from its tokens would differ from an uninterrupted one (penalties count the
-tokens of the response, a grammar has a state), or if the router returns nothing of that kind (log-probs of a prompt).
+A request is refused if a response could not continue from its tokens after an interruption (penalties count the
+tokens of the response, a grammar has a state), or if the router does not support the result (log-probs of a
+prompt).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from rlsys.gateway.served_model import ServedModel
 
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 GENERATE_TOKENS, COMPLETION_TOKENS = 128, 16
-"""SGLang's defaults of the length of a response; that of a chat is the room that its prompt leaves."""
+"""SGLang's default lengths of a response, in tokens; for a chat it is the rest of the context."""
 KEY_CHARACTERS = 512
-"""Characters or token ids of a prompt's beginning that decide which requests share an engine's cache."""
+"""Number of ids at the beginning of a prompt that are compared to find requests that share an engine's cache."""
 _SEED_BITS = 31
 _LARGEST_SEED = 2**63 - 1
 _PASSED_ON = ("top_p", "top_k", "min_p", "logit_bias", "ignore_eos")
-_PENALTIES = "an interrupted response continues from its tokens, which the engine then counts as the prompt's"
+_PENALTIES = "after an interruption the engine would count the tokens of the response as part of the prompt"
 _NOT_CONTINUED: Mapping[str, Rule] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), not_served(_PENALTIES, 0, 0.0)),
     "repetition_penalty": not_served(_PENALTIES, 1, 1.0),
@@ -36,19 +37,22 @@ _NOT_CONTINUED: Mapping[str, Rule] = {
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response.
+    """The request for one response.
 
     Attributes:
-        max_new_tokens: limit of its tokens.
-        sampling: further parameters for the engine, by SGLang's names.
-        stop_texts: texts that end it.
-        stop_ids: token ids that end it.
-        keep_stop: leave the text or the token that ended it in the text.
-        skip_special: leave special tokens out of the text.
+        prompt_ids: token ids of the prompt.
+        seed: sampling seed.
+        max_new_tokens: largest number of tokens.
+        temperature: sampling temperature.
+        sampling: additional parameters for the engine, by SGLang's names.
+        stop_texts: texts that end the response.
+        stop_ids: token ids that end the response.
+        keep_stop: include the stop text or the stop token in the text.
+        skip_special: omit special tokens from the text.
         logprobs: return the log-prob of each token.
         top_logprobs: number of most probable tokens to return for each token.
         routes: return the routed experts.
-        prompt: number of its prompt in the request.
+        prompt: index of the prompt in the request.
         group: equal for requests that should share an engine's cache.
     """
 
@@ -73,7 +77,10 @@ class ApiRequest:
     """A request of one of the APIs.
 
     Attributes:
-        batch: whether /generate answers with a list.
+        path: path of the API.
+        body: the decoded body.
+        generations: the requested responses.
+        batch: whether the answer of /generate is a list.
         tools: schemas of the functions that a chat may call.
     """
 
@@ -89,9 +96,9 @@ class ApiRequest:
 
 
 def sample_count(body: Mapping[str, Any]) -> int:
-    """Return how many responses a request asks for: prompts times `n`.
+    """Return the number of responses of a request: prompts times `n`.
 
-    It reads no prompt. A malformed number counts as one: check_request refuses it.
+    It does not validate the request: a malformed `n` counts as 1, and check_request refuses it.
     """
     prompts = prompt_count(body) or 1
     sampling = body.get("sampling_params")
@@ -101,10 +108,10 @@ def sample_count(body: Mapping[str, Any]) -> int:
 
 
 def read_request(path: str, body: Mapping[str, Any], limits: Limits, model: ServedModel) -> ApiRequest:
-    """Read and validate a request.
+    """Parse and validate a request.
 
     Raises:
-        RefusedPrompt: a field is unknown, out of its range or not served, or the prompt does not fit.
+        RefusedPrompt: a field is unknown, out of range or not supported, or the prompt is too long.
         BadRequest: a message of a chat is malformed.
     """
     check_request(limits, path, body)
@@ -129,7 +136,7 @@ def read_request(path: str, body: Mapping[str, Any], limits: Limits, model: Serv
             raise RefusedPrompt(f"messages: {e}", "messages") from None
         logprobs = body.get("logprobs") is True
         tops = body.get("top_logprobs") or 0 if logprobs else 0
-        default_tokens = limits.room
+        default_tokens = limits.max_tokens
     else:
         if body.get("prompt") is None:
             raise RefusedPrompt("prompt: expected text or token ids", "prompt")
@@ -184,7 +191,7 @@ def _generation(
     logprobs: bool,
     top_logprobs: int,
 ) -> GenerationRequest:
-    """Return one response's request. `sampling`: its parameters, by SGLang's names."""
+    """Create the request for one response. `sampling`: its parameters, by SGLang's names."""
     params = {name: value for name, value in sampling.items() if value is not None}
     for name, rule in _NOT_CONTINUED.items():
         if name in params:
@@ -194,8 +201,8 @@ def _generation(
         model.require_tokenizer("stop")
     if body.get("return_routed_experts") is True and not model.experts_per_token:
         raise RefusedPrompt(
-            "return_routed_experts = True: the router cannot read num_hidden_layers and num_experts_per_tok of the "
-            "model",
+            "return_routed_experts = True: not supported, because the router cannot read num_hidden_layers and "
+            "num_experts_per_tok of the model",
             "return_routed_experts",
         )
     ignores_ends = params.get("ignore_eos") is True
@@ -219,7 +226,7 @@ def _generation(
 
 
 def _group(body: Mapping[str, Any], ids: list[int]) -> str:
-    """Return a key of requests that begin alike, or that name the same session."""
+    """Return a key that is equal for requests with the same session, or the same beginning of the prompt."""
     for name in ("session_id", "routing_key", "conversation_id"):
         if isinstance(body.get(name), str):
             return str(body[name])
@@ -235,15 +242,15 @@ def _prompt_ids(prompt: Any, name: str, model: ServedModel) -> list[int]:
 
 
 def _of_prompt(body: Mapping[str, Any], name: str, number: int) -> Any:
-    """Return a field's value for one of the prompts."""
+    """Return the value of a field for the prompt with index `number`."""
     value = body.get(name)
     return value[number] if isinstance(value, list) else value
 
 
 def _seeds(first: int | None) -> Iterator[int]:
-    """Iterate over the seeds of a prompt's responses: that of the request and those after it, or random ones.
+    """Yield the seeds of a prompt's responses: consecutive ones from `first` on, or random ones if it is None.
 
-    A deterministic engine draws equal responses from equal seeds.
+    The seeds differ, because a deterministic engine generates equal responses from equal seeds.
     """
     if first is None:
         while True:

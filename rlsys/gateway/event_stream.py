@@ -1,4 +1,4 @@
-"""EventStream: server-sent events to a client, which begin with the first event."""
+"""EventStream: a stream of server-sent events to a client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiohttp import web
 from rlsys.engine.sse import END
 
 READER_SECONDS = 60.0
-"""Time after which a client that reads nothing is dropped."""
+"""Seconds after which a client that does not read is dropped."""
 
 
 class SlowClient(Exception):
@@ -17,7 +17,7 @@ class SlowClient(Exception):
 
 
 class EventStream:
-    """The stream of one request. `response` is None until the first event."""
+    """The stream of one request. The first event starts it; `response` is None before."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -25,7 +25,11 @@ class EventStream:
         self.response: web.StreamResponse | None = None
 
     async def write(self, data: bytes) -> None:
-        """Send one event. Raises SlowClient when the client reads nothing for READER_SECONDS."""
+        """Send one event.
+
+        Raises:
+            SlowClient: the client has not read for READER_SECONDS.
+        """
         deadline = asyncio.timeout(READER_SECONDS)
         try:
             async with self._lock, deadline:
@@ -40,13 +44,13 @@ class EventStream:
             raise
 
     async def end(self) -> web.StreamResponse:
-        """End the stream after at least one event."""
+        """End the stream, which must have at least one event."""
         assert self.response is not None
         await self.response.write_eof()
         return self.response
 
     def drop(self) -> web.StreamResponse:
-        """Close the connection of a client that does not read, and would not read an end either."""
+        """Close the connection without an end of the stream, for a client that does not read."""
         assert self.response is not None
         if self._request.transport is not None:
             self._request.transport.abort()

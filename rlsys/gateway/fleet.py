@@ -1,8 +1,8 @@
 """Fleet: the engines of a stand-alone router, their limits and their weights.
 
-Engines serve with the highest version that one of them reports at the start. Weights change by folder
-(`POST /update_weights_from_disk`); an engine that joins, restarts or failed an update is then brought to the same
-folder before it serves. Before the first such update there is no folder: an engine of another version waits for it.
+At the start, the weight version is the highest one that an engine reports. Afterwards weights change by folder
+(`POST /update_weights_from_disk`). An engine that joins, restarts or failed an update loads the same folder before it
+serves. Before the first update there is no folder, and an engine of another version waits.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from rlsys.router.router import Router
 log = logging.getLogger("rlsys.router")
 
 FleetInterruption = Literal["abort", "retract"]
-"""Treatments of running requests. in_place is missing: later requests could reuse keys and values of old weights."""
+"""Treatments of running requests. in_place is excluded: later requests could reuse keys and values of old weights."""
 
 
 def is_engine_url(text: str) -> bool:
-    """Whether a path can be put behind it and be asked for: anything else would end the watch over all engines."""
+    """Return whether a text is the base URL of a server. Any other text would end the watch over all engines."""
     try:
         url = URL(text)
-        host = (url.host or "").encode("idna")  # no part of a name empty or too long
+        host = (url.host or "").encode("idna")  # fails for an empty or too long part of a name
         if not text.isprintable() or " " in text:
             return False
     except ValueError:
@@ -52,24 +52,25 @@ def is_engine_url(text: str) -> bool:
 
 
 def is_allowed(host: str, allowed: Sequence[str]) -> bool:
-    """Whether a host is one of these names or addresses, or in one of these networks."""
+    """Return whether a host is one of the allowed names or addresses, or in one of the allowed networks."""
     if host in allowed:
         return True
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return False  # a name may lead anywhere: it has to be given itself
+        return False  # a name may resolve to any address, so only the name itself can be allowed
     return any(address in network for text in allowed if (network := network_of(text)) is not None)
 
 
 def is_host(text: str) -> bool:
-    """Whether it can be in a list of hosts: a name, an address, or a network."""
+    """Return whether a text is a host name, an address, or a network."""
     return network_of(text) is not None or bool(
         re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", text)
     )
 
 
 def network_of(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """Parse an address or a network; None for other texts."""
     try:
         return ipaddress.ip_network(text)
     except ValueError:
@@ -77,14 +78,20 @@ def network_of(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | Non
 
 
 class Fleet:
-    """Owns the router of the engines. `limits` and `model` are None until an engine has answered.
+    """The engines of a stand-alone router. Owns the router.
+
+    `limits` and `model` are None until an engine has responded.
 
     Args:
-        allowed: host names, addresses or networks of engines that may join; by default the hosts of `urls`.
+        urls: URLs of the engines.
+        session: HTTP session.
+        allowed: host names, addresses or networks of engines that may join; default: the hosts of `urls`.
         identity: the keys of all engines.
-        queue_seconds: time that a request waits for an engine at most.
-        vocab_size: number of token ids, for a model folder that is not readable here.
-        model_path: a folder with the tokenizer; by default the one that the engines name.
+        strategy: routing strategy (rlsys/router/strategy.py).
+        interruption: treatment of running requests while weights change.
+        queue_seconds: seconds for which a request may wait for an engine.
+        vocab_size: number of token ids; None: read it from the model folder.
+        model_path: folder with the tokenizer; None: the folder that the engines report.
     """
 
     def __init__(
@@ -121,16 +128,20 @@ class Fleet:
         self._interruption = interruption
         self._vocab_size, self._model_path = vocab_size, model_path
         self._engine_limits: dict[str, tuple[int, Limits]] = {}
-        """URL of an engine -> its number of deaths when its limits were read, and these."""
+        """URL of an engine -> its number of deaths when its limits were read, and the limits."""
         self.limits: Limits | None = None
         self.model: ServedModel | None = None
         self._folder: str | None = None
         self._updating = asyncio.Lock()
-        self._loading: dict[str, asyncio.Task[bool]] = {}  # by URL: engines that are being brought up to date
-        self._unusable: set[str] = set()  # engines that nothing can bring up to date
+        self._loading: dict[str, asyncio.Task[bool]] = {}  # URL -> load of the current folder
+        self._unusable: set[str] = set()  # URLs of stale engines without a folder to load
 
     def add(self, url: str) -> None:
-        """Raises UserError for something that is no URL, or an engine that is here already."""
+        """Add an engine.
+
+        Raises:
+            UserError: the URL is invalid, or the engine is already in the pool.
+        """
         if not is_engine_url(url):
             raise UserError(f"engine URL {url[:200]!r}: expected http://HOST:PORT")
         try:
@@ -139,19 +150,29 @@ class Fleet:
             raise UserError(str(e)) from None
 
     def join(self, url: str) -> None:
-        """Add an engine by HTTP. Raises UserError for one on a host that is not allowed, and as `add`."""
+        """Add an engine by a request of an administrator.
+
+        Raises:
+            UserError: its host is not allowed, the URL is invalid, or the engine is already in the pool.
+        """
         if is_engine_url(url) and not is_allowed(URL(url).host or "", self._allowed):
             raise UserError(
-                f"engine URL {url[:200]!r}: no engine may join from there; expected {', '.join(self._allowed)} "
+                f"engine URL {url[:200]!r}: its host is not allowed; expected one of {', '.join(self._allowed)} "
                 "(--allow-engine)"
             )
         self.add(url)
 
     def drain(self, url: str) -> None:
-        """Remove an engine once its requests have ended. Raises UserError if there is no such engine."""
+        """Remove an engine when its requests have ended.
+
+        Raises:
+            UserError: the engine is not in the pool.
+        """
         engine = self.pool.find(url)
         if engine is None:
-            raise UserError(f"{url[:200]} is not in the pool: {describe_states(self.pool.states)}")
+            raise UserError(
+                f"{url[:200]}: no such engine in the pool; its engines: {describe_states(self.pool.states)}"
+            )
         engine.draining = True
 
     async def watch(self) -> None:
@@ -162,13 +183,13 @@ class Fleet:
             for engine in self.pool.serving():
                 if self._engine_limits.get(engine.url, (-1, None))[0] != engine.deaths:
                     await self._read_limits(engine)
-            self._bring_up_to_date()
+            self._load_stale()
             if self.pool.serving() and self.limits is not None:
                 self.dispatcher.wake()
             await asyncio.sleep(PROBE_SECONDS)
 
-    def _bring_up_to_date(self) -> None:
-        """Start loading the folder in stale engines, each in a task of its own: it may take minutes."""
+    def _load_stale(self) -> None:
+        """Start loading the folder in stale engines, each in a separate task, because it may take minutes."""
         for url in [url for url, task in self._loading.items() if task.done()]:
             self._loading.pop(url).result()
         if self._updating.locked():
@@ -180,15 +201,15 @@ class Fleet:
             elif self._folder is None and engine.url not in self._unusable:
                 self._unusable.add(engine.url)
                 log.warning(
-                    "%s has weight version %d, the pool %d: it serves after POST /update_weights_from_disk",
+                    "%s has weight version %d, the pool has %d: it serves after POST /update_weights_from_disk",
                     engine.url, engine.version, self.pool.version,
                 )  # fmt: skip
 
     async def _read_limits(self, engine: EngineState) -> None:
-        """Update the limits of requests, the strictest of all engines, since any engine may get a request.
+        """Update the limits of requests to the strictest ones of all engines, because any engine may get a request.
 
         Raises:
-            UserError: the size of the vocabulary is unknown, of the first engine.
+            UserError: the vocabulary size of the first engine is unknown.
         """
         try:
             info = await engine.client.info()
@@ -203,7 +224,7 @@ class Fleet:
             except (OSError, ValueError, KeyError, TypeError) as e:
                 if previous is None:
                     raise UserError(
-                        f"{folder}/config.json: cannot read vocab_size ({type(e).__name__}); give --vocab-size"
+                        f"{folder}/config.json: cannot read vocab_size ({type(e).__name__}); set --vocab-size"
                     ) from None
                 size = previous.vocab_size  # its folder is on another machine
         length = info.get("max_req_input_len")
@@ -224,21 +245,30 @@ class Fleet:
     # -- weights ------------------------------------------------------------------------------------------------
 
     async def update(self, folder: str, version: int | None) -> int:
-        """Every engine loads the folder; the version they then report. Requests in flight survive it.
+        """Load a folder in every engine. Requests in flight continue afterwards; engines that fail try again later.
 
-        An engine that fails is brought up to date later. Raises RunError when all fail: then nothing changed.
+        Args:
+            folder: the folder.
+            version: its weight version; None: the next one.
+
+        Returns:
+            the weight version.
+
+        Raises:
+            UserError: the version is not larger than the current one.
+            RunError: no engine could load the folder; the weights are unchanged.
         """
-        # A client that gives up must not leave the gate shut: the update goes on without it.
+        # The update continues if the client disconnects, so that the gate does not stay closed.
         return await asyncio.shield(asyncio.create_task(self._update(folder, version)))
 
     async def _update(self, folder: str, version: int | None) -> int:
         async with self._updating:
-            if self._loading:  # two loads at once in one engine would mix their tensors
+            if self._loading:  # two concurrent loads in one engine would mix their tensors
                 await asyncio.wait(self._loading.values())
             previous = self.pool.version, self._folder
             if version is not None and version <= previous[0]:
                 raise UserError(
-                    f"weight_version = {version}: expected more than {previous[0]}, which is there"
+                    f"weight_version = {version}: expected more than {previous[0]}, the current one"
                 )
             hold = self._interruption != "abort"
             engines: list[EngineState] = []
@@ -246,11 +276,11 @@ class Fleet:
                 await self.router.interrupt((lambda _: True) if hold else None)
                 self.pool.version, self._folder = version or previous[0] + 1, folder
                 engines = self.pool.alive()
-                done = await asyncio.gather(*(self._try_load(e) for e in engines))
-                if not any(ok for ok, _ in done):
+                results = await asyncio.gather(*(self._try_load(e) for e in engines))
+                if not any(ok for ok, _ in results):
                     self.pool.version, self._folder = previous
                     raise RunError(
-                        f"no engine could load {folder}: {'; '.join(reason for _, reason in done)[:500]}"
+                        f"no engine could load {folder}: {'; '.join(reason for _, reason in results)[:500]}"
                     )
                 return self.pool.version
             finally:
@@ -261,7 +291,7 @@ class Fleet:
     async def _try_load(self, engine: EngineState) -> tuple[bool, str]:
         try:
             await self._load(engine)
-        except EngineError as e:  # it keeps what it had
+        except EngineError as e:  # the engine keeps its weights
             return False, str(e)
         except DeadEngine as e:
             engine.mark_dead()
@@ -269,9 +299,9 @@ class Fleet:
         return True, ""
 
     async def _load(self, engine: EngineState) -> None:
-        """Load the folder in an engine, which serves only when its cache of the old weights is empty.
+        """Load the folder in an engine, and empty its cache before it serves.
 
-        Once probes find it dead, its requests end, as for any flight.
+        If probes detect that the engine is dead, the load ends like any request.
         """
         assert self._folder is not None
         version, engine.loading = self.pool.version, True
@@ -283,7 +313,7 @@ class Fleet:
                     await engine.client.flush(paused=engine.paused)
                     reported = await engine.client.weight_version()
             if reported != version:
-                raise EngineError(f"{engine.url} reports weight version {reported} instead of {version}")
+                raise EngineError(f"{engine.url} reports weight version {reported}, expected {version}")
             engine.set_version(version)
         finally:
             engine.loading = False

@@ -1,13 +1,13 @@
-"""Front: the HTTP server of a stand-alone router, with SGLang's /generate and OpenAI's completions and chat.
+"""Front: the HTTP server of a stand-alone router, with SGLang's /generate and OpenAI's completions and chat APIs.
 
     POST /generate  /v1/completions  /v1/chat/completions     by Router.generate, streamed or whole
     GET  /v1/models /model_info /server_info                  from any engine
-    GET  /health (it lives)  /ready (an engine serves)  /metrics (Prometheus)
+    GET  /health (the server runs)  /ready (an engine serves)  /metrics (Prometheus)
     GET, POST, DELETE /engines                                list, add {"url": ...}, drain {"url": ...}
     POST /update_weights_from_disk {"model_path": ..., "weight_version": ...}
 
-The clients' token admits requests for responses, the administrators' token admits everything. If there is a clients'
-token but no administrators' token, the engines and their weights cannot be changed.
+The clients' token allows requests for responses; the administrators' token allows all requests. With a clients' token
+but no administrators' token, the engines and their weights cannot be changed.
 
 Every refusal is JSON: {"error": {"message", "type", "code"}}.
 """
@@ -41,16 +41,16 @@ from rlsys.router.failure_policy import PoisonRequest, RefusedRequest
 
 FORWARDED = ("/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
 OPEN = ("/health", "/ready")
-"""Paths that need no token: they disclose nothing and cost nothing."""
+"""Paths that require no token, because they disclose nothing and are cheap."""
 ADMIN = ("/engines", "/update_weights_from_disk")
-"""Paths for administrators only: they decide where the prompts of other clients go."""
+"""Paths for administrators: they determine which servers get the prompts of other clients."""
 _SECRET = ("api_key", "admin_api_key", "ssl_keyfile_password")
 """Arguments of engines that clients must not see."""
 RETRY_SECONDS = "1"
 STATUSES: Mapping[type[Exception], int] = {
     RefusedPrompt: 400, BadRequest: 400, RefusedRequest: 400, PoisonRequest: 422, Unavailable: 503, RunError: 500
 }  # fmt: skip
-"""HTTP statuses of errors, subclasses first. 422 for a poisonous request: clients repeat a request after a 5xx."""
+"""HTTP statuses of errors, subclasses first. A poisonous request gets 422, because clients repeat it after a 5xx."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,10 @@ class FrontLimits:
     """Limits of requests and connections.
 
     Args:
-        body_bytes: size of a request's body.
-        concurrency: samples in engines, of which a request may ask for several. A request for more is refused with
-            413.
-        queue: samples that wait; further ones are refused with 429.
-        body_seconds: time for the body of a request to arrive.
+        body_bytes: largest size of a request's body, in bytes.
+        concurrency: largest number of samples in engines. A request for more samples is refused with 413.
+        queue: largest number of waiting samples. Others are refused with 429.
+        body_seconds: time limit for the body of a request to arrive, in seconds.
     """
 
     body_bytes: int = 16 * 2**20
@@ -72,16 +71,18 @@ class FrontLimits:
 
     @property
     def samples(self) -> int:
-        """Number of samples in progress at most."""
+        """Largest number of samples in progress."""
         return self.concurrency + self.queue
 
 
 class Front:
-    """Owns the number of samples in progress.
+    """The HTTP server. Owns the number of samples in progress.
 
     Args:
-        token: of clients; without any token everything is open, on loopback only.
-        admin_token: of administrators.
+        fleet: the engines.
+        token: token of clients. Without any token, all requests are allowed, and the server listens on loopback only.
+        limits: limits of requests and connections.
+        admin_token: token of administrators.
     """
 
     def __init__(
@@ -135,18 +136,18 @@ class Front:
     # -- requests for engines -----------------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        with self._admitted(1):  # before its body is read
+        with self._admitted(1):  # before the body is read
             raw = await request.read()
             body = _object(raw)
             samples = sample_count(body)
             if samples > self._limits.concurrency:
                 raise Refusal(
-                    413, f"{samples} samples in one request; expected at most {self._limits.concurrency}"
+                    413, f"{samples} samples in one request, expected at most {self._limits.concurrency}"
                 )
             with self._admitted(samples - 1):
                 limits, model = self._fleet.limits, self._fleet.model
                 if limits is None or model is None:
-                    raise Unavailable("no engine has answered yet")
+                    raise Unavailable("no engine has responded yet")
                 try:
                     # In a thread: a long text takes seconds to tokenize.
                     api_request = await asyncio.to_thread(read_request, request.path, body, limits, model)
@@ -193,10 +194,16 @@ class Front:
 
     @contextmanager
     def _admitted(self, samples: int) -> Iterator[None]:
-        """Count the samples of a request. Raises Refusal if there are too many."""
+        """Count the samples of a request while the context is active.
+
+        Raises:
+            Refusal: too many samples are in progress.
+        """
         limit = self._limits.samples
         if self._samples + samples > limit:
-            raise Refusal(429, f"{self._samples} samples of at most {limit} are in progress; try again later")
+            raise Refusal(
+                429, f"{self._samples} samples are in progress, expected at most {limit}; try again later"
+            )
         self._samples += samples
         try:
             yield
@@ -204,7 +211,7 @@ class Front:
             self._samples -= samples
 
     async def _forward(self, request: web.Request) -> web.Response:
-        """Return what an engine answers."""
+        """Forward a request to a serving engine, and return its response."""
         for engine in self._fleet.pool.serving():
             try:
                 status, body = await engine.client.fetch(request.path)
@@ -259,7 +266,7 @@ class Front:
 
 
 def _is_version(value: Any) -> bool:
-    """Return whether a value is a weight version. Digits are counted first: Python does not convert thousands."""
+    """Return whether a value is a weight version. Long texts are not converted, because Python refuses them."""
     if isinstance(value, str):
         return value.isascii() and value.isdecimal() and len(value) < 19
     return type(value) is int and 0 <= value < 2**63
@@ -291,6 +298,6 @@ def _error(status: int, message: str) -> web.Response:
 
 
 def error_body(status: int, message: str) -> bytes:
-    """Return an error as the clients of OpenAI and SGLang expect it."""
+    """Return the body of an error in the format of OpenAI and SGLang."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})

@@ -1,7 +1,7 @@
-"""Generation: one response to a client, a call of `Router.generate`.
+"""Generation: one response to a client, which is one call of `Router.generate`.
 
-The router continues it after interruptions and engine deaths. Its tokens are buffered in its sample, so a client that
-reads slowly delays no engine.
+The router continues it after interruptions and engine deaths. Its sample buffers the tokens, so that a slow
+client does not delay an engine.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ from rlsys.router.router import Router
 from rlsys.router.turn_ends import TurnEnds
 
 POISON = PoisonLimits(suspect_deaths=1, deaths=DEATHS_POISONOUS, faults=2, reset_by_tokens=False)
-"""Stricter than for samples of a run: a client may send what validation misses."""
+"""Limits of a client's request. They are stricter than those of a run's samples: validation may miss something."""
 GROUPS = 65536
-"""Different keys of shared caches; more of them share their values."""
+"""Number of group ids, to which the keys of shared caches are hashed."""
 MOST_SUSPECTS = 4096
-"""Requests whose engine deaths are remembered."""
+"""Largest number of requests whose engine deaths are stored."""
 SUSPECT_SECONDS = 600.0
-"""Time after the last death during which a request that its client repeats counts as the same."""
+"""Seconds after the last death during which a repeated request counts as the same."""
 
 
 class Unavailable(Exception):
-    """Raised when no engine could serve a request."""
+    """Raised when no engine can serve a request."""
 
 
 class DeathHistory:
-    """Owns which engines died under which request. Each death counts once, however many equal requests there were."""
+    """Stores which engines died during which request. Each death counts once, even with several equal requests."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._deaths: OrderedDict[bytes, tuple[set[tuple[str, int]], float]] = OrderedDict()
 
     def count(self, identity: bytes) -> int:
+        """Return the number of recent deaths during a request."""
         deaths, last = self._deaths.get(identity, (set(), 0.0))
         return len(deaths) if self._clock() - last < SUSPECT_SECONDS else 0
 
     def record(self, identity: bytes, url: str, death: int) -> None:
-        """Record a death. `death`: its number among those of the engine."""
+        """Record a death of an engine. `death`: the engine's number of deaths."""
         deaths = self._deaths[identity][0] if self.count(identity) else set()
         self._deaths[identity] = deaths | {(url, death)}, self._clock()
         self._deaths.move_to_end(identity)
@@ -57,24 +58,24 @@ class DeathHistory:
             self._deaths.popitem(last=False)
 
     def clear(self, identity: bytes) -> None:
-        """Forget the deaths of a request that was answered."""
+        """Remove the deaths of a request. Called when it was answered."""
         self._deaths.pop(identity, None)
 
 
 class Generation:
-    """One response. `identity`: equal for a request that its client sends again."""
+    """One response. `identity`: equal for repetitions of the same request."""
 
     def __init__(self, request: GenerationRequest, sample: Sample, identity: bytes) -> None:
         self.request, self.sample, self.identity = request, sample, identity
         self.tops = TopLogprobs(request.top_logprobs) if request.top_logprobs else None
         self.arrival = asyncio.Event()
         self.recorded_deaths = 0
-        """Deaths of engines under equal requests, as in the history."""
+        """Number of engine deaths during equal requests, as in the history."""
         self.task: asyncio.Task[None]
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop token or stop text ended it."""
+        """Whether a stop token or a stop text ended the response."""
         return self.sample.status is Status.FINISHED
 
     @property
@@ -82,11 +83,11 @@ class Generation:
         return self.sample.response_ids
 
     async def arrivals(self) -> AsyncIterator[bool]:
-        """Yield after new tokens, and True at the end.
+        """Yield False after new tokens, and True at the end.
 
         Raises:
-            Unavailable: no engine could take it in time.
-            PoisonRequest: engines died or failed on it.
+            Unavailable: no engine could serve the request in time.
+            PoisonRequest: engines died or failed on the request.
         """
         while not self.task.done():
             await self.arrival.wait()
@@ -98,10 +99,12 @@ class Generation:
 
 
 class Generations:
-    """Owns the responses in flight, at most `concurrency` of them in engines.
+    """Generates responses. Owns those in flight.
 
     Args:
-        queue_seconds: time that a request waits for an engine at most.
+        router: the router.
+        concurrency: largest number of responses in engines.
+        queue_seconds: seconds for which a request may wait for an engine.
     """
 
     def __init__(self, router: Router, concurrency: int, queue_seconds: float) -> None:
@@ -117,7 +120,7 @@ class Generations:
     async def running(
         self, request: ApiRequest, model: ServedModel, identity: bytes
     ) -> AsyncIterator[list[Generation]]:
-        """Generate the responses of a request; those that still run at the end are cancelled."""
+        """Generate the responses of a request while the context is active. On exit, cancel unfinished ones."""
         generations = []
         for number, response in enumerate(request.generations):
             group = zlib.crc32(response.group.encode(errors="surrogatepass")) % GROUPS
@@ -154,18 +157,18 @@ class Generations:
                     admission_timeout=self._queue_seconds,
                 )
             except TimeoutError:
-                waited = f"no engine could take the request within {self._queue_seconds:g} s"
-                raise Unavailable(waited) from None
+                message = f"no engine could accept the request within {self._queue_seconds:g} s"
+                raise Unavailable(message) from None
             except PoisonRequest as e:
                 if sample.deaths < DEATHS_POISONOUS:
                     raise Unavailable(str(e)) from None
                 raise PoisonRequest(
-                    f"refused: {e}; the request is tried again after {SUSPECT_SECONDS:g} s"
+                    f"refused: {e}; the request may be sent again after {SUSPECT_SECONDS:g} s"
                 ) from None
         self._history.clear(generation.identity)
 
     def _on_failure(self, sample: TokenSequence) -> None:
-        """Count the death of an engine against all equal requests; a server error counts against none."""
+        """Count the death of an engine for all equal requests. A server error does not count."""
         generation = self._by_sample[sample.sample_id]
         engine = self._router.pool.find(sample.engine or "")
         if sample.deaths == generation.recorded_deaths or engine is None:

@@ -12,7 +12,7 @@ from rlsys.gateway.fleet import Fleet
 
 
 class Metrics:
-    """Counts of requests; all other values are read at a scrape."""
+    """Counters of requests. All other values are read at each scrape."""
 
     def __init__(self, fleet: Fleet, samples: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
@@ -23,7 +23,7 @@ class Metrics:
             "rlsys_router_request_seconds", "Time to the end of an answer", ["path"], registry=self._registry
         )
         self.refusals = Counter(
-            "rlsys_router_refused", "Requests that no engine may see", registry=self._registry
+            "rlsys_router_refused", "Requests that must not reach an engine", registry=self._registry
         )
         self.connections: Mapping[str, int] = {}
         """Connections that the server refused or closed, by cause."""
@@ -39,7 +39,7 @@ class Metrics:
 
 
 class _State:
-    """State of the fleet and its engines at the moment of a scrape."""
+    """Collector of the state of the fleet and its engines at a scrape."""
 
     def __init__(self, fleet: Fleet, samples: Callable[[], int], metrics: Metrics) -> None:
         self._fleet = fleet
@@ -47,7 +47,7 @@ class _State:
         self._metrics = metrics
 
     def describe(self) -> list[Metric]:
-        """Return nothing, so that nothing is read before the first scrape: the pool belongs to an event loop."""
+        """Return no metrics, so that the pool, which belongs to an event loop, is not read before a scrape."""
         return []
 
     def collect(self) -> Iterator[Metric]:

@@ -12,15 +12,15 @@ from rlsys.gateway.served_model import ServedModel
 class ResponseText:
     """Decodes the tokens of one response.
 
-    Text that may still become part of a stop text, or of an incomplete character, is withheld until it is decided.
+    Text that may be the start of a stop text or of an incomplete character is withheld until later tokens decide.
     """
 
     def __init__(self, request: GenerationRequest, model: ServedModel) -> None:
         self._request, self._model = request, model
         self._stop_texts = () if request.keep_stop else request.stop_texts
         self._context = self._decoded = 0
-        """Ids before `_decoded` are in `_text`; decoding starts at `_context`, since a token's text may depend on the
-        token before it."""
+        """`_text` contains the ids before `_decoded`. Decoding starts at `_context`, because the text of a token may
+        depend on the previous token."""
         self._text = ""
         self.sent_text = ""
         """Text that `advance` and `conclude` have returned."""
@@ -33,7 +33,11 @@ class ResponseText:
         return text[: self.stop_position(text)] if at_stop else text
 
     def advance(self, ids: Sequence[int]) -> str:
-        """Return the text that is certain since the last call, of a response that goes on. `ids`: all its tokens."""
+        """Return the new final text of a response that is still generated.
+
+        Args:
+            ids: all tokens of the response so far.
+        """
         skip = self._request.skip_special
         known_text = self._model.decode(ids[self._context : self._decoded], skip_special=skip)
         text = self._model.decode(ids[self._context :], skip_special=skip)
@@ -54,12 +58,12 @@ class ResponseText:
         return new
 
     def stop_position(self, text: str) -> int | None:
-        """Return where the first stop text begins, None if there is none."""
-        positions = [at for stop in self._stop_texts if (at := text.find(stop)) >= 0]
+        """Return the position of the first stop text; None if there is none."""
+        positions = [position for stop in self._stop_texts if (position := text.find(stop)) >= 0]
         return min(positions, default=None)
 
     def _certain_length(self) -> int:
-        """Return how much of the text no stop text can take back."""
+        """Return the length of the text that cannot become part of a stop text."""
         text = self._text
         if (position := self.stop_position(text)) is not None:
             return position

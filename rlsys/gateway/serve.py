@@ -1,4 +1,4 @@
-"""`rlsys router`: the HTTP front as a process, until SIGTERM or SIGINT."""
+"""`rlsys router`: runs the HTTP front until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("rlsys.router")
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """Options of the command line. `interruption`: what engines do with requests while weights change."""
+    """Options of `rlsys router`. `interruption`: treatment of running requests while weights change."""
 
     engines: list[str]
     port: int
@@ -45,20 +45,26 @@ class RouterOptions:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of clients and administrators. None: clients need none, or there are no administrators."""
+    """Tokens of clients and administrators. None: clients need no token, or there are no administrators."""
 
     client: str | None = field(default=None, repr=False)
     admin: str | None = field(default=None, repr=False)
 
 
 def read_tokens(options: RouterOptions) -> Tokens:
-    """Read the tokens. Raises UserError for one that is required, unreadable, too short, or the same as the other."""
+    """Read the tokens.
+
+    Raises:
+        UserError: a token is missing, unreadable or too short, or both are equal.
+    """
     if options.token_file is None and not is_loopback(options.host):
-        raise UserError(f"--host {options.host}: other machines can reach it; --token-file is required")
+        raise UserError(
+            f"--host {options.host}: other machines can reach this address; expected --token-file"
+        )
     client = _read_token("--token-file", options.token_file)
     admin = _read_token("--admin-token-file", options.admin_token_file)
     if client is not None and client == admin:
-        raise UserError("--admin-token-file: the clients' token; expected another one")
+        raise UserError("--admin-token-file: equal to the token of --token-file; expected another token")
     return Tokens(client, admin)
 
 
@@ -75,6 +81,7 @@ def _read_token(option: str, file: Path | None) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
+    """Return whether a host is `localhost` or a loopback address."""
     if host == "localhost":
         return True
     try:
@@ -84,7 +91,11 @@ def is_loopback(host: str) -> bool:
 
 
 def run_router(options: RouterOptions) -> None:
-    """Serve until a signal. Raises UserError for a used port, a missing token, or an unknown vocabulary."""
+    """Serve until a signal.
+
+    Raises:
+        UserError: the port is in use, a token is missing, or the vocabulary size is unknown.
+    """
     tokens = read_tokens(options)
     identity = ANONYMOUS if options.engine_keys is None else read_keys(options.engine_keys)
     asyncio.run(serve(options, tokens, identity))
@@ -111,14 +122,14 @@ async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = ANO
             identity=identity,
         )
         app = Front(fleet, tokens.client, options.limits, tokens.admin).app()
-        # A client that is gone must not keep an engine busy.
+        # Cancelled handlers: a client that disconnected must not keep an engine busy.
         listening = serving(
             app, options.host, options.port, shutdown_seconds=SHUTDOWN_SECONDS, cancel_handlers=True
         )
         tasks = [asyncio.ensure_future(fleet.watch()), asyncio.ensure_future(stop.wait())]
         try:
             async with listening as url:
-                log.info("listening on %s before %d engines", url, len(options.engines))
+                log.info("listening on %s with %d engines", url, len(options.engines))
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()

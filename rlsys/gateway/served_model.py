@@ -1,7 +1,7 @@
-"""ServedModel: the tokenizer, the stop ids and the parsers of the model behind the engines.
+"""ServedModel: the tokenizer, the stop ids and the parsers of the engines' model.
 
-The engines name their model's folder. Where the router cannot read it, requests with token ids are served, and those
-that need text are refused.
+The engines report their model's folder. If the router cannot read it, it serves requests with token ids, and refuses
+those that need text.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class ServedModel:
     """The model of the engines, as far as the router can read it.
 
     Args:
-        folder: with the tokenizer and the configuration.
-        server_info: an engine's description of itself.
+        folder: folder with the tokenizer and the configuration.
+        server_info: the /server_info of an engine.
 
     Attributes:
         stop_ids: token ids that end a response.
-        sampling_defaults: parameters of OpenAI requests that name no value themselves, by SGLang's names.
-        incremental: whether the events of a /generate stream have the new tokens only, as the engines' own.
+        sampling_defaults: default sampling parameters of OpenAI requests, by SGLang's names.
+        incremental: whether the events of a /generate stream have only new tokens, as those of the engines.
         reader: parses reasoning and tool calls; None if the engines have no such parser.
-        parses_calls: whether it parses tool calls.
-        parses_reasoning: whether it parses reasoning.
+        parses_calls: whether the reader parses tool calls.
+        parses_reasoning: whether the reader parses reasoning.
         experts_per_token: routed experts of a token in all layers; 0 if unknown.
     """
 
@@ -51,7 +51,7 @@ class ServedModel:
             self._tokenizer = Tokenizer(folder)
             self.stop_ids |= {self._tokenizer.eos_id}
         except UserError as e:
-            self._missing = f"the router cannot read the model's tokenizer: {e}; give --model-path"
+            self._missing = f"the router cannot read the model's tokenizer: {e}; set --model-path"
             return
         self.rendering = Rendering(self._tokenizer)
         if server_info.get("sampling_defaults", "model") == "model":
@@ -67,10 +67,10 @@ class ServedModel:
         """Return the tokenizer.
 
         Args:
-            field: the field of a request that needs it.
+            field: the field of a request that requires it.
 
         Raises:
-            RefusedPrompt: the router has none.
+            RefusedPrompt: the router has no tokenizer.
         """
         if self._tokenizer is None:
             raise RefusedPrompt(f"{field}: {self._missing}", field)
@@ -79,8 +79,12 @@ class ServedModel:
     def encode(self, text: str, field: str) -> list[int]:
         """Return the ids of a prompt, with the special tokens that the tokenizer adds, as an engine does.
 
+        Args:
+            text: text of the prompt.
+            field: field of the request, for messages.
+
         Raises:
-            RefusedPrompt: it cannot be encoded.
+            RefusedPrompt: the text cannot be encoded.
         """
         try:
             return self.require_tokenizer(field).encode(text, special=True)

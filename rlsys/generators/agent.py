@@ -1,12 +1,12 @@
-"""The generator `agent`: a response is what the model answers to an agent, a user's program with a stock client.
+"""The generator `agent`: a response consists of the model's answers to an agent, a program of the user.
 
     agent  --messages-->  endpoint  -->  Conversation  --generate_turn-->  router, engines
            <--answer----            <--                <--tokens---------
 
 This file starts agents and handles their exit; conversation.py handles the messages between agent and model. An
-interruption, a push or an engine's death delays an answer; the agent does not notice. An agent that was killed,
-or whose rollout process was, is run again from its beginning and gets the saved answers; if it then asks
-anything else, the sample is censored. So is one whose agent raises, hangs or makes too many requests.
+interruption, a push or an engine's death only delays an answer. If the agent or the rollout process is killed, the
+agent runs again from its beginning and gets the saved answers. The sample is censored if the agent then sends other
+requests, and if an agent raises an error, hangs or makes too many requests.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from rlsys.router.router import EVALUATION
 from rlsys.router.turn_ends import turn_ends
 
 STARTS = 3
-"""Starts of one agent: after this many kills it is not run again."""
+"""Largest number of starts of one agent, which is started again after it was killed."""
 FIELD = "rollout.generator_params"
 _KEEPERS: set[asyncio.Task[None]] = set()
-"""Strong references: an event loop holds its tasks by weak references only."""
+"""Strong references to tasks: an event loop has only weak ones."""
 
 log = logging.getLogger("rlsys.rollout")
 
@@ -55,31 +55,35 @@ class AgentParams(Section):
     run: str | None = None
     """The agent: an async or plain function of its task, `path/to/file.py:function` or `package.module:function`."""
     python: str | None = None
-    """The Python of a venv that has the packages of `run`; rlsys need not be there. Unset: the run's own."""
+    """Python of a venv that has the packages of `run`; it need not have rlsys. Unset: the run's own Python."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
-    """The agent as a program, with its arguments; its task comes as JSON through its standard input."""
+    """The agent as a program with arguments. Its standard input has its task as JSON."""
     url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
-    """The agent as a service of this machine, which gets its task by POST (rlsys/agents/remote.py)."""
+    """The agent as a service on this machine, which gets its task by POST (rlsys/agents/remote.py)."""
     env: list[str] = Field(default_factory=list)
-    """Environment variables that it may read, beside the few that programs need."""
+    """Names of environment variables that the agent gets, in addition to the few that programs need."""
     max_calls: Positive = 256
-    """Requests after which it counts as running away, and the sample is censored."""
+    """Largest number of requests; with more the sample is censored."""
     idle_seconds: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds that it may take between an answer and its next request, or its end; then the sample is censored."""
+    """Seconds without a request after an answer, or after the start, after which the sample is censored."""
     environment: ServiceParams | None = None
-    """An environment for the agent: its address and key are in RLSYS_ENVIRONMENT_URL and RLSYS_ENVIRONMENT_KEY
+    """An environment for the agent. RLSYS_ENVIRONMENT_URL and RLSYS_ENVIRONMENT_KEY have its address and key
     (docs/environments.md)."""
     train: Literal["all", "first"] = "all"
-    """Which of the agent's conversations are trained. With `first`, the others are answered on the side."""
+    """Which of the agent's conversations are trained: all, or only the first one."""
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
         if sum(source is not None for source in (self.run, self.command, self.url)) != 1:
             raise ValueError("run, command, url: expected one of them")
         if self.python is not None and self.run is None:
-            raise ValueError(f"python = {self.python!r}: only an agent with `run` is imported")
+            raise ValueError(
+                f"python = {self.python!r}: expected it only with `run`, which this Python imports"
+            )
         if self.url is not None and self.env:
-            raise ValueError(f"env = {self.env}: a service of its own has an environment of its own")
+            raise ValueError(
+                f"env = {self.env}: expected no env with `url`, because rlsys does not start the service"
+            )
         return self
 
     @property
@@ -89,7 +93,7 @@ class AgentParams(Section):
 
 
 class AgentGenerator:
-    """Owns the endpoint and the process of the agents, from the first sample to the end of the event loop."""
+    """Runs agents. Owns their endpoint and process, from the first sample to the end of the event loop."""
 
     def __init__(
         self, config: Config, tokenizer: Tokenizer, generate_turn: GenerateTurn, params: AgentParams
@@ -107,8 +111,7 @@ class AgentGenerator:
         self.persist: Callable[[Sample], Awaitable[None]] | None = None
         """Saves a sample durably before an answer is returned.
 
-        A service may pass an answer on to other processes (multi_policy.py), so the answer must be the same
-        after a crash.
+        A service may forward an answer to other processes (multi_policy.py), so a crash must not change it.
         """
         self._environments = None if params.environment is None else Services(params.environment, FIELD)
         self._keeper: asyncio.Task[None] | None = None
@@ -116,10 +119,8 @@ class AgentGenerator:
         self.counts = dict.fromkeys(
             ("agent_calls", "agent_side_calls", "agent_sequences", "agent_restarts"), 0
         )
-        """Counts since this process started.
-
-        Requests of agents, those outside the main conversation, conversations after the first one of a sample,
-        and agents that were killed and run again.
+        """Counts since this process started: of requests, of those outside the main conversation, of conversations
+        after the first one of a sample, and of restarts of agents that were killed.
         """
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
@@ -127,11 +128,11 @@ class AgentGenerator:
 
         Raises:
             ToolFailed: the agent fails.
-            UserError: there is no such agent.
+            UserError: the agent does not exist.
         """
         if sample.trained_prompt is not None:
             raise UserError(
-                "rollout.generator = 'agent': an agent makes its prompt itself, so no planner may change it; remove "
+                "rollout.generator = 'agent': an agent creates its own prompt, which planners cannot change; remove "
                 "lens from algo.planners"
             )
         task = json_row(prompt.entry, prompt_name(prompt)) | {"question": prompt.question}
@@ -155,7 +156,7 @@ class AgentGenerator:
                 return
             self.counts["agent_restarts"] += 1
             cause = end.kill_reason
-        raise ToolFailed(f"the agent {self._params.name}: killed {STARTS} times, at last {cause}")
+        raise ToolFailed(f"the agent {self._params.name}: killed {STARTS} times, the last time {cause}")
 
     def _conclude(self, conversation: Conversation, end: AgentExit | None) -> None:
         if end is not None and end.error is not None:
@@ -168,12 +169,12 @@ class AgentGenerator:
     def _take_reward(self, sample: Sample, reward: float | None, *, full: bool) -> None:
         """Assign the agent's reward to the last turn.
 
-        It is 0 if the conversation hit its limit before the agent gave a reward.
+        The reward is 0 if the conversation hit its limit before the agent returned one.
         """
         if self._wants_reward and reward is None:
             if not full:
                 raise ToolFailed(
-                    f"the agent {self._params.name}: gave no reward, and data.reward = agent is its own"
+                    f"the agent {self._params.name}: returned no reward, which data.reward = agent requires"
                 )
             reward = 0.0
         if reward is not None:
@@ -204,7 +205,7 @@ class AgentGenerator:
                 endpoint.close(session)
 
     async def _serving(self) -> tuple[Endpoint, AgentHost | AgentService]:
-        """Return endpoint and host; the first sample starts them, and later ones restart them after a crash."""
+        """Return endpoint and host. The first sample starts them; a later one restarts them after a crash."""
         if self._keeper is not None and self._host_died():
             await asyncio.wait([self._keeper])
         if self._parts is None or self._keeper is None or self._keeper.done():
@@ -215,7 +216,7 @@ class AgentGenerator:
         return await asyncio.shield(self._parts)
 
     def _host_died(self) -> bool:
-        """Return whether the process of the agents has died."""
+        """Return whether the process that runs the agents has died."""
         if self._parts is None or not self._parts.done():
             return False
         return self._parts.exception() is not None or self._parts.result()[1].host_exit.is_set()
@@ -228,14 +229,14 @@ class AgentGenerator:
             async with Endpoint().listening() as endpoint, opened as host:
                 parts.set_result((endpoint, host))
                 await host.host_exit.wait()
-                log.warning("the process of the agents has died; restarting it")
+                log.warning("the process that runs the agents has died; restarting it")
         except (UserError, OSError, TimeoutError) as e:
             if parts.done():
                 raise
             parts.set_exception(e)
 
     async def close(self) -> None:
-        """Stop all agents, and their environment."""
+        """Stop all agents and their environment."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
@@ -250,6 +251,6 @@ def agent(
 ) -> AgentGenerator:
     """Create the generator of `rollout.generator: agent`."""
     if tokenizer is None:
-        raise UserError("rollout.generator = 'agent': it needs a tokenizer")
+        raise UserError("rollout.generator = 'agent': it requires a tokenizer")
     parsed = parse_params(FIELD, AgentParams, params)
     return AgentGenerator(config, tokenizer, generate_turn, parsed)

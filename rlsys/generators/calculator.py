@@ -1,9 +1,8 @@
 """A safe Python calculator: `python -I -S calculator.py`, code on standard input, result on standard output.
 
-It runs as a separate process from this file, with the standard library only. The language is arithmetic:
-assignments and expressions of numbers, lists and a few functions, without attributes, imports, strings and
-definitions. Expensive expressions (a huge power) are stopped by the limits of the process: CPU time, memory,
-and no further file, pipe or socket.
+This file runs as a separate process, with the standard library only. The language is arithmetic: assignments and
+expressions of numbers, lists and a few functions, without attributes, imports, strings and definitions. Limits of the
+process stop expensive expressions such as a huge power: CPU time, memory, and no new file, pipe or socket.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ ALLOWED = (
 
 
 def restrict() -> None:
-    """Limit this process: no further files, pipes or sockets, little time and memory."""
+    """Limit CPU time and memory of this process, and forbid new files, pipes and sockets."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
         resource.setrlimit(limit, (0, 0))
 
 
-def refusal(tree: ast.AST) -> str | None:
-    """Return the first node that is not arithmetic, None if there is none."""
+def forbidden_node(tree: ast.AST) -> str | None:
+    """Return a description of the first node that is not arithmetic; None if there is none."""
     for node in ast.walk(tree):
         if not isinstance(node, ALLOWED):
             return type(node).__name__
@@ -52,7 +51,7 @@ def evaluate(code: str) -> str:
     """Return the value of the last line, or an error message."""
     try:
         tree = ast.parse(code.strip())
-        if (forbidden := refusal(tree)) is not None:
+        if (forbidden := forbidden_node(tree)) is not None:
             return f"error: {forbidden} is not allowed"
         if not tree.body:
             return "error: there is nothing to compute"

@@ -1,11 +1,11 @@
-"""The boundary of a sample: errors of one item censor that item, errors of the run end the run.
+"""The error boundary of a sample: errors of one item censor that item, errors of the run end the run.
 
     row, prompt, tool, environment, agent, generator, reward    the sample is censored, with a cause and a reason
     ownership, ledger, disk, machine, invariants, config        re-raised: the run ends
 
-Code that generates a response, scores it or reads a row from a source runs within `boundary`: training,
-evaluations, named sets, probes. Only here unexpected exceptions are caught. They are logged with their
-traceback and counted, and too many of them end the run (`FailedSamples`).
+All code that generates a response, scores it or reads a row from a source runs within `boundary`. Only this file
+catches unexpected exceptions. They are logged with their traceback and counted, and too many of them end the run
+(`FailedSamples`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from rlsys.generators.parser_client import ToolFailed
 from rlsys.router.failure_policy import PoisonRequest, RefusedRequest
 
 PROMPT_REFUSED = "prompt refused"
-"""Prefix of reasons of prompts that no engine may get."""
+"""Prefix of the reasons for prompts that must not reach an engine."""
 LONGEST_TRACEBACK = 20_000
-"""Characters of a traceback in the log: an exception's message may have megabytes."""
+"""Largest length of a traceback in the log, in characters: an exception's message may have megabytes."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _MACHINE_ERRNOS = frozenset(
     {
@@ -42,36 +42,36 @@ _MACHINE_ERRNOS = frozenset(
         errno.ENOBUFS,
     }
 )  # fmt: skip
-"""OSErrors that would affect every other sample too."""
+"""Numbers of OSErrors that affect all samples."""
 
 log = logging.getLogger("rlsys.rollout.exceptions")
 
 
 class Censored(NamedTuple):
-    """Cause and reason of an item without a usable response."""
+    """Cause and reason why an item has no usable response."""
 
     cause: CensorCause
     reason: str
 
 
 def censored(cause: CensorCause, reason: str) -> Censored:
-    """Create a Censored with a valid, truncated reason; the text may come from any source."""
+    """Create a Censored. The reason may be any text; it is made valid UTF-8 and shortened."""
     return Censored(cause, shorten(valid_text(reason), LONGEST_REASON))
 
 
 @dataclass
 class Item:
-    """Result of a `boundary`: None if nothing went wrong."""
+    """Result of a `boundary`. `censored`: None without an error."""
 
     censored: Censored | None = None
 
 
 @contextmanager
 def boundary(name: str) -> Iterator[Item]:
-    """Run work on one item; errors of the item set `censored` of the yielded Item, others are re-raised.
+    """Run work on one item. Its errors set `censored` of the yielded Item; errors of the run are raised again.
 
     Args:
-        name: the item in messages: its location in the data, or its number.
+        name: name of the item in messages: its location in the data, or its number.
     """
     item = Item()
     _contain_exits_of_tasks()
@@ -89,14 +89,14 @@ def boundary(name: str) -> Iterator[Item]:
         item.censored = censored(CensorCause.TOOL, str(e))
     except GeneratorError as e:
         item.censored = _unexpected(name, e)
-    except BaseException as e:  # what ends a program, too: it is the item's code that raises it
+    except BaseException as e:  # also SystemExit and KeyboardInterrupt, because the item's code raises them
         if _ends_the_run(e):
             raise
         if _is_cancelled():
-            raise asyncio.CancelledError from e  # whatever the item's code makes of it
+            raise asyncio.CancelledError from e  # the item's code may have converted the cancellation
         item.censored = _unexpected(name, e)
     finally:
-        with suppress(ValueError):  # the garbage collector closes abandoned work, in another task's context
+        with suppress(ValueError):  # the garbage collector may close abandoned work in another task's context
             _inside_boundary.reset(inside)
 
 
@@ -105,12 +105,12 @@ _inside_boundary: ContextVar[bool] = ContextVar("inside_boundary", default=False
 
 
 class TaskExit(Exception):
-    """A task of an item's code ended with one of EXITS."""
+    """Raised in the place of one of EXITS, by a task of an item's code."""
 
 
 EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit)
-"""Exceptions that the code that awaits a task cannot catch: asyncio raises the first two out of the event loop, and
-the last one closes that code."""
+"""Exceptions that code which awaits a task cannot catch. asyncio raises the first two from the event loop, and the
+last one closes the awaiting code."""
 
 
 class _ContainedCoroutine(Coroutine[Any, Any, Any]):
@@ -142,7 +142,7 @@ class _ContainedCoroutine(Coroutine[Any, Any, Any]):
 
 
 def _contain_exits_of_tasks() -> None:
-    """Let the running event loop, if any, contain the exits of tasks that are created within a boundary."""
+    """Make the running event loop, if any, convert the EXITS of tasks that are created within a boundary."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -176,11 +176,11 @@ def _is_cancelled() -> bool:
 
 
 def _ends_the_run(error: BaseException) -> bool:
-    if isinstance(error, RlsysError | GeneratorExit):  # the latter: no task awaits this work any more
+    if isinstance(error, RlsysError | GeneratorExit):  # GeneratorExit: no task awaits this work any more
         return True
     if isinstance(
         error, AssertionError | sqlite3.Error | MemoryError
-    ):  # an invariant, the ledger: where it is ours
+    ):  # errors of the run only if rlsys raised them, such as a violated invariant
         frames = traceback.extract_tb(error.__traceback__)
         return bool(frames) and Path(frames[-1].filename).is_relative_to(_PACKAGE)
     return isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS
@@ -198,7 +198,7 @@ def _unexpected(name: str, error: BaseException) -> Censored:
 
 @contextmanager
 def exceptions_unlogged() -> Iterator[None]:
-    """Suppress tracebacks before a run starts: the reasons are enough."""
+    """Suppress the log of tracebacks while the context is active. Used before a run starts."""
     log.disabled = True
     try:
         yield
@@ -212,7 +212,7 @@ def prompt_name(prompt: Prompt) -> str:
 
 
 def train_prompt(source: PromptSource, index: int) -> Prompt:
-    """Return the source's training prompt of this index; a refused one if the source raises for it."""
+    """Return the source's training prompt of this index; a refused prompt if the source raises an error."""
     with boundary(f"prompt {index}") as item:
         return source.train(index)
     assert item.censored is not None
@@ -220,15 +220,15 @@ def train_prompt(source: PromptSource, index: int) -> Prompt:
 
 
 def refused_prompt(prompt: Prompt, censored: Censored) -> Prompt:
-    """Return the prompt without ids: no engine gets it."""
+    """Return the prompt as refused and without ids, so that no engine gets it."""
     return replace(prompt, ids=[], refusal=censored.reason, refusal_cause=censored.cause)
 
 
 @dataclass
 class FailedSamples:
-    """Owns the number of samples with unexpected exceptions since the last train step.
+    """Ends a run with too many unexpected exceptions. Owns their number since the last train step.
 
-    `max_share`: rollout.max_failed_share. `step_samples`: samples of a train step.
+    `max_share`: rollout.max_failed_share. `step_samples`: number of samples of a train step.
     """
 
     max_share: float
@@ -238,6 +238,7 @@ class FailedSamples:
     _prompts: set[int] = field(default_factory=set)
 
     def begin_step(self) -> None:
+        """Reset the counts. Called when a train step has taken its groups."""
         self.settled_samples = self.failed_samples = 0
         self._prompts.clear()
 
@@ -246,16 +247,16 @@ class FailedSamples:
         self.settled_samples += samples
 
     def add(self, samples: int, prompt_index: int, reason: str) -> None:
-        """Count failed samples of a prompt. Those of a single prompt never end the run: one bad row costs one row.
+        """Count failed samples of a prompt. Failures of a single prompt never end the run.
 
         Raises:
-            RunError: too many failed.
+            RunError: too many samples of several prompts failed.
         """
         self.failed_samples += samples
         self._prompts.add(prompt_index)
         total = max(self.step_samples, self.settled_samples)
         if self.failed_samples > self.max_share * total and len(self._prompts) > 1:
             raise RunError(
-                f"rollout: {reason}; {self.failed_samples} of {total} samples of a train step ended in unexpected "
+                f"rollout: {reason}; {self.failed_samples} of {total} samples of a train step failed with unexpected "
                 f"exceptions, more than rollout.max_failed_share = {self.max_share:g}"
             )

@@ -1,9 +1,9 @@
-"""Conversation: the messages between one agent and the model, and the sample made of them.
+"""Conversation: converts the messages between one agent and the model to the tokens of a sample.
 
-A request that starts with all messages of a conversation is its next turn: its new messages are rendered and
-not trained, the turn's tokens are those that were sampled. Any other request (of a sub-agent, in parallel, or
-after the agent has rewritten its history) starts another conversation, a further sequence of the sample. With
-`train: first` these are outside the main conversation: in the ledger, but not trained.
+A request that starts with all messages of a conversation continues it: its new messages are rendered and not trained,
+and the model samples the next turn. Any other request (of a sub-agent, in parallel, or after the agent has rewritten
+its history) starts another conversation, which is another sequence of the sample. With `train: first` these other
+conversations are in the ledger, but not trained.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from rlsys.router.turn_ends import TurnEnds
 _OFF: Mapping[str, object] = {
     "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "n": 1, "min_tokens": 0,
 }  # fmt: skip
-"""Sampling parameters, and the value that does not change the distribution."""
-
-NO_ROOM = "this conversation has no room for another answer"
+"""Sampling parameter -> the value that does not change the distribution."""
+NO_ROOM = "the conversation has reached its limit of tokens"
 
 
 class Thread:
@@ -46,10 +45,10 @@ class Thread:
 
     def __init__(self, sequence: TokenSequence, turns: SavedTurns) -> None:
         self.sequence, self.turns = sequence, turns
-        self.history: list[Message] = []  # with its last answer
+        self.history: list[Message] = []  # including the last answer
         self.tools: Sequence[Mapping[str, Any]] = ()
         self.last = ""  # text of the token that ended the last turn
-        self.busy = False  # a turn of it is being made
+        self.busy = False  # whether one of its turns is being generated
 
     def new_messages(self, request: TurnRequest) -> Sequence[Message] | None:
         """Return the new messages of a request that continues this conversation; None if it does not."""
@@ -78,7 +77,7 @@ class Conversation:
         """Create the conversation of a sample.
 
         Args:
-            reader: parses tool calls and reasoning; None: a turn is plain text.
+            reader: parses tool calls and reasoning; None: turns are plain text.
             counts: counts of `agent_calls`, `agent_side_calls` and `agent_sequences`, updated here.
             train_all: train all conversations, not only the first.
             persist: awaited before an answer is returned.
@@ -92,13 +91,13 @@ class Conversation:
         self._reader, self._may_call = reader, config.engine.tool_call_parser is not None
         self._sample, self._prompt, self._counts = sample, prompt, counts
         self._train_all, self._persist = train_all, persist
-        self._threads: list[Thread] = []  # in the order of their first questions
-        self._last_thread: Thread | None = None  # that which spoke last, or had no room for it
+        self._threads: list[Thread] = []  # in the order of their first requests
+        self._last_thread: Thread | None = None  # the one that got the last turn or reached its limit
         self._turns = 0
         self._full = False
-        """Whether there is no room for another turn, so that the response ends."""
+        """Whether the response has reached its limit of tokens and must end."""
         self._calls = 0
-        self._questions: dict[str, Question] = {}  # the last one of each key
+        self._questions: dict[str, Question] = {}  # key -> its last question
 
     async def run(
         self,
@@ -107,12 +106,21 @@ class Conversation:
         max_calls: int,
         idle_timeout: float,
     ) -> AgentExit | None:
-        """Answer requests until the agent exits; None: the response has no room for a request.
+        """Answer requests until the agent exits, or the response has reached its limit of tokens.
 
         All started turns finish first, except on a cancellation, which comes after an interrupt.
 
+        Args:
+            questions: requests of the agent.
+            exit_future: set when the agent exits.
+            max_calls: largest number of requests.
+            idle_timeout: seconds without a request after which the agent counts as hanging.
+
+        Returns:
+            None if the response has reached its limit.
+
         Raises:
-            ToolFailed: the agent hangs or makes too many requests; or the error of a turn.
+            ToolFailed: the agent hangs or makes too many requests, or a turn failed.
         """
         turns: set[asyncio.Task[None]] = set()
         arriving = asyncio.ensure_future(questions.get())
@@ -127,7 +135,7 @@ class Conversation:
                 done, _ = await asyncio.wait(waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     raise ToolFailed(
-                        f"did nothing for {idle_timeout:g} s after request {self._calls} "
+                        f"sent no request for {idle_timeout:g} s after request {self._calls} "
                         "(rollout.generator_params.idle_seconds)"
                     )
                 for turn in turns & done:
@@ -154,7 +162,7 @@ class Conversation:
             raise ToolFailed(f"made more than {max_calls} requests (rollout.generator_params.max_calls)")
 
     async def _reply(self, question: Question) -> None:
-        """Answer a question, or cancel its answer."""
+        """Answer a question; if an error ends the sample, cancel the answer."""
         key = question.request.key
         earlier = self._questions.get(key)
         if earlier is not None and (question.repeated or earlier.undelivered):
@@ -166,7 +174,7 @@ class Conversation:
             answer = await self._answer(question.request)
             if self._persist is not None:
                 await self._persist(self._sample)
-        except (BadRequest, RefusedPrompt, TextTooLong) as e:  # the latter two: longer than the context
+        except (BadRequest, RefusedPrompt, TextTooLong) as e:  # the last two: longer than the context
             question.answer.set_exception(BadRequest(str(e), getattr(e, "param", None)))
         except BudgetExhausted:
             self._full = True
@@ -180,7 +188,7 @@ class Conversation:
     def _check(self, request: TurnRequest) -> None:
         if request.tools and not self._may_call:
             raise BadRequest(
-                "tools need engine.tool_call_parser, the format in which the model calls them", "tools"
+                "tools require engine.tool_call_parser, the format of the model's tool calls", "tools"
             )
         r = self._rollout
         run_sampling = {
@@ -192,14 +200,14 @@ class Conversation:
         for name, value in request.sampling.items():
             if name in _OFF and value != _OFF[name]:
                 raise BadRequest(
-                    f"{name} = {value!r} changes the distribution that tokens are drawn from; the trainer would "
-                    "compute the log-probs of another one",
+                    f"{name} = {value!r}: expected {_OFF[name]!r}, because other values change the distribution of "
+                    "tokens, for which the trainer cannot compute log-probs",
                     name,
                 )
             if name in run_sampling and value != run_sampling[name] and self._sample.sample_id != EVALUATION:
                 raise BadRequest(
-                    f"{name} = {value!r}, but rollout.{name} = {run_sampling[name]!r}: the trainer computes the "
-                    "log-probs of all tokens at the run's own sampling; leave it out",
+                    f"{name} = {value!r}: expected no value, or rollout.{name} = {run_sampling[name]!r}, for "
+                    "which the trainer computes log-probs",
                     name,
                 )
 
@@ -214,11 +222,11 @@ class Conversation:
         try:
             return await self._turn(thread, request, ())
         except (RefusedPrompt, BadRequest):
-            self._threads.remove(thread)  # another question may have its place
+            self._threads.remove(thread)  # another request may use its sequence
             raise
 
     def _open_thread(self, request: TurnRequest) -> Thread:
-        """Return the conversation that this request starts: saved and not requested since, or new."""
+        """Return the conversation that this request starts: a saved one from before a restart, or a new one."""
         s, ids = self._sample, self._rendering.prompt(request.messages, request.tools)
         open_numbers = {thread.sequence.sequence for thread in self._threads}
         free = [q for q in s.sequences if q.sequence not in open_numbers]
@@ -237,7 +245,10 @@ class Conversation:
         return thread
 
     def _parent(self, request: TurnRequest) -> int | None:
-        """Return the conversation that shares most messages with the request, except for its system message."""
+        """Return the number of the sequence that shares the most messages with the request.
+
+        None if they share only system messages.
+        """
         shared = [
             (common_prefix(thread.history, request.messages), thread.sequence.sequence)
             for thread in self._threads
@@ -279,7 +290,7 @@ class Conversation:
         """Return a turn as an answer for the agent, and the text of the token that ended it.
 
         Args:
-            name: stable part of the ids of the answer and its calls.
+            name: part of the ids of the answer and its calls; the same after a restart.
             preceding_ids: ids before the turn.
             ids: ids of the turn.
         """
@@ -297,18 +308,21 @@ class Conversation:
         ), last
 
     def conclude(self, *, full: bool) -> None:
-        """Set the final status; `full`: there was no room for more.
+        """Set the final status of the sample.
+
+        Args:
+            full: whether the response has reached its limit of tokens.
 
         Raises:
-            ToolFailed: the agent did not use all saved turns.
+            ToolFailed: the agent got no answer, or did not request all saved turns.
         """
         s, last = self._sample, self._last_thread
         if last is None or (not full and not self._turns):
-            raise ToolFailed("ended without an answer of the model")
+            raise ToolFailed("ended without requesting an answer of the model")
         delivered = {thread.sequence.sequence: thread.turns.delivered for thread in self._threads}
         for q in s.sequences if not full else [thread.sequence for thread in self._threads]:
             if q.tokens and q.sequence not in delivered:
-                raise ToolFailed("made other requests after a restart than before")
+                raise ToolFailed("sent other requests after a restart than before")
             if q.tokens > delivered.get(q.sequence, 0):
                 raise ToolFailed("requested fewer turns after a restart than before")
         fits_budget = not full or last.sequence.tokens == self._rollout.max_response_tokens

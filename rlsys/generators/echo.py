@@ -2,9 +2,9 @@
 
 Branches are sampled in windows. After each window, a branch of high entropy in a group of low confidence forks
 at the most uncertain token of the window, into the most probable tokens that were not sampled. A branch is
-pruned if its confidence has fallen too low, falls in consecutive windows, or if its entropy spikes repeatedly;
-its slot in the group is then free. When the group is full, or after `most_steps` tokens, all branches continue
-by sampling.
+pruned if its confidence is too low, falls in consecutive windows, or if its entropy spikes repeatedly; its slot
+in the group is then free. When the group is full, or after `most_steps` tokens, all branches continue by
+sampling.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class EchoParams(Section):
-    """rollout.generator_params of the generator `echo`. The paper states no thresholds: these are ours."""
+    """rollout.generator_params of the generator `echo`. The paper states no thresholds; these are our own."""
 
     window: Positive = 16
-    """Tokens over which entropy and confidence are smoothed, and after which branches fork."""
+    """Length of a window in tokens: entropy and confidence are averaged over it, and branches fork after it."""
     tops: Annotated[int, Field(ge=2, le=128)] = 8
-    """Most probable ids from which they are estimated."""
+    """Number of most probable ids from which entropy and confidence are estimated."""
     widest: Annotated[int, Field(ge=2, le=64)] = 4
-    """Branches into which one may go on, itself among them."""
+    """Largest number of branches that continue a branch, including itself."""
     confident: Share = 0.0
-    """A branch whose smoothed confidence has once been below this is pruned; 0: none is."""
+    """A branch is pruned when its confidence in a window is below this; 0: never."""
     falls: Positive = 4
-    """So many windows in a row with less confidence than before, and a branch is pruned."""
+    """A branch is pruned after this many consecutive windows in which its confidence fell."""
     spikes: Positive = 4
-    """So many windows of more than `spike` entropy, and a branch is pruned."""
+    """A branch is pruned after this many windows with an entropy above `spike`."""
     spike: Share = 0.9
-    """Entropy of a spike, as a share of the largest there can be."""
+    """Entropy of a spike, as a share of the maximum."""
     most_steps: Positive = 1024
-    """Tokens after which sampling goes on, at the latest."""
+    """Tokens after which all branches continue by sampling, at the latest."""
 
 
 class Certainty:
     """Entropy and confidence of one token.
 
-    `entropy`: share of the maximum over the reported ids and one more for all others; `confidence`: the largest
+    `entropy`: over the reported ids and the sum of all others, as a share of the maximum. `confidence`: the largest
     probability.
     """
 
@@ -65,7 +65,7 @@ class Certainty:
 
 @dataclass(eq=False)
 class Branch:
-    """`fallen`: consecutive windows with less confidence; `spiked`: windows of high entropy."""
+    """A branch. `fallen`: consecutive windows in which its confidence fell; `spiked`: windows of high entropy."""
 
     sample: Sample
     confidence: float = 1.0
@@ -76,7 +76,7 @@ class Branch:
 
 
 def width(entropy: float, confidence: float, widest: int) -> int:
-    """Return the number of branches to continue with: many if the window is uncertain and the group not confident."""
+    """Return the number of branches that continue a branch: more if entropy is high and confidence low."""
     return 1 + round((widest - 1) * entropy * (1 - confidence))
 
 
@@ -138,11 +138,11 @@ class Echo(TreeGenerator):
         branch.confidence, branch.lowest = confidence, min(branch.lowest, confidence)
 
     def _prune(self, tree: Tree, branches: list[Branch], growing: list[Branch]) -> None:
-        """Prune bad branches except the root."""
+        """Prune branches below the thresholds, except the root and branches with children."""
         p = self._p
         for branch in growing:
-            hopeless = branch.lowest < p.confident or branch.fallen >= p.falls or branch.spiked >= p.spikes
-            if hopeless and branch.sample is not tree.root and not branch.children:
+            is_bad = branch.lowest < p.confident or branch.fallen >= p.falls or branch.spiked >= p.spikes
+            if is_bad and branch.sample is not tree.root and not branch.children:
                 branches.remove(branch)
                 for remaining in branches:
                     if branch in remaining.children:
@@ -153,7 +153,7 @@ class Echo(TreeGenerator):
     def _fork(
         self, tree: Tree, branches: list[Branch], branch: Branch, start: int, end: int, wide: int
     ) -> None:
-        """Fork the branch at the most uncertain token of the window."""
+        """Fork the branch at the most uncertain token of the window, into `wide` branches including itself."""
         entropies = [
             (Certainty(tops).entropy, -at)
             for at in range(start, end)

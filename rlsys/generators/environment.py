@@ -1,11 +1,11 @@
-"""The generator `environment`: a response is an episode, turns of the model with messages of an environment between.
+"""The generator `environment`: a response is an episode: turns of the model, and messages of an environment.
 
 prompt  turn: ... <eos>    |  messages of the environment, and the opening of the next turn  |  turn: ... <eos>
         sampled, trained      by the chat template, not trained                                 sampled, trained
 
-The environment is a separate process, or an external service (environment_services.py). It gives each turn a
-reward: `Sample.turn_rewards`, and the reward `environment` is their sum. After a crash of the rollout process
-the saved turns are replayed; if the environment then returns anything else, or fails, the sample is censored.
+The environment is a separate process, or an external service (environment_services.py). It returns a reward for each
+turn, `Sample.turn_rewards`; the reward `environment` is their sum. After a crash of the rollout process, the saved
+turns are replayed. If the environment then fails, or returns other messages, the sample is censored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FIELD = "rollout.generator_params"
 
 @dataclass(frozen=True)
 class CheckedStep:
-    """A validated response of an environment to a turn. `messages`: none after the last turn."""
+    """A validated response of an environment to a turn. `messages`: empty after the last turn."""
 
     messages: list[Message]
     reward: float
@@ -47,20 +47,24 @@ class CheckedStep:
 
 
 def read_step(answer: Any, number: int) -> CheckedStep:
-    """Validate an environment's response to turn `number`, from 0: it is untrusted code or an external service.
+    """Validate an environment's response to a turn: an environment is untrusted code or an external service.
+
+    Args:
+        answer: the decoded response.
+        number: number of the turn, from 0.
 
     Raises:
-        BadRequest: it is malformed.
+        BadRequest: the response is malformed.
     """
     location = f"step {number}"
     if not isinstance(answer, dict):
-        raise BadRequest(f"{location}: {answer!r:.80}, expected an object")
+        raise BadRequest(f"{location}: the response is {answer!r:.80}, expected an object")
     if missing := [name for name in ("reward", "done", "messages") if name not in answer]:
-        raise BadRequest(f"{location}: it has no {missing[0]}")
+        raise BadRequest(f"{location}: the response has no {missing[0]}")
     reward, done = answer["reward"], answer["done"]
     if not is_reward(reward):
         raise BadRequest(
-            f"{location}: reward = {short(reward)}, expected a finite number, at most {LARGEST_REWARD:g}"
+            f"{location}: reward = {short(reward)}, expected a finite number of at most {LARGEST_REWARD:g}"
         )
     if done not in (True, False):
         raise BadRequest(f"{location}: done = {done!r:.80}, expected true or false")
@@ -68,10 +72,14 @@ def read_step(answer: Any, number: int) -> CheckedStep:
 
 
 def read_messages(messages: Any, location: str) -> list[Message]:
-    """Validate messages like those of an agent's request.
+    """Validate messages of an environment.
+
+    Args:
+        messages: decoded messages.
+        location: prefix of the error message.
 
     Raises:
-        BadRequest: they are malformed.
+        BadRequest: a message is malformed.
     """
     if not isinstance(messages, list | tuple):
         raise BadRequest(f"{location}: messages = {messages!r:.80}, expected a list of messages")
@@ -83,11 +91,11 @@ class EnvironmentParams(ServiceParams):
     """rollout.generator_params of the generator `environment`."""
 
     max_turns: Positive = 16
-    """Turns that the model gets; the last one ends the response, whatever the environment says."""
+    """Largest number of turns. The last one ends the response, even if the environment is not done."""
 
 
 class EnvironmentGenerator:
-    """A generator (generator.py). Owns the services."""
+    """The generator `environment`. Owns the services that run environments."""
 
     def __init__(
         self, config: Config, tokenizer: Tokenizer, generate_turn: GenerateTurn, params: EnvironmentParams
@@ -99,20 +107,19 @@ class EnvironmentGenerator:
         self._budget = config.rollout.max_response_tokens
         self._services = Services(params, FIELD)
         self.counts = {"environment_restarts": 0, "environment_replays": 0}
-        """Restarts of the environment's processes since this process started, and episodes replayed for them.
-        """
+        """Restarts of the environment's processes since this process started, and episodes replayed after them."""
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
         """Run an episode.
 
         Raises:
             ToolFailed: the environment fails or returns unusable data.
-            UserError: there is no such environment.
+            UserError: the environment does not exist.
         """
         if sample.trained_prompt is not None:
             raise UserError(
-                "rollout.generator = 'environment': the environment makes the prompt, so no planner may change it; "
-                "remove lens from algo.planners"
+                "rollout.generator = 'environment': the environment creates the prompt, which planners cannot "
+                "change; remove lens from algo.planners"
             )
         seed = prompt.entry.get("seed", prompt.index)
         if not isinstance(seed, int):
@@ -135,7 +142,7 @@ class EnvironmentGenerator:
         if messages:
             ids = self._rendering.prompt(messages, tools)
             if sample.tokens and sample.prompt_ids != ids:
-                raise ToolFailed("its opening differs after a restart")
+                raise ToolFailed("its first messages differ after a restart")
             sample.prompt_ids, sample.own_prompt = ids, ids != prompt.ids
         turns = SavedTurns(self._generate_turn, self._ends, sample, self._budget)
         rewards: list[TurnReward] = []
@@ -153,14 +160,14 @@ class EnvironmentGenerator:
                 turns.observe(self._rendering.continuation(step.messages, tools, last))
             except BudgetExhausted:
                 turn_count = len(sample.observed) + (not sample.observed_last)
-                rewards += [TurnReward(0.0)] * (turn_count - len(rewards))  # a turn that was cut off
+                rewards += [TurnReward(0.0)] * (turn_count - len(rewards))  # a truncated turn
                 sample.turn_rewards, sample.status = rewards, Status.TRUNCATED
                 return
 
     async def _read(
         self, tools: Sequence[Mapping[str, Any]], sample: Sample, start: int, end: int
     ) -> tuple[str, list[dict[str, Any]], str]:
-        """Return a turn's text, its calls, and the text of the token that ended it."""
+        """Return the text and the tool calls of a turn, and the text of the token that ended it."""
         ids = sample.response_ids[start:end].tolist()
         last = self._rendering.text(ids[-1:]) if ids[-1] in self._ends.ids else ""
         text = self._rendering.text(ids).removesuffix(last)
@@ -186,7 +193,7 @@ def environment(
 ) -> EnvironmentGenerator:
     """Create the generator of `rollout.generator: environment`."""
     if tokenizer is None:
-        raise UserError("rollout.generator = 'environment': it needs a tokenizer")
+        raise UserError("rollout.generator = 'environment': it requires a tokenizer")
     return EnvironmentGenerator(
         config, tokenizer, generate_turn, parse_params(FIELD, EnvironmentParams, params)
     )

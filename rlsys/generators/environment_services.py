@@ -1,8 +1,7 @@
 """Services: starts environments in separate processes (rlsys/environments), and restarts them.
 
-A service listens on a socket of this process. Its address therefore stays the same after a restart, and
-requests wait in the socket's queue meanwhile. Their clients then replay its episodes turn by turn
-(rlsys/environments/client.py).
+A service listens on a socket of this process, so its address stays the same after a restart, and requests wait in the
+socket's queue meanwhile. Afterwards the clients replay its episodes turn by turn (rlsys/environments/client.py).
 """
 
 from __future__ import annotations
@@ -39,12 +38,13 @@ from rlsys.venv_runner import run
 
 START_SECONDS = 120.0
 PROBES, PROBE_PART = 6, 3
-"""Health checks within `step_seconds`, and the fraction of it that one may take.
+"""Number of health checks per `step_seconds`, and the divisor of `step_seconds` that limits a check.
 
-A service that hangs is restarted before its clients give up.
+A service that hangs is thus restarted before the requests of its clients time out.
 """
+
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
-"""Seconds before a restart, doubled while the service dies within STEADY_SECONDS, up to the second value."""
+"""Seconds before a restart, doubled up to the second value while the service dies within STEADY_SECONDS."""
 STEADY_SECONDS = 60.0
 MAX_THREADS = 256
 """Largest number of concurrent requests."""
@@ -56,25 +56,25 @@ class ServiceParams(Section):
     """Location of environments: processes that this run starts, or an external service."""
 
     connector: str | None = None
-    """gymnasium, reasoning_gym, mcp, verifiers, openenv, or one's own: `path/to/file.py:function` or
-    `package.module:function`, which gives an Environment (rlsys/environments/contract.py)."""
+    """gymnasium, reasoning_gym, mcp, verifiers, openenv, or a function `path/to/file.py:function` or
+    `package.module:function` that returns an Environment (rlsys/environments/contract.py)."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the connector."""
     python: str | None = None
-    """The Python of a venv that has the environment's package; rlsys need not be there. Unset: the run's own."""
+    """Python of a venv that has the environment's package; it need not have rlsys. Unset: the run's own Python."""
     processes: Positive = 1
-    """Processes that share the episodes."""
+    """Number of processes that share the episodes."""
     leases: Positive = 256
-    """Episodes that a process plays at once; the others wait."""
+    """Largest number of concurrent episodes of a process; others wait."""
     env: list[str] = Field(default_factory=list)
-    """Environment variables that the processes may read, beside the few that programs need."""
+    """Names of environment variables that the processes get, in addition to the few that programs need."""
     url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
-    """Address of a service with the protocol of rlsys/environments/serve.py, instead of a connector. Its key is in
-    RLSYS_ENVIRONMENT_KEY."""
+    """URL of a service with the protocol of rlsys/environments/serve.py, instead of a connector.
+    RLSYS_ENVIRONMENT_KEY has its key."""
     step_seconds: Seconds = 60.0
-    """Longest wait for a step, or for a service that is away; then the sample is censored."""
+    """Largest wait for a step, or for an unreachable service, after which the sample is censored."""
     idle_seconds: Seconds = 3600.0
-    """Seconds without a step after which an episode is closed. It is replayed if it continues later."""
+    """Seconds without a step after which an episode is closed. If it continues later, it is replayed."""
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
@@ -98,40 +98,44 @@ class ServiceParams(Section):
 
 
 class AgentEnvironment:
-    """The environment of one agent, whose questions the endpoint passes on.
+    """Forwards an agent's requests to an environment.
 
-    Owns the agent's lease: one at a time, so that no agent takes those of others, and none after a step that hangs,
-    which costs the service a thread.
+    Owns the agent's lease. An agent has at most one lease, so that it cannot use up those of others, and gets
+    no new one after a step that hangs, because that step occupies a thread of the service.
     """
 
     def __init__(self, service: Service, session: aiohttp.ClientSession) -> None:
         self._service, self._session = service, session
         self._name = secrets.token_urlsafe(16)
-        """Keeps its leases apart from those of other agents."""
+        """Prefix of its leases, which separates them from those of other agents."""
         self._lease = ""
         self._steps = 0
-        """Under way."""
+        """Number of running steps."""
         self._hangs = False
 
     async def request(self, call: str, body: bytes) -> tuple[int, bytes]:
-        """Return the status and the body of the service's response to a request of the agent.
+        """Return the HTTP status and the body of the service's response to a request of the agent.
+
+        Args:
+            call: name of the call, such as "open" or "step".
+            body: JSON of the request.
 
         Raises:
-            ConnectionError: the service has died meanwhile.
+            ConnectionError: the service died.
         """
         try:
             question = msgspec.json.decode(body, type=dict[str, Any])
             lease = f"{self._name}-{question['lease']}"
         except (msgspec.DecodeError, KeyError, RecursionError) as e:
-            return _refusal(400, f"not a question to an environment: {type(e).__name__}: {e}")
+            return _refusal(400, f"not a request to an environment: {type(e).__name__}: {e}")
         if call == "open":
             if self._hangs:
-                return _refusal(403, "a step of this agent hangs: it may open no other episode")
+                return _refusal(403, "a step of this agent hangs, so it cannot open another episode")
             if lease != self._lease:
                 await self.close()
             self._lease = lease
         elif lease != self._lease:
-            return _refusal(404, f"there is no lease {question['lease']}")
+            return _refusal(404, f"lease {question['lease']} does not exist")
         if call == "close":
             await self.close()
             return 200, b"{}"
@@ -142,7 +146,7 @@ class AgentEnvironment:
             self._steps -= call == "step"
 
     async def close(self) -> None:
-        """Give its lease back."""
+        """Release the agent's lease."""
         lease, self._lease = self._lease, ""
         self._hangs |= self._steps > 0
         if lease:
@@ -163,21 +167,21 @@ def _refusal(status: int, reason: str) -> tuple[int, bytes]:
 
 
 class Service:
-    """One process, or one external address. `episodes`: number of current users."""
+    """One process with environments, or one external service. `episodes`: number of its current users."""
 
     def __init__(self, params: ServiceParams, key: str, listening: socket.socket | None) -> None:
         self._params, self.key, self._listening = params, key, listening
         self.url = params.url or "" if listening is None else f"unix:{listening.getsockname()}"
         self.address = self.url if listening is None else "http://localhost"
-        """URL for aiohttp, which requires a host also for a Unix socket."""
+        """URL for aiohttp, which requires a host name also for a Unix socket."""
         self.episodes = 0
         self.starts = 0
 
     async def keep(self, ready: asyncio.Future[None]) -> None:
-        """Run the process, and restart it, until this is cancelled.
+        """Run the process, and restart it when it exits, until this call is cancelled.
 
         Args:
-            ready: set by the first start, with a UserError if it fails.
+            ready: set by the first start; to a UserError if the start fails.
         """
         loop, pause = asyncio.get_running_loop(), FIRST_PAUSE
         while True:
@@ -188,7 +192,7 @@ class Service:
                     if not ready.done():
                         ready.set_result(None)
                     await self._watch(process)
-            except (UserError, OSError) as e:  # the latter: the machine has no room for a process
+            except (UserError, OSError) as e:  # OSError: the machine cannot start another process
                 error = (
                     e if isinstance(e, UserError) else UserError(f"the environment {self._params.name}: {e}")
                 )
@@ -208,7 +212,7 @@ class Service:
         env = {name: value for name, value in os.environ.items() if name in allowed}
         python = p.python or sys.executable
         if shutil.which(python) is None:
-            raise UserError(f"the environment {p.name}: python = {python!r} is no program")
+            raise UserError(f"the environment {p.name}: python = {python!r}: expected a program")
         process = await asyncio.create_subprocess_exec(
             python, "-u", run.__file__, serve.__name__, _absolute(p.connector or ""),
             "--params", json.dumps(p.params), "--socket", str(self._listening.fileno()),
@@ -225,7 +229,9 @@ class Service:
                 async with asyncio.timeout(START_SECONDS):
                     line = await process.stdout.readline()
             except TimeoutError:
-                raise UserError(f"the environment {p.name} is not ready after {START_SECONDS:g} s") from None
+                raise UserError(
+                    f"the environment {p.name} did not start within {START_SECONDS:g} s"
+                ) from None
             status = json.loads(line) if line.strip() else {"error": "its process exited; see its log"}
             if "error" in status:
                 raise UserError(f"the environment {p.name}: {status['error']}")
@@ -251,7 +257,7 @@ class Service:
             exit_task.cancel()
 
     def session(self, seconds: float) -> aiohttp.ClientSession:
-        """Create a session for this service; `seconds` bounds a request."""
+        """Create a session for this service. `seconds`: time limit of a request."""
         unix = self._listening is not None
         return direct_session(
             connector=aiohttp.UnixConnector(self.url.removeprefix("unix:")) if unix else None,
@@ -271,13 +277,14 @@ class Service:
 
 
 class Services:
-    """Owns the processes, from the first episode to `close` or the end of the event loop."""
+    """Runs environments. Owns their processes, from the first episode to `close` or the end of the event loop."""
 
     def __init__(self, params: ServiceParams, field: str) -> None:
-        """Create services; the first episode starts them.
+        """Create services. The first episode starts them.
 
         Args:
-            field: config field for messages.
+            params: location of the environments.
+            field: config field of `params`, for messages.
         """
         self._params, self._field = params, field
         self._services: list[Service] = []
@@ -298,7 +305,7 @@ class Services:
         """Reserve the service with the fewest episodes while the context is active.
 
         Raises:
-            UserError: it does not start.
+            UserError: a service does not start.
         """
         await self._started()
         async with self._slots:
@@ -311,7 +318,11 @@ class Services:
 
     @asynccontextmanager
     async def of_agent(self) -> AsyncIterator[AgentEnvironment]:
-        """The environment of one agent. Raises UserError where the service does not start."""
+        """Provide the environment of one agent while the context is active.
+
+        Raises:
+            UserError: a service does not start.
+        """
         async with self.service() as service, service.session(self._params.step_seconds) as session:
             environment = AgentEnvironment(service, session)
             try:
@@ -321,11 +332,11 @@ class Services:
 
     @asynccontextmanager
     async def episode(self, task: Mapping[str, Any], seed: int) -> AsyncIterator[LeasedEpisode]:
-        """Open an episode.
+        """Open an episode while the context is active.
 
         Raises:
             EnvironmentFailed: the environment fails.
-            UserError: it does not start.
+            UserError: a service does not start.
         """
         async with self.service() as service:
             make = functools.partial(
@@ -353,7 +364,7 @@ class Services:
             self._threads.submit(remote.close)
 
     async def _started(self) -> None:
-        if self._start_task is None:  # a task of its own: whoever comes first may be cancelled
+        if self._start_task is None:  # a separate task, because the first caller may be cancelled
             self._start_task = asyncio.create_task(self._begin(), name="environments")
         await asyncio.shield(self._start_task)
 
@@ -384,7 +395,7 @@ class Services:
 
 
 class LeasedEpisode:
-    """A RemoteEpisode used from an event loop. Its values are not validated yet."""
+    """A RemoteEpisode for an event loop. Its values are not validated."""
 
     def __init__(self, remote: RemoteEpisode, in_thread: Any) -> None:
         self._remote, self._in_thread = remote, in_thread
@@ -403,7 +414,7 @@ class LeasedEpisode:
         return self._remote.restarts
 
     async def step(self, text: str, calls: Sequence[Mapping[str, Any]] = ()) -> Any:
-        """See RemoteEpisode.step. Not called again after a cancellation."""
+        """See RemoteEpisode.step. Must not be called again after a cancellation."""
         return await self._in_thread(functools.partial(self._remote.step, text, list(calls)))
 
 

@@ -1,6 +1,7 @@
-"""Process that runs the functions which a model may call: `python -m rlsys.generators.function_worker`.
+"""Process that runs the functions that a model calls: `python -m rlsys.generators.function_worker`.
 
-The first message is the config, every other one {"name", "arguments"}; the response is a text.
+The first message is the config. Each later message is a JSON object with "name" and "arguments"; its response
+is text.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from rlsys.generators.functions import find_functions
 
 
 def prepare(message: bytes) -> Callable[[bytes], str]:
+    """Load the functions of the config, limit the memory, and return the function that handles later messages."""
     config = Config.model_validate_json(message)
     functions = find_functions(config.rollout.generator_params["functions"])
     limit = round(config.data.reward_memory_gb * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
     def answer(message: bytes) -> str:
-        """Call a function and return its text, or its result as JSON. Raises what the function raises."""
+        """Call a function and return its text, or its result as JSON. Exceptions of the function are raised."""
         request = json.loads(message)
         result = functions[request["name"]](**json.loads(request["arguments"] or "{}"))
         if inspect.iscoroutine(result):
@@ -34,4 +36,4 @@ def prepare(message: bytes) -> Callable[[bytes], str]:
 
 
 if __name__ == "__main__":
-    serve(prepare, lambda error: "")  # the model reads it: no path of this machine
+    serve(prepare, lambda error: "")  # the model reads errors, which must not contain paths of this machine

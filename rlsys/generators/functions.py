@@ -28,22 +28,22 @@ from rlsys.router.turn_ends import TurnEnds, turn_ends
 Message = dict[str, Any]
 MAX_CONCURRENT_CALLS = 8
 LONGEST_ERROR = 300
-"""Characters of an error that the model reads."""
+"""Largest length of an error that the model reads, in characters."""
 _QUESTION_MARK, _TURN_MARK = "RLSYS-QUESTION", "RLSYS-TURN"
 
 
 def find_functions(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """Return the functions by the name that the model calls.
+    """Return name -> function, for import paths of functions.
 
     Raises:
-        UserError: one does not exist.
+        UserError: a function does not exist.
     """
     functions = [resolve("rollout.generator_params.functions", name, {}) for name in names]
     return {function.__name__: function for function in functions}
 
 
 class FunctionTurns:
-    """A generator (generator.py). Its state is in the sample's tokens: after a crash, calls may be repeated."""
+    """The generator `functions`. Its state is in the sample's tokens: after a crash, calls may be repeated."""
 
     def __init__(
         self,
@@ -61,7 +61,9 @@ class FunctionTurns:
 
         Args:
             schemas: returns the schemas of the functions that a prompt offers.
-            max_turns: most turns of the model.
+            ends: what ends a turn.
+            max_turns: largest number of turns.
+            max_response_tokens: largest number of tokens of a response.
         """
         self._generate_turn = generate_turn
         self._tokenizer = tokenizer
@@ -79,7 +81,7 @@ class FunctionTurns:
                 await self._generate_turn(sample)
                 if sample.status is not Status.FINISHED:
                     return
-                # At once, before a reader can see it: the turn has ended, the sample perhaps not.
+                # Now, before a reader sees the status: the turn has ended, but possibly not the sample.
                 sample.status = Status.PARKED
             calls = await self._calls(sample, start, prompt)
             if not calls:
@@ -97,7 +99,7 @@ class FunctionTurns:
             sample.observe(ids)
 
     async def _calls(self, sample: Sample, start: int, prompt: Prompt) -> tuple[Call, ...]:
-        """Return the calls of the finished turn that starts at `start`; none if no other turn may follow."""
+        """Return the calls of the finished turn that starts at `start`; empty if it is the last allowed turn."""
         if len(sample.observed) + 1 >= self._max_turns:
             return ()
         turn = sample.response_ids[start:]
@@ -105,17 +107,19 @@ class FunctionTurns:
         preceding_text = self._tokenizer.decode(
             [*sample.prompt_ids, *sample.response_ids[:start]][-TAIL_IDS:]
         )
-        read = await self._reader(self._tokenizer.decode(turn_ids), preceding_text, self._schemas(prompt))
-        return read.calls
+        parsed = await self._reader(self._tokenizer.decode(turn_ids), preceding_text, self._schemas(prompt))
+        return parsed.calls
 
     def _render_answers(self, calls: Sequence[Call], answers: Sequence[str], end: Sequence[int]) -> str:
         """Render the text between the end of a turn with `calls` and the next turn of the model.
 
         Args:
-            end: the id that ended the turn, which the model has generated itself.
+            calls: calls of the turn.
+            answers: results of the calls.
+            end: the id that ended the turn; the model generated it.
 
         Raises:
-            UserError: the template renders a turn differently once answers follow.
+            UserError: the template renders a turn differently if answers follow it.
         """
         question = {"role": "user", "content": _QUESTION_MARK}
         turn, results = chat_messages(calls, answers)
@@ -123,8 +127,8 @@ class FunctionTurns:
         full_text = self._tokenizer.apply_chat([question, turn, *results])
         if not full_text.startswith(turn_text):
             raise UserError(
-                f"rollout.generator = 'functions': the chat template of {self._tokenizer.path} writes a turn with "
-                "tool calls in another way once answers follow it; expected one that only adds to it"
+                f"rollout.generator = 'functions': the chat template of {self._tokenizer.path} renders a turn with "
+                "tool calls differently if answers follow; expected a template that only appends to it"
             )
         mark = self._tokenizer.decode(end)
         turn_tail = (
@@ -138,7 +142,7 @@ class FunctionTurns:
 
 
 def chat_messages(calls: Sequence[Call], answers: Sequence[str]) -> tuple[Message, list[Message]]:
-    """Return a turn with `calls` and the answers to it as chat messages. Templates expect arguments as objects."""
+    """Return a turn with `calls`, and its answers, as chat messages. Templates expect arguments as objects."""
     tool_calls = [
         {
             "id": f"call_{i}",
@@ -155,7 +159,7 @@ def chat_messages(calls: Sequence[Call], answers: Sequence[str]) -> tuple[Messag
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Parse a JSON object; invalid arguments become an empty one, since the function's answer reports them."""
+    """Parse a JSON object. Invalid arguments become an empty object: the function's answer reports them."""
     try:
         value = load_json(arguments)
     except ValueError:
@@ -164,10 +168,15 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 class Functions:
-    """Runs calls, each in a process that can be killed. Errors are answers too: a line that starts with `error`."""
+    """Runs calls in processes that can be killed. The answer of a failed call is a line that starts with `error`."""
 
     def __init__(self, config: Config, names: Sequence[str], seconds: float) -> None:
         """Create the functions.
+
+        Args:
+            config: config of the run.
+            names: import paths of the functions.
+            seconds: time limit of one call.
 
         Raises:
             UserError: a function does not exist.
@@ -216,7 +225,7 @@ def functions(
     """
     if config.engine.tool_call_parser is None:
         raise UserError(
-            "rollout.generator = 'functions' needs engine.tool_call_parser, the format in which the model calls them"
+            "rollout.generator = 'functions' requires engine.tool_call_parser, the format of the model's tool calls"
         )
     offered = config.data.chat_template_args.get("tools") or []
 
@@ -224,8 +233,8 @@ def functions(
         tools = tools_of(prompt.entry, config.data.keys.tools, prompt.location or "the prompt") or offered
         if not tools:
             raise RowError(
-                f"{prompt.location or 'the prompt'}: rollout.generator = 'functions', but it offers no tools; "
-                "expected schemas under tools, or in data.chat_template_args.tools"
+                f"{prompt.location or 'the prompt'}: it offers no tools, which rollout.generator = 'functions' "
+                "requires; expected schemas under tools, or in data.chat_template_args.tools"
             )
         try:
             return read_tools(tools, "tools")

@@ -1,13 +1,12 @@
-"""Generators: how a response is generated, by a single turn of the model or by turns with tools between them.
+"""Generators: functions that generate a response, by one turn of the model or several turns with tools in between.
 
-A generator is created by `function(config, tokenizer, generate_turn, **rollout.generator_params)` and called
-with a sample and its prompt until the sample is terminal. `generate_turn(sample)` is a turn of the model
-(turns.py). Tokens that a generator adds by `sample.observe` are never trained. Functions written for slime are
-called with slime's interface (slime_generator.py); programs that use an OpenAI endpoint are agents (agent.py);
-an environment is a separate process (environment.py).
-
-A generator keeps no state about a sample: after a crash it is called again with the saved tokens, in the middle
-of a turn or between two, and determines from them how to continue.
+`function(config, tokenizer, generate_turn, **rollout.generator_params)` creates a generator. It is called with
+a sample and its prompt until the sample is terminal. `generate_turn(sample)` generates a turn of the model
+(turns.py). Tokens that a generator adds by `sample.observe` are never trained. Functions for slime are called
+with slime's interface (slime_generator.py); programs that use an OpenAI endpoint are agents (agent.py); an
+environment is a separate process (environment.py). A generator has no state about a sample. After a crash it is
+called again with the saved tokens, which may end within a turn or between two turns, and determines from them
+how to continue.
 """
 
 from __future__ import annotations
@@ -43,6 +42,8 @@ Generator = Callable[[Sample, Prompt], Awaitable[None]]
 
 
 def single_turn(config: Config, tokenizer: Tokenizer | None, generate_turn: GenerateTurn) -> Generator:
+    """Create the generator of `rollout.generator: single_turn`."""
+
     async def generate(sample: Sample, prompt: Prompt) -> None:
         await generate_turn(sample)
 
@@ -65,7 +66,7 @@ def find_generator(name: str) -> Callable[..., Any]:
     """Return the function that `rollout.generator` names.
 
     Raises:
-        UserError: there is none.
+        UserError: the function does not exist.
     """
     install()
     return resolve("rollout.generator", name, GENERATORS)
@@ -81,7 +82,7 @@ def build_generator(config: Config, tokenizer: Tokenizer | None, generate_turn: 
     factory = find_generator(r.generator)
     if is_slime_function(factory):
         if tokenizer is None:
-            raise UserError(f"rollout.generator = {r.generator!r}: written for slime, it needs a tokenizer")
+            raise UserError(f"rollout.generator = {r.generator!r}: a function for slime requires a tokenizer")
         ends = turn_ends(config, tokenizer)
         return SlimeGenerator(factory, config, tokenizer, generate_turn, ends, r.generator_params)
     generator: Generator = call(
@@ -93,13 +94,16 @@ def build_generator(config: Config, tokenizer: Tokenizer | None, generate_turn: 
 
 
 async def respond(generate: Generator, sample: Sample, prompt: Prompt, name: str) -> Censored | None:
-    """Generate the whole response within the boundary of a sample (censoring.py).
+    """Generate the whole response within the error boundary of a sample (censoring.py).
 
     Args:
-        name: the sample in messages.
+        generate: the generator.
+        sample: the sample.
+        prompt: its prompt.
+        name: name of the sample in messages.
 
     Returns:
-        why there is no response; None if there is one.
+        the reason if there is no response, otherwise None.
     """
     if prompt.refusal:
         return Censored(prompt.refusal_cause, prompt.refusal)
@@ -109,31 +113,34 @@ async def respond(generate: Generator, sample: Sample, prompt: Prompt, name: str
 
 
 def check_response(sample: Sample, limits: Limits, max_response_tokens: int) -> None:
-    """Check what a generator made of a sample, which may be user code.
+    """Check a sample that a generator, which may be user code, has completed.
 
     Raises:
-        GeneratorError: a trainer cannot use it.
+        GeneratorError: the trainer cannot use the sample.
     """
     status = sample.status
     if not isinstance(status, Status) or not status.terminal:
-        raise GeneratorError(f"rollout.generator left the response {status!s:.80}")  # it would never end
+        raise GeneratorError(
+            f"rollout.generator returned a response with status {status!s:.80}, expected a terminal one"
+        )
     if status is Status.CENSORED:
         if sample.censor_cause is None:
-            raise GeneratorError("rollout.generator left the response censored without a cause")
+            raise GeneratorError("rollout.generator returned a censored response without a cause")
         return
     if status is Status.FINISHED and not any(q.sampled_tokens for q in sample.trained_sequences):
-        raise GeneratorError("rollout.generator left the response finished without a token of the model")
+        raise GeneratorError("rollout.generator returned a finished response without a token of the model")
     for q in sample.sequences:
         if len(q.mu) != q.tokens or q.tokens != (q.spans[-1].end if q.spans else 0):
             raise GeneratorError(
-                f"rollout.generator left {q.tokens} tokens with {len(q.mu)} log-probs in {q.spans}"
+                f"rollout.generator returned {q.tokens} tokens with {len(q.mu)} log-probs and version spans "
+                f"{q.spans}; expected equal numbers"
             )
         if not math.isfinite(math.fsum(q.mu)):
-            raise GeneratorError("rollout.generator left a log-prob that is not finite")
+            raise GeneratorError("rollout.generator returned a log-prob that is not finite")
         if q.tokens > max_response_tokens and len(q.prompt_ids) + q.tokens > limits.context_length:
             raise GeneratorError(
-                f"rollout.generator left a sequence of {len(q.prompt_ids) + q.tokens} tokens; expected at most "
-                f"{limits.context_length}, the context"
+                f"rollout.generator returned a sequence of {len(q.prompt_ids) + q.tokens} tokens; expected at most "
+                f"{limits.context_length}, the context length"
             )
         try:
             limits.check_ids(q.prompt_ids)
@@ -142,7 +149,7 @@ def check_response(sample: Sample, limits: Limits, max_response_tokens: int) -> 
             raise GeneratorError(f"rollout.generator: {e}") from None
     if not all(is_reward(turn.reward) for turn in sample.turn_rewards or ()):
         raise GeneratorError(
-            f"rollout.generator: turn_rewards = {sample.turn_rewards!r:.200}: expected finite numbers"
+            f"rollout.generator returned turn_rewards = {sample.turn_rewards!r:.200}, expected finite numbers"
         )
 
 
@@ -153,7 +160,7 @@ class _Received:
     Attributes:
         tokens: number of tokens of all sequences.
         digests: sequence -> checksums of the sampled ids and of their log-probs.
-        prompt_ids: its prompt at the beginning.
+        prompt_ids: prompt of the sample at the start.
         altered: whether a generator has changed the number of tokens.
     """
 
@@ -164,33 +171,33 @@ class _Received:
 
 
 class ReceivedTokens:
-    """Owns what the router added to running samples, to compare it with what a generator leaves."""
+    """Compares the tokens of samples with those that engines sent. Owns counts and checksums of the latter."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Received] = {}
 
     def begin(self, sample: Sample) -> None:
-        """Take the sample as it is now; does nothing if it has begun."""
+        """Start to track a sample with its current tokens. Does nothing if it is tracked already."""
         if sample.sample_id not in self._entries:
             digests = {q.sequence: _digests(q) for q in sample.sequences}
             altered = (
                 bool(sample.inherited_tokens) and sample.fork is None
-            )  # by `reconcile`, before a restart
+            )  # `reconcile` counted altered tokens before a restart
             prompt_ids = list(sample.prompt_ids)
             self._entries[sample.sample_id] = _Received(_count(sample), digests, prompt_ids, altered)
 
     def end(self, sample: Sample) -> None:
-        """Reconcile the sample, and forget it."""
+        """Reconcile the sample, and stop tracking it."""
         self.reconcile(sample)
         self._entries.pop(sample.sample_id, None)
 
     def rebase(self, sample: Sample) -> None:
-        """Take the tokens of a sample that was forked or truncated as they are now."""
+        """Accept the current tokens of a sample that was forked or truncated."""
         if (entry := self._entries.get(sample.sample_id)) is not None:
             entry.digests = {q.sequence: _digests(q) for q in sample.sequences}
 
     def add(self, sequence: TokenSequence, tokens: int) -> None:
-        """Add the last tokens of a sequence, which an engine sent."""
+        """Add the last `tokens` tokens of a sequence, which an engine sent."""
         if (entry := self._entries.get(sequence.sample_id)) is not None:
             end = len(sequence.response_ids)
             entry.tokens += tokens
@@ -198,7 +205,7 @@ class ReceivedTokens:
             entry.digests[sequence.sequence] = _extend(digests, sequence, end - tokens, end)
 
     def reconcile(self, sample: Sample) -> None:
-        """Count tokens that a generator added or removed as inherited or discarded: no engine sent or lost them."""
+        """Count tokens that a generator added as inherited, and tokens that it removed as discarded."""
         entry = self._entries.get(sample.sample_id)
         if entry is not None and (added := _count(sample) - entry.tokens):
             sample.inherited_tokens += max(0, added)
@@ -209,7 +216,7 @@ class ReceivedTokens:
         """Check a finished sample.
 
         Raises:
-            GeneratorError: its tokens or its prompt are not those that the engines had.
+            GeneratorError: its prompt, or its sampled tokens, differ from those of the engines.
         """
         self.reconcile(sample)
         entry = self._entries[sample.sample_id]
@@ -217,12 +224,12 @@ class ReceivedTokens:
             _digests(q) != entry.digests.get(q.sequence, (0, 0)) for q in sample.sequences
         ):
             raise GeneratorError(
-                "rollout.generator changed sampled tokens or log-probs of the sample; "
-                "expected those of generate_turn, and others by sample.observe only"
+                "rollout.generator changed sampled tokens or log-probs of the sample; expected those of "
+                "generate_turn; add other tokens with sample.observe"
             )
         if not sample.own_prompt and sample.prompt_ids != entry.prompt_ids:
             raise GeneratorError(
-                "rollout.generator changed sample.prompt_ids; expected its prompt, or own_prompt = True"
+                "rollout.generator changed sample.prompt_ids; expected the original prompt, or own_prompt = True"
             )
 
 

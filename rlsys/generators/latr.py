@@ -1,9 +1,9 @@
 """The generator `latr`: look-ahead trees (LATR, Lookahead Tree-Based Rollouts for RLVR).
 
-Each branch of the tree continues with its most probable token. If the second token has a similar probability,
-and the group has room, a branch forks off with it. After `prune_after` tokens, a branch that repeats its parent
-is pruned with its own branches. When the group is full and all branches have been compared, or after
-`most_steps` tokens, all branches continue by sampling.
+Each branch of the tree continues with its most probable token. If the second most probable token has a similar
+probability, and the group has a free sample, a new branch starts with it. After `prune_after` tokens, a branch that
+repeats its parent is pruned with its own branches. When the group is full and all branches have been compared, or
+after `most_steps` tokens, all branches continue by sampling.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from rlsys.router.turn_ends import turn_ends
 
 Share = Annotated[float, Field(gt=0, le=1)]
 MATHS = "+-*/\\<>=()[]{}_^&%$0123456789"
-"""Characters whose continuation in the parent shows that the branch differs in content, so that it is kept."""
+"""Mathematical characters. A branch is kept if the parent continues with one of them: the contents then differ."""
 
 
 class LatrParams(Section):
     """rollout.generator_params of the generator `latr`."""
 
     second: Share = 0.15
-    """The second token's probability is above this where a branch may fork."""
+    """A branch forks only if the probability of the second most probable token is above this."""
     max_gap: Share = 0.25
-    """The second token is less probable than the first one by at most this."""
+    """A branch forks only if the difference of the two highest probabilities is below this."""
     prune_after: list[Positive] = Field(default=[20, 30, 50], min_length=1)
-    """Ages, in tokens, at which a branch is compared with the one that it came from."""
+    """Ages, in tokens, at which a branch is compared with its parent."""
     suffix: Share = 0.2
-    """Share of their new tokens above which the end of one inside the other prunes the branch."""
+    """A branch is pruned if a suffix of more than this share of its tokens occurs in the parent, or vice versa."""
     rouge: Share = 0.5
-    """Their ROUGE-L is above this: pruned."""
+    """A branch is pruned if its ROUGE-L with the parent is above this."""
     most_steps: Positive = 1024
-    """Tokens after which sampling goes on, at the latest."""
+    """Tokens after which all branches continue by sampling, at the latest."""
     share: Share = 1.0
     """Share of a group's samples that may be branches. The others are sampled from the prompt."""
     chunk: Positive = 16
-    """Tokens that are asked for at once. More take fewer requests; what goes beyond the tree's end is discarded."""
+    """Tokens per request. A larger number needs fewer requests; tokens beyond the tree's end are discarded."""
 
 
 @dataclass(eq=False)
 class Branch:
-    """`birth`: position of its own first token; 0 for the root."""
+    """A branch. `birth`: position of its first own token; 0 for the root."""
 
     sample: Sample
     birth: int = 0
@@ -63,7 +63,7 @@ class Branch:
 
 
 def restore_branches(tree: Tree) -> list[Branch]:
-    """Return the root, and the branches from before a restart."""
+    """Return the root and the saved branches."""
     root = Branch(tree.root)
     branch_of = {id(tree.root): root}
     for sample, _ in tree.saved_branches:
@@ -87,7 +87,7 @@ class Latr(TreeGenerator):
 
     async def grow(self, tree: Tree) -> None:
         p = self._p
-        room = max(1, round(p.share * tree.size))
+        max_branches = max(1, round(p.share * tree.size))
         branches, step = restore_branches(tree), 0
         for step in range(min(p.most_steps, self._budget)):
             short = [b.sample for b in branches if not b.is_ended and b.sample.tokens <= step]
@@ -96,7 +96,7 @@ class Latr(TreeGenerator):
                 await tree.grow(short, limit, 2, greedy=True)
             for branch in branches:
                 branch.is_ended |= branch.sample.tokens <= step
-            self._fork(tree, branches, step, room)
+            self._fork(tree, branches, step, max_branches)
             self._prune(tree, branches, step)
             for branch in branches:
                 ids = branch.sample.response_ids
@@ -104,16 +104,16 @@ class Latr(TreeGenerator):
                     ids[max(0, step - self._ends.reach) : step + 1]
                 )
             all_compared = all(b.birth + max(p.prune_after) < step for b in branches)
-            if all(b.is_ended for b in branches) or (len(branches) >= room and all_compared):
+            if all(b.is_ended for b in branches) or (len(branches) >= max_branches and all_compared):
                 break
         for branch in branches:
             if not branch.is_ended:
                 tree.truncate(branch.sample, step + 1)
 
-    def _fork(self, tree: Tree, branches: list[Branch], step: int, room: int) -> None:
-        """Fork branches at their tokens `step`, in order, while there is room."""
+    def _fork(self, tree: Tree, branches: list[Branch], step: int, max_branches: int) -> None:
+        """Fork branches at their tokens `step`, in order, up to `max_branches`."""
         for branch in list(branches):
-            if branch.is_ended or len(branches) >= room or not tree.free:
+            if branch.is_ended or len(branches) >= max_branches or not tree.free:
                 continue
             tops = tree.tops(branch.sample, step)
             if len(tops) < 2:
@@ -126,12 +126,14 @@ class Latr(TreeGenerator):
                 self.counts["tree_forks"] += 1
 
     def _prune(self, tree: Tree, branches: list[Branch], step: int) -> None:
-        """Prune branches that at this age are like their parents, with their own branches."""
+        """Prune branches of an age in `prune_after` that repeat their parents, with their own branches."""
         ages = {step + 1 - age for age in self._p.prune_after}
-        alike = [b for b in branches if b.parent is not None and b.birth in ages and self._alike(b, step)]
-        while alike:
-            branch = alike.pop()
-            alike += branch.children
+        to_prune = [
+            b for b in branches if b.parent is not None and b.birth in ages and self._repeats(b, step)
+        ]
+        while to_prune:
+            branch = to_prune.pop()
+            to_prune += branch.children
             if branch in branches:
                 branches.remove(branch)
                 assert branch.parent is not None
@@ -139,7 +141,8 @@ class Latr(TreeGenerator):
                 tree.truncate(branch.sample, 0)
                 self.counts["tree_pruned"] += 1
 
-    def _alike(self, branch: Branch, step: int) -> bool:
+    def _repeats(self, branch: Branch, step: int) -> bool:
+        """Return whether the branch repeats its parent."""
         assert branch.parent is not None
         new = list(branch.sample.response_ids[branch.birth : step + 1])
         old = list(branch.parent.sample.response_ids[branch.birth : step + 1])
@@ -164,19 +167,19 @@ def suffix_match(a: Sequence[int], b: Sequence[int]) -> float:
 def _longest_end(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the longest suffix of `a` that occurs in `b`."""
     previous, longest = [0] * (len(b) + 1), 0
-    for back, token in enumerate(reversed(a), start=1):
+    for length, token in enumerate(reversed(a), start=1):
         current = [0] * (len(b) + 1)
-        for i in range(len(b)):  # now[i]: the last `back` tokens of `a` begin at b[i]
-            if b[i] == token and (back == 1 or previous[i + 1]):
+        for i in range(len(b)):  # current[i]: the last `length` tokens of `a` begin at b[i]
+            if b[i] == token and (length == 1 or previous[i + 1]):
                 current[i] = 1
         if not any(current):
             break
-        previous, longest = current, back
+        previous, longest = current, length
     return longest
 
 
 def rouge_l(a: Sequence[int], b: Sequence[int]) -> float:
-    """Return the F1 of the longest common subsequence (Lin 2004)."""
+    """Return ROUGE-L: the F1 score of the longest common subsequence (Lin 2004)."""
     row = [0] * (len(a) + 1)
     for token in b:
         diagonal = 0  # row[i] before this token

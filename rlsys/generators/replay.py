@@ -1,8 +1,8 @@
-"""SavedTurns: replays the saved turns of a sample to a caller that restarts without state after a crash.
+"""SavedTurns: replays the saved turns of a sample to a caller that starts again without state after a crash.
 
-The caller (a function for slime, an agent) starts from the beginning and repeats all requests. Saved turns are
-returned from the sample; only missing ones are generated. The ledger's sample is authoritative: a tool must
-return what it returned before.
+The caller (a function for slime, an agent) starts from its beginning and repeats all requests. Saved turns come from
+the sample; only missing ones are generated. The ledger's sample is authoritative: tools must return the same results
+as before.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from rlsys.router.turn_ends import TurnEnds
 
 
 class BudgetExhausted(BaseException):
-    """Raised when the response has no room for more.
+    """Raised when a response has reached its limit of tokens.
 
-    Not an Exception: a user's function must not continue after it.
+    It is not a subclass of Exception, so that a user's function does not catch it and continue.
     """
 
 
 class SavedTurns:
-    """Owns how many response tokens were `delivered` in this conversation.
+    """Delivers the turns of a sequence.
 
-    `finish`: how the last delivered turn ended, `stop` or `length`; empty before the first.
+    Attributes:
+        delivered: number of response tokens that were delivered.
+        finish: finish reason of the last delivered turn, `stop` or `length`; empty before the first.
     """
 
     def __init__(
@@ -34,7 +36,10 @@ class SavedTurns:
         """Create the replay of a sample.
 
         Args:
-            budget: response tokens over all turns and tool outputs.
+            generate_turn: generates a turn.
+            ends: what ends a turn.
+            sample: the sequence.
+            budget: largest number of response tokens, of turns and tools together.
         """
         self._generate_turn, self._ends, self._sample, self._budget = generate_turn, ends, sample, budget
         self.delivered = 0
@@ -45,10 +50,10 @@ class SavedTurns:
 
         Raises:
             ToolFailed: the saved sample has other ids there.
-            BudgetExhausted: they leave no room for a turn.
+            BudgetExhausted: no token is left for another turn.
         """
         s, end = self._sample, self.delivered + len(ids)
-        if s.tokens > self.delivered:  # saved, before a restart
+        if s.tokens > self.delivered:  # saved before a restart
             if ids and ([*s.response_ids[self.delivered : end]] != ids or not self._is_observed(end)):
                 raise ToolFailed("its tool returned another result after a restart")
         elif ids:
@@ -61,14 +66,17 @@ class SavedTurns:
         return any(span.start == self.delivered and span.end == end for span in self._sample.observed)
 
     async def turn(self, max_tokens: int | None = None, stop_texts: Sequence[str] = ()) -> tuple[int, int]:
-        """Deliver the model's next turn. Returns its response tokens [start, end).
+        """Deliver the model's next turn.
 
         Args:
-            max_tokens: limit of the turn.
-            stop_texts: additional texts that end it.
+            max_tokens: largest number of tokens of the turn; None: the remaining budget.
+            stop_texts: additional texts that end the turn.
+
+        Returns:
+            the positions [start, end) of its tokens in the response.
 
         Raises:
-            BudgetExhausted: there is no room for a token of it.
+            BudgetExhausted: no token is left for the turn.
         """
         s, start = self._sample, self.delivered
         ends = self._ends.with_texts(stop_texts)
@@ -80,14 +88,14 @@ class SavedTurns:
             s.status = Status.PARKED
             await self._generate_turn(s, max_tokens=limit, stop_texts=ends.texts)
             end, self.finish = s.tokens, "stop" if s.status is Status.FINISHED else "length"
-            s.status = Status.PARKED  # at once: the turn has ended, the sample has not
-        if end == start:  # an engine's context ends before the budget
+            s.status = Status.PARKED  # the turn has ended, the sample has not
+        if end == start:  # the engine's context ends before the budget
             raise BudgetExhausted
         self.delivered = end
         return start, end
 
     def _saved_end(self, start: int, limit: int, ends: TurnEnds) -> tuple[int, str]:
-        """Return where the saved turn from `start` on ends, and how; an empty reason if it has not ended."""
+        """Return the end and the finish reason of the saved turn from `start` on; empty if it has not ended."""
         s = self._sample
         observed_start = min((o.start for o in s.observed if o.start >= start), default=None)
         turn = s.response_ids[start : min(limit, s.tokens if observed_start is None else observed_start)]

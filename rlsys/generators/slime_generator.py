@@ -1,14 +1,14 @@
-"""Functions written for slime's --custom-generate-function-path: `await generate(args, sample, sampling_params)`.
+"""Functions for slime's --custom-generate-function-path: `await generate(args, sample, sampling_params)`.
 
     function  --post: prompt, response so far, tool output-->  Conversation  --generate_turn-->  router, engines
               <--the model's turn, with ids and log-probs----
 
-The ledger's sample is authoritative; the function only exchanges messages with it. A request of the function is
-a turn of the model, across all interruptions, engine deaths and pushes: it sees only the whole turn. Text that
-a request adds after the last turn is tool output, and not trained. After a crash the function is called again
-from its beginning, and gets the saved turns; if a tool then returns anything else, the sample is censored. In
-the end the function's sample must be the ledger's: the same tokens, log-probs and mask. Anything that would
-train other tokens or use other log-probs than the engine's is refused.
+The ledger's sample is authoritative; the function exchanges messages with the model. A request of the function
+gets a whole turn of the model, across all interruptions, engine deaths and pushes. Text that a request adds
+after the last turn is tool output, and not trained. After a crash the function is called again from its
+beginning, and gets the saved turns; if a tool then returns another result, the sample is censored. At the end
+the function's sample must have the same tokens, log-probs and mask as the ledger's. A request or result with
+other tokens or log-probs than the engine's is refused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def is_slime_function(function: Callable[..., Any]) -> bool:
 
 
 class SlimeGenerator:
-    """A generator (generator.py) that calls such a function. `params`: further options of slime, by name."""
+    """A generator that calls a function for slime. `params`: additional options of slime, by name."""
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class SlimeGenerator:
         """Call the function.
 
         Raises:
-            GeneratorError: it does something that would invalidate the loss.
+            GeneratorError: the function makes a request, or returns a sample, that would invalidate the loss.
+            ToolFailed: the function failed.
         """
         conversation = Conversation(
             self._config, self._tokenizer, self._generate_turn, self._ends, sample, prompt
@@ -111,7 +112,13 @@ class SlimeGenerator:
 
 
 def arguments(config: Config, host: str, params: Mapping[str, Any]) -> Options:
-    """Return slime's options, as far as this config has counterparts."""
+    """Return the options of slime that have counterparts in the config, updated by `params`.
+
+    Args:
+        config: config of the run.
+        host: host name of the sample's conversation.
+        params: additional options, by name.
+    """
     r = config.rollout
     options = {
         "sglang_router_ip": host, "sglang_router_port": 80, "hf_checkpoint": str(config.model.path),
@@ -129,7 +136,7 @@ def arguments(config: Config, host: str, params: Mapping[str, Any]) -> Options:
 
 
 class Conversation:
-    """The requests for one sample. Owns the text that was delivered to the function."""
+    """Answers the requests for one sample. Owns the text that was delivered to the function."""
 
     def __init__(
         self,
@@ -151,15 +158,13 @@ class Conversation:
         """Answer a request with the model's next turn, in SGLang's format."""
         if path != "/generate":
             raise _unsupported(
-                f"a request to {path}; only /generate gives the ids and log-probs that training needs"
+                f"a request to {path}; expected /generate, which returns the ids and log-probs for training"
             )
         if unknown := sorted(payload.keys() - _PAYLOAD):
-            raise _unsupported(
-                f"a request with {unknown[0]}; the run's engines take {', '.join(sorted(_PAYLOAD))}"
-            )
+            raise _unsupported(f"a request with {unknown[0]}; expected only {', '.join(sorted(_PAYLOAD))}")
         if self._busy:
             raise _unsupported(
-                "two requests of one sample at the same time; one response is one sequence here"
+                "two concurrent requests of one sample; expected one at a time, because a response is one sequence"
             )
         self._busy = True
         try:
@@ -187,33 +192,33 @@ class Conversation:
                 }
                 if value != run_sampling[name]:
                     raise _unsupported(
-                        f"sampling_params[{name!r}] = {value!r}, but rollout.{name} = {run_sampling[name]!r}: the "
-                        "trainer computes the log-probs of all tokens at the run's own sampling"
+                        f"sampling_params[{name!r}] = {value!r}; expected rollout.{name} = {run_sampling[name]!r}, "
+                        "for which the trainer computes log-probs"
                     )
             elif name in _OFF and value not in _OFF[name]:
                 raise _unsupported(
-                    f"sampling_params[{name!r}] = {value!r} changes the distribution that tokens are drawn from, and "
-                    "the trainer would compute the log-probs of another one"
+                    f"sampling_params[{name!r}] = {value!r} changes the distribution of tokens, for which the "
+                    f"trainer cannot compute log-probs; expected {_OFF[name][0]!r}"
                 )
             elif name not in (*_RUN_SAMPLING, *_OFF, *_READ):
-                raise _unsupported(f"sampling_params[{name!r}]: not known")
+                raise _unsupported(f"sampling_params[{name!r}]: unknown parameter")
         if unknown_ids := set(params.get("stop_token_ids") or ()) - self._ends.ids:
             raise _unsupported(
-                f"sampling_params['stop_token_ids'] has {min(unknown_ids)}; name its text in stop"
+                f"sampling_params['stop_token_ids'] has {min(unknown_ids)}; expected its text in stop"
             )
 
     def _tool_ids(self, payload: Mapping[str, Any]) -> list[int]:
-        """Return the ids that a tool added since the last turn.
+        """Return the ids that the function added after the last turn.
 
         Raises:
-            GeneratorError: the text before them is not the prompt and the delivered response.
+            GeneratorError: the request does not begin with the prompt and the delivered response.
         """
         if "text" in payload:
             text = valid_text(str(payload["text"]))
             if not text.startswith(self._text):
                 raise _unsupported(
-                    "a request whose text does not begin with the prompt and with what the model has said; if it was "
-                    "shortened, name a stop text instead"
+                    "a request whose text does not begin with the prompt and the model's turns; to shorten a turn, "
+                    "use a stop text"
                 )
             return self._tokenizer.encode(text[len(self._text) :])
         ids = [int(i) for i in payload.get("input_ids") or ()]
@@ -221,8 +226,8 @@ class Conversation:
         if ids[: len(expected)] != expected:
             part = "prompt" if ids[: len(self._sample.prompt_ids)] != self._sample.prompt_ids else "response"
             raise _unsupported(
-                f"a request whose input_ids do not begin with the {part} that the ledger has"
-                + ("; put its own words into the data, or the chat template" if part == "prompt" else "")
+                f"a request whose input_ids do not begin with the {part} of the ledger"
+                + ("; to change the prompt, change the data or the chat template" if part == "prompt" else "")
             )
         return ids[len(expected) :]
 
@@ -233,9 +238,9 @@ class Conversation:
             ToolFailed: the saved sample has other ids there.
         """
         if not self._turns.delivered and tool_ids:
-            raise _unsupported("a request that adds to the prompt; put its own words into the data")
+            raise _unsupported("a request that adds to the prompt; to change the prompt, change the data")
         if self._turns.delivered and not tool_ids and self._turns.finish == "stop":
-            raise _unsupported("a request that adds nothing behind a turn that the model has ended")
+            raise _unsupported("a request that adds no text after a turn that the model has ended")
         self._turns.observe(tool_ids)
         self._text += self._tokenizer.decode(tool_ids)
 
@@ -255,8 +260,8 @@ class Conversation:
             text = min((text.partition(t)[0] for t in ends.texts), key=len, default=text)
         if in_text and text != full_text:
             raise _unsupported(
-                "requests in text whose answers are cut: ask with no_stop_trim = True and skip_special_tokens = "
-                "False, or with input_ids"
+                "requests in text whose answers are trimmed: use no_stop_trim = True and skip_special_tokens = "
+                "False, or input_ids"
             )
         return {
             "text": text,
@@ -272,63 +277,65 @@ class Conversation:
         }
 
     def conclude(self, result: Any) -> Status:
-        """Check that the function's sample is the ledger's, and return its status.
+        """Check that the function's sample equals the ledger's, and return its status.
 
         Raises:
-            GeneratorError: it is not.
+            GeneratorError: the samples differ.
             ToolFailed: the function failed.
         """
         s = self._sample
         if isinstance(result, list | tuple):
-            raise _unsupported(f"it returned {len(result)} samples; one response is one sequence here")
+            raise _unsupported(f"it returned {len(result)} samples, expected one")
         if not isinstance(result, SlimeSample):
             raise _unsupported(f"it returned a {type(result).__name__}, expected its sample")
         if result.status in (SlimeSample.Status.ABORTED, SlimeSample.Status.FAILED):
             raise ToolFailed(f"the function failed: its sample has status {result.status.value}")
         if result.reward is not None:
-            raise _unsupported("it sets sample.reward; name its reward function in data.reward")
+            raise _unsupported("it sets sample.reward; use a reward function in data.reward instead")
         if result.remove_sample:
-            raise _unsupported("it sets sample.remove_sample; raise what went wrong, or censor by a planner")
+            raise _unsupported(
+                "it sets sample.remove_sample; raise an exception, or censor by a planner, instead"
+            )
         if not s.tokens:
-            raise _unsupported("it returned before the model had said anything")
+            raise _unsupported("it returned without a turn of the model")
         expected = [*s.prompt_ids, *s.response_ids]
         if list(result.tokens[: len(expected)]) != expected:
-            raise _unsupported("sample.tokens is not what the engines were given and have answered")
+            raise _unsupported("sample.tokens differs from the prompt and the response of the engines")
         tool_ids = [int(t) for t in result.tokens[len(expected) :]]
         self._check_arrays(result, len(tool_ids))
         if tool_ids and s.tokens + len(tool_ids) < self._config.rollout.max_response_tokens:
-            s.observe(tool_ids)  # a tool had the last word
+            s.observe(tool_ids)  # tool output after the last turn
         if result.status is SlimeSample.Status.PENDING:
             result.status = STATUSES[self._turns.finish]
         return Status.TRUNCATED if result.status is SlimeSample.Status.TRUNCATED else Status.FINISHED
 
     def _check_arrays(self, result: SlimeSample, tool_tokens: int) -> None:
-        """Check mask and log-probs over the response and the tool tokens after it."""
+        """Check the mask and the log-probs of the response and of the tool tokens after it."""
         s = self._sample
         trained = [*s.trained(), *[False] * tool_tokens]
         mask = [1] * len(trained) if result.loss_mask is None else list(result.loss_mask)
         for name, values in (("loss_mask", mask), ("rollout_log_probs", result.rollout_log_probs)):
             if values is not None and len(values) != len(trained):
                 raise _unsupported(
-                    f"sample.{name} has {len(values)} entries for {len(trained)} response tokens"
+                    f"sample.{name} has {len(values)} entries, expected {len(trained)}, one per response token"
                 )
         for position, (is_trained, mask_value) in enumerate(zip(trained, mask, strict=True)):
             if is_trained and not mask_value:
                 raise _unsupported(
-                    f"sample.loss_mask is 0 at response token {position}, which the model sampled; all "
-                    "sampled tokens are trained here"
+                    f"sample.loss_mask is 0 at response token {position}, expected 1, because the model "
+                    "sampled it"
                 )
             if mask_value and not is_trained:
                 raise _unsupported(
-                    f"sample.loss_mask is 1 at response token {position}, which no engine has sampled"
+                    f"sample.loss_mask is 1 at response token {position}, expected 0, because no engine sampled it"
                 )
         for position, (is_trained, lp, mu) in enumerate(
             zip(trained, result.rollout_log_probs or (), s.mu, strict=False)
         ):
             if is_trained and lp != mu:
                 raise _unsupported(
-                    f"sample.rollout_log_probs is {lp} at response token {position}, but the engine's log-prob "
-                    f"is {mu}"
+                    f"sample.rollout_log_probs is {lp} at response token {position}, expected the engine's log-prob "
+                    f"{mu}"
                 )
 
 

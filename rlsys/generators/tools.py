@@ -1,4 +1,4 @@
-"""ToolTurns: a turn of the model ends with a call of a tool, whose answer precedes the next turn.
+"""ToolTurns: a generator in which a turn of the model may call a tool, whose answer precedes the next turn.
 
 prompt  turn: ... <python>3*7</python> <eos>  |  21 and the opening of the next turn  |  turn: ... <eos>
         sampled, trained                         by the tool, not trained                sampled, trained
@@ -22,17 +22,17 @@ from rlsys.router.turn_ends import TurnEnds, turn_ends
 
 CALCULATOR = Path(__file__).with_name("calculator.py")
 TOOL_SECONDS = 30.0
-"""Time limit of a tool that limits its own CPU time: beyond it, the machine is at fault."""
+"""Time limit of a tool. It limits its own CPU time, so a longer time is a fault of the machine."""
 MAX_CONCURRENT_TOOLS = 8
 NO_CALL = 0.5
-"""Penalty of a response without a tool call, between none and all of its calls failed."""
+"""Penalty of a response without a tool call: between those of responses without and with only failed calls."""
 _ERROR = re.compile(r"^error\b", re.MULTILINE)
 
 Tool = Callable[[str], Awaitable[str]]
 
 
 class ToolTurns:
-    """A generator (generator.py) with one tool. Its state is in the sample's tokens."""
+    """A generator with one tool. Its state is in the sample's tokens."""
 
     def __init__(
         self,
@@ -49,10 +49,15 @@ class ToolTurns:
         """Create the generator.
 
         Args:
+            generate_turn: generates a turn.
+            tokenizer: the model's tokenizer.
+            tool: returns the answer to a call.
+            ends: what ends a turn.
             call: texts before and after a call.
-            answer: texts before and after an answer: from the end of the turn with the call, which is not
-                repeated if the model generated it, to the opening of the next turn.
-            max_turns: most turns of the model.
+            answer: texts before and after an answer. The first one begins with the end of the turn, which is
+                not repeated if the model generated it; the second one ends with the start of the next turn.
+            max_turns: largest number of turns.
+            max_response_tokens: largest number of tokens of a response.
         """
         self._generate_turn = generate_turn
         self._tokenizer = tokenizer
@@ -69,7 +74,7 @@ class ToolTurns:
                 await self._generate_turn(sample)
                 if sample.status is not Status.FINISHED or (call := self.unanswered(sample)) is None:
                     return
-                # At once, before a reader can see it: the turn has ended, the sample has not.
+                # Now, before a reader sees the status: the turn has ended, the sample has not.
                 sample.status = Status.PARKED
             opening, closing = self._answer
             last = sample.response_ids[-1:]
@@ -81,7 +86,7 @@ class ToolTurns:
             sample.observe(ids)
 
     def unanswered(self, sample: Sample) -> str | None:
-        """Return the last call of the model's last turn if the turn has ended and another one is allowed."""
+        """Return the last call of the last turn, if the turn has ended and another one may follow; otherwise None."""
         turns = len(sample.observed) + 1
         if sample.observed_last or not sample.response_ids or turns >= self._max_turns:
             return None
@@ -101,7 +106,17 @@ def calculator(
     closes: str = "</python>",
     role: str = "user",
 ) -> ToolTurns:
-    """Create a sandboxed Python calculator (calculator.py) that answers in a chat message of `role`."""
+    """Create the generator of `rollout.generator: calculator`, with a sandboxed Python calculator (calculator.py).
+
+    Args:
+        config: config of the run.
+        tokenizer: the model's tokenizer.
+        generate_turn: generates a turn.
+        max_turns: largest number of turns.
+        opens: text before a call.
+        closes: text after a call.
+        role: role of the chat message with the answer.
+    """
     return ToolTurns(
         generate_turn,
         tokenizer,
@@ -115,7 +130,11 @@ def calculator(
 
 
 def answer_template(tokenizer: Tokenizer, role: str) -> tuple[str, str]:
-    """Return the chat template's texts between a turn of the model, an answer of `role`, and the next turn."""
+    """Return the chat template's texts before and after a message of `role` between two turns of the model.
+
+    Raises:
+        UserError: the template does not render messages of this role.
+    """
     marks = "RLSYS-QUESTION", "RLSYS-TURN", "RLSYS-ANSWER"
     roles = "user", "assistant", role
     messages = [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)]
@@ -123,13 +142,13 @@ def answer_template(tokenizer: Tokenizer, role: str) -> tuple[str, str]:
     opening, answer, closing = following.partition(marks[2])
     if not turn or not answer:
         raise UserError(
-            f"rollout.generator_params.role = {role!r}: the chat template shows no message of this role"
+            f"rollout.generator_params.role = {role!r}: the chat template does not render messages of this role"
         )
     return opening, closing
 
 
 class ToolPenalties:
-    """Sets the penalty of each sample of taken groups, in a run with tools."""
+    """Sets `tool_penalty` of the samples of taken groups, in a run with tools."""
 
     def __init__(
         self,
@@ -146,6 +165,7 @@ class ToolPenalties:
         self._load = load
 
     def set_penalties(self, groups: Sequence[SampleGroup]) -> None:
+        """Set the penalty of all samples. Does nothing in a run without tools."""
         if self._tokenizer is not None:
             samples = [s for group in groups for s in group.samples]
             for sample, loaded in zip(samples, self._load(samples), strict=True):
@@ -153,10 +173,11 @@ class ToolPenalties:
 
 
 def tool_penalty(sample: Sample, decode: Callable[[Sequence[int]], str]) -> float:
-    """Return how untidy a response with tools is, in [0, 2] (rStar2-Agent, GRPO-RoC's ranking of successes).
+    """Return the penalty of a response with tools, in [0, 2], as in GRPO-RoC (rStar2-Agent).
 
-    The share of the tool's answers that are errors, with a line that starts with `error`; NO_CALL without
-    answers. Plus the distance from one final answer: (answers - 1) / turns, at most 1; 1 without any.
+    It is the sum of two terms. The first one is the share of tool answers that have a line starting with
+    `error`; NO_CALL without tool answers. The second one is (final answers - 1) / turns, at most 1; 1 without a
+    final answer.
     """
     observations = [decode(sample.response_ids[span.start : span.end]) for span in sample.observed]
     errors = (
@@ -172,7 +193,7 @@ def tool_penalty(sample: Sample, decode: Callable[[Sequence[int]], str]) -> floa
 
 
 class Calculator:
-    """Evaluates calls, each in a separate process."""
+    """The calculator tool. It evaluates each call in a separate process."""
 
     def __init__(self) -> None:
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_TOOLS)

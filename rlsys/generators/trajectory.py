@@ -1,11 +1,11 @@
-"""The generator `replayed`: the model follows an expert's trajectory from the data, as if it acted (UI-S1).
+"""The generator `replayed`: the model follows an expert's trajectory from the data (UI-S1).
 
-    observation 1 -> turn 1  ==  the expert's action  -> observation 2 after the model's own words -> turn 2 -> ...
+    observation 1 -> turn 1  ==  the expert's action  -> observation 2 after the model's turn -> turn 2 -> ...
                              !=  the expert's action  -> a patch: a new sequence, whose history has the expert's
                                                          action instead of the model's; without one, the end
 
-Each turn has reward 1 / steps if it matches, so the reward `environment` is the share of correct steps. A new
-history is a separate sequence of the sample: it is a prompt, and not trained.
+Each turn has the reward 1 / steps if it matches, so the reward `environment` is the share of correct steps. A patched
+history is the prompt of a new sequence of the sample, and therefore not trained.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ class ReplayedParams(Section):
     """rollout.generator_params of the generator `replayed`."""
 
     patches: Annotated[int, Field(ge=-1)] = 0
-    """Wrong turns that the expert's action takes the place of; after so many, one ends the response. -1: all."""
+    """Number of wrong turns that are replaced by the expert's action. The next wrong turn ends the response. -1: all
+    are replaced."""
     match: str | None = None
-    """`path/to/file.py:function` of (what was said, the expert's action), which gives a number: 1 or more
-    matches, less may be a part of the reward. Unset: the same text, but for white space and case."""
+    """`path/to/file.py:function` of (the model's text, the expert's action). It returns a number: 1 or more is a
+    match, less is a partial reward. Unset: a match is the same text except for white space and case."""
     steps: str = "steps"
-    """Key of the row's list of steps, each with an `observation` and an `action`."""
+    """Column with the list of steps, each with an `observation` and an `action`."""
     system: str = ""
-    """System message; none if it is empty."""
+    """System message; empty: none."""
 
 
 class ReplayedTurns:
-    """A generator (generator.py). Its state is in the sample's sequences and the row."""
+    """The generator `replayed`. Its state is in the sample's sequences and the row."""
 
     def __init__(
         self, config: Config, tokenizer: Tokenizer, generate_turn: GenerateTurn, params: ReplayedParams
@@ -62,7 +63,7 @@ class ReplayedTurns:
         )
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
-        """Follow the trajectory.
+        """Generate the turns of a trajectory.
 
         Raises:
             RowError: the row has no trajectory.
@@ -114,13 +115,17 @@ class ReplayedTurns:
     def _sequence(
         self, sample: Sample, number: int, messages: list[dict[str, Any]], prompt: Prompt
     ) -> TokenSequence:
-        """Return the sequence that starts with these messages: a new or a saved one."""
+        """Return the sequence that starts with these messages, a new or a saved one.
+
+        Raises:
+            ToolFailed: the saved sequence has another prompt.
+        """
         ids = self._rendering.prompt(messages, ())
         if number == len(sample.sequences):
             return sample.begin(ids, parent=number - 1)
         sequence = sample.sequences[number]
         if sequence.tokens and sequence.prompt_ids != ids:
-            raise ToolFailed("its row has changed since the start of the sample")
+            raise ToolFailed("the row of the sample has changed since its start")
         sequence.prompt_ids = ids
         if sequence is sample:
             sample.own_prompt = ids != prompt.ids
@@ -129,18 +134,22 @@ class ReplayedTurns:
     def _steps(self, prompt: Prompt) -> list[tuple[str, str]]:
         steps, location = prompt.entry.get(self._params.steps), prompt.location or f"prompt {prompt.index}"
         if not isinstance(steps, list) or not steps:
-            raise RowError(f"{location}: {self._params.steps} = {steps!r:.80}, expected a list of steps")
+            raise RowError(
+                f"{location}: {self._params.steps} = {steps!r:.80}, expected a non-empty list of steps"
+            )
         for step in steps:
             if not isinstance(step, Mapping) or not all(
                 isinstance(step.get(k), str) for k in ("observation", "action")
             ):
-                raise RowError(f"{location}: step {step!r:.80}, expected texts observation and action")
+                raise RowError(
+                    f"{location}: step {step!r:.80}, expected an object with the texts observation and action"
+                )
         return [(step["observation"], step["action"]) for step in steps]
 
     def _match_score(self, text: str, action: str) -> float:
         score = float(self._match(text, action))
         if not is_reward(score):
-            raise ToolFailed(f"{FIELD}.match gave {score}, expected a finite number")
+            raise ToolFailed(f"{FIELD}.match returned {score}, expected a finite number")
         return score
 
 
@@ -153,5 +162,5 @@ def replayed(
 ) -> ReplayedTurns:
     """Create the generator of `rollout.generator: replayed`."""
     if tokenizer is None:
-        raise UserError("rollout.generator = 'replayed': it needs a tokenizer")
+        raise UserError("rollout.generator = 'replayed': it requires a tokenizer")
     return ReplayedTurns(config, tokenizer, generate_turn, parse_params(FIELD, ReplayedParams, params))

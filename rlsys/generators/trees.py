@@ -1,12 +1,11 @@
-"""TreeGenerator: generators that generate the responses of a group together, as branches of a tree.
+"""TreeGenerator: base class of generators that generate the responses of a group as branches of a tree.
 
 The first sample of a group that runs grows the tree; the others wait for it. Every branch is a sample of the
-group: its tokens are saved as they arrive, and it continues with its seed after the tree. A pruned branch
-becomes an empty sample again, and its tokens are counted as discarded.
-
-After a restart a `resumable` generator continues to grow the tree from its saved branches. The top log-probs of
-saved tokens are lost, so no new branch forks there. Once a response has ended, or one was sampled from the
-prompt, the tree is complete. Other generators do not resume trees: their branches continue as they are.
+group. Its tokens are saved as they arrive, and after the tree it continues with its own seed. A pruned branch
+becomes an empty sample again, and its tokens are counted as discarded. After a restart, a `resumable` generator
+continues to grow the tree from its saved branches. The top log-probs of saved tokens are lost, so no new branch
+forks there. The tree is complete if a response has ended, or was sampled from the prompt. Other generators do
+not resume trees: each branch continues on its own.
 """
 
 from __future__ import annotations
@@ -27,38 +26,45 @@ from rlsys.router.router import EVALUATION
 
 
 class Family(Protocol):
-    """Interface of the samples around a tree, implemented by Streams."""
+    """Interface to the samples of a tree's group, implemented by Streams."""
 
     async def siblings(self, sample: Sample) -> Sequence[Sample]:
-        """Return all samples of its group in order, once all are present; none if some never will be."""
+        """Wait until all samples of the group are present, and return them in order; empty without a tree."""
 
     def growing(self, samples: Iterable[Sample]) -> AbstractContextManager[None]:
-        """Save the tokens of these samples while the context is active, whether they run on their own or not."""
+        """Save the tokens of these branches of a tree while the context is active."""
 
     def keep(self, samples: Iterable[Sample]) -> None:
-        """Save samples that were forked or truncated, before they get other tokens."""
+        """Save samples that were forked or truncated. Call before they get other tokens."""
 
 
 class Tree:
-    """The samples of one group, of which the first is the root. Owns the list of free ones."""
+    """The samples of one group; the first one is the root. Owns the list of free samples."""
 
     def __init__(self, samples: Sequence[Sample], generate: GenerateWithTopLogprobs, family: Family) -> None:
         self.root, self.size, self._generate, self._family = samples[0], len(samples), generate, family
         self.free = [s for s in samples[1:] if not s.tokens]
-        """Samples that are not a branch, in the order in which they become one."""
+        """Samples that are not branches, in the order in which they are used."""
         self.saved_branches = _saved_branches(samples)
         """(branch, source) from before a restart, in the order of their forks."""
         self._saved_tokens = {s.sample_id: s.tokens for s in samples}
-        """Sample id -> tokens from before a restart, which are kept even if sampled after the tree's end."""
+        """Sample id -> number of tokens from before a restart. They are kept even beyond the tree's end."""
         self._tops: dict[int, TopLogprobs] = {}
 
     async def grow(self, branches: Iterable[Sample], max_tokens: int, tops: int, *, greedy: bool) -> None:
-        """Grow each branch that has not ended, up to this many response tokens."""
+        """Generate tokens of branches that have not ended.
+
+        Args:
+            branches: the branches.
+            max_tokens: number of response tokens up to which they grow.
+            tops: number of most probable ids to record per token.
+            greedy: use the most probable ids instead of sampling.
+        """
 
         async def generate_turn(sample: Sample) -> None:
             top_logprobs = self._tops.setdefault(sample.sample_id, TopLogprobs(tops))
             await self._generate(sample, max_tokens, top_logprobs, greedy=greedy)
-            sample.status = Status.PARKED  # at once: the turn has ended, the sample has not
+            sample.status = Status.PARKED  # the turn has ended, the sample has not
 
         turns = [asyncio.ensure_future(generate_turn(s)) for s in branches if s.tokens < max_tokens]
         try:
@@ -70,19 +76,19 @@ class Tree:
             raise
 
     def tops(self, sample: Sample, at: int) -> list[tuple[float, int]]:
-        """Return (log-prob, id) of the most probable ids at token `at`; empty if unknown."""
+        """Return (log-prob, id) of the most probable ids at response token `at`; empty if unknown."""
         top_logprobs = self._tops.get(sample.sample_id)
         return top_logprobs.by_token.get(at, []) if top_logprobs else []
 
     def fork(self, source: Sample, at: int, forced: Forced) -> Sample:
-        """Create a branch."""
+        """Create a branch of `source` at response token `at`, which is `forced`. Requires a free sample."""
         branch = self.free.pop(0)
         fork(source, at, branch, forced)
-        self._family.keep([source, branch])  # a restart finds no branch longer than what it forks off
+        self._family.keep([source, branch])  # both, so that no saved branch is longer than its saved source
         return branch
 
     def truncate(self, sample: Sample, at: int) -> None:
-        """Truncate a branch before token `at`, but not before its saved tokens; an empty one is free again."""
+        """Truncate a branch before response token `at`. With `at` 0 it becomes free; otherwise saved tokens stay."""
         if not at:
             self._saved_tokens[sample.sample_id] = 0
         at = max(at, self._saved_tokens[sample.sample_id])
@@ -95,7 +101,7 @@ class Tree:
 
 
 def _saved_branches(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Return the branches with their sources. Forks at the same token are in the order of their sources."""
+    """Return (branch, source) in the order of the forks; forks at the same token in the order of their sources."""
     order, pairs = {samples[0].index: 0}, list[tuple[Sample, Sample]]()
     forks = [(s.fork.at, s.fork.source, s) for s in samples if s.fork is not None]
     for at in sorted({at for at, _, _ in forks}):
@@ -107,10 +113,10 @@ def _saved_branches(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
 
 
 class TreeGenerator:
-    """Base class. A subclass grows trees; in an evaluation each response is one turn."""
+    """Base class of generators that grow trees. In an evaluation each response is a single turn."""
 
     resumable = False
-    """`grow` supports a tree with saved branches (Tree.saved_branches), and determines its state from them."""
+    """Whether `grow` supports saved branches (Tree.saved_branches) and determines its state from them."""
 
     def __init__(self, generate_turn: GenerateTurn) -> None:
         self._generate_turn = generate_turn
@@ -118,20 +124,20 @@ class TreeGenerator:
         self._generate: GenerateWithTopLogprobs | None = None
         self._trees: dict[int, asyncio.Future[None]] = {}
         self.counts: dict[str, int] = {"tree_forks": 0, "tree_pruned": 0}
-        """Since this process started."""
+        """Counts since this process started."""
 
     def attach(self, family: Family, generate: GenerateWithTopLogprobs) -> None:
-        """Set the objects that run samples of the ledger."""
+        """Set the objects for samples of the ledger. Without them every response is a single turn."""
         self._family, self._generate = family, generate
 
     async def grow(self, tree: Tree) -> None:
-        """Grow the tree until its branches continue on their own."""
+        """Grow the tree. Afterwards each branch continues on its own."""
         raise NotImplementedError
 
     def _is_too_late(self, sample: Sample) -> bool:
-        """Return whether the sample shows that its group's tree is complete or cannot be resumed."""
-        branch = sample.index == 0 or sample.fork is not None
-        return sample.tokens > 0 and not (branch and self.resumable)
+        """Return whether the sample's tokens show that its group's tree is complete or cannot be resumed."""
+        is_branch = sample.index == 0 or sample.fork is not None
+        return sample.tokens > 0 and not (is_branch and self.resumable)
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
         if self._family is not None and self._generate is not None and sample.sample_id != EVALUATION:
@@ -139,7 +145,7 @@ class TreeGenerator:
         await self._generate_turn(sample)
 
     async def _wait_grown(self, sample: Sample, family: Family, generate: GenerateWithTopLogprobs) -> None:
-        """Wait until the tree of its group has been grown, and grow it if this is the first sample."""
+        """Wait until the tree of the sample's group is complete. The first sample of a group grows it."""
         samples = await family.siblings(sample)
         if (tree := self._trees.get(sample.group_id)) is not None:
             await asyncio.shield(tree)
@@ -156,18 +162,18 @@ class TreeGenerator:
 
 
 def untruncated_tokenizer(config: Config, tokenizer: Tokenizer | None, name: str) -> Tokenizer:
-    """Return the tokenizer, if the log-probs of branches are those that the run samples with.
+    """Return the tokenizer, after checking that the run samples from the model's unmodified distribution.
 
     Raises:
-        UserError: the run truncates the distribution, or there is no tokenizer.
+        UserError: the run changes the distribution, or there is no tokenizer.
     """
     if tokenizer is None:
-        raise UserError(f"rollout.generator = {name!r}: it needs a tokenizer")
+        raise UserError(f"rollout.generator = {name!r}: it requires a tokenizer")
     r = config.rollout
     if r.temperature != 1 or r.top_k is not None:
         raise UserError(
             f"rollout.generator = {name!r} with rollout.temperature = {r.temperature:g} and "
-            f"rollout.top_k = {r.top_k}: the log-probs of its branches are those at temperature 1 over all ids; "
-            "expected 1 and null"
+            f"rollout.top_k = {r.top_k}; expected 1 and null, because the log-probs of its branches are those of the "
+            "unmodified distribution"
         )
     return tokenizer

@@ -1,4 +1,4 @@
-"""Turns of the model: the functions that a generator calls to generate one."""
+"""Turns of the model: the functions that a generator calls to generate a turn."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class GenerateTurn(Protocol):
     """Generates one turn: adds tokens until the model stops or the budget ends, across all interruptions.
 
     Args:
-        max_tokens: limit of response tokens, including earlier turns; unset: the whole budget.
-        stop_texts: texts that end it, in addition to those of rollout.stop.
+        sample: the sequence.
+        max_tokens: largest number of response tokens, including earlier turns; None: the whole budget.
+        stop_texts: texts that end the turn, in addition to those of rollout.stop.
     """
 
     def __call__(
@@ -27,9 +28,13 @@ class GenerateTurn(Protocol):
 
 
 class GenerateWithTopLogprobs(Protocol):
-    """Generates like GenerateTurn, in training, up to `max_tokens`, and stores top log-probs in `tops`.
+    """Generates a turn like GenerateTurn, and stores top log-probs.
 
-    `greedy`: use the most probable ids instead of sampling; their `mu` is the log-prob at temperature 1.
+    Args:
+        sample: the sequence.
+        max_tokens: largest number of response tokens, including earlier turns.
+        tops: gets the top log-probs of the tokens.
+        greedy: use the most probable ids instead of sampling; `mu` is then the log-prob at temperature 1.
     """
 
     def __call__(
@@ -38,6 +43,7 @@ class GenerateWithTopLogprobs(Protocol):
 
 
 def top_logprob_turns(config: Config, router: Router) -> GenerateWithTopLogprobs:
+    """Return the function that generates turns with top log-probs, for samples of the ledger."""
     r = config.rollout
 
     async def generate(sample: TokenSequence, max_tokens: int, tops: TopLogprobs, *, greedy: bool) -> None:
@@ -49,7 +55,7 @@ def top_logprob_turns(config: Config, router: Router) -> GenerateWithTopLogprobs
 
 
 def sampling_turns(config: Config, router: Router, *, explorers: bool = False) -> GenerateTurn:
-    """Return the function for training: sampled turns in the ledger.
+    """Return the function that samples turns, for samples of the ledger.
 
     Args:
         explorers: use the engines for exploration, for samples outside the ledger.
@@ -72,14 +78,14 @@ def sampling_turns(config: Config, router: Router, *, explorers: bool = False) -
 
 
 def greedy_turns(config: Config, router: Engines) -> GenerateTurn:
-    """Return the function for evaluations: greedy turns outside the ledger."""
+    """Return the function that generates greedy turns outside the ledger, for evaluations."""
     return probing_turns(config, router, 0.0)
 
 
 def probing_turns(
     config: Config, router: Engines, temperature: float, truncation: Truncation | None = None
 ) -> GenerateTurn:
-    """Return the function for turns outside the ledger, each with its sample's seed; greedy at temperature 0."""
+    """Return the function that generates turns outside the ledger, with each sample's seed."""
 
     async def generate_turn(
         sample: TokenSequence, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
@@ -98,4 +104,5 @@ def probing_turns(
 
 
 def limit_tokens(budget: int, max_tokens: int | None) -> int:
+    """Return the smaller one of `budget` and `max_tokens`, which may be None."""
     return budget if max_tokens is None else min(budget, max_tokens)

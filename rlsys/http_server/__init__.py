@@ -1,1 +1,1 @@
-"""The HTTP server of every entry point: limits on connections, times and bodies, tokens, and errors as JSON."""
+"""HTTP server for all processes: limits on connections, times and bodies; tokens; errors as JSON."""

@@ -1,6 +1,6 @@
-"""Requests to other servers: straight to the address that is named, and answers of bounded length.
+"""Requests to other servers, without proxies and redirects, and with responses of bounded size.
 
-A proxy that the environment names would see prompts and keys, and so would the target of a redirect.
+A proxy of the environment, or the target of a redirect, would get prompts and keys.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import aiohttp
 
 
 class RedirectRefused(aiohttp.ClientError):
-    """A server sends its client to another address."""
+    """Raised when a server responds with a redirect."""
 
 
 class TooLong(aiohttp.ClientPayloadError):
-    """An answer with more bytes than its reader takes."""
+    """Raised for a response that is larger than its limit."""
 
 
 def direct_session(**options: Any) -> aiohttp.ClientSession:
-    """A session through no proxy. A redirect raises RedirectRefused, or is an answer to a request with
-    `allow_redirects=False`.
+    """Create a session without a proxy.
+
+    A redirect raises RedirectRefused; to a request with `allow_redirects=False` it is an ordinary response.
 
     Args:
-        options: of aiohttp.ClientSession.
+        options: options of aiohttp.ClientSession.
     """
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(_refuse)
@@ -32,7 +33,7 @@ def direct_session(**options: Any) -> aiohttp.ClientSession:
 
 async def _refuse(_: Any, __: Any, redirect: aiohttp.TraceRequestRedirectParams) -> None:
     location = redirect.response.headers.get("Location", "nowhere")[:200]
-    raise RedirectRefused(f"{redirect.url} redirects to {location}; name the address that answers")
+    raise RedirectRefused(f"{redirect.url} redirects to {location}; use the final URL")
 
 
 async def read_bounded(answer: aiohttp.ClientResponse, max_bytes: int) -> bytes:
@@ -46,5 +47,5 @@ async def read_bounded(answer: aiohttp.ClientResponse, max_bytes: int) -> bytes:
         body += part
         if len(body) > max_bytes:
             answer.close()
-            raise TooLong(f"{answer.url} answers with more than {max_bytes} bytes")
+            raise TooLong(f"{answer.url}: the response has more than {max_bytes} bytes")
     return bytes(body)

@@ -1,13 +1,12 @@
-"""Limits of the connections of an HTTP server, and of the time that a request may take.
+"""ConnectionLimiter: limits the connections of an HTTP server and the time that a request may take.
 
-A connection is waiting (for a request's head, or between two requests) or served. One that waits longer than
-`head_seconds` is closed, and so is one whose body does not come in time. At `connections` at once, or when few file
-descriptors are left, the one that has waited longest makes room for a new one, so that no client excludes others by
-opening connections and saying nothing; when all are being served, the new one is refused. One whose client does not
-take its answer also makes room, if that client has shown no token.
-
-A client without a token gets nothing more on a connection after a refusal, and only `requests` answers before: else
-the requests that it has sent in advance would use the event loop for as long as it likes.
+A connection is waiting (for a request's head, or between two requests) or served. A connection that waits longer than
+`head_seconds`, or whose body does not arrive in time, is closed. If there are `connections` connections, or few file
+descriptors are left, the connection that has waited longest is closed for a new one, so that no client can exclude
+others with idle connections. If all connections are being served, the new one is refused. A connection whose client
+does not read its response may also be closed for a new one, if the client has sent no token.
+A client without a token gets at most `requests` responses on a connection, and none after a refusal. Otherwise
+pipelined requests could occupy the event loop for an unlimited time.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ log = logging.getLogger("rlsys.http_server")
 
 
 class OncePerSecond(logging.Filter):
-    """Passes one record a second, so that no client can fill a disk with log lines."""
+    """Passes one log record per second, so that no client can fill a disk with log lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +47,7 @@ class OncePerSecond(logging.Filter):
 log.addFilter(OncePerSecond())
 
 _ERROR = {
-    "message": "as many clients are being served as this server takes",
+    "message": "the server has reached its limit of connections; try again later",
     "type": "server_error",
     "code": 503,
 }
@@ -60,14 +59,20 @@ _FULL = (
 
 
 _ENGINE_OPEN_PATHS = ("/health", "/ready", "/metrics")
-"""Starts of the paths that SGLang answers without a key (sglang/srt/utils/auth.py)."""
+"""Prefixes of the paths for which SGLang requires no key (sglang/srt/utils/auth.py)."""
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """connections: clients at once. body_bytes: of a request. head_seconds: for the lines of a request up to its
-    body, and for a part of an answer to be taken. body_seconds: for a body, and one more for each MiB of it.
-    requests: on a connection, of a client without a token."""
+    """Limits of an HTTP server.
+
+    Args:
+        connections: largest number of connections.
+        body_bytes: largest size of a request's body, in bytes.
+        head_seconds: time limit for the head of a request, and for reading a part of a response.
+        body_seconds: time limit for a body, plus one second per MiB of it.
+        requests: largest number of requests on a connection of a client without a token.
+    """
 
     connections: int = 1024
     body_bytes: int = 2**20
@@ -76,35 +81,35 @@ class ServerLimits:
     requests: int = 16
 
     def seconds_for(self, length: int | None) -> float:
-        """Return the seconds for a body of `length` bytes; None is a length that was not announced."""
+        """Return the time limit in seconds for a body of `length` bytes; None: unknown length."""
         size = self.body_bytes if length is None else min(length, self.body_bytes)
         return self.body_seconds + size / 2**20
 
 
 class ConnectionLimiter:
-    """Owns the connections of a server; belongs to one event loop."""
+    """Limits the connections of a server, which it owns. Belongs to one event loop."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
         self._max_connections = limits.connections
-        """Fewer while descriptors are scarce."""
+        """Current limit; it is lower while file descriptors are scarce."""
         self._waiting: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
-        """Waiting connections, the oldest first, and their timers."""
+        """Waiting connection -> its timer, the oldest first."""
         self._requests_in_progress: set[asyncio.BaseTransport] = set()
         self._peers: dict[Any, asyncio.BaseTransport] = {}
         """Address of the client -> connection."""
         self._answers: dict[asyncio.BaseTransport, int] = {}
-        """Connection -> answers to requests without a token."""
+        """Connection -> number of responses to requests without a token."""
         self.counts = dict.fromkeys(("refused", "evicted", "late_heads", "late_bodies"), 0)
-        """Connections since the start: refused because all were being served, closed to make room, closed because a
-        head or a body did not come in time."""
+        """Connections since the start: refused because all were being served, closed for a new one, closed because a
+        head or a body did not arrive in time."""
 
     def protocol(self, make: Callable[..., asyncio.Protocol]) -> Callable[..., asyncio.Protocol]:
-        """Return a protocol factory for `loop.create_server`: the protocols of `make`, behind this limiter."""
+        """Return a protocol factory for `loop.create_server`: protocols of `make` with this limiter."""
         return lambda *args, **kwargs: _Gate(self, make(*args, **kwargs))
 
     def asgi(self, app: AsgiApp) -> AsgiApp:
-        """The outermost application of a server whose protocol is behind this limiter."""
+        """Return an ASGI application that applies the limits of this limiter to `app`."""
 
         async def limited(scope: Scope, receive: Any, send: Any) -> None:
             transport = self._peers.get(tuple(scope.get("client") or ()))
@@ -143,7 +148,7 @@ class ConnectionLimiter:
         return limited
 
     def admit(self, transport: asyncio.BaseTransport) -> bool:
-        """Return whether a new connection may stay; it then waits."""
+        """Return whether a new connection is accepted. It then counts as waiting."""
         open_connections = len(self._waiting) + len(self._requests_in_progress)
         connection = transport.get_extra_info("socket")
         if connection is not None and not descriptors_left(connection.fileno()):
@@ -151,7 +156,7 @@ class ConnectionLimiter:
         elif open_connections < self._max_connections // 2:
             self._max_connections = self.limits.connections
         if open_connections >= self._max_connections:
-            idle = next((t for t in self._waiting if not _unread(t)), None)
+            idle = next((t for t in self._waiting if not _unsent_bytes(t)), None)
             idle = idle or next((t for t in self._waiting if t in self._answers), None)
             if idle is None:
                 self._count("refused")
@@ -170,18 +175,18 @@ class ConnectionLimiter:
             self._requests_in_progress.add(transport)
 
     def end(self, transport: asyncio.BaseTransport | None) -> None:
-        """Record that a request is answered; the client may send another one."""
+        """Record that a request was answered. The client may send another one."""
         if transport in self._requests_in_progress:
             self._requests_in_progress.discard(transport)
             self._wait(transport)
 
     def is_last(self, transport: asyncio.BaseTransport, status: int, *, authorized: bool) -> bool:
-        """Count an answer that begins; return whether the connection has to end with it.
+        """Count a response, and return whether the connection must be closed after it.
 
         Args:
             transport: The connection.
-            status: Of the answer, in HTTP.
-            authorized: Whether the request carries a token of this server.
+            status: HTTP status of the response.
+            authorized: Whether the request has a token of this server.
         """
         if authorized:
             return False
@@ -189,7 +194,7 @@ class ConnectionLimiter:
         return status >= 400 or self._answers[transport] >= self.limits.requests
 
     def late_body(self, transport: asyncio.BaseTransport | None) -> None:
-        """Close a connection whose body has not arrived in time."""
+        """Count a body that did not arrive in time, and close the connection, if there is one."""
         self._count("late_bodies")
         if transport is not None:
             self._close(transport)
@@ -208,8 +213,8 @@ class ConnectionLimiter:
         self._waiting[transport] = loop.call_later(self.limits.head_seconds, self._expire, transport, -1)
 
     def _expire(self, transport: asyncio.BaseTransport, previous_bytes: int) -> None:
-        """An answer that is still being read, however slowly, is no waiting."""
-        unsent_bytes = _unread(transport)
+        """Close a connection that has waited too long, unless its client is still reading a response."""
+        unsent_bytes = _unsent_bytes(transport)
         if unsent_bytes and unsent_bytes != previous_bytes:
             loop = asyncio.get_running_loop()
             timer = loop.call_later(self.limits.head_seconds, self._expire, transport, unsent_bytes)
@@ -228,14 +233,14 @@ class ConnectionLimiter:
         log.warning("connections since the start: %s", self.counts)
 
 
-def _unread(transport: asyncio.BaseTransport) -> int:
-    """Bytes of an answer that the client has not taken yet."""
+def _unsent_bytes(transport: asyncio.BaseTransport) -> int:
+    """Return the number of bytes of a response that the client has not read yet."""
     assert isinstance(transport, asyncio.WriteTransport)
     return transport.get_write_buffer_size()
 
 
 class _Gate(asyncio.Protocol):
-    """Passes everything on to the protocol behind it, if the limiter admits the connection."""
+    """Forwards all events to an inner protocol if the limiter accepts the connection."""
 
     def __init__(self, limiter: ConnectionLimiter, inner: asyncio.Protocol) -> None:
         self._limiter = limiter

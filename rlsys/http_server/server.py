@@ -3,8 +3,8 @@
     app = guarded_app(routes, limits, error_json)
     async with serving(app, "127.0.0.1", 0) as url: ...
 
-Connections, heads and bodies have limits (connections.py). An error of a handler becomes an answer in the form of the
-API. A server raises the soft limit of file descriptors first.
+Connections, heads and bodies have limits (connections.py). An error of a handler becomes a response in the format of
+the API. A server first raises the soft limit of file descriptors.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from rlsys.http_server.connections import ConnectionLimiter, OncePerSecond, Serv
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ErrorForm = Callable[[int, str], web.Response]
-"""(status, message) -> the answer, in the form of an API."""
+"""(status, message) -> response in the format of an API."""
 Statuses = Mapping[type[Exception], int]
 
 LIMITER = web.AppKey("limiter", ConnectionLimiter)
 AUTHORIZED = web.RequestKey("authorized", bool)
-"""Set for a request that carries a token, or comes from this process' user."""
+"""Set for a request that has a token, or comes from the user of this process."""
 BACKLOG = 1024
 _ACCEPTS = 1
-"""Connections that asyncio accepts before it lets the limiter look at them: its name for this is backlog."""
+"""Number of connections that asyncio accepts before it calls the limiter. asyncio names it backlog."""
 _STATUSES: Statuses = {UserError: 400, RunError: 500, RlsysError: 500}
 
 LONGEST_ERROR = 300
-"""Characters of a request's error in a log."""
+"""Largest length of a request's error in a log, in characters."""
 
 
 def _shorten_error(record: logging.LogRecord) -> bool:
-    """Make one short line of a request that is no HTTP, or whose client is gone: else a log holds its bytes."""
+    """Shorten the log record of a malformed request or a lost connection to one line, without the request's bytes."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError | ConnectionError):
         message = shorten(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST_ERROR)
@@ -65,7 +65,7 @@ log.addFilter(_shorten_error)
 
 
 class Refusal(Exception):
-    """A request that is not served. `status`: of HTTP."""
+    """Raised for a request that is refused. `status`: the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -73,12 +73,12 @@ class Refusal(Exception):
 
 
 def error_json(status: int, message: str) -> web.Response:
-    """{"error": MESSAGE}"""
+    """Return an error response with the body {"error": MESSAGE}."""
     return web.json_response({"error": message}, status=status)
 
 
 def error_text(status: int, message: str) -> web.Response:
-    """The message alone."""
+    """Return an error response whose body is the message."""
     return web.Response(status=status, text=message)
 
 
@@ -90,16 +90,18 @@ def guarded_app(
     admit: Callable[[web.Request], None] = lambda _: None,
     observe: Callable[[web.Request, int, float], None] = lambda *_: None,
 ) -> web.Application:
-    """Make an application whose errors are answered in one form.
+    """Create an application with limits, and with one format of error responses.
 
     Args:
-        routes: of aiohttp.
-        limits: of its connections and bodies.
-        form: makes the answer to an error.
-        statuses: HTTP status of exceptions beside UserError (400) and RunError (500); the nearest class counts.
-        admit: raises Refusal for a request of somebody who may not ask. It runs before any of the body is read. It
-            sets AUTHORIZED for who has a token: others get few answers on a connection, and none after a refusal.
-        observe: is given each request, the status of its answer, and the seconds until its end.
+        routes: routes of aiohttp.
+        limits: limits of connections and bodies.
+        form: creates an error response.
+        statuses: exception -> HTTP status, in addition to UserError (400) and RunError (500). The nearest base class
+            counts.
+        admit: raises Refusal if the client lacks the permission. It runs before the body is read. It sets
+            AUTHORIZED for clients with a token; others get few responses on a connection, and none after a
+            refusal.
+        observe: called with each request, the status of its response, and its duration in seconds.
     """
     limiter = ConnectionLimiter(limits)
     all_statuses = {**_STATUSES, **(statuses or {})}
@@ -117,7 +119,7 @@ def guarded_app(
             return response
         finally:
             timer.cancel()
-            if request.content.exception() is not None:  # the rest is not read
+            if request.content.exception() is not None:  # the rest of the body is not read
                 request.content.feed_eof()
                 request.protocol.close()
             limiter.end(request.transport)
@@ -127,12 +129,14 @@ def guarded_app(
         try:
             admit(request)
             if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-                raise Refusal(415, "Content-Encoding: this server reads no compressed bodies")
+                raise Refusal(
+                    415, "Content-Encoding: expected identity, because compressed bodies are not supported"
+                )
             return await handler(request)
         except Refusal as e:
             return form(e.status, str(e))
         except web.HTTPRequestEntityTooLarge:
-            return form(413, f"the body is larger than {limits.body_bytes} bytes")
+            return form(413, f"the body is too large, expected at most {limits.body_bytes} bytes")
         except web.RequestPayloadError as e:
             return form(400, f"the body cannot be read: {' '.join(str(e).split())}")
         except web.HTTPException as e:
@@ -160,12 +164,12 @@ def guarded_app(
 
 
 def _end_body(limiter: ConnectionLimiter, request: web.Request) -> None:
-    """The time for a body is up: who reads it gets 408."""
+    """End the time for a body: if it is incomplete, its reader gets an error with status 408."""
     if not request.content.is_eof():
         seconds = limiter.limits.seconds_for(request.content_length)
         limiter.late_body(None)
         request.content.set_exception(
-            web.HTTPRequestTimeout(text=f"the body did not come within {seconds:.0f} s")
+            web.HTTPRequestTimeout(text=f"the body did not arrive within {seconds:.0f} s")
         )
 
 
@@ -179,20 +183,21 @@ async def serving(
     shutdown_seconds: float = 0.0,
     cancel_handlers: bool = False,
 ) -> AsyncIterator[str]:
-    """Listen until the block ends.
+    """Listen while the context is active.
 
     Args:
-        app: of `guarded_app`.
-        host: an address or a name; a path: a Unix socket there.
-        port: 0 takes a free one.
-        field: what says the port, for messages.
-        shutdown_seconds: how long requests under way may take at the end.
-        cancel_handlers: a handler is cancelled when its client is gone.
+        app: an application of `guarded_app`.
+        host: address or host name; a path: path of a Unix socket.
+        port: the port; 0: a free port.
+        field: name of the option or field of the port, for messages.
+        shutdown_seconds: seconds that running requests may take at the end.
+        cancel_handlers: whether a handler is cancelled when its client disconnects.
 
-    Returns: the address, `http://HOST:PORT`; of a Unix socket its path.
+    Yields:
+        the URL, `http://HOST:PORT`; for a Unix socket its path.
 
     Raises:
-        UserError: the port is in use, or there is no such host.
+        UserError: the port is in use, or the host does not exist.
     """
     raise_soft_limit()
     runner = web.AppRunner(
@@ -201,7 +206,7 @@ async def serving(
         shutdown_timeout=shutdown_seconds,
         access_log=None,
         logger=log,
-        auto_decompress=False,  # also for an unread body: 1 MiB would keep the event loop busy for seconds
+        auto_decompress=False,  # even an unread body of 1 MiB would block the event loop for seconds
     )
     await runner.setup()
     server = None
@@ -234,11 +239,11 @@ async def _listen(
 ) -> asyncio.Server:
     try:
         return await loop.create_server(protocol, host, port, backlog=_ACCEPTS, reuse_address=True)
-    except UnicodeError:  # of a name that DNS cannot have
+    except UnicodeError:  # not a valid DNS name
         raise UserError(f"--host {host[:200]}: not a host name or address") from None
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
-            raise UserError(f"{field} {port}: in use on {host}; 0 finds a free one") from None
+            raise UserError(f"{field} {port}: the port is in use on {host}; 0 selects a free one") from None
         raise UserError(f"--host {host[:200]} {field} {port}: {e.strerror or e}") from None
 
 
@@ -266,34 +271,37 @@ def serving_in_thread(app: web.Application, host: str, port: int, field: str) ->
 
 
 async def read_json(request: web.Request, *, strict: bool = True) -> Any:
-    """The body as JSON. Raises Refusal (400) for anything else, and for what is nested deeper than Python's stack.
+    """Return the body as JSON.
 
     Args:
-        strict: refuse NaN, Infinity and lone surrogates, which Python's json writes.
+        request: the request.
+        strict: refuse NaN, Infinity and lone surrogates, which Python's json module generates.
+
+    Raises:
+        Refusal: the body is not JSON, or nested too deeply (400).
     """
     body = await request.read()
     try:
         return msgspec.json.decode(body) if strict else load_json(body)
     except ValueError as e:
-        raise Refusal(400, f"the body is no JSON: {e}") from None
+        raise Refusal(400, f"the body is not JSON: {e}") from None
     except RecursionError:
-        raise Refusal(400, "the body is no JSON: it is nested too deeply") from None
+        raise Refusal(400, "the body is not JSON: it is nested too deeply") from None
 
 
 def user_of_client(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """The id of the user who owns the other end of a TCP connection over IPv4 within this machine, as the kernel
-    says; None: it does not say.
+    """Return the user id of the client of a TCP connection over IPv4 within this machine; None if unknown.
 
     Args:
-        client: address and port from which the connection comes.
-        server: address and port to which it goes.
+        client: address and port of the client.
+        server: address and port of the server.
     """
 
-    def coded(address: tuple[str, int]) -> str:
+    def encode(address: tuple[str, int]) -> str:
         number = int.from_bytes(socket.inet_aton(address[0]), sys.byteorder)
         return f"{number:08X}:{address[1]:04X}"
 
-    ends = coded(client), coded(server)
+    ends = encode(client), encode(server)
     with contextlib.suppress(OSError, ValueError), Path("/proc/net/tcp").open() as table:
         for line in table:
             _, local, remote, _, _, _, _, user, *_ = [*line.split(), *[""] * 8]
@@ -303,11 +311,15 @@ def user_of_client(client: tuple[str, int], server: tuple[str, int]) -> int | No
 
 
 async def check_same_user(request: web.Request) -> None:
-    """Raises Refusal (403) for a client on this machine of another user than this process'."""
+    """Check that the client is a process of the same user on this machine.
+
+    Raises:
+        Refusal: it is not (403).
+    """
     assert request.transport is not None
     ends = [request.transport.get_extra_info(name) for name in ("peername", "sockname")]
     if await asyncio.to_thread(user_of_client, *ends) != os.geteuid():
-        raise Refusal(403, f"{request.path[:200]}: for the user of this server only")
+        raise Refusal(403, f"{request.path[:200]}: only the user of this server may send this request")
     request[AUTHORIZED] = True
 
 
@@ -318,10 +330,10 @@ def bearer_token(request: web.Request) -> str:
 
 
 def api_key(request: web.Request) -> str:
-    """Return the key from either header in which stock clients send it, or an empty string."""
+    """Return the key from the header x-api-key or Authorization, or an empty string."""
     return request.headers.get("x-api-key", "").strip() or bearer_token(request)
 
 
 def same_secret(candidate: str, secret: str) -> bool:
-    """Compare in constant time."""
+    """Return whether both texts are equal, in constant time."""
     return hmac.compare_digest(candidate.encode(errors="replace"), secret.encode())

@@ -48,7 +48,7 @@ def read_arguments(
 
     Args:
         text: a script or a command line.
-        path: file of the script; None for a text that is no file.
+        path: file of the script; None for a text that is not a file.
         program_index: index of the training program in an argument list; -1 if it starts none.
         program: what the message about a missing training command expects.
         arguments, variables, gpus: those of `run_script`.
@@ -94,7 +94,7 @@ def _split(text: str, variables: Mapping[str, str]) -> list[list[str]]:
     """Split a command line as a shell does; expansions other than of `variables` become markers.
 
     Raises:
-        UserError: it is no command line.
+        UserError: it is not a command line.
     """
     if "\0" in text:  # /proc/PID/cmdline
         return [text.strip("\0").split("\0")]

@@ -300,7 +300,7 @@ def open_file(path: str | Path, flags: int = 0, folder: int | None = None) -> Bi
         folder: descriptor of the folder that `path` is relative to.
 
     Raises:
-        OSError: it cannot be read, or is no regular file: a FIFO, a device.
+        OSError: it cannot be read, or is not a regular file: a FIFO, a device.
     """
     descriptor = os.open(path, flags | os.O_RDONLY | os.O_NONBLOCK, dir_fd=folder)
     mode = os.fstat(descriptor).st_mode

@@ -130,7 +130,7 @@ def set_parallel(draft: Draft, s: Sizes, names: dict[str, tuple[str, ...]]) -> i
         s.ep = fitting
     if world % (s.tp * s.pp * s.cp) and not any(draft.is_unresolved(name) for name in settings_of(*layout)):
         draft.warnings.append(
-            f"{world} GPUs are no multiple of tp {s.tp} x pp {s.pp} x cp {s.cp}; parallel.dp = {dp}"
+            f"{world} GPUs are not a multiple of tp {s.tp} x pp {s.pp} x cp {s.cp}; parallel.dp = {dp}"
         )
     for figure in ("tp", "pp", "cp", "vpp", "ep"):
         if (
@@ -196,7 +196,7 @@ def set_steps(draft: Draft, name: str, epochs: str, default_epochs: int) -> None
 
 
 def omit_offload(draft: Draft) -> None:
-    """Leave out trainer.offload_optimizer, which the config refuses beside a loss of multi-token prediction."""
+    """Remove trainer.offload_optimizer, which the config rejects together with trainer.mtp_loss."""
     if draft.config["trainer"].pop("offload_optimizer", None):
         draft.mapped = [row for row in draft.mapped if not row.result.startswith("trainer.offload_optimizer")]
         draft.warnings.append(
@@ -211,7 +211,7 @@ def set_warm_up(draft: Draft, name: str, updates: int) -> None:
         draft.set_field("trainer.warmup_steps", -(-count // updates), name)
         if count % updates:
             draft.warnings.append(
-                f"trainer.warmup_steps: {count} updates are no multiple of a step's {updates}"
+                f"trainer.warmup_steps: {count} updates are not a multiple of a step's {updates}"
             )
 
 

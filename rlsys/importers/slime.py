@@ -32,7 +32,7 @@ from rlsys.importers.sizes import (
 
 SLIME = {
     "--hf-checkpoint": "model.path",
-    "--load": "run.dir: the same command with the same folder goes on",
+    "--load": "run.dir: the same command with the same folder resumes",
     "--save": "run.dir",
     "--save-interval": "trainer.checkpoint_every",
     "--prompt-data": "data.params.path, with data.source=jsonl",
@@ -134,7 +134,7 @@ FLAGS = (
     "--use-dynamic-batch-size", "--balance-data", "--sequence-parallel", "--use-wandb", "--swiglu",
     "--group-query-attention",
 )  # fmt: skip
-"""Options that take no value: a word behind one is no part of it."""
+"""Options that take no value: a word after one is not its value."""
 SEVERAL = ("--eval-prompt-data", "--rollout-stop", "--rollout-stop-token-ids", "--sglang-cuda-graph-bs")
 """Options that take several words."""
 SFT_DEFAULTS = (
@@ -167,7 +167,7 @@ DEFAULTS = (
     (r"^--moe-token-drop-policy$", None, "no token is dropped"),
     (r"^--(ref-load|megatron-to-hf-mode|no-save|no-load-|finetune$|ckpt-format|async-save|no-save-)",
      None, "one folder starts the run: model.path; the reference is its first weights"),
-    (r"^--load$", None, "the same command with the same run.dir goes on"),
+    (r"^--load$", None, "the same command with the same run.dir resumes"),
     (r"^--(use-dynamic-batch-size|micro-batch-size|log-probs-max-tokens|data-pad-size)",
      None, "micro-batches are packed to trainer.token_budget"),
     (r"^--(accumulate-allreduce-grads-in-fp32|attention-softmax-in-fp32|sequence-parallel|bf16|loss-mask-type)$",
@@ -558,7 +558,7 @@ def _algorithm(d: Draft) -> None:
     estimator = d.text("--advantage-estimator", "grpo")
     advantage_name = ADVANTAGES.get(estimator)
     if advantage_name is None:
-        d.reject("--advantage-estimator", "not here by this name (rlsys algo list)")
+        d.reject("--advantage-estimator", "not supported by this name (rlsys algo list)")
         advantage_name = "grpo"
     if advantage_name == "grpo" and d.flag("--disable-grpo-std-normalization"):
         advantage_name = "dr_grpo"
@@ -589,7 +589,7 @@ def _algorithm(d: Draft) -> None:
         of_loss += ["--kl-loss-coef", "--kl-loss-type"]
         kind = d.text("--kl-loss-type", "k1")
         if kind not in KL_KINDS:
-            d.reject("--kl-loss-type", f"{', '.join(KL_KINDS)} are here")
+            d.reject("--kl-loss-type", f"expected one of {', '.join(KL_KINDS)}")
         if beta := d.number("--kl-loss-coef", 0):
             term = {"name": "kl", "beta": beta, "kind": KL_KINDS.get(kind, "k3")}
             terms.append(term | ({"cap": None} if kind == "k3" else {}))
@@ -653,7 +653,7 @@ def _mis(d: Draft) -> list[dict[str, Any]]:
         "mask": {"name": "icepop", "low": low, "high": high},
     }.get(mode, {})
     if not weight:
-        d.reject("--tis-mode", "truncate, clip and mask are here")
+        d.reject("--tis-mode", "expected truncate, clip or mask")
         return []
     corrections = [
         weight | ({} if level == "token" else {"level": level}) | ({"normalise": True} if normalises else {})
@@ -679,7 +679,7 @@ def _trainer(d: Draft, section: str = "trainer") -> None:
         d.set_field("trainer.warmup_steps", d.integer("--lr-warmup-iters", 0), "--lr-warmup-iters")
     style = d.text("--lr-decay-style", "linear")
     if style not in ("constant", "linear", "cosine"):
-        d.reject("--lr-decay-style", "constant, linear and cosine are here")
+        d.reject("--lr-decay-style", "expected constant, linear or cosine")
     d.set_field(f"{section}.schedule", style, "--lr-decay-style")
     if lr and ((min_lr := d.number("--min-lr", 0.0)) or section == "sft"):
         d.set_field(f"{section}.lr_end", min(1.0, min_lr / lr), "--min-lr", "--lr")
@@ -692,7 +692,7 @@ def _trainer(d: Draft, section: str = "trainer") -> None:
         recomputed = parts.get(d.text("--recompute-granularity"), [])
         d.set_field("trainer.recompute", recomputed, "--recompute-granularity")
     if (optimizer := d.text("--optimizer", "adam")) not in OPTIMIZERS:
-        d.reject("--optimizer", f"{' and '.join(OPTIMIZERS)} are here")
+        d.reject("--optimizer", f"expected {' or '.join(OPTIMIZERS)}")
     d.set_field("trainer.optimizer", OPTIMIZERS.get(optimizer, "adamw"), "--optimizer")
     if d.is_present("--fp8-recipe") or d.is_present("--fp8-format"):
         if d.text("--fp8-recipe", "delayed") != "blockwise" or d.text("--fp8-format", "e4m3") != "e4m3":

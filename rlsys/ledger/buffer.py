@@ -1,4 +1,4 @@
-"""RolloutBuffer: the state of every group that was ever issued, and its only owner.
+"""RolloutBuffer: owns the state of every group that was ever issued.
 
     ACTIVE --finish--> READY --take--> TRAINED --restore (only what a lost trainer took)--> READY, reserved
        |                 |
@@ -11,9 +11,9 @@ Invariants, true after every method and therefore at every commit:
 - a weight version is handed out once, whatever crashes (versions.py).
 
 Methods write into one open transaction; `flush` commits it. A caller that reports a change to another process
-flushes first, so a crash undoes only changes that no other process has seen. NOT guaranteed: tokens that the
-router appended to a sample since its last `save`, at most rollout.flush_tokens over all samples (the runner
-enforces this); after a restart they are sampled again with the same seed.
+flushes first, so a crash undoes only changes that no other process has seen. NOT guaranteed: a crash loses the tokens
+that the router appended to a sample since its last `save`, at most rollout.flush_tokens over all samples (the runner
+enforces this). After a restart they are sampled again with the same seed.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ T = TypeVar("T")
 class RolloutBuffer:
     """The durable state of all groups and samples of a run.
 
-    `groups` holds the live ones by id: ACTIVE, and READY that no step has taken yet. A trained group leaves
-    memory; `read_step` reads its rows back, and `load` the tokens.
+    `groups` has the live groups by id: those that are ACTIVE, and those that are READY and that no step has taken. A
+    trained group leaves memory; `read_step` reads its rows from the file, and `load` its tokens.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class RolloutBuffer:
         owner: Owner | None = None,
         holds_tokens: bool = True,
     ) -> None:
-        """Open `path`, or create it.
+        """Open the ledger, or create it.
 
         Args:
             path: the ledger's file.
-            identity: hash of the config that determines the rollouts; another run's file is refused.
-            largest_group: upper bound of the samples of a group.
+            identity: hash of the config fields that determine rollouts; a file with another identity is refused.
+            largest_group: largest number of samples of a group.
             owner: see StoreWriter.
             holds_tokens: whether live samples hold their tokens in this process; otherwise workers do.
 
@@ -84,7 +84,9 @@ class RolloutBuffer:
         self.groups: dict[int, SampleGroup] = {}
         self.counts: Counter[GroupState] = Counter()
         """Groups in each state."""
-        self._ready: list[int] = []  # ids in the order of completion; reserved ones are not in it
+        self._ready: list[
+            int
+        ] = []  # ids in the order of completion, without groups that are reserved for a step
         self._sample_rows = SampleRows(self._file)
         try:
             self.versions = WeightVersions(self._file)
@@ -153,12 +155,14 @@ class RolloutBuffer:
         prompt_ids: Sequence[int] | None = None,
         prefixes: Sequence[Prefix] = (),
     ) -> list[Sample]:
-        """Add samples to an ACTIVE group, one per seed, and save the samples it has.
+        """Add samples to an ACTIVE group, and save its other samples.
 
         Args:
-            prompt_ids: the prompt of the new samples if it is not the group's; they are trained on the group's
-                prompt.
-            prefixes: the tokens that each new sample starts with.
+            group: the group.
+            seeds: seed of each new sample.
+            prompt_ids: prompt under which the new samples are generated, if it differs from the group's; they are
+                trained under the group's prompt.
+            prefixes: tokens that each new sample starts with.
         """
         group_prompt = next(
             (s.prompt_ids for s in group.samples if not s.own_prompt), group.samples[0].prompt_ids
@@ -168,9 +172,9 @@ class RolloutBuffer:
         if prompt_ids is not None:
             for sample in samples:
                 sample.trained_prompt = group_prompt
-        for sample, (index, at, ids) in zip(samples, map(astuple, prefixes), strict=False):
+        for sample, (index, length, ids) in zip(samples, map(astuple, prefixes), strict=False):
             (source,) = self.load([group.samples[index]])
-            fork(source, at, sample, inserted=ids)
+            fork(source, length, sample, inserted=ids)
         size = len(group.samples) + len(samples)
         with self._file.writing():
             self._sample_rows.write(group.samples)
@@ -180,11 +184,12 @@ class RolloutBuffer:
         return samples
 
     def _new_samples(self, group: SampleGroup, prompt_ids: list[int], seeds: Sequence[int]) -> list[Sample]:
-        """Create samples whose ids leave room for the largest possible group."""
+        """Create samples. Each group has `largest_group` consecutive sample ids."""
         existing = len(group.samples)
         if not 0 < len(seeds) <= self._largest_group - existing:
             raise ValueError(
-                f"{len(seeds)} seeds for a group that has {existing} of at most {self._largest_group} samples"
+                f"{len(seeds)} seeds for group {group.group_id}, which has {existing} samples: expected at most "
+                f"{self._largest_group} samples"
             )
         first = group.group_id * self._largest_group
         return [
@@ -192,7 +197,7 @@ class RolloutBuffer:
         ]
 
     def save(self, samples: Iterable[Sample]) -> None:
-        """Make the tokens and the status of samples of ACTIVE groups durable (with the next flush)."""
+        """Write the tokens and the status of samples of ACTIVE groups; the next flush makes them durable."""
         with self._file.writing():
             self._sample_rows.write(self._active(samples))
 
@@ -204,13 +209,17 @@ class RolloutBuffer:
             )
 
     def _active(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Return the samples as a list. Raises RunError if the group of one is not active."""
+        """Return the samples as a list.
+
+        Raises:
+            RunError: a sample belongs to a group that is not active.
+        """
         active = list(samples)
         for sample in active:
             group = self.groups.get(sample.group_id)
             if group is None or group.state is not GroupState.ACTIVE:
                 raise RunError(
-                    f"sample {sample.sample_id} of group {sample.group_id}: its group is not active"
+                    f"cannot save sample {sample.sample_id}: its group {sample.group_id} is not active"
                 )
         return active
 
@@ -227,14 +236,14 @@ class RolloutBuffer:
         """Store the trainer's log-probs of tokens of live samples.
 
         Raises:
-            RunError: a sample is not live, or the range of tokens does not continue its scores.
+            RunError: a sample is not live, or has log-probs of these tokens already.
         """
         with self._file.writing():
             for scored in scores:
                 group = self.groups.get(scored.sample_id // self._largest_group)
                 if group is None:
                     raise RunError(
-                        f"sample {scored.sample_id}: the trainer scored it, but its group is no longer live"
+                        f"the trainer sent log-probs of sample {scored.sample_id}, whose group is no longer live"
                     )
                 sample = group.samples[scored.sample_id % self._largest_group]
                 self._sample_rows.write_scores(sample.sequences[scored.sequence], scored)
@@ -262,22 +271,22 @@ class RolloutBuffer:
                 self._drop(group)
 
     def ready(self) -> list[SampleGroup]:
-        """READY groups that no step has taken yet, in the order of completion."""
+        """Return the READY groups that no step has taken, in the order of completion."""
         return [self.groups[g] for g in self._ready]
 
     def active(self) -> list[SampleGroup]:
-        """ACTIVE groups, the oldest first."""
+        """Return the ACTIVE groups, oldest first."""
         return [g for g in self.groups.values() if g.state is GroupState.ACTIVE]
 
     def note(self, key: str) -> str | None:
-        """Return the value stored last by `set_note`, None if there is none."""
+        """Return the value that `set_note` stored last, or None."""
         row = self.read(
             lambda db: db.execute("SELECT value FROM meta WHERE key = ?", (f"note.{key}",)).fetchone()
         )
         return None if row is None else str(row[0])
 
     def set_note(self, key: str, value: str) -> None:
-        """Store state of another component, in the same transaction as the changes that depend on it."""
+        """Store the state of another component in the open transaction, with the changes that depend on it."""
         with self._file.writing():
             self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"note.{key}", value))
 
@@ -294,15 +303,17 @@ class RolloutBuffer:
             parts: ids of those groups that the trainer received before the take, by portion.
 
         Raises:
-            RunError: the steps are not in order, or the groups lack one that is in training.
+            RunError: the step is not the next one, or `groups` lacks a group of `parts`.
         """
         if train_step != self._last_taken + 1:
             raise RunError(
-                f"train step {train_step} cannot take groups: the last step that did is {self._last_taken}"
+                f"train step {train_step} cannot take groups: expected step {self._last_taken + 1}"
             )
         ids = [g.group_id for g in groups]
         if missing := {i for part in parts for i in part} - set(ids):
-            raise RunError(f"train step {train_step} leaves out groups that are in training: {missing}")
+            raise RunError(
+                f"train step {train_step} does not take the groups {sorted(missing)}, which the trainer already has"
+            )
         with self._file.writing():
             row = (train_step, self.versions.newest, json.dumps(ids), json.dumps(parts))
             self._db.execute("INSERT INTO takes VALUES (?, ?, ?, ?)", row)
@@ -312,19 +323,21 @@ class RolloutBuffer:
         self._last_taken = train_step
 
     def read_step(self, train_step: int) -> tuple[int, list[SampleGroup]]:
-        """Read a step from the journal; its groups that `restore` returned to READY become TRAINED again.
+        """Read a step from the journal. Those of its groups that `restore` returned to READY become TRAINED again.
 
         Returns:
-            the weight version, and the groups by id without their tokens (see `load`). A caller that passes
-                their
-            location to another process flushes first.
+            the weight version, and the groups by id without their tokens (see `load`). A caller that passes the
+            groups
+                to another process flushes first.
         """
         query = "SELECT weight_version, group_ids FROM takes WHERE train_step = ?"
         with self._file.writing():
             version, ids = self._db.execute(query, (train_step,)).fetchone()
             groups = read_groups(self._db, "train_step = ?", train_step)
             if [g.group_id for g in groups] != sorted(json.loads(ids)):
-                raise RunError(f"train step {train_step}: journal and groups disagree: {ids}")
+                raise RunError(
+                    f"train step {train_step}: the journal has the groups {ids}, but the table of groups has others"
+                )
             for group in groups:
                 if group.state is GroupState.READY:
                     self._move(group, GroupState.TRAINED, train_step)
@@ -344,29 +357,29 @@ class RolloutBuffer:
         return self.read(lambda db: read_groups(db, f"group_id IN ({ids})"))
 
     def parts(self, train_step: int) -> list[list[int]]:
-        """Return the group ids of the portions in which a step of the journal started."""
+        """Return the group ids of the portions that the trainer received before it took the step."""
         query = "SELECT parts FROM takes WHERE train_step = ?"
         row = self.read(lambda db: db.execute(query, (train_step,)).fetchone())
         return [list(part) for part in json.loads(row[0])]
 
     def restore(self, train_step: int) -> None:
-        """Return the groups of later steps to READY, reserved for the same steps: the trainer resumes from this step.
+        """Return the groups of later steps to READY, reserved for the same steps. Called when the trainer resumes.
 
         Args:
-            train_step: the number of train steps in the trainer's checkpoint.
+            train_step: number of train steps in the trainer's checkpoint.
 
         Raises:
-            UserError: the checkpoint and this file do not belong together.
+            UserError: the checkpoint is newer than this file, or older than the tokens that it keeps.
         """
         if train_step > self._last_taken:
             raise UserError(
                 f"{self._path}: has {self._last_taken} train steps, but the checkpoint has {train_step}; "
-                "they are not of one run"
+                "expected a checkpoint of the same run"
             )
         if train_step < self._pruned_to:
             raise UserError(
-                f"{self._path}: the checkpoint of step {train_step} is too old; rollouts are kept from step "
-                f"{self._pruned_to + 1} on"
+                f"{self._path}: the checkpoint of step {train_step} is too old: the tokens of steps up to "
+                f"{self._pruned_to} are deleted; expected a checkpoint of step {self._pruned_to} or later"
             )
         with self._file.writing():
             query = f"UPDATE groups SET state = '{GroupState.READY}' WHERE state = ? AND train_step > ?"
@@ -376,11 +389,11 @@ class RolloutBuffer:
 
     @property
     def last_taken_step(self) -> int:
-        """The last step in the journal, 0 before the first. Repeated steps take the same groups again."""
+        """The last step in the journal; 0 before the first. Repeated steps take the same groups again."""
         return self._last_taken
 
     def prune(self, train_step: int) -> None:
-        """Delete the tokens of groups taken by this or an earlier step, which no checkpoint can need again."""
+        """Delete the tokens of groups that this or an earlier step took."""
         if train_step <= self._pruned_to:
             return
         with self._file.writing():
@@ -391,7 +404,7 @@ class RolloutBuffer:
     # The file
 
     def check_counts(self) -> None:
-        """Check that the counter of issued groups, memory and file agree (invariant 3), without reading samples.
+        """Check that memory, file and the counter of issued groups agree (invariant 3). Reads no samples.
 
         Raises:
             RunError: they differ.
@@ -401,7 +414,9 @@ class RolloutBuffer:
         )
         memory = {state.value: n for state, n in self.counts.items() if n}
         if rows != memory or sum(memory.values()) != self._issued:
-            raise RunError(f"ledger: {self._issued} groups issued; in memory {memory}, in the file {rows}")
+            raise RunError(
+                f"ledger: counts of groups differ: issued {self._issued}, in memory {memory}, in the file {rows}"
+            )
 
     def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
         """Run a query on the file, including changes that are not flushed."""
@@ -416,6 +431,7 @@ class RolloutBuffer:
         return self._file.samples(query)
 
     def ledger(self) -> Ledger:
+        """Count the ledger, including changes that are not flushed."""
         return self.read(read_ledger)
 
     async def committed_ledger(self) -> Ledger:
@@ -428,24 +444,24 @@ class RolloutBuffer:
         return self._lost_tokens
 
     def add_lost_tokens(self, tokens: int) -> None:
-        """Count tokens that engines generated but no sample received. The file keeps the sum over all sessions."""
+        """Add to the number of tokens that engines generated but no sample received, over all launches."""
         if tokens:
             with self._file.writing():
                 self._file.set_counter("lost", self._lost_tokens + tokens)
             self._lost_tokens += tokens
 
     def new_writer(self) -> str:
-        """Return a unique name for a worker that will write segments.
+        """Return a unique name for a worker that writes segments.
 
-        The name is committed first: a worker may write before the next commit, and no other may ever get its
-        name.
+        The name is committed at once: the worker may write before the next commit, and no other worker may get
+        the same name.
         """
         name = self._file.new_writer()
         self.flush()
         return name
 
     def retire(self, writer: str) -> None:
-        """Truncate the segments of a worker that exited to what was reported, and count the rest as torn."""
+        """Truncate the segments of a worker that exited to the reported bytes, and count the rest as torn."""
         self._file.retire(writer)
 
     def flush(self) -> None:
@@ -457,7 +473,7 @@ class RolloutBuffer:
 
     def _move(self, group: SampleGroup, state: GroupState, train_step: int | None = None) -> None:
         if state not in _LEGAL.get(group.state, ()):
-            raise RunError(f"group {group.group_id} cannot go from {group.state} to {state}")
+            raise RunError(f"group {group.group_id}: state {state} cannot follow {group.state}")
         row = (state.value, train_step, group.group_id)
         self._db.execute("UPDATE groups SET state = ?, train_step = ? WHERE group_id = ?", row)
         self.counts[group.state] -= 1
@@ -465,7 +481,7 @@ class RolloutBuffer:
         group.state, group.train_step = state, train_step
 
     def _drop(self, group: SampleGroup) -> None:
-        """Remove a group from memory; if it will never be trained, delete its tokens too."""
+        """Remove a group from memory. If it will never be trained, also delete its tokens."""
         del self.groups[group.group_id]
         if group.group_id in self._ready:
             self._ready.remove(group.group_id)

@@ -1,4 +1,4 @@
-"""FlushScheduler: writes changes together, soon; CommitScheduler: commits the ledger so, and before reports."""
+"""FlushScheduler: writes changes in batches after a short delay; CommitScheduler: commits the ledger this way."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from rlsys.core.types import Sample
 from rlsys.ledger.buffer import RolloutBuffer
 
 FLUSH_SECONDS = 0.2
-"""Longest time between a change and its commit: finished samples are committed together, and a crash repeats no more.
-"""
+"""Longest delay between a change and its commit, so that samples that finish together share one commit."""
 
 
 class FlushScheduler:
-    """Owns the timer of flushes. `on_failure` receives the error of one in the background."""
+    """Schedules flushes. Owns their timer. `on_failure` receives the error of a scheduled flush."""
 
     def __init__(
         self,
@@ -27,7 +26,7 @@ class FlushScheduler:
 
         Args:
             write: writes all changes.
-            seconds: longest time between a change and its flush.
+            seconds: longest delay between a change and its flush.
         """
         self._write, self._seconds = write, seconds
         self.on_failure = on_failure
@@ -45,14 +44,14 @@ class FlushScheduler:
             self._next_flush = None
 
     async def wait_for_commit(self) -> None:
-        """Wait for the next flush, which is soon. Never returns if it fails, which ends the run."""
+        """Schedule a flush and wait for it. Never returns if the flush fails, because its error ends the run."""
         self.flush_soon()
         if self._next_flush is None:
             self._next_flush = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._next_flush)
 
     def flush_soon(self) -> None:
-        """Schedule a flush."""
+        """Schedule a flush within the longest delay."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self._flush_now)
 
@@ -64,7 +63,7 @@ class FlushScheduler:
 
 
 class CommitScheduler(FlushScheduler):
-    """Commits a buffer. It stores the samples of streams in this process."""
+    """Commits a buffer. It is the SampleStore of streams in the coordinator's process."""
 
     def __init__(self, buffer: RolloutBuffer) -> None:
         super().__init__(lambda: buffer.flush(), FLUSH_SECONDS)

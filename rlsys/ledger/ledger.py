@@ -1,7 +1,7 @@
 """The ledger: how many groups, samples and tokens are in each state, and whether the numbers agree (invariant 3).
 
-They are counted from the rows and compared with data stored separately: the counter of issued groups, the size
-of each group, the journal of takes. `rlsys ledger RUN` reads it through RunReader.
+The counts come from rows, and are compared with data that is stored separately: the counter of issued groups, the
+size of each group, and the journal of takes. `rlsys ledger RUN` reads them through RunReader.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TERMINAL = ", ".join(f"'{s}'" for s in Status if s.terminal)
 
 @dataclass(frozen=True)
 class Ledger:
-    """Counts of a run. `issued_groups` is the counter, all others come from rows. Dicts by state have every state."""
+    """Counts of a run. `issued_groups` is the counter; other numbers come from rows. Dicts have every group state."""
 
     issued_groups: int
     sizes: dict[str, int]
@@ -28,19 +28,19 @@ class Ledger:
     samples: dict[str, int]
     tokens: dict[str, int]
     parked_samples: int
-    """Unfinished samples of active groups; those in flight are stored as parked."""
+    """Unfinished samples of active groups. Samples in flight are stored as parked."""
     journal: dict[int, list[int]] = field(repr=False)
     """Train step -> ids of the groups that it took."""
     in_step: dict[int, int] = field(repr=False)
     """Group id -> its train step, for trained groups and those reserved for their step."""
     lost_tokens: int
-    """Tokens that engines generated but no sample received: measured by the router, not computed as a difference."""
+    """Tokens that engines generated but no sample received, as counted by the router."""
     inherited_tokens: int
-    """Tokens that start a sample and were sampled for another one, or forced (rlsys/core/forks.py)."""
+    """Tokens at the start of samples that were sampled for another sample, or forced (rlsys/core/forks.py)."""
     discarded_tokens: int
-    """Tokens that were sampled and cut off again; not part of `tokens`."""
+    """Tokens that were sampled and later removed from their sample; not part of `tokens`."""
     torn_bytes: int
-    """Bytes of segments that a launch had written but not committed when it was killed."""
+    """Bytes of segments that were written but not committed when their writer was killed."""
 
     @property
     def trained_twice(self) -> int:
@@ -50,7 +50,7 @@ class Ledger:
     def figures(self) -> dict[str, int | dict[str, int]]:
         """Return the numbers that `rlsys ledger` prints.
 
-        Parked and in_flight count samples, lost tokens, torn_bytes bytes, and all other states groups.
+        `parked` and `in_flight` count samples, `lost` tokens, `torn_bytes` bytes, and the states groups.
         """
         return {
             "issued": self.issued_groups,
@@ -111,15 +111,15 @@ def check_conservation(ledger: Ledger) -> None:
     """
     states = " + ".join(f"{name} {n}" for name, n in ledger.groups.items())
     if sum(ledger.groups.values()) != ledger.issued_groups:
-        raise RunError(f"ledger: {ledger.issued_groups} groups were issued, but {states}")
+        raise RunError(f"ledger: {ledger.issued_groups} groups were issued, but the states have {states}")
     for name, n in ledger.groups.items():
         if ledger.samples[name] != ledger.sizes[name]:
             raise RunError(
-                f"ledger: the {n} groups that are {name} have {ledger.sizes[name]} samples, but there are "
+                f"ledger: the {n} groups in the state {name} should have {ledger.sizes[name]} samples, but have "
                 f"{ledger.samples[name]}"
             )
     if ledger.trained_twice:
-        raise RunError(f"ledger: {ledger.trained_twice} groups were trained on in more than one step")
+        raise RunError(f"ledger: {ledger.trained_twice} groups were trained in more than one step")
     journal = {g: step for step, ids in ledger.journal.items() for g in ids}
     if journal != ledger.in_step:
         wrong = sorted(journal.items() ^ ledger.in_step.items())
@@ -127,7 +127,7 @@ def check_conservation(ledger: Ledger) -> None:
 
 
 def check_ledger(ledger: Ledger) -> None:
-    """Check a finished run: `check_conservation`, and that no token was lost.
+    """Check the ledger of a finished run: its counts agree, and no token was lost.
 
     Raises:
         RunError: a check failed.

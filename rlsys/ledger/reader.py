@@ -1,8 +1,8 @@
-"""RunReader: read access to the tokens of a run folder. Only this file knows where they are stored.
+"""RunReader: read access to the ledger and the tokens of a run folder. Only this file knows where they are stored.
 
-The coordinator of a live run is asked, because other processes may not open the file: on a shared file system
-the coordinator locks it exclusively, and SQLite's WAL supports the processes of one machine only. After the run
-the file is read.
+While a run is live, its coordinator provides the data where other processes cannot open the file: on a shared file
+system the coordinator locks it exclusively, because SQLite's WAL supports the processes of one machine only.
+Otherwise, and after the run, the file is read.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from rlsys.segments.records import SegmentReader
 class Length(NamedTuple):
     """Length of a response in tokens.
 
-    `complete` is False if it was still growing. `prompt` is None if unknown, for example after several
-    prefills.
+    `complete`: whether the response has ended. `prompt`: tokens of the prompt; None if unknown, for example after
+    several prefills.
     """
 
     tokens: int
@@ -51,10 +51,10 @@ class RunReader:
         self._run_dir = run_dir
 
     def status(self) -> dict[str, Any] | None:
-        """Return the status of the live coordinator, None if there is none.
+        """Return the status of the run's coordinator; None if the run is not live.
 
         Raises:
-            CoordinatorUnreachable: the coordinator does not respond, or not with a status.
+            CoordinatorUnreachable: the coordinator does not respond, or its response is not a status.
         """
         body = query_coordinator(self._run_dir, "status")
         if not body:
@@ -66,11 +66,11 @@ class RunReader:
         return status
 
     def ledger(self) -> Ledger:
-        """Return the ledger, from the coordinator of a live run, otherwise from the file.
+        """Return the ledger: of a live run from its coordinator, otherwise from the file.
 
         Raises:
             UserError: there is no file, or it is damaged.
-            CoordinatorUnreachable: the coordinator does not respond, and no other process may open its file.
+            CoordinatorUnreachable: the coordinator does not respond, and its file cannot be read.
         """
         try:
             if body := query_coordinator(self._run_dir, "ledger"):
@@ -86,7 +86,7 @@ class RunReader:
         """Return the groups that fulfil an SQL condition, with all tokens, by id.
 
         Raises:
-            UserError: see `database`; or a segment is damaged.
+            UserError: there is no ledger, or it is damaged, or a segment is damaged.
         """
         try:
             with self.database() as db, SegmentReader(self._run_dir) as segments:
@@ -98,10 +98,10 @@ class RunReader:
             raise UserError(str(e)) from None
 
     def lengths(self) -> list[list[Length]]:
-        """Return the length of every sample that has tokens, one list per group in the order of the groups.
+        """Return the length of every sample that has tokens, one list per group, by group id.
 
         Raises:
-            UserError: see `database`.
+            UserError: there is no ledger, or it is damaged.
         """
         complete_statuses = Status.FINISHED, Status.TRUNCATED
         with self.database() as db:
@@ -120,11 +120,11 @@ class RunReader:
             ]
 
     def samples(self, query: SampleQuery) -> list[SampleView]:
-        """Return one page of samples. On a local disk it is read as of the last commit, also while the run is live.
+        """Return one page of samples. On a local disk it is as of the last commit, also while the run is live.
 
         Raises:
-            UserError: an invalid value, no such step, group or sample, or no usable file.
-            CoordinatorUnreachable: as for `ledger`.
+            UserError: the query is invalid, the run has no such step, group or sample, or there is no usable ledger.
+            CoordinatorUnreachable: the coordinator does not respond, and its file cannot be read.
         """
         check_query(query)
         views = self._from_coordinator(query) if not is_local(self._run_dir) else None
@@ -142,7 +142,7 @@ class RunReader:
         return views
 
     def _from_coordinator(self, query: SampleQuery) -> list[SampleView] | None:
-        """Ask the coordinator for samples; None if the run has none."""
+        """Query the coordinator for samples; None if the run is not live."""
         body = query_coordinator(self._run_dir, "samples", query=msgspec.json.encode(query))
         if not body:
             return None
@@ -153,7 +153,7 @@ class RunReader:
         return answer.samples
 
     def last_step(self) -> int:
-        """Return the last train step that took groups and whose samples can be read, 0 before the first."""
+        """Return the last train step whose samples can be read; 0 before the first."""
         if not is_local(self._run_dir) and (status := self.status()) is not None:
             return int(status["train_step"])
         with self.database() as db:
@@ -161,7 +161,7 @@ class RunReader:
 
     @contextlib.contextmanager
     def database(self) -> Iterator[sqlite3.Connection]:
-        """Open the file read-only, in one transaction: that of a finished run or, on a local disk, of a live one.
+        """Open the ledger's file read-only, in one transaction. A live run's file must be on a local disk.
 
         Raises:
             UserError: there is no such file, or it is damaged.
@@ -174,14 +174,14 @@ class RunReader:
             try:
                 db.execute("BEGIN")  # a snapshot: later commits of a live writer are invisible
                 yield db
-            except (sqlite3.Error, KeyError, ValueError, TypeError) as e:  # a page, a counter, a row not ours
+            except (sqlite3.Error, KeyError, ValueError, TypeError) as e:  # a damaged page, counter or row
                 raise UserError(
-                    f"{self._run_dir / FILE_NAME}: not a usable rollout file: {type(e).__name__}: {e}"
+                    f"{self._run_dir / FILE_NAME}: not a usable ledger: {type(e).__name__}: {e}"
                 ) from None
 
 
 def add_training_log(view: SampleView, logged: TokenRecord | None) -> None:
-    """Add the values that the trainer logged for the sample, and its tokens if the ledger has pruned them."""
+    """Add the values that the trainer logged for a sample, and its tokens if the ledger has deleted them."""
     if logged is None:
         return
     if not view.has_tokens:
@@ -192,15 +192,15 @@ def add_training_log(view: SampleView, logged: TokenRecord | None) -> None:
 
 @contextlib.contextmanager
 def _decode_errors() -> Iterator[None]:
-    """Translate decoding errors to Silent: the port now belongs to another process."""
+    """Convert decoding errors to CoordinatorUnreachable: another process has the coordinator's port."""
     try:
         yield
     except (ValueError, msgspec.DecodeError):
-        raise CoordinatorUnreachable("the process on its coordinator's port is not a coordinator") from None
+        raise CoordinatorUnreachable("the process on the coordinator's port is not a coordinator") from None
 
 
 def _needs_recovery(path: Path) -> bool:
-    """Return whether a killed writer left a transaction that must be rolled back, which a reader cannot."""
+    """Return whether a killed writer left a transaction that only a writer can roll back."""
     journal, wal = (path.with_name(path.name + suffix) for suffix in ("-journal", "-wal"))
     return _is_nonempty(journal) or (_is_nonempty(wal) and not is_local(path))
 
@@ -213,11 +213,13 @@ def _is_nonempty(path: Path) -> bool:
 
 
 def _copy(path: Path, folder: Path) -> Path:
-    """Copy the file and its journals to a folder where SQLite may recover it."""
+    """Copy the file and its journals to a folder where SQLite can recover it."""
     for suffix in ("-journal", "-wal", ""):
         with contextlib.suppress(FileNotFoundError):
             shutil.copy(path.with_name(path.name + suffix), folder)
     copy = folder / path.name
     with contextlib.closing(sqlite3.connect(copy)) as db, contextlib.suppress(sqlite3.Error):
-        db.execute("SELECT count(*) FROM sqlite_master").fetchone()  # recovers; the reader reports errors
+        db.execute(
+            "SELECT count(*) FROM sqlite_master"
+        ).fetchone()  # recovers the copy; the reader reports errors
     return copy

@@ -1,4 +1,4 @@
-"""The log of timing-dependent decisions: with spans and journal, all that `rollout.repeat` needs to replay a run."""
+"""ReplayLog: timing-dependent decisions, which `rollout.repeat` needs in addition to spans and journal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ReplayLog:
         self._versions = versions
 
     def record_admission(self, group: SampleGroup) -> None:
-        """Record that the group may start, or resume after a restart, under the current weight version."""
+        """Record that the group was admitted, for the first time or after a restart, under the current version."""
         with self._file.writing():
             insert = "INSERT INTO admissions (group_id, weight_version) VALUES (?, ?)"
             self._file.db.execute(insert, (group.group_id, self._versions.newest))

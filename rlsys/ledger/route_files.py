@@ -1,12 +1,11 @@
-"""RouteFiles: the ledger's references to files of routed experts that engines write, and when these are deleted.
+"""RouteFiles: the ledger's references to the files in which engines write routed experts, and their deletion.
 
-Engines write the files (rlsys/segments/route_records.py); the rollout process reads none of them. A pointer
-from a response is claimed in the transaction that saves the sample, and the file is synced before its COMMIT.
-Records that were never claimed do not exist, and are counted in torn_bytes when their file is deleted.
-
-A file is deleted when no sample references it and its writer is done with it: the engine was restarted, belongs
-to an earlier launch, or has started two further files. A late response that points into a deleted file is
-treated like that of a crashed engine: its tokens have no routes.
+Engines write the files (rlsys/segments/route_records.py); the rollout process does not read them. The transaction
+that saves a sample claims the pointers of its responses, and the files are synced before its COMMIT. Records without
+a claim are ignored, and are counted in torn_bytes when their file is deleted.
+A file is deleted when no sample references it and its writer will not use it again: the engine was restarted, belongs
+to an earlier launch, or has started two newer files. A late response may point into a deleted file; as after a crash
+of the engine, its tokens then have no routes.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from rlsys.segments.records import FOLDER
 from rlsys.segments.route_records import RouteFile, file_size
 
 STILL_OPEN = 2
-"""Number of newest files of a live process that are kept: it writes the last one, and responses are under way."""
+"""Number of newest files of a live process that are kept, because late responses may point into them."""
 
 log = logging.getLogger("rlsys.rollout")
 
 
 class RouteFiles:
-    """Owns the tables route_files and route_places of `db`. Disk errors are raised as RunError."""
+    """Owns the tables route_files and route_places of `db`. Methods raise RunError for disk errors."""
 
     def __init__(self, folder: Path, db: sqlite3.Connection, epoch: int) -> None:
-        """Create the table for a run.
+        """Create the references of a run.
 
         Args:
             folder: the run folder.
             db: the ledger's connection.
-            epoch: of the launch that writes, 0 without launches.
+            epoch: epoch of the launch that writes; 0 without launches.
         """
         self._folder = folder / FOLDER
         self._db = db
@@ -58,9 +57,9 @@ class RouteFiles:
             with disk_errors(self._folder, UserError):
                 size = file_size(self._folder / name)
             if size < length:
-                actual = f"it has {size}" if size >= 0 else "it is not there"
+                actual = f"has {size} bytes" if size >= 0 else "is missing"
                 raise UserError(
-                    f"{self._folder / name}: {length} bytes of it are in use, but {actual}; restore it"
+                    f"{self._folder / name}: the file {actual}, expected at least {length} bytes; restore it"
                 )
 
     def claim(self, sample_id: int, spans: Sequence[RouteSpan], *, resent: bool = False) -> list[RouteSpan]:
@@ -68,7 +67,7 @@ class RouteFiles:
 
         Args:
             spans: the new spans.
-            resent: some spans may have been claimed before, and are not counted again.
+            resent: whether some spans may have been claimed before; these are not counted again.
 
         Returns:
             the spans whose experts are in memory or exist on disk.
@@ -97,7 +96,7 @@ class RouteFiles:
             size = file_size(self._folder / name)
         if size < offset + length:
             log.warning(
-                "sample %d: no routes of positions [%d, %d): %s ends at %d bytes, and they lie at %d",
+                "sample %d: no routed experts of positions [%d, %d): %s has %d bytes, the record starts at byte %d",
                 sample_id, span.start, span.end, self._folder / name, size, offset,
             )  # fmt: skip
             return False
@@ -113,7 +112,7 @@ class RouteFiles:
         return True
 
     def sync(self) -> None:
-        """Flush all claimed files to disk; the COMMIT may follow."""
+        """Flush all claimed files to disk. Call before the COMMIT."""
         for name in self._unsynced:
             with disk_errors(self._folder / name):
                 fd = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
@@ -127,7 +126,7 @@ class RouteFiles:
         """Remove files without references from the table. Call inside a transaction; `remove_unused` deletes them.
 
         Returns:
-            the bytes in them that were never claimed.
+            the number of bytes in them that were never claimed.
         """
         with disk_errors(self._folder):
             sizes = {
@@ -149,7 +148,7 @@ class RouteFiles:
         return torn
 
     def _complete_files(self, files: Collection[RouteFile]) -> set[RouteFile]:
-        """Return the files that their writers do not touch again."""
+        """Return the files that their writers will not use again."""
         newest_start: dict[tuple[int, str], int] = {}
         newest_number: dict[tuple[str, int], int] = {}
         for f in files:
@@ -165,10 +164,10 @@ class RouteFiles:
         }
 
     def remove_unused(self) -> None:
-        """Delete the files found by `forget_unused`. Call after the COMMIT."""
+        """Delete the files that `forget_unused` removed from the table. Call after the COMMIT."""
         while self.unused:
             path = self._folder / self.unused.pop()
             with disk_errors(path):
                 path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty: it has, or will have, other files
+            with contextlib.suppress(OSError):  # not empty, or a writer has just created a file in it
                 path.parent.rmdir()

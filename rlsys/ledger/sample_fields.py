@@ -1,4 +1,4 @@
-"""The stored fields of samples: one table for the rows of rollouts.sqlite and the messages of workers."""
+"""Descriptions of the stored fields of samples, for the rows of rollouts.sqlite and the messages of workers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class SampleField(NamedTuple):
     """A field of a TokenSequence or Sample.
 
     Args:
-        name: its attribute.
-        type: type of its plain value in a message. Lists and dicts are JSON in SQL.
-        column: column in SQL, if its name differs.
-        to_plain: converts a value that is not None.
-        from_plain: the inverse.
+        name: name of the attribute.
+        type: type of the plain value in a message. Lists and dicts are JSON in SQL.
+        column: name of the SQL column, if it differs.
+        to_plain: converts a value other than None to its plain value.
+        from_plain: the inverse of `to_plain`.
     """
 
     name: str
@@ -37,7 +37,7 @@ class SampleField(NamedTuple):
 IDENTITY_FIELDS = (
     SampleField("sample_id", int),
     SampleField("group_id", int),
-    SampleField("index", int, "place"),  # INDEX is a word of SQL
+    SampleField("index", int, "place"),  # INDEX is an SQL keyword
     SampleField("seed", int),
 )
 """Fields of each sequence that never change."""
@@ -86,11 +86,11 @@ SAMPLE_FIELDS = (
 SequenceState = msgspec.defstruct(
     "SequenceState", [(f.name, f.type) for f in SEQUENCE_FIELDS], array_like=True
 )
-"""Message with SEQUENCE_FIELDS."""
+"""Message with the fields SEQUENCE_FIELDS."""
 
 
 def sequence_state(sequence: TokenSequence) -> Any:
-    """Return a SequenceState."""
+    """Return the SequenceState of a sequence."""
     return SequenceState(*(f.to_plain(getattr(sequence, f.name)) for f in SEQUENCE_FIELDS))
 
 
@@ -104,7 +104,7 @@ _SQL_TYPES = {int: "INTEGER", bool: "INTEGER", float: "REAL"}
 
 
 def column_definitions(fields: Sequence[SampleField]) -> str:
-    """Return the columns of these fields as in a CREATE TABLE."""
+    """Return the column definitions of these fields for CREATE TABLE."""
     definitions = []
     for field in fields:
         optional = NoneType in get_args(field.type)
@@ -115,7 +115,7 @@ def column_definitions(fields: Sequence[SampleField]) -> str:
 
 
 def to_columns(sample: TokenSequence, fields: Sequence[SampleField]) -> dict[str, object]:
-    """Return the columns of these fields. In flight is stored as parked, the state after a restart."""
+    """Return column -> value for these fields. IN_FLIGHT is stored as PARKED, the status after a restart."""
     columns: dict[str, object] = {}
     for field in fields:
         value = getattr(sample, field.name)
@@ -127,7 +127,7 @@ def to_columns(sample: TokenSequence, fields: Sequence[SampleField]) -> dict[str
 
 
 def from_columns(row: Mapping[str, Any], fields: Sequence[SampleField]) -> dict[str, Any]:
-    """Return arguments of TokenSequence or Sample for these fields."""
+    """Return the arguments of TokenSequence or Sample for these fields, from a row."""
     arguments: dict[str, Any] = {}
     for field in fields:
         value = row[field.column or field.name]

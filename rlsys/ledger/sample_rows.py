@@ -1,4 +1,4 @@
-"""SampleRows: writes live samples to the ledger, their rows and the pieces of their tokens in segments."""
+"""SampleRows: writes live samples to the ledger: their rows, and their tokens as pieces of segments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlsys.segments.records import Kind, SequenceKey, encode
 NewTokens = tuple[list[Piece], list[RouteSpan], bool]
 """Pieces with new tokens of a sequence, its new routes, and whether they replace all earlier tokens."""
 SequenceUpdate = tuple[int, Sequence[Piece], Sequence[RouteSpan], bool]
-"""The same, preceded by the number of the sequence."""
+"""The number of the sequence, followed by the elements of NewTokens."""
 WorkerUpdate = tuple[Sample, Sequence[SequenceUpdate]]
 """A sample as reported by a worker, and the new tokens of its sequences."""
 
@@ -32,7 +32,7 @@ class StoredLengths(NamedTuple):
     tokens: int = 0
     routes: int = 0
     received: int = 0
-    """Tokens that engines generated for it, including those cut off again."""
+    """Tokens that engines generated for it, including those that were removed again."""
     support: int = 0
     """Bytes of the sampling masks."""
     scores: int = 0
@@ -49,7 +49,10 @@ class StoredLengths(NamedTuple):
 
 
 class SampleRows:
-    """Owns the rows of samples and the references to their tokens. Call its methods inside a `writing` block."""
+    """Writes samples. Owns their rows and the references to their tokens.
+
+    Call the methods inside a `writing` block.
+    """
 
     def __init__(self, file: StoreWriter) -> None:
         self._file = file
@@ -57,10 +60,10 @@ class SampleRows:
         self._rows: dict[tuple[int, int], tuple[object, list[int]]] = {}
         """(sample id, sequence) of sequences after the first -> the stored mutable fields, and the prompt."""
         self.added_tokens = 0
-        """Sampled tokens that were written since the file was opened."""
+        """Number of sampled tokens that were written since the file was opened."""
 
     def register(self, sample: Sample) -> None:
-        """Note that the sample is completely stored."""
+        """Register a sample that is completely stored."""
         self._stored_lengths[sample.sample_id] = [StoredLengths.of(q) for q in sample.sequences]
         self._rows |= {
             (q.sample_id, q.sequence): (mutable_fields(q), q.prompt_ids) for q in sample.extra_sequences
@@ -71,7 +74,7 @@ class SampleRows:
         return sample.all_tokens > sum(lengths.tokens for lengths in self._stored_lengths[sample.sample_id])
 
     def write_for_workers(self, samples: Sequence[Sample]) -> None:
-        """Write new samples that workers continue, and replace their tokens by references to segments."""
+        """Write new samples that workers will continue, and replace their tokens by references to segments."""
         locations = self.write(samples)
         self._file.tokens.write_out()
         for sample, (_, _, pieces) in zip(samples, locations, strict=True):
@@ -81,9 +84,9 @@ class SampleRows:
             self.register(sample)
 
     def write(self, samples: Iterable[Sample]) -> list[tuple[int, int, list[Piece]]]:
-        """Write the rows of samples, and the parts of their arrays that are not stored yet.
+        """Write the rows of samples and the unsaved parts of their arrays.
 
-        A sample that lost tokens must be written before it gets new ones; it is then rewritten completely.
+        A sample that lost tokens must be written before it gets new ones. It is then rewritten completely.
 
         Returns:
             (sample id, sequence, new pieces) for each sequence.
@@ -116,7 +119,7 @@ class SampleRows:
         return pieces + append_scores(self._file.tokens, q, lengths.scores)
 
     def write_from_workers(self, updates: Iterable[WorkerUpdate]) -> None:
-        """Write samples whose new tokens a worker has already written to segments, and engines their routes.
+        """Write samples of workers, which have already written the new tokens to segments.
 
         A sample may occur several times, in the order of its updates.
         """
@@ -150,7 +153,7 @@ class SampleRows:
         self._file.segments.add_pieces(locations)
 
     def _forget_tokens(self, q: TokenSequence) -> StoredLengths:
-        """Delete the references to a sequence that lost tokens. Returns its new, empty lengths."""
+        """Delete the references to the tokens of a sequence that lost some. Returns its new lengths, which are 0."""
         key = q.sample_id, q.sequence
         self._file.db.execute("DELETE FROM pieces WHERE sample_id = ? AND sequence = ?", key)
         q.pieces = []
@@ -158,7 +161,7 @@ class SampleRows:
         return StoredLengths()
 
     def _write_sequence(self, sequence: TokenSequence) -> None:
-        """Write the row of a sequence if it changed: most sequences of a sample do not."""
+        """Write the row of a sequence if it changed. Most sequences of a sample do not change."""
         key, current = (sequence.sample_id, sequence.sequence), mutable_fields(sequence)
         previous, prompt_ids = self._rows.get(key, (None, None))
         if previous != current or prompt_ids is not sequence.prompt_ids:
@@ -173,8 +176,8 @@ class SampleRows:
         """
         if not len(sample.behaviour) <= scored.start <= sample.tokens - len(scored.logp):
             raise RunError(
-                f"sample {scored.sample_id}: scores from token {scored.start} on, but "
-                f"{len(sample.behaviour)} of {sample.tokens} have one"
+                f"sample {scored.sample_id}: the trainer sent log-probs of {len(scored.logp)} tokens from token "
+                f"{scored.start} on; expected tokens {len(sample.behaviour)} to {sample.tokens - 1}"
             )
         extend_scores(sample.behaviour, scored.start, scored.logp)
         pieces = append_scores(self._file.tokens, sample, scored.start)
@@ -197,7 +200,7 @@ class SampleRows:
         self._file.db.executemany("UPDATE sequences SET prompt_ids = x'' WHERE sample_id = ?", ids)
 
     def prune(self, after: int, upto: int) -> None:
-        """Delete the references to tokens taken by train steps in (after, upto], which are never repeated."""
+        """Delete the references to tokens that train steps in (after, upto] took. These steps are never repeated."""
         condition = (
             "sample_id IN (SELECT sample_id FROM samples JOIN groups USING (group_id) "
             "WHERE state = 'trained' AND train_step > ? AND train_step <= ?)"
@@ -209,10 +212,9 @@ class SampleRows:
 
 
 def mutable_fields(q: TokenSequence) -> tuple[object, ...]:
-    """Return the fields that change while a sequence runs.
+    """Return the fields of a sequence that change while it runs, for a cheap comparison.
 
-    They are cheap to compare: an agent has hundreds of sequences with long prompts, and continues one or two of
-    them.
+    An agent has hundreds of sequences with long prompts, and continues one or two of them.
     """
     last = q.spans[-1].version if q.spans else None
     return (
@@ -224,11 +226,16 @@ def mutable_fields(q: TokenSequence) -> tuple[object, ...]:
 def append_tokens(
     file: SegmentFile, sample: TokenSequence, lengths: StoredLengths, new_routes: Sequence[RouteSpan]
 ) -> list[Piece]:
-    """Append the unsaved part of the sample's arrays to `file`.
+    """Append the unsaved part of a sequence's arrays to a segment.
 
     Args:
-        stored: lengths of the stored part.
-        new_routes: the new routes that exist on disk or in memory.
+        file: the segment's writer.
+        sample: the sequence.
+        lengths: lengths of the stored part.
+        new_routes: new routes, in memory or on disk.
+
+    Returns:
+        the locations of the new records.
     """
     pieces, new = [], sample.tokens - lengths.tokens
     if new or new_routes:
@@ -252,7 +259,11 @@ def append_tokens(
 
 
 def append_scores(file: SegmentFile, sample: TokenSequence, start: int) -> list[Piece]:
-    """Append the trainer's log-probs from token `start` on to `file`. Returns no piece if there are none."""
+    """Append the trainer's log-probs from token `start` on to `file`.
+
+    Returns:
+        the location of the record; empty if there are no log-probs.
+    """
     if len(sample.behaviour) <= start:
         return []
     logp = np.array(sample.behaviour[start:], dtype="<f4").tobytes()
@@ -261,11 +272,11 @@ def append_scores(file: SegmentFile, sample: TokenSequence, start: int) -> list[
 
 
 def encode_routes(spans: Sequence[RouteSpan]) -> bytes:
-    """Encode routes as stored in a record of tokens."""
+    """Encode routes for a record of tokens."""
     return msgspec.msgpack.encode(spans)
 
 
 def extend_scores(behaviour: list[float], start: int, logp: Sequence[float]) -> None:
-    """Write `logp` at position `start`; positions without log-probs become NaN."""
+    """Append `logp` for tokens from `start` on. Tokens in between without log-probs get NaN."""
     behaviour += [math.nan] * (start - len(behaviour))
     behaviour += logp

@@ -1,4 +1,4 @@
-"""Queries for samples as shown to users: one page at a time, read-only."""
+"""Read-only queries for pages of samples that are shown to users."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SQL_ORDERS = {
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """Selects samples that have tokens and fulfil all conditions; None and False impose none.
+    """A page of the samples that have tokens and fulfil all conditions. None and False are no condition.
 
-    `worst` and `best` order by reward and skip samples without one. `skip` is the offset of the page, `limit`
-    its size.
+    The orders `worst` and `best` sort by reward and exclude samples without one. `skip` is the offset of the page,
+    `limit` its size.
     """
 
     sample: int | None = None
@@ -50,12 +50,12 @@ GROUP_OUTCOMES = {
     GroupState.EXPIRED: "too old: never trained",
     GroupState.CENSORED: "censored: never trained",
 }
-"""Outcome of a group that no step has taken."""
+"""Description of a group that no step has taken."""
 
 
 @dataclass(slots=True)
 class SampleView:
-    """A sample with the state of its group. If its tokens were pruned, `tokens` is still their number."""
+    """A sample with the state of its group. `tokens` is their number even if the tokens themselves were deleted."""
 
     sample: Sample
     tokens: int
@@ -65,15 +65,15 @@ class SampleView:
     interrupts: list[tuple[int, int]] = field(default_factory=list)
     """(response tokens, weight version) at each interruption."""
     trained_steps: dict[int, int] = field(default_factory=dict)
-    """Weight version that sampled some of its tokens -> train steps contained in these weights."""
+    """Weight version of some of its tokens -> train steps contained in these weights."""
     logp: list[float] = field(default_factory=list)
-    """The trainer's log-prob of each response token before the step's first update, or NaN. Empty: not logged."""
+    """Log-prob (or NaN) of each response token under the trainer's weights before the step; empty: not logged."""
     advantages: list[float] = field(default_factory=list)
     """Advantage of each response token; empty: not logged."""
 
     @property
     def outcome(self) -> str:
-        """The step that took it, or why no step has."""
+        """The train step that took its group, or the reason why none has."""
         return GROUP_OUTCOMES[self.state] if self.train_step is None else f"step {self.train_step}"
 
     @property
@@ -83,7 +83,7 @@ class SampleView:
 
 
 def last_step(db: sqlite3.Connection) -> int:
-    """Return the last train step that took groups, 0 before the first."""
+    """Return the last train step that took groups; 0 before the first."""
     return int(db.execute("SELECT coalesce(max(train_step), 0) FROM takes").fetchone()[0])
 
 
@@ -109,7 +109,7 @@ def find_samples(db: sqlite3.Connection, segments: SegmentReader, query: SampleQ
 
 
 def _interrupts(db: sqlite3.Connection, sample_ids: list[int]) -> dict[int, list[tuple[int, int]]]:
-    """Read the interruptions of a whole page at once: the table has no index, so each query scans it."""
+    """Read the interruptions of all samples of a page in one query, because the table has no index."""
     placeholders = ", ".join("?" * len(sample_ids))
     interrupts: dict[int, list[tuple[int, int]]] = {}
     rows = db.execute(
@@ -127,17 +127,17 @@ def _conditions(db: sqlite3.Connection, query: SampleQuery) -> tuple[list[str], 
     if query.sample is not None:
         conditions, values = ["samples.sample_id = ?"], [query.sample]
         if not db.execute("SELECT 1 FROM samples WHERE sample_id = ?", values).fetchone():
-            raise UserError(f"sample {query.sample}: the run has no such sample")
+            raise UserError(f"sample {query.sample}: no such sample in the run")
     if query.group is not None:
         issued = db.execute("SELECT count(*) FROM groups").fetchone()[0]
         if not 0 <= query.group < issued:
-            raise UserError(f"group {query.group}: the run has the groups 0 to {issued - 1}")
+            raise UserError(f"group {query.group}: no such group; the run has groups 0 to {issued - 1}")
         conditions.append("samples.group_id = ?")
         values.append(query.group)
     if query.step is not None:
         row = db.execute("SELECT group_ids FROM takes WHERE train_step = ?", (query.step,)).fetchone()
         if row is None:
-            raise UserError(f"step {query.step}: the run has taken the steps 1 to {last_step(db)}")
+            raise UserError(f"step {query.step}: no such train step; the run has steps 1 to {last_step(db)}")
         ids = json.loads(row[0])
         conditions.append(f"samples.group_id IN ({', '.join('?' * len(ids))})")
         values += ids
@@ -171,7 +171,7 @@ def _view(
         later = sequence_of_row(sequence_row, pieces.get(sequence_row["sequence"], []))
         sample.extra_sequences.append(later)
     if pieces:
-        sample = replace(segments.load(sample), routes=[], teacher_logprobs=b"")  # large, and nothing to read
+        sample = replace(segments.load(sample), routes=[], teacher_logprobs=b"")  # large, and not shown
         for sequence in sample.extra_sequences:
             sequence.routes, sequence.teacher_logprobs = [], b""
     versions = sorted({span.version for span in sample.spans})
@@ -197,20 +197,20 @@ def check_query(query: SampleQuery) -> None:
     for name in ("sample", "group", "step", "skip"):
         value = getattr(query, name)
         if value is not None and not 0 <= value <= MAX_INTEGER:
-            raise UserError(f"{name} {value}: expected 0 or more, at most {MAX_INTEGER}")
+            raise UserError(f"{name} {value}: expected 0 to {MAX_INTEGER}")
     if not 1 <= query.limit <= MAX_PAGE_SAMPLES:
         raise UserError(f"limit {query.limit}: expected 1 to {MAX_PAGE_SAMPLES}")
 
 
 MAX_PAGE_SAMPLES = 256
-"""Largest number of samples of a page."""
+"""Largest number of samples in a page."""
 MAX_INTEGER = 2**63 - 1
 """Largest integer of SQLite."""
 
 
 @dataclass
 class SamplesAnswer:
-    """Response to a SampleQuery. `error` is shown to the reader's user; empty if there is none."""
+    """Response to a SampleQuery. `error`: message for the user, or empty."""
 
     samples: list[SampleView] = field(default_factory=list)
     error: str = ""

@@ -1,9 +1,9 @@
 """Segments: append-only files with records of tokens (rlsys/segments/records.py), and the ledger's table of them.
 
-Each file has one writer, which created it. A launch that takes over a run starts new files, so a deposed launch
-can do no harm. The order is: write, fsync, then the COMMIT of the rows that reference the bytes. The process
-that commits calls fsync, also for files of other writers. Bytes without a row do not exist; they are counted
-when the writer is found dead. A file is deleted when no row references it.
+Each file has one writer, which created it. A launch that takes over a run starts new files, so the previous launch
+cannot damage them. The order is: write, fsync, then the COMMIT of the rows that reference the bytes. The process
+that commits calls fsync, also for files of other writers. Bytes without a row are ignored, and are counted as torn
+after their writer died. A file is deleted when no row references it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from rlsys.core.spans import Piece
 from rlsys.segments.records import FOLDER
 
 SEGMENT_BYTES = 64 * 2**20
-"""Size at which a file gets no further records. One sample that needs a record keeps the whole file."""
+"""Size at which a file gets no more records. A file exists as long as a sample needs one of its records."""
 
 
 class SegmentFile:
-    """Appends records to a writer's own files, WRITER-NUMBER.seg in the run folder.
+    """Appends records to the files of one writer, WRITER-NUMBER.seg.
 
-    Disk errors are raised as RunError; the caller must not write after one.
+    Methods raise RunError for a disk error. The caller must not write after one.
     """
 
     def __init__(self, folder: Path, writer: str, size: int = SEGMENT_BYTES) -> None:
-        """Create a writer; its first file is created by the first record.
+        """Create a writer without a file; the first record creates one.
 
         Args:
             folder: the run folder.
-            writer: a name that no other writer ever uses.
-            size: see SEGMENT_BYTES.
+            writer: name of the writer, unique in the run.
+            size: size in bytes at which a file gets no more records.
         """
         self._folder = folder / FOLDER
         self._writer = writer
@@ -53,7 +53,7 @@ class SegmentFile:
         return piece
 
     def _begin(self) -> None:
-        """Start a new file; the previous one is not touched again."""
+        """Start a new file. The previous one is complete."""
         self.write_out()
         self.close()
         self._number += 1
@@ -64,7 +64,7 @@ class SegmentFile:
             _sync_folder(self._folder)
 
     def write_out(self) -> None:
-        """Write buffered records to the file, where readers see them and a `SegmentTable` can sync them."""
+        """Write buffered records to the file, so that readers see them and a `SegmentTable` can sync them."""
         while self._pending:
             with disk_errors(self._folder):
                 count = os.write(self._fd, self._pending)
@@ -72,7 +72,7 @@ class SegmentFile:
             del self._pending[:count]
 
     def close(self) -> None:
-        """Close the file. Buffered records are dropped: no process knows of them."""
+        """Close the file, and drop buffered records, which nothing references."""
         self._pending.clear()
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
@@ -87,14 +87,14 @@ class SegmentTable:
         self._db = db
         self._numbers: dict[str, int] = {}
         self._last: dict[str, str] = {}
-        """Writer -> the newest file it is known to have written. Its earlier files do not grow any more."""
+        """Writer -> its newest referenced file. Its earlier files no longer grow."""
         self._ends: dict[str, int] = {}
         """File -> end of its last uncommitted piece."""
         self.unused: list[str] = []
         """Files without references, to be deleted by `remove_unused`."""
 
     def open(self) -> int:
-        """Truncate what earlier writers had not committed. Returns the number of bytes.
+        """Truncate the uncommitted bytes of earlier writers. Returns their number.
 
         Raises:
             UserError: a referenced file is missing or truncated.
@@ -122,9 +122,9 @@ class SegmentTable:
             sizes = {entry.name: entry.stat().st_size for entry in entries}
             for name, length in lengths.items():
                 if sizes.get(name, -1) < length:
-                    actual = f"it has {sizes[name]}" if name in sizes else "it is not there"
+                    actual = f"has {sizes[name]} bytes" if name in sizes else "is missing"
                     raise error(
-                        f"{self._folder / name}: {length} bytes of it are in use, but {actual}; restore it"
+                        f"{self._folder / name}: the file {actual}, expected at least {length} bytes; restore it"
                     )
                 if sizes[name] > length:
                     os.truncate(self._folder / name, length)
@@ -133,12 +133,16 @@ class SegmentTable:
         return sum(size - lengths.get(name, 0) for name, size in sizes.items() if name not in self.unused)
 
     def add_pieces(self, locations: Iterable[tuple[int, int, Iterable[Piece]]]) -> None:
-        """Add references to new pieces, given as (sample id, sequence, pieces). Call inside a transaction."""
+        """Add references to new pieces. Call inside a transaction.
+
+        Args:
+            locations: (sample id, sequence, pieces).
+        """
         rows: list[tuple[int, int, int, int, int]] = []
         for sample_id, sequence, pieces in locations:
             for name, offset, length in pieces:
                 if name not in self._numbers:
-                    self._insert(rows)  # first: `_begin` deletes files without references
+                    self._insert(rows)  # before `_begin`, which deletes files without references
                     rows = []
                     self._begin(name)
                 rows.append((sample_id, sequence, self._numbers[name], offset, length))
@@ -154,7 +158,7 @@ class SegmentTable:
         assert number is not None
         self._numbers[name] = number
         self._last[writer_of(name)] = name
-        self.forget_unused()  # of dropped groups, long before the next checkpoint
+        self.forget_unused()  # files of dropped groups: the next checkpoint may be far away
 
     def sync(self) -> None:
         """Flush all referenced bytes to disk. Call inside a transaction, after `write_out` and before COMMIT."""
@@ -179,7 +183,7 @@ class SegmentTable:
                 self.unused.append(name)
 
     def remove_unused(self) -> None:
-        """Delete the files found by `forget_unused`. Call after the COMMIT."""
+        """Delete the files that `forget_unused` removed from the table. Call after the COMMIT."""
         while self.unused:
             with disk_errors(self._folder / self.unused[-1]):
                 (self._folder / self.unused.pop()).unlink(missing_ok=True)

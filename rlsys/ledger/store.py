@@ -1,4 +1,4 @@
-"""rollouts.sqlite: opening the file, its schema, and conversion between rows and samples. Stateless.
+"""rollouts.sqlite: the schema, opening the file, and conversion between rows and samples. Stateless.
 
     meta     monotonic counters: issued groups, weight_version, lost tokens, the epoch of the launch that writes; and
              the state of planners
@@ -110,9 +110,9 @@ CREATE TABLE interrupts (
 COUNTERS = ("issued", "completed", "weight_version", "pruned_to", "lost", "torn_bytes", "owner_epoch")
 """Keys of monotonic counters in the table meta; they start at 0."""
 READER_SECONDS = 1.0
-"""Timeout of a reader on a locked file; the writer may hold its lock for days."""
+"""Timeout of a reader on a locked file. It is short because the writer may hold its lock for days."""
 FOREIGN_LOCK_SECONDS = 60.0
-"""Timeout of a write while another program (a sqlite3 shell, a VACUUM) holds the file."""
+"""Timeout of a write while another program, such as a sqlite3 shell, locks the file."""
 
 
 class WriterLock:
@@ -143,19 +143,24 @@ class WriterLock:
 
 @contextlib.contextmanager
 def sqlite_errors(path: Path) -> Iterator[None]:
-    """Translate SQLite errors, such as a full or read-only disk, to a one-line RunError. Committed data stays."""
+    """Convert SQLite errors, such as a full or read-only disk, to a one-line RunError. Committed data is safe."""
     try:
         yield
     except sqlite3.Error as e:
-        raise RunError(f"{path}: cannot go on writing: {e}") from None
+        raise RunError(f"{path}: cannot read or write: {e}") from None
 
 
 def open_store(path: Path, identity: str, largest_group: int) -> sqlite3.Connection:
-    """Create the file, or open the one of this run, in autocommit mode: the caller starts transactions.
+    """Open the file of this run, or create it, in autocommit mode: the caller starts transactions.
+
+    Args:
+        path: the file.
+        identity: hash of the config fields that determine rollouts.
+        largest_group: largest number of samples of a group.
 
     Raises:
-        UserError: the file is no SQLite file, damaged, not one of rlsys, of another schema, or belongs to
-            another run (`identity`). It is not changed.
+        UserError: the file is not an SQLite file, is damaged, is not one of rlsys, has another schema, or belongs to
+            another run (`identity`). The file is not changed.
     """
     try:
         db = connect(path)
@@ -163,7 +168,7 @@ def open_store(path: Path, identity: str, largest_group: int) -> sqlite3.Connect
         raise UserError(f"{path}: cannot open: {e}") from None
     try:
         shared = is_shared(path)
-        if shared:  # before the first read: a leftover WAL is then read without shared memory
+        if shared:  # before the first read, so that a leftover WAL is read without shared memory
             db.execute("PRAGMA locking_mode=EXCLUSIVE")
         new = is_new(db, path)
         if not new:
@@ -192,25 +197,29 @@ def is_shared(path: Path) -> bool:
 def connect(path: Path) -> sqlite3.Connection:
     """Open a connection in autocommit mode.
 
-    It is opened in one thread, because a large file takes minutes, and then used in another, never in two at
-    once.
+    One thread opens it, because a large file takes minutes, and another one then uses it.
     """
     return sqlite3.connect(path, isolation_level=None, timeout=FOREIGN_LOCK_SECONDS, check_same_thread=False)
 
 
 def unusable(path: Path, error: sqlite3.Error) -> UserError:
+    """Return the UserError for a file that cannot be opened."""
     if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
-        return UserError(f"{path}: in use by another process for {FOREIGN_LOCK_SECONDS:g} s")
-    return UserError(f"{path}: not a usable rollout file: {error}; move it away or restore it")
+        return UserError(f"{path}: another process locks the file, for more than {FOREIGN_LOCK_SECONDS:g} s")
+    return UserError(f"{path}: not a usable ledger: {error}; move it away or restore it")
 
 
 def set_journal(db: sqlite3.Connection, path: Path, mode: str) -> None:
-    """Set the journal mode, also for a file that was moved from another file system."""
+    """Set the journal mode. A file from another file system may have another mode.
+
+    Raises:
+        UserError: the file system does not support the mode.
+    """
     actual = str(db.execute(f"PRAGMA journal_mode={mode}").fetchone()[0])
     if actual != mode:
-        raise UserError(f"{path}: its file system allows no journal of the mode {mode}, only {actual}")
+        raise UserError(f"{path}: its file system supports the journal mode {actual}, expected {mode}")
     if mode != "wal":
-        db.execute("BEGIN EXCLUSIVE")  # takes the exclusive lock now instead of in the middle of a run
+        db.execute("BEGIN EXCLUSIVE")  # take the exclusive lock now instead of in the middle of a run
         db.execute("COMMIT")
 
 
@@ -221,14 +230,14 @@ def open_readonly(path: Path) -> sqlite3.Connection:
         UserError: there is no such file, or it is not one of rlsys.
     """
     if not path.is_file():
-        raise UserError(f"{path}: no such file: not a run, or one that has not begun")
+        raise UserError(f"{path}: no such file: the folder is not a run, or the run has not started")
     uri = path.absolute().as_uri() + "?mode=ro"
     db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=READER_SECONDS)
     try:
         check_format(db, path)
     except sqlite3.Error as e:
         db.close()
-        raise UserError(f"{path}: not a usable rollout file: {e}") from None
+        raise UserError(f"{path}: not a usable ledger: {e}") from None
     except UserError:
         db.close()
         raise
@@ -236,7 +245,7 @@ def open_readonly(path: Path) -> sqlite3.Connection:
 
 
 def is_new(db: sqlite3.Connection, path: Path) -> bool:
-    """Return whether the file has no table yet, also after a crash during its creation."""
+    """Return whether the file has no tables, because it is new or its creation was interrupted."""
     if path.stat().st_size == 0:
         return True
     tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -262,12 +271,18 @@ def _check_pages(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _adopt(db: sqlite3.Connection, path: Path, identity: str, largest_group: int) -> None:
-    """Check that the file belongs to this run. A file without issued groups, left by a failed start, is adopted."""
+    """Check that the file belongs to this run, or adopt a file without groups, which a failed start left.
+
+    Raises:
+        UserError: the file has groups of another config.
+    """
     meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
     if meta["identity"] == identity:
         return
     if meta["issued"]:
-        raise UserError(f"{path}: has rollouts of another config ({meta['identity']} there, {identity} here)")
+        raise UserError(
+            f"{path}: has rollouts of another config: its identity is {meta['identity']}, expected {identity}"
+        )
     with db:
         db.execute("UPDATE meta SET value = ? WHERE key = 'identity'", (identity,))
         db.execute("UPDATE meta SET value = ? WHERE key = 'largest_group'", (largest_group,))
@@ -275,11 +290,11 @@ def _adopt(db: sqlite3.Connection, path: Path, identity: str, largest_group: int
 
 def check_format(db: sqlite3.Connection, path: Path) -> None:
     if _pragma(db, "application_id") != _APPLICATION_ID:
-        raise UserError(f"{path}: an SQLite file, but not one of rlsys; nothing was changed in it")
+        raise UserError(f"{path}: an SQLite file, but not one of rlsys; it was not changed")
     version = _pragma(db, "user_version")
     if version != _SCHEMA_VERSION:
         raise UserError(
-            f"{path}: schema version {version}, this rlsys reads {_SCHEMA_VERSION}; use the rlsys that wrote it"
+            f"{path}: schema version {version}, expected {_SCHEMA_VERSION}; use the version of rlsys that wrote it"
         )
 
 
@@ -291,7 +306,7 @@ def ids_to_blob(ids: Sequence[int]) -> bytes:
     """Encode token ids as little-endian int32.
 
     Raises:
-        OverflowError: an id does not fit.
+        OverflowError: an id does not fit into int32.
     """
     return np.asarray(ids, "<i4").tobytes()
 
@@ -302,7 +317,7 @@ def blob_to_ids(blob: bytes) -> list[int]:
 
 
 def read_groups(db: sqlite3.Connection, condition: str, *values: object) -> list[SampleGroup]:
-    """Read the groups that fulfil an SQL condition, by id, without tokens; `pieces` has their location."""
+    """Read the groups that fulfil an SQL condition, by id, without tokens. The samples' pieces locate the tokens."""
     groups: dict[int, SampleGroup] = {}
     prompts: dict[int, list[int]] = {}
     columns = "group_id, prompt_index, state, train_step, prompt_ids"
@@ -346,25 +361,25 @@ def insert(db: sqlite3.Connection, table: str, rows: Sequence[Mapping[str, objec
 
 
 def row_of_sequence(q: TokenSequence) -> dict[str, object]:
-    """Row of the table sequences."""
+    """Return the row of a sequence for the table sequences."""
     return {"prompt_ids": ids_to_blob(q.prompt_ids), **to_columns(q, _SEQUENCE_COLUMNS)}
 
 
 def row_of_sample(sample: Sample) -> dict[str, object]:
-    """Row of the table samples."""
+    """Return the row of a sample for the table samples."""
     has_prompt = sample.trained_prompt is not None or sample.own_prompt
     prompt_ids = ids_to_blob(sample.prompt_ids) if has_prompt else None
     return {"tokens": sample.all_tokens, "prompt_ids": prompt_ids, **to_columns(sample, _SAMPLE_COLUMNS)}
 
 
 def sequence_of_row(row: Mapping[str, Any], pieces: list[Piece]) -> TokenSequence:
-    """Create a sequence from its row and the location of its tokens."""
+    """Create a sequence from its row and the pieces that locate its tokens."""
     prompt_ids = blob_to_ids(row["prompt_ids"])
     return TokenSequence(prompt_ids=prompt_ids, pieces=pieces, **from_columns(row, _SEQUENCE_COLUMNS))
 
 
 def sample_of_row(row: Mapping[str, Any], group_prompt: list[int], pieces: list[Piece]) -> Sample:
-    """Create a sample from its row, the prompt of its group, and the location of its tokens."""
+    """Create a sample from its row, the prompt of its group, and the pieces that locate its tokens."""
     blob = row["prompt_ids"]
     sample = Sample(
         prompt_ids=group_prompt if blob is None else blob_to_ids(blob), pieces=pieces,

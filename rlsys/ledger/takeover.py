@@ -1,10 +1,9 @@
 """Takeover: each launch works on its own copy of the ledger file where file locks are not reliable.
 
-A writer checks the owner of the run directly before each commit (writer.py). It may be suspended after that
-check, while another launch takes over. On a local disk SQLite's lock orders the two: the new writer waits for
-that commit, and then sees it. On a shared file system nothing delays it, and the commit would change pages
-under the new writer. There the new launch replaces the file by a copy. The old writer keeps the old file, which
-no process reads any more: its later commits have no effect.
+A writer checks the owner of the run directly before each commit (writer.py). It may be suspended after that check,
+while another launch takes over. On a local disk, SQLite's lock makes the new writer wait for this commit. On a shared
+file system it does not, and the commit would change pages under the new writer. There the new launch replaces the
+file by a copy. The old writer still has the old file, which no process reads, so its later commits have no effect.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from rlsys.ledger.store import check_format, connect, is_new, is_shared, set_jou
 
 
 def take_over(path: Path, epoch: int) -> None:
-    """Replace the file by a copy for the launch of this epoch, before it is opened.
+    """Replace the file by a copy for the launch of this epoch. Call before the file is opened.
 
-    Does nothing for a local file, or if the epoch has its copy.
+    Does nothing for a local file, or if the epoch already has its copy.
 
     Raises:
-        UserError: as `open_store`.
+        UserError: the file is not a ledger, is damaged, or has another schema.
         RunError: the copy cannot be written.
     """
     if not is_shared(path) or not path.exists() or not path.stat().st_size:
@@ -35,7 +34,7 @@ def take_over(path: Path, epoch: int) -> None:
             if is_new(db, path):
                 return
             check_format(db, path)
-            set_journal(db, path, "truncate")  # undoes what a killed writer left half done
+            set_journal(db, path, "truncate")  # rolls back the transaction of a killed writer
             (previous_epoch,) = db.execute("SELECT value FROM meta WHERE key = 'owner_epoch'").fetchone()
             if previous_epoch < epoch:
                 with disk_errors(path):

@@ -33,15 +33,15 @@ log = logging.getLogger("rlsys.rollout")
 
 
 class StoreWriter:
-    """The connection, the lock and the open transaction of a ledger file.
+    """Owns the connection, the lock and the open transaction of a ledger file.
 
     `owner` is the launch that writes; None if no other process can know the file. Every transaction starts and
-    ends with a check of the run's owner: locks exclude a second writer on one machine, the epoch does so where
-    locks are not reliable. A writer whose launch was deposed raises FencedError and leaves the file as last
-    committed. takeover.py handles a writer that was suspended between its last check and the commit.
+    ends with a check of the run's owner: locks exclude a second writer on one machine, and the epoch does where
+    locks are not reliable. A writer whose launch was replaced raises FencedError, and the file stays as last
+    committed. takeover.py handles a writer that is suspended between its last check and the commit.
 
     Writes of `writing` blocks are on disk after `flush`. If a block or a flush fails, memory is ahead of the
-    file: all further writes are refused, and the file stays as last committed.
+    file. All later writes are then refused, and the file stays as last committed.
 
     Raises:
         UserError: the file is in use, damaged, not one of rlsys, or belongs to another run.
@@ -91,7 +91,7 @@ class StoreWriter:
         return f"{self._epoch:06d}-{number:06d}"
 
     def _remove_deleted_files(self) -> None:
-        """Delete files whose deletion a kill prevented after the commit; their torn bytes are already counted."""
+        """Delete files whose deletion was committed but not executed. Their torn bytes are already counted."""
         row = self.db.execute("SELECT value FROM meta WHERE key = ?", (_DELETED_FILES_KEY,)).fetchone()
         referenced = {
             name
@@ -103,7 +103,12 @@ class StoreWriter:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Write all changes of the block, or none."""
+        """Write all changes of the block, or none.
+
+        Raises:
+            RunError: a write failed, now or earlier.
+            FencedError: another launch owns the run.
+        """
         if self._write_error:
             raise RunError(self._write_error)
         try:
@@ -123,17 +128,17 @@ class StoreWriter:
             raise
 
     def _check_owner(self) -> None:
-        """Check the owner of the run, inside a transaction so that it cannot change before the end."""
+        """Check the owner of the run. Called inside a transaction, so that the owner cannot change before its end."""
         if self._owner is None:
             return
         self._owner.check()
         if (newest := self.counter("owner_epoch")) > self._owner.epoch:
             raise FencedError(
-                f"{self.path}: launch {newest} writes this file; launch {self._owner.epoch} is over"
+                f"{self.path}: launch {newest} owns this file; launch {self._owner.epoch} was replaced"
             )
 
     def _refuse_writes(self, error: BaseException) -> None:
-        self._write_error = f"{self.path}: closed to writes after: {error}"
+        self._write_error = f"{self.path}: writes are refused after an error: {error}"
 
     def forget_unused(self) -> None:
         """Mark files without references for deletion after the commit. Call inside a `writing` block."""
@@ -145,7 +150,7 @@ class StoreWriter:
             self.set_counter("torn_bytes", self.counter("torn_bytes") + torn)
 
     def retire(self, writer: str) -> None:
-        """Truncate the segments of a process that exited to what it reported, and count the rest as torn."""
+        """Truncate the segments of a process that exited to the reported bytes, and count the rest as torn."""
         with self.writing():
             self._count_torn(self.segments.retire(writer))
 
@@ -170,7 +175,7 @@ class StoreWriter:
     async def read_committed(self, query: Callable[[sqlite3.Connection], T]) -> T:
         """Run a query on the last commit, in a thread with its own connection.
 
-        On a shared file system it runs on the writer's connection, which includes changes that are not flushed.
+        On a shared file system the query runs on the writer's connection and includes changes that are not flushed.
         """
         if is_shared(self.path):
             return self.read(query)
@@ -192,7 +197,7 @@ class StoreWriter:
         self.db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
 
     def flush(self) -> None:
-        """Commit to disk. A failed commit is not retried, because SQLite may have rolled it back."""
+        """Commit to disk. A failed commit is not repeated, because SQLite may have rolled it back."""
         if self.db.in_transaction:
             self._commit(self.tokens.write_out)
 
@@ -210,7 +215,7 @@ class StoreWriter:
                     self._owner.check()
                 self.db.execute("COMMIT")
                 if self._owner is not None and (self.segments.unused or self.routes.unused):
-                    self._owner.check()  # a later launch may need them: its ledger may lack this commit
+                    self._owner.check()  # a newer launch may need the files, because its ledger may lack this commit
                 self.segments.remove_unused()
                 self.routes.remove_unused()
             except BaseException as e:

@@ -42,7 +42,7 @@ def examine_locks(folder: Path, environment: Mapping[str, str] = os.environ) -> 
         try:
             result = subprocess.run(command, capture_output=True, text=True, timeout=SRUN_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"locks: {location} gave no answer within {SRUN_SECONDS:g} s", False
+            return f"locks: {location} did not respond within {SRUN_SECONDS:g} s", False
     acquired = result.stdout.split()
     if result.returncode:
         return f"locks: {location} could not try: {' '.join(result.stderr.split())[-200:]}", False

@@ -1,7 +1,7 @@
 """Symptoms of a run that does not learn, from its metrics: observation, possible cause, and field to change.
 
 A rule is a pure function of a History. Rules compare the last steps with the first ones, so they need no
-knowledge of the model, and use several steps: one unusual step is no symptom. `SymptomMonitor` reports each
+knowledge of the model, and use several steps: one unusual step is not a symptom. `SymptomMonitor` reports each
 symptom once. The thresholds were checked on the curves in tests/data/curves; the quickstart's gives no
 warning.
 """

@@ -60,7 +60,7 @@ def write_records(run_dir: Path, train_step: int, records: dict[int, TokenRecord
     """Write the records by sample id.
 
     Raises:
-        RunError: the disk refuses.
+        RunError: the records cannot be written.
     """
     path = _path(run_dir, train_step)
     with disk_errors(path):

@@ -214,7 +214,7 @@ class _Run:
             interruption=config.router.interruption,
             push_timeout_s=_NEVER,
             slots=config.max_running_requests,
-            kinds=config.engine,
+            engine_config=config.engine,
         )
         scorer = Scorer(
             lambda: nullcontext(_random_reward), lambda ids: str(len(ids)), _NEVER, concurrency=10**6
@@ -338,10 +338,10 @@ class _Run:
     async def _push(self, manager: RolloutManager) -> None:
         remaining = True
         while remaining:
-            ticket: WeightUpdate = await manager.begin_push()
+            update: WeightUpdate = await manager.begin_push()
             await asyncio.sleep(self._costs.push)
-            canaries = [Canary(ids, [-1.0] * (len(ids) - 1)) for ids in ticket.canaries]
-            remaining = bool((await manager.end_push(ticket, canaries))["push_left"])
+            canaries = [Canary(ids, [-1.0] * (len(ids) - 1)) for ids in update.canaries]
+            remaining = bool((await manager.end_push(update, canaries))["push_left"])
 
 
 def _explorer(config: Config, router: Router, scorer: Scorer) -> Explorer | None:

@@ -1,10 +1,10 @@
 """Rewards: `reward_fn(prompt, response) -> RewardResult`, any finite number.
 
-A reward function, built in or named by import path, is made as `function(config)`, has the signature of another
-framework (signatures.py), or stands behind a URL (service.py). It may be async or plain. An async one runs in the
-event loop and must not hold it: a loop that stands still for rollout.stall_timeout ends the run. A plain one runs in
-separate processes, each of which makes the function for itself: one that hangs can be killed there. The caller
-enforces the time limit and censors the sample.
+A reward function is built in or named by import path. `function(config)` creates it, it has the signature of
+another framework (signatures.py), or it is a service with a URL (service.py). It may be async or plain. An
+async function runs in the event loop and must not block it: a loop that is blocked for rollout.stall_timeout
+ends the run. A plain function runs in separate processes, where it can be killed; each process creates the
+function. The caller enforces the time limit and censors the sample.
 """
 
 from __future__ import annotations
@@ -57,11 +57,15 @@ REWARDS: dict[str, Callable[..., Callable[[Prompt, Response], Any]]] = {
 
 
 RENAMED_PARAMS = {("regex", "whole"): "full_match"}
-"""(function, former name of a parameter) -> its name."""
+"""(function, old name of a parameter) -> its new name."""
 
 
 def make_scores(config: Config) -> list[Score]:
-    """Build the functions of `data.reward`, in its order. Raises UserError for an unknown name or signature."""
+    """Create the functions of `data.reward`, in their order.
+
+    Raises:
+        UserError: a name, a parameter or a signature is unknown.
+    """
     for spec in config.data.reward:
         for name in spec.params:
             if (new_name := RENAMED_PARAMS.get((spec.name, name))) is not None:
@@ -70,7 +74,11 @@ def make_scores(config: Config) -> list[Score]:
 
 
 def find_reward(name: str) -> Callable[..., Any]:
-    """Return the factory of a reward function that `data.reward` names. Raises UserError for an unknown name."""
+    """Return the factory of a reward function that `data.reward` names.
+
+    Raises:
+        UserError: the name is unknown.
+    """
     if is_url(name):
         return find_service(name)
     install()
@@ -78,13 +86,13 @@ def find_reward(name: str) -> Callable[..., Any]:
 
 
 def make_score(config: Config) -> Score:
-    """Build the function of a `data.reward` that names exactly one."""
+    """Create the function of a `data.reward` that has exactly one."""
     (score,) = make_scores(config)
     return score
 
 
 def short_names(names: list[str]) -> list[str]:
-    """Name the parts of a joined reward: the function's name alone, numbered where two functions share it."""
+    """Return the names of the parts of a joined reward: names of functions, numbered if several are equal."""
     short = [service_name(name) if is_url(name) else name.rpartition(":")[2] for name in names]
     return [
         name if short.count(name) == 1 else f"{name}_{short[: i + 1].count(name)}"
@@ -93,7 +101,11 @@ def short_names(names: list[str]) -> list[str]:
 
 
 class Rewards:
-    """The reward functions of a run. Raises UserError for an unknown name."""
+    """The reward functions of a run.
+
+    Raises:
+        UserError: a name is unknown.
+    """
 
     def __init__(self, config: Config) -> None:
         specs = config.data.reward
@@ -101,23 +113,23 @@ class Rewards:
         self._weights = [spec.weight for spec in specs]
         self._async_scores = {i: s for i, s in enumerate(make_scores(config)) if is_async(s)}
         self._workers = RewardWorkers(config)
-        self._beginning: asyncio.Task[None] | None = None
+        self._start_task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Start the process of the plain functions now, so that the first score does not wait for it.
 
-        The first score reports a process that does not start, and tries again.
+        If the process does not start, the first score reports the error and tries again.
         """
         if len(self._async_scores) < len(self._names):
-            self._beginning = asyncio.ensure_future(self._one_worker())
+            self._start_task = asyncio.ensure_future(self._start_worker())
 
-    async def _one_worker(self) -> None:
+    async def _start_worker(self) -> None:
         async with self._workers.acquire():
             pass
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RewardFn]:
-        """Open the functions for one score. The exit kills the plain functions' process if it still computes."""
+        """Provide the functions for one score. On exit, kill the plain functions' process if it still computes."""
         all_async = len(self._async_scores) == len(self._names)
         async with nullcontext() if all_async else self._workers.scores() as scores:
 
@@ -142,9 +154,9 @@ class Rewards:
 
     async def close(self) -> None:
         """Close the connections of services and the processes of plain functions."""
-        if self._beginning is not None:
-            self._beginning.cancel()
-            await asyncio.gather(self._beginning, return_exceptions=True)
+        if self._start_task is not None:
+            self._start_task.cancel()
+            await asyncio.gather(self._start_task, return_exceptions=True)
         for score in self._async_scores.values():
             if isinstance(score, ServiceReward):
                 await score.close()

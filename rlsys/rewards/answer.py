@@ -1,6 +1,6 @@
-"""Verifiers of a final answer: between <answer> and </answer>, or in the form that the prompt asks for.
+"""Verifiers of a final answer, which is between <answer> and </answer>, or in the form that the prompt requests.
 
-A response that was cut off has no final answer: it scores 0.
+A truncated response has no final answer, and scores 0.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ Score = Callable[[Prompt, Response], float]
 
 
 def final_answer(response: Response, form: str = "tags") -> str | None:
-    """The final answer of a response that the model has finished; None when there is none, or it was cut off.
+    """Return the final answer of a response; None if it has none, or was truncated.
 
-    `form`: how the prompt asks for it. tags: the last <answer>...</answer>; boxed: the last \\boxed{...}; line: what
-    follows `Answer:` on the last line that begins so. Raises KeyError for another form.
+    Args:
+        response: the response.
+        form: form of the answer. tags: the last <answer>...</answer>; boxed: the last \\boxed{...}; line: the
+            text after `Answer:` in the last line that begins with it.
+
+    Raises:
+        KeyError: the form is unknown.
     """
     return FORMS[form](response) if response.finished else None
 
@@ -53,14 +58,14 @@ FORMS: dict[str, Callable[[str], str | None]] = {"tags": _tags, "boxed": _boxed,
 
 
 def form_of(prompt: Prompt) -> str:
-    """Return the form in which the prompt asks for its final answer: the plug-in of algo.prompt may set it."""
+    """Return the form of the final answer that the prompt requests. The plug-in of algo.prompt may set it."""
     return str(prompt.entry.get("form", "tags"))
 
 
 def format_share(prompt: Prompt, response: Response) -> float:
     """Return the share of the required format elements that a response has.
 
-    The elements are a final answer, and each of the marks of the prompt's template exactly once.
+    The elements are a final answer, and each of the tags of the prompt's template exactly once.
     """
     satisfied = [final_answer(response, form_of(prompt)) is not None]
     satisfied += [response.count(mark) == 1 for mark in prompt.entry.get("marks", ())]
@@ -73,25 +78,25 @@ def count_answers(text: str) -> int:
 
 
 def canonical_answer(response: Response, form: str = "tags") -> str | None:
-    """Return the final answer in the form that votes compare: single blanks, no case; None without an answer."""
+    """Return the final answer in lower case and with single spaces, for comparisons; None without an answer."""
     answer = final_answer(response, form)
     return " ".join(answer.casefold().split()) if answer else None
 
 
 def reasoning_gym(config: Config) -> Score:
-    """Return 1 when the task's own verifier gives full marks, else 0.
+    """Score 1 if the task's own verifier returns its full score, otherwise 0.
 
-    Some verifiers give part marks for an answer that merely contains the right one, which policies learn to exploit.
-    `reasoning_gym_partial` returns part marks.
+    Some verifiers return a partial score for an answer that contains the correct one, which policies learn to
+    exploit. `reasoning_gym_partial` returns partial scores.
     """
     partial = reasoning_gym_partial(config)
     return lambda prompt, response: float(partial(prompt, response) >= 1)
 
 
 def reasoning_gym_partial(config: Config) -> Score:
-    """Return the score of the task's own verifier, part marks included; an entry names its task."""
+    """Return the score of the task's own verifier, including partial scores. An entry names its task."""
     from reasoning_gym import (
-        get_score_answer_fn,  # some seconds: here, and not in the first score's time limit
+        get_score_answer_fn,  # imported here, because it takes seconds that must not count for the first score
     )
 
     verifier = lru_cache(get_score_answer_fn)
@@ -106,18 +111,17 @@ def reasoning_gym_partial(config: Config) -> Score:
 
 
 def answer_and_format(config: Config) -> Callable[[Prompt, Response], dict[str, float]]:
-    """Two named rewards: `answer`, full marks of the task's verifier; `format`, how well the response keeps to the
-    format that its prompt asks for (format_share)."""
-    right = reasoning_gym(config)
+    """Return two named rewards: `answer`, 1 for the full score of the task's verifier, and `format`, format_share."""
+    full_score = reasoning_gym(config)
 
     def score(prompt: Prompt, response: Response) -> dict[str, float]:
-        return {"answer": right(prompt, response), "format": format_share(prompt, response)}
+        return {"answer": full_score(prompt, response), "format": format_share(prompt, response)}
 
     return score
 
 
 def exact_answer(config: Config) -> Score:
-    """1 when the answer is the entry's `answer`, letter by letter but for surrounding blanks."""
+    """Score 1 if the answer equals the entry's `answer`, except for white space around it, otherwise 0."""
 
     def score(prompt: Prompt, response: Response) -> float:
         return float(final_answer(response, form_of(prompt)) == str(prompt.entry["answer"]).strip())

@@ -1,12 +1,11 @@
 """The reward `code`: runs the program of a response against tests, in a sandbox of this machine or of SandboxFusion.
 
-Tests are in the row, as `tests` or as its right answer (possibly as JSON text):
+Tests are in the row, as `tests` or as its answer (possibly as JSON text):
 
-    [{"input": "1 2\\n", "output": "3\\n"}, ...]          standard input and output
-    {"inputs": [...], "outputs": [...]}                  the same, as verl's and PRIME's rows have it
-    {"functional": "assert add(1, 2) == 3"}, or a text   code that uses what the program defines
-
-The program neither sees a right answer nor gives a verdict: tests run in a separate process (isolated.py).
+    [{"input": "1 2\\n", "output": "3\\n"}, ...]          standard input and output {"inputs": [...], "outputs":
+    [...]}                  the same, in the format of verl and PRIME {"functional": "assert add(1, 2) == 3"},
+    or a text   code that uses the program's definitions The program neither sees the expected results nor
+    reports the verdict: tests run in a separate process (isolated.py).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rlsys.rewards.sandbox import Outcome, Sandbox, Undecidable
 
 _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
 MAX_ANSWER_BYTES = 2**24
-"""Limit of an answer of SandboxFusion."""
+"""Largest size of a response of SandboxFusion."""
 
 
 class Runner(Protocol):
@@ -44,7 +43,7 @@ class Runner(Protocol):
 
 
 Test = Callable[[str, Runner], bool]
-"""Whether a program passes."""
+"""A test: returns whether a program passes it."""
 log = logging.getLogger("rlsys.rewards")
 
 
@@ -57,17 +56,29 @@ def code(
     key: str = "tests",
     sandbox: str = "available",
 ) -> Callable[[Prompt, str], float]:
-    """1 when the last fenced program of a response passes all tests, else 0; `partial`: the share that it passes.
+    """Score 1 if the last fenced program of a response passes all tests, otherwise 0.
 
-    `url`: a SandboxFusion server that runs it; unset: a sandbox of this machine (sandbox.py says what that keeps
-    away, and from what it does not protect). `seconds` and `memory_mb`: of one test. rollout.reward_timeout has to be
-    more than `seconds` times the tests of a row. `sandbox`: `required` refuses a machine without bubblewrap, and
-    tests that a program could deceive; `available` warns of both.
+    rollout.reward_timeout must be larger than `seconds` times the number of tests of a row.
+
+    Args:
+        config: config of the run.
+        partial: score the share of tests that pass.
+        url: a SandboxFusion server that runs the program; None: a sandbox of this machine, whose protections
+            sandbox.py describes.
+        seconds: time limit of one test.
+        memory_mb: memory limit of one test.
+        key: column of the tests.
+        sandbox: `required`: refuse a machine without bubblewrap, and tests that a program can deceive;
+            `available`: warn about both.
+
+    Raises:
+        UserError: a parameter is invalid, or the machine lacks a required protection.
     """
     tokenizer = Tokenizer.of(config)
     if seconds <= 0 or memory_mb < 32:
         raise UserError(
-            f"data.reward: code: seconds = {seconds:g}, memory_mb = {memory_mb}: expected > 0, and at least 32"
+            f"data.reward: code: seconds = {seconds:g}, memory_mb = {memory_mb}: expected seconds > 0 and "
+            "memory_mb of at least 32"
         )
 
     if sandbox not in ("available", "required"):
@@ -94,13 +105,17 @@ def code(
 
 
 def missing_protections(config: Config) -> list[str] | None:
-    """Return the protections that this machine lacks for programs of a run; None: the run runs none here."""
+    """Return the protections that this machine lacks for programs; None if the run executes no programs here."""
     specs = [spec for spec in config.data.reward if spec.name == "code" and spec.params.get("url") is None]
     return [*Sandbox.missing(), *Sandbox.unlimited()] if specs else None
 
 
 def read_tests(tests: Any) -> list[Test]:
-    """Parse the tests of a row. Raises ValueError for a value that is no list of tests."""
+    """Parse the tests of a row.
+
+    Raises:
+        ValueError: the value is not a list of tests.
+    """
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
@@ -127,7 +142,7 @@ def read_tests(tests: Any) -> list[Test]:
 
 
 def _dialogue(stdin: str, expected: str) -> Test:
-    """Test standard input and output. Lines are compared without trailing blanks."""
+    """Return a test of standard input and output. Lines are compared without trailing white space."""
 
     def test(program: str, runner: Runner) -> bool:
         outcome = runner.run(program, stdin)
@@ -137,11 +152,12 @@ def _dialogue(stdin: str, expected: str) -> Test:
 
 
 def _asserts(checks: str) -> Test:
+    """Return a test that runs code with assertions about the program's definitions."""
     return lambda program, runner: runner.passes(program, checks)
 
 
 def _call(name: str, arguments: Any, expected: Any) -> Test:
-    """Test the return value of a function, or of a method of Solution (LeetCode's form)."""
+    """Return a test of the return value of a function, or of a method of Solution (LeetCode's format)."""
     if not name.isidentifier():
         raise ValueError(f"fn_name = {name[:80]!r}: expected the name of a function")
     values = json.dumps([arguments if isinstance(arguments, list) else [arguments], expected])
@@ -165,12 +181,14 @@ class _Local:
         self.run = self._sandbox.run
         self._warned = False
         if missing := self._sandbox.missing():
-            warning = f"data.reward: code: this machine does not keep from programs: {'; '.join(missing)}"
+            warning = f"data.reward: code: the sandbox of this machine does not protect: {'; '.join(missing)}"
             if required:
-                raise UserError(f"{warning}; sandbox = required")
+                raise UserError(f"{warning}; sandbox = required needs these protections")
             log.warning("%s", warning)
         if unlimited := self._sandbox.unlimited():
-            log.warning("data.reward: code: this machine does not limit %s", "; ".join(unlimited))
+            log.warning(
+                "data.reward: code: the sandbox of this machine does not limit %s", "; ".join(unlimited)
+            )
 
     def passes(self, program: str, tests: str) -> bool:
         try:
@@ -178,27 +196,30 @@ class _Local:
         except Undecidable as e:
             if self._required:
                 raise ValueError(
-                    f"{e}: only the program's process can tell, and sandbox = required"
+                    f"{e}: such tests must run in the program's process, which sandbox = required does not allow"
                 ) from None
             if not self._warned:
                 self._warned = True
-                log.warning("data.reward: code: %s: such tests run in its process, which can deceive them", e)
+                log.warning(
+                    "data.reward: code: %s: such tests run in the program's process, which can deceive them",
+                    e,
+                )
             return self._sandbox.passes_in_its_process(program, tests)
 
 
 class _Fusion:
-    """Client of a SandboxFusion server. Raises RuntimeError when the server gives no result."""
+    """Runner on a SandboxFusion server. Methods raise RuntimeError if the server returns no result."""
 
     def __init__(self, url: str, seconds: float, memory_mb: int, required: bool) -> None:
         self._url = url if url.rstrip("/").endswith("run_code") else url.rstrip("/") + "/run_code"
         self._seconds, self._memory_mb, self._required = seconds, memory_mb, required
 
     def passes(self, program: str, tests: str) -> bool:
-        """An early exit of the program is no pass: the last line has to be reached."""
+        """Return whether the tests reach their end, so that an early exit of the program does not pass."""
         if self._required:
             raise ValueError(
-                f"url = {self._url}: it runs tests in the program's process, and sandbox = required; expected tests "
-                "of standard input and output"
+                f"url = {self._url}: SandboxFusion runs tests in the program's process, which sandbox = required "
+                "does not allow; expected tests of standard input and output"
             )
         done = secrets.token_hex(16)
         outcome = self.run(f"{program}\n\n{tests}\n\nprint()\nprint({done!r})\n", "")
@@ -221,4 +242,4 @@ class _Fusion:
             ok = answer["status"] == "Success" and result.get("return_code") == 0
             return Outcome(ok, result.get("stdout") or "")
         except (urllib.error.URLError, TimeoutError, ValueError, KeyError, AttributeError) as e:
-            raise RuntimeError(f"{self._url}: no answer of SandboxFusion: {type(e).__name__}: {e}") from None
+            raise RuntimeError(f"{self._url}: no result of SandboxFusion: {type(e).__name__}: {e}") from None

@@ -1,7 +1,7 @@
-"""`reasoning_answer_consistency`: whether a response's reasoning leads to its answer, right or wrong (RAC).
+"""The reward `reasoning_answer_consistency`: whether a response's reasoning leads to its answer (RAC).
 
-For evaluations, as the reward of a set of `eval.sets`: its accuracy is the share of responses whose answer follows
-from the reasoning before it. A judge decides without the right answer.
+Used in evaluations, as the reward of a set of `eval.sets`: its accuracy is the share of responses whose answer
+follows from their reasoning. A judge decides without knowing the correct answer.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _YES_OR_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
 def reasoning_answer_consistency(config: Config) -> Callable[[Prompt, Response], Awaitable[float]]:
-    """Return 1 where the judge says yes, 0 for no, without an answer, or without any reasoning.
+    """Score 1 if the judge replies yes; 0 if it replies no, or without an answer or reasoning.
 
     Raises:
-        UserError: `data.judge` names no judge that a reward can ask.
+        UserError: a reward cannot use the judge of `data.judge`.
     """
     if config.data.judge in (None, "engines"):
         raise UserError(
-            f"data.reward = 'reasoning_answer_consistency' with data.judge = {config.data.judge!r}: expected a judge "
-            "of its own, http://HOST:PORT or path/to/file.py:function"
+            f"data.reward = 'reasoning_answer_consistency' with data.judge = {config.data.judge!r}: expected a "
+            "separate judge, http://HOST:PORT or path/to/file.py:function"
         )
     judge: Any = call("data.judge", find_judge(config.data.judge), config, _refuse)
     tokenizer = Tokenizer.of(config)
@@ -63,4 +63,4 @@ def reasoning_answer_consistency(config: Config) -> Callable[[Prompt, Response],
 
 
 async def _refuse(question: str) -> str:
-    raise RewardError("a judge of a reward cannot ask the run's engines; use one behind a URL")
+    raise RewardError("the judge of a reward cannot use the run's engines; use a judge with a URL")

@@ -1,7 +1,7 @@
-"""The rewards `environment` and `agent`: the reward that the run's environment, or its agent, reports.
+"""The rewards `environment` and `agent`: the reward that the run's environment or agent reports.
 
-With `rollout.generator: environment`, or `replayed`, it is the sum of the turn rewards. With `data.source:
-environment` it is the rubric of that verifiers environment.
+With `rollout.generator: environment` or `replayed`, the reward is the sum of the turn rewards. With `data.source:
+environment`, it is that of the rubric of the verifiers environment.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from rlsys.rewards.signatures import Score, adapt, is_async
 
 
 def agent(config: Config) -> Score:
-    """Return the reward that the agent reported when it ended."""
+    """Score a response with the reward that the agent reported when it ended."""
     if config.rollout.generator != "agent":
         raise UserError(
-            "data.reward = 'agent' is the reward that an agent reports when it ends, but rollout.generator = "
+            "data.reward = 'agent' is the reward that an agent reports, but rollout.generator = "
             f"{config.rollout.generator}; expected agent"
         )
     return lambda prompt, text: math.fsum(prompt.entry[TURNS])
 
 
 def environment(config: Config) -> Score:
-    """Return the rubric's functions times their weights; each value is recorded beside the reward."""
+    """Score a response with the sum of its turn rewards, or with the weighted sum of the rubric's functions.
+
+    The value of each function is also recorded as a metric.
+    """
     if config.rollout.generator in ("environment", "replayed"):
         return lambda prompt, text: math.fsum(prompt.entry[TURNS])
     if config.data.source != "environment":
         raise UserError(
-            "data.reward = 'environment' is the reward of rollout.generator = environment, or the rubric of "
-            "data.source = environment; here they are "
-            f"{config.rollout.generator} and {config.data.source}"
+            "data.reward = 'environment': expected rollout.generator = environment or replayed, or data.source = "
+            f"environment, but they are {config.rollout.generator} and {config.data.source}"
         )
     verifiers_environment = load_environment(config.data.params)
     rubric = getattr(verifiers_environment, "rubric", None)
@@ -68,5 +70,5 @@ def environment(config: Config) -> Score:
 
 
 def _first(rubric: Any, *names: str) -> list[Any]:
-    """Return the first attribute that exists: versions of verifiers name it differently."""
+    """Return the first non-empty attribute of these names, which depend on the version of verifiers."""
     return next((list(functions) for name in names if (functions := getattr(rubric, name, None))), [])

@@ -1,15 +1,15 @@
-"""Runs inside a sandbox: `python -I -S isolated.py ROLE LIMITS [DESCRIPTOR ...]`. Standard library only.
+"""Main program inside a sandbox: `python -I -S isolated.py ROLE LIMITS [DESCRIPTOR ...]`. Standard library only.
 
     run     the program, as `python program.py`
     serve   the program, then calls of its definitions, for a checker
-    check   tests, whose calls of the program go to such a process; ends with 0 when they pass
+    check   tests, whose calls of the program go to a process of the role `serve`; exits with 0 if they pass
     both    the program and then the tests in one process, which the program can deceive
 
-Tests and program exchange plain values as JSON, over a socket. A value of another type stays in the program's
-process, and the tests hold a reference to it (`Remote`), which is equal to no plain value. Its operators get no plain
-operand, which may be the expected value (`f(x) - 0.5`), unless the tests made it with a class of the program, which
-they name with a capital letter. So the program can change a verdict only through the return values of what the
-tests call by name.
+Tests and program exchange plain values as JSON over a socket. A value of another type stays in the program's process,
+and the tests have a reference to it (`Remote`), which equals no plain value. Its operators accept no plain operand,
+because that may be the expected value (`f(x) - 0.5`), unless the tests created it with a class of the program, whose
+name begins with a capital letter. So the program can change a verdict only through the values that its functions
+return.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import types
 from typing import Any, BinaryIO, NamedTuple
 
 EXIT_NOT_PLAIN = 77
-"""Exit code: the tests pass the program a value that cannot be encoded, a function for example."""
+"""Exit code if the tests pass the program a value that cannot be encoded, such as a function."""
 MAX_LINE_BYTES = 2**24
 MAX_ITERATOR_ITEMS = 10**5
 BUILT_IN_NAMES = {
@@ -42,7 +42,7 @@ BUILT_IN_NAMES = {
     "Decimal": decimal.Decimal,
     "Fraction": fractions.Fraction,
 }
-"""Names that tests may use without an import: Python's, not the program's."""
+"""Names of the standard library that tests may use without an import; the program cannot redefine them."""
 _CONTAINERS: dict[str, Any] = {
     "l": list,
     "t": tuple,
@@ -59,7 +59,7 @@ _SPECIAL_METHODS = (
 
 
 class Channel(NamedTuple):
-    """Connection to the other process: a line of JSON for each request and each answer."""
+    """Connection to the other process. Each request and each answer is a line of JSON."""
 
     lines: BinaryIO
     out: BinaryIO
@@ -75,11 +75,11 @@ _BUILTIN_CALLS: dict[str, Any] = {
     "__bool__": bool,
     "__iter__": iter,
 }
-"""Calls that also work for objects whose type does not define the method."""
+"""Special methods that are called by a built-in function, because types need not define them."""
 
 
 def encode(value: Any, objects: list[Any]) -> Any:
-    """Encode a value as JSON. A value that is not plain is appended to `objects` and sent as its index there."""
+    """Encode a value as JSON. A value that is not plain is appended to `objects` and encoded as its index."""
     if value is None or isinstance(value, bool | str | float):
         return value
     if isinstance(value, int):
@@ -105,7 +105,7 @@ def encode(value: Any, objects: list[Any]) -> Any:
 
 
 def decode(data: Any, object_at: Any) -> Any:
-    """Decode a value of `encode`; `object_at` returns the object of a handle."""
+    """Decode a value of `encode`. `object_at` returns the object of a handle."""
     if not isinstance(data, dict):
         return data
     ((tag, value),) = data.items()
@@ -146,7 +146,7 @@ def serve(program: str, channel: Channel) -> None:
     for line in channel.lines:
         try:
             answer = _answer(json.loads(line), objects)
-        except Exception as e:  # noqa: BLE001  (of the program: reported to the tests)
+        except Exception as e:  # noqa: BLE001  (errors of the program are reported to the tests)
             answer = {"raises": type(e).__name__, "words": str(e)[:1000]}
         channel.send(answer)
 
@@ -184,15 +184,18 @@ class Program:
         keywords: Any = None,
         of_class: bool = False,
     ) -> Any:
-        """Send a request to the program's process, and return its value.
+        """Send a request to the program's process, and return the resulting value.
 
         Args:
             kind: `name`, `attribute` or `call`.
             target: handle of the object; 0 is the program's namespace.
-            of_class: whether an object in the value is of a class that the tests name.
+            name: name of the definition, attribute or method.
+            args: arguments of a call.
+            keywords: keyword arguments of a call.
+            of_class: whether objects in the value belong to a class that the tests name.
 
         Raises:
-            Exception: the built-in exception type that the program raised, or Exception.
+            Exception: the program raised an exception; the type is that of a built-in exception, otherwise Exception.
         """
         objects: list[Any] = []
         encoded_args = [encode(arg, objects) for arg in args]
@@ -208,7 +211,7 @@ class Program:
             line = b""
         if not line.endswith(
             b"\n"
-        ):  # the program has ended, or its answer is too long: no test may catch that
+        ):  # the program has ended, or its answer is too long; tests must not be able to catch this
             os._exit(1)
         answer = json.loads(line)
         if "raises" in answer:
@@ -223,7 +226,7 @@ class Program:
 
 
 def _with_handles(data: Any, handles: list[int]) -> Any:
-    """Replace the indices of objects by the handles of the other process."""
+    """Return encoded data with the indices of objects replaced by handles of the other process."""
     if isinstance(data, list):
         return [_with_handles(item, handles) for item in data]
     if isinstance(data, dict):
@@ -234,7 +237,7 @@ def _with_handles(data: Any, handles: list[int]) -> Any:
 
 
 def _update(value: Any, updated: Any) -> None:
-    """Apply a called function's changes of an argument to the caller's object."""
+    """Apply the changes that a called function made to an argument to the caller's object."""
     if type(value) is not type(updated) or value == updated:
         return
     value.clear()
@@ -245,9 +248,9 @@ def _update(value: Any, updated: Any) -> None:
 
 
 class Remote:
-    """Reference to an object of the program. It equals no plain value, whatever its `__eq__` returns.
+    """Reference to an object of the program. It equals no plain value, regardless of the object's `__eq__`.
 
-    `of_class`: it is a class that the tests name, or came from such a class.
+    `of_class`: whether it is a class that the tests name, or came from such a class.
     """
 
     def __init__(self, program: Program, handle: int, of_class: bool) -> None:
@@ -273,7 +276,7 @@ class Remote:
         return iter(_program_of(self).request("call", _handle_of(self), "__iter__", of_class=of_class))
 
     def __contains__(self, value: object) -> bool:
-        """Compare the items here, unless the tests named the class."""
+        """Compare the items in this process, unless the object came from a class that the tests name."""
         if not _is_of_class(self):
             return any(item == value for item in self)
         return bool(_program_of(self).request("call", _handle_of(self), "__contains__", (value,)))
@@ -300,7 +303,9 @@ def _forward(name: str) -> Any:
     def method(self: Remote, *args: Any, **keywords: Any) -> Any:
         of_class = _is_of_class(self)
         if is_operator and not of_class and not all(isinstance(arg, Remote) for arg in args):
-            raise TypeError(f"an object that a function returned has no {name} with a value of the tests")
+            raise TypeError(
+                f"{name} of an object that a function returned does not accept a value of the tests"
+            )
         return _program_of(self).request("call", _handle_of(self), name, args, keywords, of_class)
 
     return method
@@ -311,9 +316,9 @@ for _name in _SPECIAL_METHODS:
 
 
 def check(tests: str, channel: Channel) -> None:
-    """Run the tests. Raises the exception of a test."""
+    """Run the tests. Exceptions of tests are raised."""
     program = Program(channel)
-    program.request("call", 0, "__len__")  # the program has ended, also for tests that do not use it
+    program.request("call", 0, "__len__")  # wait for the end of the program, also if the tests do not use it
     names: dict[str, Any] = {"__name__": "__main__"}
     for name in sorted(free_names(tests)):
         if name in BUILT_IN_NAMES:
@@ -324,12 +329,12 @@ def check(tests: str, channel: Channel) -> None:
             try:
                 names[name] = program.request("name", 0, name, of_class=name[0].isupper())
             except KeyError:
-                continue  # a NameError where it is used
+                continue  # its use raises a NameError
     exec(compile(tests, "tests", "exec"), names)
 
 
 def free_names(tests: str) -> set[str]:
-    """Return the names that tests use, but neither they nor Python define."""
+    """Return the names that the tests use, and that neither the tests nor Python define."""
     loaded, defined = set[str](), set(dir(builtins))
     for node in ast.walk(ast.parse(tests)):
         if isinstance(node, ast.Name):
@@ -347,7 +352,7 @@ def free_names(tests: str) -> set[str]:
 
 
 def run_in_one_process(program: str, tests: BinaryIO, answers: BinaryIO) -> None:
-    """Run the program, then the tests; write the first line of `tests` to `answers` if they pass."""
+    """Run the program, then the tests. If they pass, write the first line of `tests` to `answers`."""
     names = execute(program)
     done = tests.readline()
     exec(compile(tests.read(), "tests", "exec"), names)
@@ -356,7 +361,7 @@ def run_in_one_process(program: str, tests: BinaryIO, answers: BinaryIO) -> None
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Set resource limits by RLIMIT_NAME; within the sandbox, because other processes of the user count outside."""
+    """Set resource limits by RLIMIT_NAME. Called in the sandbox: outside, other processes of the user count too."""
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 

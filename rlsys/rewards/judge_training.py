@@ -1,4 +1,4 @@
-"""Training of a judge: reward of a verdict on a solution whose first wrong step is known (FAPO's GenRM)."""
+"""Training of a judge: rewards of verdicts on solutions whose first wrong step is known (FAPO's GenRM)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from rlsys.rewards.answer import final_answer
 def judge_reward(predicted: int | None, target: int, steps: int) -> float:
     """Return the reward of a verdict, in [-1, 1] (FAPO, section 3.2).
 
-    +-1 for detecting whether there is an error, minus the normalised distance of the step if both name one:
-    1 - |predicted - target| / steps.
+    The reward is -1 if the verdict is wrong about whether there is an error, 1 if it is right that there is none, and
+    otherwise 1 - |predicted - target| / steps.
 
     Args:
-        predicted: the step of the verdict, from 0; -1: the solution is right. None or a step out of range scores -1.
-        target: the first wrong step, from 0; -1: the solution is right.
-        steps: the number of steps.
+        predicted: first wrong step of the verdict, from 0; -1: the solution is correct. None and a step out of range
+            score -1.
+        target: the first wrong step, from 0; -1: the solution is correct.
+        steps: number of steps.
     """
     if predicted is None or not -1 <= predicted < steps or (predicted < 0) != (target < 0):
         return -1.0
@@ -26,7 +27,7 @@ def judge_reward(predicted: int | None, target: int, steps: int) -> float:
 
 
 def verdict(response: Response) -> int | None:
-    """Return the step in the last \\boxed{} of a finished response, else in its <answer>; None if there is none."""
+    """Return the step in the last \\boxed{}, or else in <answer>, of a finished response; None if there is none."""
     for form in ("boxed", "tags"):
         if (answer := final_answer(response, form)) is not None:
             return int(answer) if answer.removeprefix("-").isdecimal() else None
@@ -34,14 +35,14 @@ def verdict(response: Response) -> int | None:
 
 
 def fapo_judge(config: Config) -> Callable[[Prompt, Response], float]:
-    """Return (1 + judge_reward) / 2, in [0, 1]. An entry has `step`, the first wrong one or -1, and `steps`.
+    """Score (1 + judge_reward) / 2, in [0, 1]. An entry has `step`, the first wrong step or -1, and `steps`.
 
     Only the exact step scores 1. Group advantages equal those of judge_reward.
     """
 
     def score(prompt: Prompt, response: Response) -> float:
         if missing := {"step", "steps"} - prompt.entry.keys():
-            raise ValueError(f"the problem's entry has no {' and no '.join(sorted(missing))}")
+            raise ValueError(f"the row has no {' and no '.join(sorted(missing))}; expected step and steps")
         predicted = verdict(response)
         return (1 + judge_reward(predicted, int(prompt.entry["step"]), int(prompt.entry["steps"]))) / 2
 

@@ -1,8 +1,7 @@
-"""Judges of whole solutions, for group rewards that use one (fapo): text in, verdict out.
+"""Judges of whole solutions, for group rewards such as fapo: text in, verdict out.
 
-A judge is a URL, built in, or named by import path; a function is made as `function(config, ask_policy)`, where
-`ask_policy` sends a question to the run's own engines, through the router of the rollout. Every judge has a time
-limit (JudgeWithTimeout).
+A judge is a URL, built in, or named by import path. `function(config, ask_policy)` creates it, where `ask_policy`
+sends a question to the run's own engines through its router. Every judge has a time limit (JudgeWithTimeout).
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from rlsys.http_server.clients import RedirectRefused, TooLong, direct_session, 
 Judge = Callable[[str], Awaitable[str]]
 
 MAX_ANSWER_BYTES = 2**22
-"""Limit of an answer of a server."""
+"""Largest size of a response of a server."""
 POLL_SECONDS = 0.5
-"""Interval at which a wait checks whether its time counts."""
+"""Interval at which a wait checks whether time counts."""
 TOKEN = "RLSYS_JUDGE_TOKEN"
 _SOLUTION = re.compile(r"Solution:\n(.*)\n\n", re.DOTALL)
 _LINE = re.compile(r"(-?\d+)([+-]\d+)=(-?\d+)")
@@ -36,18 +35,18 @@ log = logging.getLogger("rlsys.rewards")
 
 
 class JudgeError(Exception):
-    """Unexpected answer of a server that is to be OpenAI-compatible."""
+    """Raised for a response of a judge's server that is not OpenAI-compatible."""
 
 
 class JudgeWithTimeout:
-    """Judge with a time limit. A timeout or an exception gives no verdict: None, counted and logged.
+    """A judge with a time limit. After a timeout or an exception, which is counted and logged, the verdict is None.
 
-    Only time in which `working()` is true counts, because released engines do not judge.
+    Only time in which `working()` is true counts, because engines do not answer while their memory is released.
 
     Attributes:
-        timeouts: questions without an answer in time.
-        failures: questions for which the judge raised, or returned no text.
-        last: the reason of the last one of both.
+        timeouts: number of questions without an answer in time.
+        failures: number of questions for which the judge raised an exception, or returned no text.
+        last: reason of the last timeout or failure.
     """
 
     def __init__(self, judge: Judge, seconds: float, working: Callable[[], bool] = lambda: True) -> None:
@@ -71,7 +70,7 @@ class JudgeWithTimeout:
                 return valid_text(verdict)
             else:
                 self.failures += 1
-                self.last = f"the judge gave a {type(verdict).__name__}, expected a text"
+                self.last = f"the judge returned a {type(verdict).__name__}, expected a text"
         finally:
             task.cancel()
         log.warning("%s", self.last)
@@ -79,9 +78,9 @@ class JudgeWithTimeout:
 
 
 async def wait_for_work(task: asyncio.Future[Any], seconds: float, working: Callable[[], bool]) -> None:
-    """Wait until the task is done or its time is up.
+    """Wait until the task is done, or for `seconds` in which `working()` is true.
 
-    Not asyncio.wait_for: it waits for a task that may not end when cancelled.
+    asyncio.wait_for is not used: it waits for the cancelled task, which may never end.
     """
     remaining = seconds
     while remaining > 0 and not task.done():
@@ -91,12 +90,12 @@ async def wait_for_work(task: asyncio.Future[Any], seconds: float, working: Call
 
 
 def engines(config: Config, ask_policy: Judge) -> Judge:
-    """Return the policy as its own judge, through the run's router."""
+    """Create a judge that is the policy itself, through the run's router."""
     return ask_policy
 
 
 def chain_sum(config: Config, ask_policy: Judge) -> Judge:
-    """Check each line of the working of the quickstart's task; an answer without working is a guess."""
+    """Create a judge that checks each line of the working in the quickstart's task. Without working it is wrong."""
 
     async def judge(text: str) -> str:
         match = _SOLUTION.search(text)
@@ -107,7 +106,7 @@ def chain_sum(config: Config, ask_policy: Judge) -> Judge:
 
 
 def first_wrong(lines: list[str]) -> int:
-    """Return the index of the first line that is no true `a+b=c`; -1 when all are; 0 without lines."""
+    """Return the index of the first line that is not a true `a+b=c`; -1 if all are; 0 without lines."""
     for i, line in enumerate(lines):
         match = _LINE.fullmatch(line.strip())
         if match is None or int(match[1]) + int(match[2]) != int(match[3]):
@@ -116,10 +115,10 @@ def first_wrong(lines: list[str]) -> int:
 
 
 class UrlJudge:
-    """Generative reward model behind an OpenAI-compatible server (for example `rlsys router` with its own engines).
+    """Generative reward model on an OpenAI-compatible server, for example `rlsys router` with its own engines.
 
-    Asks greedily, in one chat message, the first model that the server lists. A bearer token is read from the
-    environment (TOKEN), because configs are saved.
+    It sends one chat message to the first model that the server lists, at temperature 0. The environment
+    variable TOKEN has the bearer token, because configs are stored.
     """
 
     def __init__(self, url: str) -> None:
@@ -129,8 +128,13 @@ class UrlJudge:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     async def __call__(self, text: str) -> str:
-        """Ask the server. Raises JudgeError, and aiohttp's errors for an unreachable server."""
-        no_limit = aiohttp.ClientTimeout(total=None)  # the caller has the time limit
+        """Send a question to the server, and return the answer.
+
+        Raises:
+            JudgeError: the response is not OpenAI-compatible.
+            aiohttp.ClientError: the server is unreachable.
+        """
+        no_limit = aiohttp.ClientTimeout(total=None)  # the caller limits the time
         async with direct_session(timeout=no_limit, headers=self._headers) as session:
             if self._model is None:
                 models = await _json(session.get(f"{self._base}/models"))
@@ -150,15 +154,19 @@ async def _json(request: Any) -> Any:
     async with response:
         text = raw.decode(errors="replace")
         if response.status != 200:
-            raise JudgeError(f"{response.url} answered {response.status}: {' '.join(text.split())[:200]}")
+            raise JudgeError(f"{response.url}: HTTP {response.status}: {' '.join(text.split())[:200]}")
         try:
             return load_json(raw)
         except ValueError:
-            raise JudgeError(f"{response.url} answered no JSON: {text[:200]!r}") from None
+            raise JudgeError(f"{response.url}: expected JSON, got {text[:200]!r}") from None
 
 
 def _text_at(answer: Any, *path: str | int) -> str:
-    """Return the text at this path of an answer. Raises JudgeError when there is none."""
+    """Return the text at a path of a response.
+
+    Raises:
+        JudgeError: there is no text.
+    """
     value = answer
     try:
         for key in path:
@@ -166,7 +174,7 @@ def _text_at(answer: Any, *path: str | int) -> str:
     except (KeyError, IndexError, TypeError):
         value = None
     if not isinstance(value, str):
-        raise JudgeError(f"no text at {'.'.join(map(str, path))} of its answer {str(answer)[:200]}")
+        raise JudgeError(f"expected a text at {'.'.join(map(str, path))} of the response {str(answer)[:200]}")
     return value
 
 
@@ -174,7 +182,11 @@ JUDGES: dict[str, Callable[[Config, Judge], Judge]] = {"engines": engines, "chai
 
 
 def find_judge(name: str) -> Callable[[Config, Judge], Judge]:
-    """Return the factory of the judge of this name. Raises UserError for an unknown one."""
+    """Return the factory of a judge.
+
+    Raises:
+        UserError: the name is unknown.
+    """
     if name.startswith(("http://", "https://")):
         return lambda config, ask_policy: UrlJudge(name)
     return resolve("data.judge", name, JUDGES)
@@ -183,10 +195,15 @@ def find_judge(name: str) -> Callable[[Config, Judge], Judge]:
 def build_judge(
     config: Config, ask_policy: Judge, working: Callable[[], bool] = lambda: True
 ) -> JudgeWithTimeout | None:
-    """Build the judge that `data.judge` names; None where it names none. Raises UserError for an unknown name.
+    """Create the judge of `data.judge`; None if it is unset.
 
     Args:
-        working: whether the engines work on questions.
+        config: config of the run.
+        ask_policy: sends a question to the run's own engines.
+        working: returns whether the engines currently answer questions.
+
+    Raises:
+        UserError: the name is unknown.
     """
     if config.data.judge is None:
         return None

@@ -1,7 +1,7 @@
 """The reward `math`: whether two mathematical answers are equivalent, by math-verify.
 
-The answer is the content of the last `\\boxed{}` or `<answer>` of a response, or the text after the last `Answer:`.
-The reward's own process is killed at its time limit; so math-verify's alarms stay off.
+The answer is the content of the last `<answer>` or `\\boxed{}` of a response, or the text after the last `Answer:`.
+math-verify's own alarms are disabled, because the process of the reward is killed at its time limit.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from rlsys.core.types import Prompt, Response
 from rlsys.rewards.answer import FORMS
 
 _HASHES = "####"
-"""GSM8K's solutions end with it and the answer."""
+"""Text before the answer at the end of GSM8K's solutions."""
 
 
 def math(config: Config, finished: bool = True) -> Callable[[Prompt, Response], float]:
-    """Return 1 when the answer equals the right one, else 0. `finished`: a response that was cut off scores 0."""
-    from math_verify import parse, verify  # a second: here, and not in the first score's time limit
+    """Score 1 if the answer is equivalent to the row's `answer`, otherwise 0.
+
+    `finished`: truncated responses score 0.
+    """
+    from math_verify import (
+        parse,
+        verify,
+    )  # imported here: it takes a second that must not count for the first score
 
     def expressions(text: str) -> Any:
         return parse(f"\\boxed{{{text}}}", parsing_timeout=None) or parse(text, parsing_timeout=None)

@@ -1,4 +1,4 @@
-"""Process judges: the first error of a response and its correction, for group policies that repair (scope)."""
+"""Process judges: find the first error of a response and correct it, for group policies with repairs (scope)."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from rlsys.data.traces import working
 
 
 class Repair(NamedTuple):
-    """Correction of a response: its first `at` characters are right, and `text` should follow."""
+    """Correction of a response: its first `at` characters are correct, and `text` should follow."""
 
     at: int
     text: str
 
 
 ProcessJudge = Callable[[Prompt, str], Awaitable[Repair | None]]
-"""(prompt, response) -> its repair; None: no step is wrong, or none can be corrected."""
+"""(prompt, response) -> its repair; None: no step is wrong, or the wrong step cannot be corrected."""
 
 
 def chain_sum(config: Config) -> ProcessJudge:
-    """Compare the lines of the working with those of the quickstart's sums."""
+    """Create a judge that compares the lines of the working with those of the quickstart's sums."""
 
     async def judge(prompt: Prompt, response: str) -> Repair | None:
-        right = [f"{line}\n" for line in working(expression(prompt.entry)).split("\n")]
-        right[-1] = right[-1].removesuffix("\n")
-        starts = [0, *accumulate(map(len, right))]
-        for start, line in zip(starts, right, strict=False):
+        lines = [f"{line}\n" for line in working(expression(prompt.entry)).split("\n")]
+        lines[-1] = lines[-1].removesuffix("\n")
+        starts = [0, *accumulate(map(len, lines))]
+        for start, line in zip(starts, lines, strict=False):
             if not response.startswith(line, start):
                 return Repair(start, line)
         return None
@@ -44,7 +44,11 @@ JUDGES: dict[str, Callable[[Config], ProcessJudge]] = {"chain_sum": chain_sum}
 
 
 def build_process_judge(config: Config) -> ProcessJudge | None:
-    """Build the judge that `data.process_judge` names; None if unset. Raises UserError for an unknown name."""
+    """Create the judge of `data.process_judge`; None if it is unset.
+
+    Raises:
+        UserError: the name is unknown.
+    """
     name = config.data.process_judge
     if name is None:
         return None

@@ -1,4 +1,4 @@
-"""Results of reward functions: a number, named parts, or a score with figures, parsed into one RewardResult."""
+"""Results of reward functions: a number, named parts, or a score with metrics, parsed into one RewardResult."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rlsys.core.texts import valid_text
 from rlsys.core.types import LARGEST_REWARD, is_reward
 
 SCORE, RIGHT = "score", "acc"
-"""Keys of verl's dictionaries: the reward itself, and whether the answer is right."""
+"""Keys of verl's dictionaries: the reward itself, and whether the answer is correct."""
 TURNS = "turn_rewards"
-"""Key of a list beside the score: the reward of each turn of the model."""
+"""Key of a list in such a dictionary: the reward of each turn of the model."""
 
 
 LONGEST_NAME, MOST_PARTS = 200, 1000
-"""Characters of a part's name, and number of parts: each is a metric, and stored with every sample."""
+"""Largest length of a part's name in characters, and largest number of parts, which are stored with every sample."""
 
 
 class InvalidReward(ValueError):
-    """Value of a reward function that is no finite number."""
+    """Raised for a value of a reward function that is not a finite number."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,24 @@ class RewardResult:
     """Result of a reward function.
 
     Attributes:
+        reward: the reward.
         parts: the named summands of the reward.
-        right: whether an evaluation counts the response as right; None: when the first part is 1 or more.
-        figures: further values of the function; recorded, never trained on.
+        right: whether an evaluation counts the response as correct; None: if the first part is 1 or more.
+        metrics: additional values of the function, which are recorded and not trained.
     """
 
     reward: float
     parts: dict[str, float] | None = None
     right: bool | None = None
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     turns: list[float] | None = None
-    """The reward of each turn of the model, if the function gives it."""
+    """The reward of each turn of the model, if the function returns them."""
 
 
 def parse_reward(value: Any, name: str = "reward") -> RewardResult:
-    """Parse the value of the function `name`.
+    """Parse the value of the reward function `name`.
 
-    A score of 1 or more is right (of named parts the first), unless `acc` is given.
+    A response is correct if its score, or the first of named parts, is 1 or more, unless the value has `acc`.
 
     Raises:
         InvalidReward: the value has no finite number.
@@ -58,32 +59,32 @@ def parse_reward(value: Any, name: str = "reward") -> RewardResult:
     if SCORE in value:
         reward = _number(value[SCORE], value, name)
         right = value.get(RIGHT)
-        figures = _with_text_keys(
+        metrics = _with_text_keys(
             {k: float(v) for k, v in value.items() if k != SCORE and is_reward(v)}, name
         )
         turns = None if TURNS not in value else _turns(value[TURNS], value, name)
         return RewardResult(
-            reward, right=reward >= 1 if right is None else bool(right), figures=figures, turns=turns
+            reward, right=reward >= 1 if right is None else bool(right), metrics=metrics, turns=turns
         )
     parts = _with_text_keys({k: _number(v, value, name) for k, v in value.items()}, name)
     if not parts:
-        raise InvalidReward(f"{name} gave {{}}, expected a number, or a dictionary of numbers")
+        raise InvalidReward(f"{name} returned {{}}, expected a number, or a dictionary of numbers")
     return RewardResult(_number(sum(parts.values()), value, name), parts)
 
 
 def _with_text_keys(values: dict[Any, float], name: str) -> dict[str, float]:
-    """Return the values with texts as keys.
+    """Return the values with keys converted to text.
 
     Raises:
-        InvalidReward: too many, too long, or two that are the same text.
+        InvalidReward: there are too many keys, a key is too long, or two keys have the same text.
     """
     if len(values) > MOST_PARTS:
-        raise InvalidReward(f"{name} gave {len(values)} parts, expected at most {MOST_PARTS}")
+        raise InvalidReward(f"{name} returned {len(values)} parts, expected at most {MOST_PARTS}")
     parts = {valid_text(str(k)): v for k, v in values.items()}
     if len(parts) < len(values):
-        raise InvalidReward(f"{name} gave two keys that are the same text, of {', '.join(parts)[:200]}")
+        raise InvalidReward(f"{name} returned two keys with the same text, among {', '.join(parts)[:200]}")
     if (longest := max(map(len, parts), default=0)) > LONGEST_NAME:
-        raise InvalidReward(f"{name} gave a key of {longest} characters, expected at most {LONGEST_NAME}")
+        raise InvalidReward(f"{name} returned a key of {longest} characters, expected at most {LONGEST_NAME}")
     return parts
 
 
@@ -91,32 +92,37 @@ def _turns(value: Any, result: Any, name: str) -> list[float]:
     try:
         return [_number(v, result, name) for v in value]
     except TypeError:
-        raise InvalidReward(f"{name} gave {result!r:.200}, expected a list as {TURNS}") from None
+        raise InvalidReward(f"{name} returned {result!r:.200}, expected a list as {TURNS}") from None
 
 
 def join_rewards(
     names: Sequence[str], weights: Sequence[float], results: Sequence[RewardResult | None]
 ) -> RewardResult:
-    """Join several rewards into one: a part for each, times its weight. The first decides what is right.
+    """Join several rewards into one, with one part for each, times its weight. The first one decides correctness.
 
-    A result of None means that the reward does not apply to this sample, and adds nothing. Raises InvalidReward when
-    none applies.
+    Args:
+        names: names of the parts.
+        weights: weights of the rewards.
+        results: the rewards; None: the reward does not apply to this sample, and adds nothing.
+
+    Raises:
+        InvalidReward: no reward applies.
     """
     if all(result is None for result in results):
-        raise InvalidReward(f"{', '.join(names)} gave None: no reward for this sample")
+        raise InvalidReward(f"{', '.join(names)} returned None: no reward applies to this sample")
     if len(results) == 1 and weights[0] == 1 and results[0] is not None:
         return results[0]
     parts: dict[str, float] = {}
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, weight, result in zip(names, weights, results, strict=True):
         if result is None or result.parts is None:
             parts[name] = 0.0 if result is None else weight * result.reward
         else:
             parts |= {f"{name}.{part}": weight * value for part, value in result.parts.items()}
-        figures |= {} if result is None else {f"{name}.{key}": value for key, value in result.figures.items()}
+        metrics |= {} if result is None else {f"{name}.{key}": value for key, value in result.metrics.items()}
     turns = next((m.turns for m in results if m is not None and m.turns is not None), None)
     reward = _number(sum(parts.values()), parts, "the sum of data.reward")
-    return RewardResult(reward, parts, right=_is_right(results[0]), figures=figures, turns=turns)
+    return RewardResult(reward, parts, right=_is_right(results[0]), metrics=metrics, turns=turns)
 
 
 def _is_right(result: RewardResult | None) -> bool:
@@ -126,13 +132,19 @@ def _is_right(result: RewardResult | None) -> bool:
 
 
 def _number(value: Any, result: Any, name: str) -> float:
-    """Convert a number, also numpy's and torch's. Raises InvalidReward."""
+    """Convert a number, which may be one of numpy or torch, to float.
+
+    Raises:
+        InvalidReward: the value is not a finite number, or too large.
+    """
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidReward(f"{name} gave {result!r:.200}, expected a finite number") from None
+        raise InvalidReward(f"{name} returned {result!r:.200}, expected a finite number") from None
     if isinstance(value, str | bytes) or not math.isfinite(number):
-        raise InvalidReward(f"{name} gave {result!r:.200}, expected a finite number")
+        raise InvalidReward(f"{name} returned {result!r:.200}, expected a finite number")
     if not is_reward(number):
-        raise InvalidReward(f"{name} gave {result!r:.200}, expected numbers of at most {LARGEST_REWARD:g}")
+        raise InvalidReward(
+            f"{name} returned {result!r:.200}, expected numbers of at most {LARGEST_REWARD:g}"
+        )
     return number

@@ -1,13 +1,12 @@
 """Sandbox for untrusted programs, and for tests of their definitions. The program never decides the verdict.
 
-Where bubblewrap (`bwrap`) is installed and works, each process has its own file system with Python and /usr in it,
-read-only, and a small /tmp; no network, no other processes, no capabilities; as root also another user id.
-Elsewhere a program can reach what this user can: files, processes, the network. `Sandbox.missing` lists the
-protections that a machine lacks. Limits on time, memory of a process, files, output and processes hold on every
-machine.
-
-Tests run in a separate sandbox, and call the program's process (isolated.py). A vulnerability of the kernel breaks
-both: for programs of strangers, run a SandboxFusion server in a container or a virtual machine.
+If bubblewrap (`bwrap`) is installed and works, each process has its own file system, with read-only Python and
+/usr and a small /tmp. It has no network, sees no other processes, and has no capabilities; as root it also has
+another user id. Otherwise a program has the access of this user to files, processes and the network.
+`Sandbox.missing` lists the protections that a machine lacks. Limits on time, memory of a process, files, output
+and processes apply on every machine. Tests run in a separate sandbox, and call the program's process
+(isolated.py). A kernel vulnerability breaks both: for programs of unknown users, run a SandboxFusion server in
+a container or a virtual machine.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ from rlsys.rewards import isolated
 OUTPUT_BYTES = 2**20
 FILE_BYTES = 2**24
 FOLDER_BYTES = 2**26
-"""Size of a sandbox's /tmp, and of its /dev/shm."""
+"""Size of a sandbox's /tmp and /dev/shm each, in bytes."""
 PROCESSES = 16
 _USER_IDS = range(61184, 65520)
-"""User ids without an account, which systemd lends to running services."""
+"""User ids without an account, which systemd assigns to running services."""
 
 log = logging.getLogger("rlsys.rewards")
 
 
 class Undecidable(Exception):
-    """Tests whose verdict only the program's own process can give."""
+    """Raised for tests that can only run in the program's own process."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ class Outcome:
     """Result of a program.
 
     Attributes:
-        ok: it ended by itself with exit code 0.
-        output: the beginning of its standard output.
+        ok: whether it ended by itself with exit code 0.
+        output: the first OUTPUT_BYTES of its standard output.
     """
 
     ok: bool
@@ -65,11 +64,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Sandbox of this machine.
+    """A sandbox on this machine.
 
     Attributes:
-        seconds: time limit of a program, or of its tests.
-        memory_mb: memory limit of one process.
+        seconds: time limit of a program, or of its tests, in seconds.
+        memory_mb: memory limit of one process, in MiB.
     """
 
     seconds: float
@@ -77,7 +76,7 @@ class Sandbox:
 
     @staticmethod
     def unlimited() -> list[str]:
-        """List the limits that this machine lacks: a program can slow others down, but reads and changes nothing."""
+        """Return the limits that this machine lacks. Without them a program can slow down other processes."""
         if limiting_group() is None:
             return [
                 "the memory and CPU of all processes of a program together (no writable cgroup v2 with both)"
@@ -86,9 +85,9 @@ class Sandbox:
 
     @staticmethod
     def missing() -> list[str]:
-        """List the protections that this machine lacks."""
+        """Return what this machine cannot protect from programs."""
         if _wrapper() is None:
-            return ["files, processes and the network of this user (no bubblewrap that works: bwrap)"]
+            return ["files, processes and the network of this user (no working bubblewrap: bwrap)"]
         if os.geteuid() == 0 and shutil.which("setpriv") is None:
             return ["the number of processes, as root without setpriv"]
         return []
@@ -103,23 +102,29 @@ class Sandbox:
             return Outcome(ok, os.pread(out.fileno(), OUTPUT_BYTES, 0).decode(errors="replace"))
 
     def passes(self, program: str, tests: str) -> bool:
-        """Return whether `tests`, Python source, end without an exception. Raises Undecidable."""
+        """Return whether `tests`, which is Python source, end without an exception.
+
+        Raises:
+            Undecidable: the tests can only run in the program's process.
+        """
         deadline = time.monotonic() + self.seconds
         checker_socket, program_socket = socket.socketpair()
         with checker_socket, program_socket, ExitStack() as stack:
             stack.enter_context(self._start("serve", program, (program_socket.fileno(),)))
             checker = stack.enter_context(self._start("check", tests, (checker_socket.fileno(),)))
             checker_socket.close()
-            program_socket.close()  # so that each process reads the end of the other one
+            program_socket.close()  # so that each process detects the end of the other one
             code = _wait(checker, deadline)
         if code == isolated.EXIT_NOT_PLAIN:
-            raise Undecidable("the tests give the program a function, or an object of their own")
+            raise Undecidable(
+                "the tests pass the program a function or another object that cannot be encoded"
+            )
         return code == 0
 
     def passes_in_its_process(self, program: str, tests: str) -> bool:
         """Run tests that are Undecidable in the program's process.
 
-        A program that aims at it can pass without being right.
+        A malicious program can pass without being correct.
         """
         done = secrets.token_hex(16).encode()
         with tempfile.TemporaryFile() as tests_file, tempfile.TemporaryFile() as answers_file:
@@ -139,17 +144,26 @@ class Sandbox:
         stdin: BinaryIO | int = subprocess.DEVNULL,
         out: BinaryIO | int = subprocess.DEVNULL,
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """Start isolated.py with this role; kill it with all its descendants at the end."""
+        """Run isolated.py with a role while the context is active; on exit, kill it with all its descendants."""
         with _program_folder() as folder, limited(self._group_limits()) as grouped:
             program = Path(folder, "program.py")
             program.write_text(source, encoding="utf-8", errors="replace")
             program.chmod(0o644)
-            wrapped, inside = _wrapper(), "/tmp/program.py"
-            if wrapped is None:
+            wrapper, sandbox_path = _wrapper(), "/tmp/program.py"
+            if wrapper is None:
                 command = [sys.executable, "-I", "-S", isolated.__file__, role, self._limits(), str(program)]
             else:
-                command = [*wrapped, "--ro-bind", str(program), inside, "--remount-ro", "/", "--", *_user()]
-                command += [_PYTHON, "-I", "-S", _SCRIPT, role, self._limits(), inside]
+                command = [
+                    *wrapper,
+                    "--ro-bind",
+                    str(program),
+                    sandbox_path,
+                    "--remount-ro",
+                    "/",
+                    "--",
+                    *_user(),
+                ]
+                command += [_PYTHON, "-I", "-S", _SCRIPT, role, self._limits(), sandbox_path]
             process = subprocess.Popen(
                 [*grouped, *command, *map(str, descriptors)],
                 stdin=stdin,
@@ -169,7 +183,7 @@ class Sandbox:
                 process.wait()
 
     def _group_limits(self) -> dict[str, int | str]:
-        """Limits of all processes of a program together: its memory and its folders, and one CPU."""
+        """Return cgroup limits of all processes of a program together: memory including folders, and one CPU."""
         return {
             "memory.max": self.memory_mb * 2**20 + 2 * FOLDER_BYTES, "pids.max": PROCESSES + 8,
             "cpu.max": "100000 100000",
@@ -193,7 +207,7 @@ def _program_folder() -> Iterator[str]:
 
 
 def _wait(process: subprocess.Popen[Any], deadline: float) -> int | None:
-    """Wait for the process, and return its exit code; None when its time is up first."""
+    """Wait for a process, and return its exit code; None if it is still running at the deadline."""
     try:
         return process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -205,7 +219,7 @@ _PYTHON, _SCRIPT = f"/python/bin/{Path(os.path.realpath(sys.executable)).name}",
 
 @functools.cache
 def _wrapper() -> tuple[str, ...] | None:
-    """Return the command of bubblewrap up to the program's file; None where it is not installed or does not work."""
+    """Return bubblewrap's command up to the program's file; None if bubblewrap is missing or does not work."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         return None
@@ -226,13 +240,16 @@ def _wrapper() -> tuple[str, ...] | None:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     trial = subprocess.run([*command, "--", *_user(), _PYTHON, "-I", "-S", "-c", ""], capture_output=True)
     if trial.returncode != 0:
-        log.warning("bubblewrap does not work here: %s", trial.stderr.decode(errors="replace").strip()[:300])
+        log.warning(
+            "bubblewrap does not work on this machine: %s",
+            trial.stderr.decode(errors="replace").strip()[:300],
+        )
         return None
     return tuple(command)
 
 
 def _user() -> list[str]:
-    """Return the command that runs another one as an unused user id, a new one each time; empty without the right."""
+    """Return a command prefix that switches to an unused user id, a new one each time; empty unless root."""
     if os.geteuid() != 0 or (setpriv := shutil.which("setpriv")) is None:
         return []
     user = str(secrets.choice(_USER_IDS))

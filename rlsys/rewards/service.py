@@ -1,11 +1,10 @@
-"""The reward behind a URL: `data.reward: http://HOST:PORT/PATH`, a stateless service.
+"""Reward services: `data.reward: http://HOST:PORT/PATH` is a stateless HTTP service.
 
     POST {"id", "prompt", "response", "response_ids", "response_mask", "finished", "label", "entry"}
-        ->  a number, or a dictionary as of a reward function
-
-`prompt`, `response` and `label` are the fields of slime's remote reward models. A request is retried when there was
-no answer, or a status in RETRY_STATUSES, with the same `id`, also sent as the header Idempotency-Key, so that a
-service may cache its answers. Any other error is reported at once, and the sample is censored.
+        ->  a number, or a dictionary, as a reward function returns
+`prompt`, `response` and `label` are the fields of slime's remote reward models. A request is repeated after no
+response or a status in RETRY_STATUSES. It then has the same `id`, which is also the header Idempotency-Key, so
+that a service may cache its results. Any other error is reported at once, and the sample is censored.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from rlsys.http_server.clients import TooLong, direct_session, read_bounded
 from rlsys.rewards.workers import RewardError
 
 TOKEN = "RLSYS_REWARD_TOKEN"
-"""Environment variable with the bearer token that the service wants, if it wants one."""
+"""Environment variable with the bearer token of the service, if it requires one."""
 RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses after which the request is repeated."""
+"""HTTP statuses after which a request is repeated."""
 MIN_PAUSE, MAX_PAUSE = 0.2, 5.0
-"""Seconds between two attempts; doubled each time."""
+"""Shortest and longest pause between two attempts, in seconds. It doubles with each attempt."""
 CONNECT_SECONDS = 10.0
 MAX_ANSWER_BYTES = 2**20
 TIMEOUT_SHARE = 0.9
@@ -42,7 +41,7 @@ TIMEOUT_SHARE = 0.9
 
 
 class _Unavailable(Exception):
-    """Temporary lack of an answer. `pause`: seconds that the service asks to wait."""
+    """Raised when the service is temporarily unavailable. `pause`: seconds of its Retry-After header."""
 
     def __init__(self, message: str, pause: float = 0.0) -> None:
         super().__init__(message)
@@ -60,9 +59,9 @@ def service_name(url: str) -> str:
 
 
 class ServiceReward:
-    """Score of the service at `url`. Belongs to one event loop.
+    """The reward function of the service at `url`. Belongs to one event loop.
 
-    Uses no proxy, and refuses a redirect: its target would receive the token, the prompt and the answer.
+    It uses no proxy and refuses redirects, whose target would receive the token, the prompt and the answer.
     """
 
     def __init__(self, config: Config, url: str) -> None:
@@ -72,7 +71,11 @@ class ServiceReward:
         self._session: aiohttp.ClientSession | None = None
 
     async def __call__(self, prompt: Prompt, text: str) -> Any:
-        """Request a score. Raises RewardError: the service refused, gave no JSON, or did not answer in time."""
+        """Request a score.
+
+        Raises:
+            RewardError: the service refused the request, returned no JSON, or did not respond in time.
+        """
         plain = self._tokenizer.without_special(text)
         body = question(prompt, text.with_text(plain) if isinstance(text, Response) else plain)
         loop = asyncio.get_running_loop()
@@ -86,14 +89,14 @@ class ServiceReward:
             except (aiohttp.ClientError, OSError) as e:  # TimeoutError is one
                 last, wait = _describe(e), pause
             if loop.time() + wait >= end:
-                raise RewardError(f"{self._url}: {last}; tried {tries} times in {self._seconds:g} s")
+                raise RewardError(f"{self._url}: {last}; {tries} attempts in {self._seconds:g} s")
             await asyncio.sleep(wait)
             pause, tries = min(2 * pause, MAX_PAUSE), tries + 1
 
     async def _request(self, body: Mapping[str, Any]) -> Any:
         """Send one request."""
         if self._session is None:
-            times = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)  # the caller has the total
+            times = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)  # the caller limits the total
             self._session = direct_session(timeout=times)
         token = os.environ.get(TOKEN)
         headers = {"Idempotency-Key": body["id"]} | ({"Authorization": f"Bearer {token}"} if token else {})
@@ -101,20 +104,20 @@ class ServiceReward:
         async with post as response:
             if 300 <= response.status < 400:
                 location = response.headers.get("Location", "nowhere")[:200]
-                raise RewardError(f"{self._url} redirects to {location}; name the address that answers")
+                raise RewardError(f"{self._url} redirects to {location}; use the final URL in data.reward")
             try:
                 raw = await read_bounded(response, MAX_ANSWER_BYTES)
             except TooLong as e:
                 raise RewardError(str(e)) from None
             text = " ".join(raw.decode(errors="replace").split())[:200]
             if response.status in RETRY_STATUSES:
-                raise _Unavailable(f"it answered {response.status} {text}", _retry_after(response.headers))
+                raise _Unavailable(f"HTTP {response.status} {text}", _retry_after(response.headers))
             if response.status != 200:
-                raise RewardError(f"{self._url} answered {response.status} {text}")
+                raise RewardError(f"{self._url}: HTTP {response.status} {text}")
             try:
                 return msgspec.json.decode(raw)
             except msgspec.DecodeError:
-                raise RewardError(f"{self._url} answered no JSON: {text!r}") from None
+                raise RewardError(f"{self._url}: expected JSON, got {text!r}") from None
 
     async def close(self) -> None:
         if self._session is not None:
@@ -122,10 +125,10 @@ class ServiceReward:
 
 
 def question(prompt: Prompt, response: str) -> dict[str, Any]:
-    """Build the request body; the same response to the same prompt has the same `id`.
+    """Build the body of a request. The same response to the same prompt has the same `id`.
 
     Raises:
-        RowError: JSON would lose a part of the row.
+        RowError: the row cannot be encoded as JSON without loss.
     """
     entry = json_row(prompt.entry, prompt.location or f"prompt {prompt.index}")
     problem = entry.get("prompt", entry.get("messages", prompt.question))
@@ -146,10 +149,10 @@ def question(prompt: Prompt, response: str) -> dict[str, Any]:
 
 
 def find_service(url: str) -> Callable[[Config], ServiceReward]:
-    """Return the factory of the score of this URL, as of a built-in reward function.
+    """Return the factory of the reward function of a URL.
 
     Raises:
-        UserError: the URL has no host or contains a secret, which a saved config must not.
+        UserError: the URL has no host, or has credentials, which a stored config must not contain.
     """
     try:
         parts = urlsplit(url)
@@ -158,7 +161,7 @@ def find_service(url: str) -> Callable[[Config], ServiceReward]:
         raise UserError(f"data.reward = {url!r}: not a URL: {e}") from None
     if parts.username is not None:
         raise UserError(
-            f"data.reward: a URL with a name or a password in it; a config is written down. Use {TOKEN}"
+            f"data.reward: the URL has a user name or a password; expected one without. Set {TOKEN} instead"
         )
     if not host or any(c.isspace() for c in url):
         raise UserError(f"data.reward = {url!r}: expected a URL http://HOST:PORT/PATH")
@@ -170,7 +173,7 @@ def find_service(url: str) -> Callable[[Config], ServiceReward]:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Return the seconds of a Retry-After header; a date counts as none."""
+    """Return the seconds of a Retry-After header; 0 without one, or if it is a date."""
     header = headers.get("Retry-After", "")
     return float(header) if header.isascii() and header.isdecimal() and len(header) < 6 else 0.0
 

@@ -1,4 +1,4 @@
-"""Rewards for the shape of a response: `regex`, `json_schema`, `length` and `format`. Often one of several."""
+"""Rewards for the form of a response: `regex`, `json_schema`, `length` and `format`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 def regex(
     config: Config, pattern: str | None = None, key: str = "pattern", full_match: bool = False
 ) -> Score:
-    """Return 1 when the response matches `pattern`, or the pattern that the prompt's row has under `key`.
+    """Score 1 if the response matches a regular expression, otherwise 0.
 
-    The response is its text without special tokens; `.` matches new lines too.
+    The text of the response has no special tokens; `.` also matches newlines.
 
     Args:
+        config: config of the run.
+        pattern: regular expression; None: the row's `key` has it.
+        key: column of the regular expression.
         full_match: require a match of the whole response.
 
     Raises:
@@ -51,10 +54,15 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Score:
-    """Return 1 when the response is JSON that matches `schema`: an object, a file, or the row's `key`.
+    """Score 1 if the response is JSON that matches a JSON schema, otherwise 0.
 
-    The JSON is the last fenced block of the response, else the content of <answer>, else the whole text. A `$ref` to
-    another document is never fetched.
+    The JSON is the last fenced block of the response, otherwise the content of <answer>, otherwise the whole
+    text. A `$ref` to another document is never fetched.
+
+    Args:
+        config: config of the run.
+        schema: the schema, or a file with it; None: the row's `key` has it.
+        key: column of the schema.
 
     Raises:
         UserError: `schema` is not a JSON schema.
@@ -95,20 +103,21 @@ def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Scor
             )
         except referencing.exceptions.Unresolvable as e:
             raise ValueError(
-                f"json_schema: $ref = {e.ref[:200]!r}: not in the schema; none is fetched"
+                f"json_schema: $ref = {e.ref[:200]!r}: expected a reference within the schema; others are not fetched"
             ) from None
 
     return score
 
 
 def length(config: Config, limit: int | None = None, buffer: int | None = None) -> Score:
-    """Return 0 up to `limit` - `buffer` sampled tokens, then linearly down to -1 at `limit`, and -1 beyond.
+    """Score 0 up to `limit` - `buffer` sampled tokens, -1 from `limit` on, and linearly in between.
 
-    DAPO's soft overlong punishment (Yu et al. 2025, equation 13).
+    This is DAPO's soft overlong punishment (Yu et al. 2025, equation 13).
 
     Args:
-        limit: tokens; unset, rollout.max_response_tokens.
-        buffer: tokens; unset, a fifth of the limit.
+        config: config of the run.
+        limit: number of tokens; None: rollout.max_response_tokens.
+        buffer: number of tokens; None: a fifth of the limit.
     """
     max_tokens = config.rollout.max_response_tokens if limit is None else limit
     buffer_tokens = max(1, max_tokens // 5) if buffer is None else buffer
@@ -124,14 +133,15 @@ def length(config: Config, limit: int | None = None, buffer: int | None = None) 
 
 
 def format_(config: Config, marks: list[str] | None = None) -> Score:
-    """Return the share of `marks` that the response has exactly once and in this order; 0 if it was cut off.
+    """Score the share of `marks` that the response has exactly once and in this order; 0 if it was truncated.
 
     Args:
-        marks: unset, `</think>`, `<answer>`, `</answer>`. Many chat templates open `<think>` themselves.
+        config: config of the run.
+        marks: texts; None: `</think>`, `<answer>`, `</answer>`. Many chat templates contain `<think>` themselves.
     """
     expected_marks = ["</think>", "<answer>", "</answer>"] if marks is None else marks
     if not expected_marks:
-        raise UserError("data.reward: format: marks = []: expected at least one")
+        raise UserError("data.reward: format: marks = []: expected at least one text")
 
     def score(prompt: Prompt, text: Response) -> float:
         if not text.finished:

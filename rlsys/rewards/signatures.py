@@ -1,9 +1,9 @@
-"""Adapters of reward functions written for other frameworks: verl, slime, TRL and `verifiers`.
+"""Adapters of reward functions for other frameworks: verl, slime, TRL and `verifiers`.
 
-Each adapter makes `score(prompt, response)` of a function, async where the function is. Functions get the text as
-their framework gives it, without special tokens, the sampled ids, the mask of the tokens that the model sampled, and
-whether it ended the response by itself, under the framework's names; verl's have them as attributes of
-`solution_str` as well. Nothing is tokenised again.
+An adapter converts a function to `score(prompt, response)`, which is async if the function is. The function
+gets, under its framework's names, the text without special tokens, the response ids, the mask of the tokens
+that the model sampled, and whether the model ended the response. For verl, `solution_str` also has them as
+attributes. No text is tokenised again.
 """
 
 from __future__ import annotations
@@ -21,28 +21,32 @@ from rlsys.data.tokenizer import Tokenizer
 from rlsys.rewards.slime_names import Options, Sample, provide
 
 Score = Callable[[Prompt, Response], Any]
-"""Its value is parsed by results.parse_reward, awaited first if async; None: this reward does not apply."""
+"""A reward function. results.parse_reward parses its value, awaited if async; None: the reward does not apply."""
 Arguments = Callable[[Prompt, Response], dict[str, Any]]
 
 
 def adapt(
     field_name: str, function: Callable[..., Any], spec: RewardSpec, config: Config, **extras: Any
 ) -> Score:
-    """Adapt a function of another framework, or build one of rlsys's.
+    """Adapt a function of another framework, or create one of rlsys.
 
     Args:
-        extras: further keyword arguments, passed if the function has such a parameter.
+        field_name: config field, for messages.
+        function: the function.
+        spec: its entry in the config.
+        config: config of the run.
+        extras: additional keyword arguments, which are passed if the function has these parameters.
 
     Raises:
         UserError: the parameters do not determine the framework.
     """
-    signature = spec.signature if spec.signature != "auto" else guess(function)
+    signature = spec.signature if spec.signature != "auto" else infer_framework(function)
     if signature is None:
         parameters = ", ".join(_names(function)) or "nothing"
         raise UserError(
-            f"{field_name} = {spec.name!r}: cannot tell how to call a function of ({parameters}); expected (config), "
+            f"{field_name} = {spec.name!r}: unknown parameters ({parameters}); expected (config), "
             "(data_source, solution_str, ground_truth, extra_info), (args, sample), (completions, **kwargs) or "
-            "(completion, answer); or say it: data.reward=[{name: ..., signature: verl}]"
+            "(completion, answer), or a signature: data.reward=[{name: ..., signature: verl}]"
         )
     if signature == "rlsys":
         score: Score = call(field_name, function, config, **spec.params)
@@ -61,8 +65,8 @@ def adapt(
     return _wrap(function, arguments, tokenizer, lambda value: _unbatch(value, key))
 
 
-def guess(function: Callable[..., Any]) -> str | None:
-    """Determine the framework by the names of the parameters; None where they do not."""
+def infer_framework(function: Callable[..., Any]) -> str | None:
+    """Return the framework of a function by the names of its parameters; None if they match none."""
     names = _names(function)
     if "solution_str" in names and "ground_truth" in names:
         return "verl"
@@ -76,7 +80,7 @@ def guess(function: Callable[..., Any]) -> str | None:
 
 
 def is_async(score: Callable[..., Any]) -> bool:
-    """Return whether a score is async: a function, a method, or an object with an async `__call__`."""
+    """Return whether a reward function is an async function or method, or has an async `__call__`."""
     return inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(type(score).__call__)
 
 
@@ -201,7 +205,7 @@ _ARGUMENTS: Mapping[str, Callable[[Callable[..., Any], RewardSpec, Config], Argu
 
 
 def _accepted(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that the function has parameters for."""
+    """Return the values for which the function has parameters."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return values
@@ -217,9 +221,9 @@ def _names(function: Callable[..., Any]) -> list[str]:
 
 
 def _unbatch(value: Any, key: str | None) -> Any:
-    """Unwrap a batch of one. `key`: slime's `reward_key`, of a dictionary."""
+    """Return the value of a batch of one. `key`: slime's `reward_key`, which selects a value of a dictionary."""
     if isinstance(value, list | tuple):
         if len(value) != 1:
-            raise ValueError(f"it gave {len(value)} rewards for 1 response")
+            raise ValueError(f"it returned {len(value)} rewards for one response")
         value = value[0]
     return value[key] if key is not None and isinstance(value, dict) else value

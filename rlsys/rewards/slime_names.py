@@ -1,8 +1,7 @@
-"""Modules under slime's names, for functions written for slime that generate or score one response.
+"""Modules with slime's names, for functions of slime that generate or score one response.
 
-`install` registers them in `sys.modules`, also where slime itself is installed: its requests would go to a server
-that our runs do not have. Requests through `post` go to the generator of the sample
-(rlsys/generators/slime_generator.py).
+`install` registers them in `sys.modules`, even if slime itself is installed: its requests would go to a server that
+rlsys does not have. Requests through `post` go to the generator of the sample (rlsys/generators/slime_generator.py).
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ Answer = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 """(path, body of a request) -> the engine's answer."""
 
 conversations: dict[str, Answer] = {}
-"""Host in a sample's requests -> its engine. The generator of the sample adds and removes the entry."""
+"""Host name in a sample's requests -> function that answers them. The sample's generator adds and removes entries."""
 
 
 @dataclass
 class Sample:
-    """Response as slime's functions read and fill it."""
+    """A response with the attributes of slime's Sample."""
 
     class Status(Enum):
         PENDING = PENDING
@@ -73,14 +72,14 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Append tokens of the model with their log-probs, or (not `trainable`) of a tool.
+        """Append tokens of the model with their log-probs, or without `trainable` tokens of a tool.
 
         Raises:
             ValueError: the numbers of tokens and log-probs differ.
         """
         new = [int(t) for t in tokens or ()]
         if new and trainable and log_probs is None:
-            raise ValueError(f"{len(new)} tokens of the model without their log-probs")
+            raise ValueError(f"{len(new)} tokens of the model without log-probs")
         if log_probs is not None and len(log_probs) != len(new):
             raise ValueError(f"{len(log_probs)} log-probs for {len(new)} tokens")
         if self.loss_mask is None:
@@ -112,17 +111,17 @@ STATUSES = {
 
 
 class Options(SimpleNamespace):
-    """slime's options that have a counterpart here, and those that the config adds."""
+    """The options of slime that have a counterpart in rlsys, and those that the config adds."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"args.{name}: rlsys knows no such option of slime; give it as rollout.generator_params: "
-            f"{{{name}: ...}}, or for a reward as params"
+            f"args.{name}: this option of slime has no value in rlsys; set it in rollout.generator_params: "
+            f"{{{name}: ...}}, or for a reward in its params"
         )
 
 
 class HFTokenizer:
-    """Tokenizer of a model folder with the interface of transformers."""
+    """Tokenizer of a model folder, with the interface of transformers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -152,7 +151,7 @@ class HFTokenizer:
 
 
 class GenerateState:
-    """slime's shared state, built anew from the arguments."""
+    """Replacement of slime's shared state. Each instance is created from the arguments."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -166,7 +165,7 @@ _tokenizers: dict[str, HFTokenizer] = {}
 
 
 def provide(tokenizer: Tokenizer) -> None:
-    """Register a tokenizer for functions that load the one of its folder."""
+    """Register a tokenizer for functions that load the tokenizer of its folder."""
     _tokenizers.setdefault(str(tokenizer.path), HFTokenizer(tokenizer))
 
 
@@ -192,13 +191,18 @@ def sampling_params(args: Any) -> dict[str, Any]:
 
 
 async def post(url: str, payload: Mapping[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
-    """Send a request to the sample's own engine. Raises GeneratorError for another address."""
+    """Send a request to the run's engines, through the generator of the sample.
+
+    Raises:
+        GeneratorError: the URL has another host.
+    """
     parts = urlsplit(url)
     answer = conversations.get(parts.hostname or "")
     if answer is None:
         raise GeneratorError(
-            f"slime.utils.http_utils.post to {url}: it asks the run's engines only, at "
-            "http://{args.sglang_router_ip}:{args.sglang_router_port}/generate; ask others with a client of your own"
+            f"slime.utils.http_utils.post to {url}: expected "
+            "http://{args.sglang_router_ip}:{args.sglang_router_port}/generate, the run's engines; use your own "
+            "client for other servers"
         )
     return await answer(parts.path, payload)
 
@@ -221,7 +225,7 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Register the modules, once in a process, before any plug-in is imported."""
+    """Register the modules once in a process. Call before any plug-in is imported."""
     for name, members in _MODULES.items():
         if getattr(sys.modules.get(name), "stands_in_for_slime", False):
             continue

@@ -1,6 +1,6 @@
-"""Process that scores: `python -m rlsys.rewards.worker`, started by RewardWorkers only.
+"""Process that runs plain reward functions: `python -m rlsys.rewards.worker`, started by RewardWorkers.
 
-The first message is the config; each further one has a prompt and a response.
+The first message is the config; each later message has a prompt and a response.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlsys.rewards.workers import location_and_row
 
 
 def prepare(message: bytes) -> Callable[[bytes], list[Any]]:
-    """Build the plain functions of a config, under their memory limit."""
+    """Limit the memory, create the plain functions of a config, and return the handler of later messages."""
     config = Config.model_validate_json(message)
     limit = round(config.data.reward_memory_gb * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -1,4 +1,4 @@
-"""The processes in which plain reward functions run."""
+"""RewardWorkers: the processes in which plain reward functions run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PlainScores = Callable[[Prompt, Response], Awaitable[list[Any]]]
 
 
 class RewardError(Exception):
-    """Failure of a reward function, its process or its service: type and message."""
+    """Raised when a reward function, its process or its service fails."""
 
 
 class Row(dict[str, Any]):
-    """The row of a prompt, for a reward function. The KeyError of a missing key names the prompt in a note."""
+    """The row of a prompt, for a reward function. The KeyError of a missing key has a note that names the prompt."""
 
     def __init__(self, prompt: Prompt) -> None:
         super().__init__(prompt.entry)
@@ -36,7 +36,7 @@ class Row(dict[str, Any]):
 
 
 def location_and_row(error: BaseException) -> str:
-    """Return the location of the user's code that raised the error, and the row that lacks a key, if one does."""
+    """Return the location of the user's code that raised the error, and the note of a Row about a missing key."""
     notes: list[str] = getattr(error, "__notes__", [])
     return source_location(error) + "".join(n for n in notes if isinstance(error, KeyError))
 
@@ -45,7 +45,7 @@ async def contained(score: Awaitable[Any]) -> Any:
     """Await the value of an async reward function.
 
     Raises:
-        RewardError: instead of SystemExit and KeyboardInterrupt, which would end the event loop.
+        RewardError: the function raised SystemExit or KeyboardInterrupt, which would end the event loop.
     """
     try:
         return await score
@@ -62,7 +62,7 @@ class RewardWorkers(ProcessPool):
 
     @asynccontextmanager
     async def scores(self) -> AsyncIterator[PlainScores]:
-        """Lend a process for one response. The exit kills it if it still computes."""
+        """Reserve a process for one response. On exit, kill it if it still computes."""
         async with self.acquire() as worker:
 
             async def call_worker(prompt: Prompt, response: Response) -> list[Any]:

@@ -18,8 +18,8 @@ from rlsys.ledger.buffer import RolloutBuffer
 WINDOW_STEPS = 8
 """Train steps that the comparison covers."""
 WARM_UP_STEPS = 2 * WINDOW_STEPS
-"""Steps without alarm: the first ones cannot have long responses, and must have left the window."""
-RANKS = 4
+"""Initial steps without an alarm: they cannot contain long responses, and must leave the window first."""
+QUARTERS = 4
 MAX_RESUMES = 3
 _TERMINAL = ", ".join(f"'{s}'" for s in Status if s.terminal)
 
@@ -27,7 +27,7 @@ log = logging.getLogger("rlsys.rollout")
 
 
 class BiasMonitor:
-    """Owns only the state of the alarm: the buffer has the lengths."""
+    """Computes the length bias of train steps. Owns the state of the alarm; the buffer has the lengths."""
 
     def __init__(self, config: Config, buffer: RolloutBuffer) -> None:
         self._bound = config.rollout.length_bias_bound
@@ -36,10 +36,10 @@ class BiasMonitor:
         self._alarm = False
 
     def metrics(self, train_step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
-        """Return metrics of the groups that this step took, and of the window that ends with it.
+        """Return the metrics of the groups that this step took and of the window that ends with it.
 
-        `length_bias`: trained over generated mean length, minus 1. `bias_alarm` is 1 while it is below the
-        bound.
+        `length_bias` is the mean trained length divided by the mean generated length, minus 1. `bias_alarm`
+        is 1 while `length_bias` is below -rollout.length_bias_bound.
         """
         window = (train_step - WINDOW_STEPS + 1, train_step)
         trained = [n for n, _ in self._lengths("train_step BETWEEN ? AND ?", *window)]
@@ -71,7 +71,7 @@ class BiasMonitor:
         return self._buffer.read(lambda db: db.execute(query, values).fetchall())
 
     def _by_completion(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-        """Sort groups by the order in which they became READY."""
+        """Return the groups in the order in which they became READY."""
         ids = ", ".join(str(g.group_id) for g in groups)
         query = f"SELECT group_id, ready_order FROM groups WHERE group_id IN ({ids})"
         completion_order = dict(self._buffer.read(lambda db: db.execute(query).fetchall()))
@@ -79,11 +79,12 @@ class BiasMonitor:
 
 
 def mean_length(lengths: Iterable[tuple[int, bool]]) -> float:
-    """Estimate the mean of `(length, complete)` with incomplete ones censored (Kaplan and Meier 1958).
+    """Estimate the mean length from pairs `(length, complete)` (Kaplan and Meier 1958).
 
-    It is restricted to the longest length; 0 without lengths.
+    Incomplete lengths are censored observations, and the mean is restricted to the largest length.
+    Without lengths the estimate is 0.
     """
-    by_length = sorted(lengths, key=lambda x: (x[0], not x[1]))  # of equals, those that ended first
+    by_length = sorted(lengths, key=lambda x: (x[0], not x[1]))  # complete ones first among equals
     survival, mean, last = 1.0, 0.0, 0
     for at_risk, (length, complete) in zip(range(len(by_length), 0, -1), by_length, strict=True):
         mean += survival * (length - last)
@@ -94,16 +95,20 @@ def mean_length(lengths: Iterable[tuple[int, bool]]) -> float:
 
 
 def by_rank(ranked: Sequence[SampleGroup]) -> dict[str, float]:
-    """Return length and reward by quarters of the order in which a step's groups were completed."""
-    out: dict[str, float] = {}
-    for i in range(RANKS):
-        quarter = ranked[i * len(ranked) // RANKS : (i + 1) * len(ranked) // RANKS]
-        out |= _means(f"rank_{i + 1}", [s for g in quarter for s in g.samples])
-    return out
+    """Return mean length and reward per quarter of a step's groups.
+
+    Args:
+        ranked: the groups in the order of their completion.
+    """
+    metrics: dict[str, float] = {}
+    for i in range(QUARTERS):
+        quarter = ranked[i * len(ranked) // QUARTERS : (i + 1) * len(ranked) // QUARTERS]
+        metrics |= _means(f"rank_{i + 1}", [s for g in quarter for s in g.samples])
+    return metrics
 
 
 def by_resumes(samples: Iterable[Sample]) -> dict[str, float]:
-    """Return length and reward by the number of resumes; MAX_RESUMES includes all larger numbers."""
+    """Return mean length and reward by the number of resumes; MAX_RESUMES stands for all larger numbers."""
     binned: dict[int, list[Sample]] = {}
     for sample in samples:
         binned.setdefault(min(sample.resumes, MAX_RESUMES), []).append(sample)

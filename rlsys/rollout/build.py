@@ -54,11 +54,11 @@ class RolloutComponents:
         def launch_client(url: str, index: int) -> EngineClient:
             return client(url, engine_identity(owner, url), tp=config.engine.tp_of(index), index=index)
 
-        def joiner(url: str, tp: int, pool: str | None) -> EngineClient:
+        def create_client(url: str, tp: int, pool: str | None) -> EngineClient:
             return client(url, engine_identity(owner, url), tp=tp, pool=pool)
 
-        self.joiner = joiner
-        """Creates the client of an engine that joins later."""
+        self.create_client = create_client
+        """Creates the client of an engine that joins during the run."""
         self.tokenizer = Tokenizer.of(config)
         self.source = build_source(config, self.tokenizer)
         check_teachers(config, self.source)
@@ -101,5 +101,5 @@ class RolloutComponents:
 
     @property
     def reward_hung(self) -> bool:
-        """Whether a reward function may still be running that did not stop when cancelled."""
+        """Whether a cancelled reward function may still be running."""
         return bool(self.scorer.timeouts or self.planning.has_timeouts)

@@ -23,14 +23,15 @@ Wrong weights show on any token, and the comparison delays the next token after 
 
 
 class Canaries:
-    """Owns the longest responses of the last step."""
+    """Provides the canaries. Owns the longest responses of the last step."""
 
     def __init__(self, source: PromptSource, heldout: int | None, limits: Callable[[], Limits]) -> None:
-        """Create canaries.
+        """Create the canaries of a run.
 
         Args:
-            heldout: number of held-out prompts that the run uses (eval.prompts); 0 takes training prompts.
-            limits: returns the limits of engines.
+            heldout: number of held-out prompts that the run uses (eval.prompts); None: all of the source. With
+                0, the canaries are training prompts.
+            limits: returns the engines' limits of prompts.
         """
         self._source, self._limits = source, limits
         self._heldout = heldout
@@ -39,7 +40,7 @@ class Canaries:
     def update(
         self, groups: Sequence[SampleGroup], load: Callable[[Sequence[Sample]], Sequence[Sample]]
     ) -> None:
-        """Use the longest responses of these groups from now on, the older samples first among equals.
+        """Use the longest responses of these groups from now on, older samples first among equal lengths.
 
         Args:
             load: returns samples with their tokens.
@@ -57,7 +58,7 @@ class Canaries:
 
     @cached_property
     def _prompts(self) -> list[list[int]]:
-        """The prompts; a source always returns the same ones."""
+        """Canary prompts, chosen once: a source returns the same prompts in every call."""
         source = self._source
         if self._heldout == 0:
             candidates = [train_prompt(source, i) for i in range(CANDIDATES)]
@@ -69,4 +70,4 @@ class Canaries:
         return [ids for ids in map(self._truncate, short_first) if self._limits().fits(ids)][:CANARIES]
 
     def _truncate(self, ids: Sequence[int]) -> list[int]:
-        return list(ids[: min(CANARY_TOKENS, self._limits().room - 1)])
+        return list(ids[: min(CANARY_TOKENS, self._limits().max_tokens - 1)])

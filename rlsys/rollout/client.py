@@ -79,11 +79,11 @@ class RolloutClient:
     def wait_ready(self, timeout: float) -> None:
         """Wait until the rollout process and its engines are ready.
 
-        The timeout restarts at every progress: an engine becomes ready or is excluded, or the opening of the
-        ledger proceeds.
+        Every progress restarts the timeout: an engine becomes ready or is excluded, or more of the ledger
+        has been read.
 
         Raises:
-            RunError: no progress for `timeout` seconds.
+            RunError: there was no progress for `timeout` seconds.
         """
         deadline, missing, previous = time.monotonic() + timeout, "it does not respond", ""
         while time.monotonic() < deadline:
@@ -103,37 +103,43 @@ class RolloutClient:
         raise RunError(f"rollout process not ready after {timeout:g} s: {missing}")
 
     def restore(self, train_step: int) -> None:
-        """Report that the trainer has the weights after this many steps. Call once, before the first push."""
+        """Report the number of train steps in the trainer's weights. Call once, before the first push."""
         self._command("restore", StepRequest(train_step), type(None))
 
     def early(self, train_step: int) -> TrainBatch | None:
-        """Return groups that `take` will return, as soon as they fill a micro-batch of every rank; each once.
+        """Return groups of the next `take` as soon as they fill a micro-batch of every rank.
 
-        None: call `take` for the rest, or for the reason.
+        Each group is returned once. None: call `take`, which returns all groups of the step or None.
         """
         return self._command(
             "early", StepRequest(train_step), cast("type[TrainBatch | None]", TrainBatch | None)
         )
 
     def take(self, train_step: int) -> TrainBatch | None:
-        """Return all groups of the step about to be trained (from 1), by group id; the same ones on repetition.
+        """Return all groups of a train step, by group id. A repeated call returns the same groups.
 
-        None: an engine needs the current weights; push, then call again. Or the run is `leaving`.
+        None: an engine needs the current weights (push, then call again), or the run is `leaving`.
+
+        Args:
+            train_step: the step to train, from 1.
         """
         return self._command(
             "take", StepRequest(train_step), cast("type[TrainBatch | None]", TrainBatch | None)
         )
 
     def unscored(self, train_step: int) -> list[LogProbRequest]:
-        """Return live samples without log-probs of the weights that sampled them last. Call after `take`."""
+        """Return live samples that lack log-probs of the weights that sampled their last tokens.
+
+        Call between `take` and the next push.
+        """
         return self._command("unscored", StepRequest(train_step), list[LogProbRequest])
 
     def store_scores(self, scores: list[LogProbResult]) -> None:
-        """Store log-probs of samples durably: a later step trains on these tokens."""
+        """Store log-probs durably: a later step trains on the tokens of these samples."""
         self._command("store_scores", ScoresRequest(scores), type(None))
 
     def leaving(self) -> float | None:
-        """Return the seconds left to save and exit before the machines are taken away; None: no such request."""
+        """Return the seconds left to save and exit before the machines are taken away; None: no limit."""
         seconds_left: float | None = self.status()["leaving"]
         return seconds_left
 
@@ -147,31 +153,35 @@ class RolloutClient:
 
     def end_push(
         self,
-        ticket: WeightUpdate,
+        update: WeightUpdate,
         canaries: list[Canary],
         checksums: list[dict[str, str]],
-        left_out: dict[str, str] | None = None,
+        excluded: dict[str, str] | None = None,
     ) -> dict[str, float]:
-        """Report that all tensors were sent, except to the engines of `left_out` (URL -> reason).
+        """Report that all tensors were sent, except to the engines of `excluded` (URL -> reason).
 
         Returns:
-            push_canary_mean and push_canary_p999 (nats); the numbers of tensors known to be equal
-                (push_tensors_equal)
-            and not comparable (push_tensors_unknown); and the comparison time of the slowest engine
-                (time_checksums).
+            Metrics of the push: push_canary_mean and push_canary_p999 (nats), push_tensors_equal and
+                push_tensors_unknown (tensors that are equal, or cannot be compared), and time_checksums
+                (comparison time of the slowest engine, in seconds).
         """
-        request = EndPushRequest(ticket, canaries, checksums, left_out or {})
+        request = EndPushRequest(update, canaries, checksums, excluded or {})
         return self._command("end_push", request, dict[str, float])
 
     def evaluate(self) -> EvalResult:
+        """Evaluate the served weights on the held-out prompts."""
         return self._command("evaluate", None, EvalResult)
 
     def begin_evaluation(self) -> bool:
-        """Start a background evaluation of the served weights. False: no engine can be spared; use `evaluate`."""
+        """Start a background evaluation of the served weights.
+
+        Returns:
+            False if no engine can be reserved for it; call `evaluate` instead.
+        """
         return self._command("begin_evaluation", None, bool)
 
     def end_evaluation(self, wait: bool) -> EvalStatus:
-        """Return the status of the evaluation that was started."""
+        """Return the status of the background evaluation; with `wait`, after it has ended."""
         return self._command("end_evaluation", wait, EvalStatus)
 
     def commit(self, train_step: int) -> None:
@@ -184,7 +194,7 @@ class RolloutClient:
 
     def _status(self, code: int, body: bytes) -> dict[str, Any]:
         if code != 200:
-            raise RunError(f"rollout process: status {code}")
+            raise RunError(f"rollout process: GET /status returned HTTP {code}, expected 200")
         status: dict[str, Any] = json.loads(body)
         return status
 
@@ -194,7 +204,9 @@ class RolloutClient:
         if code == 200:
             return decode(body, result)
         text = " ".join(body.decode(errors="replace").split())[:200]
-        raise decode_error(body) or RunError(f"rollout: {name} failed with {code} {text}; see its log")
+        raise decode_error(body) or RunError(
+            f"rollout process: command {name} failed with HTTP {code}: {text}; see rollout.log"
+        )
 
     def _request(self, request: Request) -> tuple[int, bytes]:
         """Return status and body, retrying broken connections.
@@ -202,7 +214,7 @@ class RolloutClient:
         Raises:
             RunError: no connection for RECONNECT_SECONDS.
         """
-        give_up = None
+        deadline = None
         while True:
             start = time.monotonic()
             try:
@@ -210,11 +222,11 @@ class RolloutClient:
             except ConnectionBroken as e:
                 time_now = time.monotonic()
                 if (
-                    give_up is None or time_now - start > RECONNECT_SECONDS
+                    deadline is None or time_now - start > RECONNECT_SECONDS
                 ):  # the connection worked for a while: another fault
-                    give_up = time_now + RECONNECT_SECONDS
+                    deadline = time_now + RECONNECT_SECONDS
                     log.warning("rollout process: %s in %s; retrying", e, request.path[1:])
-                if time_now >= give_up:
+                if time_now >= deadline:
                     raise RunError(
                         f"rollout process is gone ({e} in {request.path[1:]}, for {RECONNECT_SECONDS:g} s)"
                     ) from None

@@ -9,12 +9,12 @@ from rlsys.rollout.protocol import RECONNECT_SECONDS, Result
 
 
 class CommandDedup:
-    """Owns the id, and the task or result, of the last command.
+    """Executes commands. Owns the id of the last command, and its task or result.
 
     The trainer sends one command at a time, with a unique id (an idempotency key). If its connection breaks,
     the task continues, and a request with the same id gets the same result or error. The task is cancelled when
-    another command arrives, since its trainer was then replaced, and when no connection has come back within
-    RECONNECT_SECONDS: a take would otherwise wait for a trainer that is gone.
+    another command arrives, because its trainer was then replaced, and when no connection returns within
+    RECONNECT_SECONDS: a take would otherwise wait for a trainer that no longer exists.
     """
 
     def __init__(self) -> None:
@@ -23,13 +23,14 @@ class CommandDedup:
         self._waiting = 0
         """Number of connections that wait for the task."""
         self._beginning = asyncio.Lock()
-        """Held until the previous task has ended: a second connection with the same id then finds the new one."""
+        """Held while the previous task ends, so that a second connection with the same id shares the new task."""
         self._expiry: asyncio.TimerHandle | None = None
 
     async def run_once(self, name: str, run: Callable[[], Awaitable[Result]]) -> Result:
-        """Call `run` for the first request with this id, and return its result to all.
+        """Call `run` for the first request with an id, and return its result to all requests with this id.
 
-        A request without an id calls it each time.
+        Args:
+            name: id of the request; empty: always call `run`.
         """
         if not name:
             return await run()
@@ -50,7 +51,7 @@ class CommandDedup:
                 self._expiry = asyncio.get_running_loop().call_later(RECONNECT_SECONDS, task.cancel)
 
     async def close(self) -> None:
-        """Cancel the current task, and forget the result."""
+        """Cancel the current task and discard its result."""
         task, self._task, self._name = self._task, None, ""
         if self._expiry is not None:
             self._expiry.cancel()

@@ -14,19 +14,27 @@ from rlsys.rollout.runner import SampleRunner
 GAIN = 0.5
 """Fraction of the computed correction applied per step: its effect is visible only steps later."""
 LARGEST_CHANGE = 1.1
+"""Largest ratio of the factors of two consecutive steps."""
 
 
-def next_factor(factor: float, target_share: float, measured: float, ceiling: float) -> float:
-    """Return the factor of the next step, in [1, ceiling], from the share measured with `factor` in the last one.
+def next_factor(factor: float, target_share: float, measured_share: float, ceiling: float) -> float:
+    """Return the over-provision factor of the next step, in [1, ceiling].
 
-    Shares are of trained tokens that older weights sampled: about 1 - 1 / factor**2 for long-tailed lengths.
+    A share is the fraction of trained tokens that older weights sampled: about 1 - 1 / factor**2 for
+    long-tailed lengths.
+
+    Args:
+        factor: factor of the last step.
+        target_share: desired share.
+        measured_share: share in the last step.
+        ceiling: largest factor.
     """
-    ratio = (max(1 - measured, 0.01) / max(1 - target_share, 0.01)) ** (GAIN / 2)
+    ratio = (max(1 - measured_share, 0.01) / max(1 - target_share, 0.01)) ** (GAIN / 2)
     return min(max(factor * min(max(ratio, 1 / LARGEST_CHANGE), LARGEST_CHANGE), 1.0), ceiling)
 
 
 class OverProvision:
-    """Owns the factor, and thus the runner's slots. Stored in the buffer across restarts."""
+    """Controls the runner's slots. Owns the over-provision factor, which the buffer stores across restarts."""
 
     def __init__(self, config: Config, buffer: RolloutBuffer, runner: SampleRunner) -> None:
         self._config = config
@@ -36,12 +44,12 @@ class OverProvision:
         auto = config.rollout.over_provision == "auto"
         self._factor = float(note) if auto and note is not None else config.over_provision
         runner.slots = self._slots
-        self.metrics = self._figures(idle_share=0.0)
+        self.metrics = self._current_metrics(idle_share=0.0)
         """Metrics of the last step."""
 
     def steer(self, off_policy_share: float) -> None:
         """Update the number of samples in flight after a step was taken."""
-        self.metrics = self._figures(self._runner.occupancy.idle_share())
+        self.metrics = self._current_metrics(self._runner.occupancy.idle_share())
         r = self._config.rollout
         if r.over_provision == "auto":
             self._factor = next_factor(self._factor, r.auto_share, off_policy_share, _ceiling(self._config))
@@ -52,5 +60,5 @@ class OverProvision:
     def _slots(self) -> int:
         return round(self._factor * self._config.samples_per_step)
 
-    def _figures(self, idle_share: float) -> dict[str, float]:
+    def _current_metrics(self, idle_share: float) -> dict[str, float]:
         return {"over_provision": self._factor, "slots": self._slots, "idle_share": idle_share}

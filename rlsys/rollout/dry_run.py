@@ -2,8 +2,8 @@
 
     prompt source -> first prompt -> chat template and tokenizer -> generator -> reward -> group reward -> planners
 
-All components are those of the run. Only responses of engines and other servers are made up: a turn of the
-model, a judge's verdict, the scores of a prompt. Nothing is written, and no server is contacted.
+All components are those of the run. Responses of engines and other servers are replaced by constants: a turn
+of the model, a judge's verdict, the scores of a prompt. The dry run writes nothing and contacts no server.
 """
 
 from __future__ import annotations
@@ -45,30 +45,31 @@ from rlsys.worker.assembly import build_scorer, prompt_limits
 from rlsys.worker.scoring import Scorer
 
 RESPONSE = "<answer>0</answer>"
-"""Made-up response of the model."""
+"""Response that stands in for the model's."""
 VERDICT = r"\boxed{-1}"
-"""Made-up response of a judge."""
+"""Response that stands in for a judge's."""
 GENERATOR_SECONDS = 90.0
-"""Time limit for a generator to end a response whose turns take no time."""
+"""Time limit for a generator to end a response. The dry run's model answers each turn at once."""
 TRAINING_PROMPTS = 64
 """Training prompts to read."""
 LONGEST_PROMPTS = 32
 """Training prompts with the longest texts, checked against the engines' limits."""
 LISTED_ROWS = 3
-"""Rows named in a line; further ones are counted."""
+"""Rows that one line names; it gives the number of the others."""
 CHECKED_ROWS = 2000
-"""Rows of a table that are all checked before a run; a larger one is checked during its first steps."""
+"""Largest table of which all rows are checked before a run; larger ones are checked during its first steps."""
 TRIAL_PROMPTS = 3
 """Prompts that get a response and a reward."""
 PLANNER_ROUNDS = 64
-"""Rounds in which a planner must accept or drop a group."""
+"""Rounds within which the planners must accept or drop a group."""
 
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """`rewards`: names of the reward's parts, none for a plain number; None: unknown."""
+    """Result of a dry run."""
 
     rewards: tuple[str, ...] | None
+    """Names of the reward's parts; empty for a plain number; None: unknown."""
     notes: tuple[str, ...] = ()
     """Remarks for the user, one line each."""
 
@@ -84,7 +85,7 @@ class _NoTokenizer:
     """Placeholder for a tokenizer; any use raises TokenizerMissing."""
 
     def __getattr__(self, name: str) -> object:
-        raise TokenizerMissing(f"no tokenizer to ask for {name}")
+        raise TokenizerMissing(f"the model folder has no tokenizer, but Tokenizer.{name} is needed")
 
 
 def dry_run(config: Config) -> DryRunResult:
@@ -119,7 +120,7 @@ def _build_without_tokenizer(config: Config) -> None:
         try:
             build_source(config, cast(Tokenizer, _NoTokenizer()))
         except TokenizerMissing:
-            return  # it wants one at once; nothing is known
+            return  # the source needs a tokenizer in its constructor: its parameters cannot be checked
 
 
 async def _run(config: Config, tokenizer: Tokenizer, source: PromptSource) -> DryRunResult:
@@ -141,12 +142,10 @@ async def _run(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Dr
 async def _first_success(
     prompts: Sequence[Prompt], attempt: Callable[[Prompt], Awaitable[T]]
 ) -> tuple[T, list[str]]:
-    """Return the first successful result and a line for each prompt before it.
-
-    A bad item is skipped here too.
+    """Return the first successful result, and one line for each prompt that failed before it.
 
     Raises:
-        UserError: that of the first prompt, if all fail.
+        UserError: all prompts failed; the error is that of the first prompt.
     """
     errors: list[UserError] = []
     for prompt in prompts:
@@ -172,15 +171,15 @@ def _check_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource) -
         tables = row_sources(source)
         longest = source.longest(LONGEST_PROMPTS) if isinstance(source, RowSource) else []
         counts = [row_counts(table, limits, max_rows=CHECKED_ROWS) for table in tables]
-    lines = list(_short_teacher(config, limits, [*train, *longest]))
+    lines = list(_check_teacher_context(config, limits, [*train, *longest]))
     lines += [line for table_counts in counts if table_counts is not None for line in table_counts.lines()]
     if any(table.held_is_trained for table in tables):
-        lines.append("too few different prompts to hold any out: evaluations ask the training prompts")
+        lines.append("too few different prompts to hold any out: evaluations use the training prompts")
     all_checked = bool(counts) and None not in counts
     if None in counts:
         rows = sum(len(table.rows) for table in tables)
         lines.append(
-            f"{rows:,} rows: all are checked beside the first steps (rollout.log, rows_* of metrics.jsonl)"
+            f"{rows:,} rows: all are checked during the first steps (rollout.log, rows_* of metrics.jsonl)"
         )
     for kind, prompts, consequence in (
         ("training prompts", [*train, *longest], "their samples will be censored"),
@@ -205,23 +204,22 @@ def _check_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource) -
     return [*lines, *_unreadable_characters(tokenizer, [*train, *heldout])]
 
 
-def _short_teacher(config: Config, limits: Limits, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Yield a line if the teacher's engine holds fewer tokens than a sample may have."""
+def _check_teacher_context(config: Config, limits: Limits, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yield a warning if the context of the teacher's engine is shorter than the longest possible sample."""
     if config.algo.teacher is None or config.algo.teacher.engine is None:
         return
     teacher_limits = prompt_limits(teacher_config(config))
     fitting = [len(p.ids) for p in prompts if limits.fits(p.ids)]
-    longest = min(max(fitting, default=0) + config.rollout.max_response_tokens, limits.room)
-    if longest >= teacher_limits.room:
+    longest = min(max(fitting, default=0) + config.rollout.max_response_tokens, limits.max_tokens)
+    if longest >= teacher_limits.max_tokens:
         yield (
-            f"algo.teacher: its engine holds {teacher_limits.context_length} tokens, and a prompt with its response "
-            f"may have "
-            f"{longest}; samples of {teacher_limits.room} and more will be censored"
+            f"algo.teacher: the context of its engine is {teacher_limits.context_length} tokens, but a prompt with "
+            f"its response may have {longest}; samples of {teacher_limits.max_tokens} tokens or more will be censored"
         )
 
 
 def unusable_reason(prompt: Prompt, limits: Limits) -> str | None:
-    """Return why no engine accepts the prompt, with its location; None: engines accept it."""
+    """Return the reason, with the prompt's location, if no engine accepts the prompt; None: it is usable."""
     if prompt.refusal:
         return prompt.refusal
     try:
@@ -232,12 +230,13 @@ def unusable_reason(prompt: Prompt, limits: Limits) -> str | None:
 
 
 def _summarize(lines: Sequence[str]) -> str:
+    """Join the first LISTED_ROWS lines, and count the others."""
     remaining = len(lines) - LISTED_ROWS
     return "; ".join(lines[:LISTED_ROWS]) + (f"; and {remaining} more" if remaining > 0 else "")
 
 
 def _unreadable_characters(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Yield a line about characters of the prompts that the tokenizer does not have."""
+    """Yield a warning about characters of the prompts for which the tokenizer has no token."""
     unread = tokenizer.unread("".join(p.text for p in prompts))
     if unread:
         prompt = next(p for p in prompts if unread[0] in p.text)
@@ -248,7 +247,11 @@ def _unreadable_characters(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> I
 
 
 async def _check_eval_set(config: Config, eval_set: EvalSet, tokenizer: Tokenizer) -> list[str]:
-    """Check that the set's prompts exist, and that its reward accepts a made-up response. Returns remarks."""
+    """Check that the set has usable prompts, and that its reward accepts a response.
+
+    Returns:
+        remarks for the user, one line each.
+    """
     set_config, limits = eval_set_config(config, eval_set), prompt_limits(config)
     with one_line_errors(f"eval.sets {eval_set.name}"):
         prompts = heldout_prompts(set_config, eval_set, tokenizer)
@@ -275,10 +278,10 @@ async def _check_eval_set(config: Config, eval_set: EvalSet, tokenizer: Tokenize
 
 
 async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSource) -> list[Prompt]:
-    """Run three groups from prompt to decision: mixed rewards, all 1, and all 0.
+    """Run three groups from the prompt to the planners' decision: with mixed rewards, all 1, and all 0.
 
     Returns:
-        their prompts; the first one is that for which the generator generated a response.
+        their prompts, beginning with the first prompt to which the generator generated a response.
     """
 
     async def verdict(question: str) -> str:
@@ -288,9 +291,9 @@ async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSo
         return [float(i) for i in range(len(ids))], [i in tokenizer.special_ids for i in ids]
 
     with one_line_errors(f"data.judge = {config.data.judge!r}"):
-        local = config.data.judge is None or "://" not in config.data.judge
+        is_local = config.data.judge is None or "://" not in config.data.judge
         judge = (
-            build_judge(config, verdict) if local else JudgeWithTimeout(verdict, config.data.judge_timeout)
+            build_judge(config, verdict) if is_local else JudgeWithTimeout(verdict, config.data.judge_timeout)
         )
     planning = Planning(config, source, tokenizer, judge, prompt_scores)
     prompts = first_prompts(config, planning)
@@ -308,10 +311,10 @@ async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSo
 
 
 def first_prompts(config: Config, planning: Planning) -> dict[int, Prompt]:
-    """Return the first usable prompts of a run, by group.
+    """Return the first TRIAL_PROMPTS usable prompts of a run, by group id.
 
     Raises:
-        UserError: there are too few.
+        UserError: too few of the first TRAINING_PROMPTS prompts are usable.
     """
     field, limits = f"data.source = {config.data.source!r}", prompt_limits(config)
     prompts: dict[int, Prompt] = {}
@@ -329,7 +332,7 @@ def first_prompts(config: Config, planning: Planning) -> dict[int, Prompt]:
             if len(prompts) == TRIAL_PROMPTS:
                 return prompts
         else:
-            reason = reason or (unusable if prompt.refusal else f"no engine takes {unusable}")
+            reason = reason or (unusable if prompt.refusal else f"no engine accepts {unusable}")
     if not prompts:
         raise UserError(f"{field}: {reason}")
     raise UserError(
@@ -361,8 +364,8 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
                     await generate(sample, prompt)
         except TimeoutError:
             raise UserError(
-                f"{field}: it has not ended a response within {GENERATOR_SECONDS:g} s, though each turn of the "
-                "model took none"
+                f"{field}: it did not end a response within {GENERATOR_SECONDS:g} s, although the dry run's model "
+                "answers each turn at once"
             ) from None
         except ToolFailed as e:
             raise UserError(f"{field}: {e}") from None
@@ -371,7 +374,8 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
                 await generate.close()
     if not sample.status.terminal:
         raise UserError(
-            f"{field}: it left the first response {sample.status}; expected finished, truncated or censored"
+            f"{field}: the status of its first response is {sample.status}; expected finished, truncated or "
+            "censored"
         )
     return sample
 
@@ -379,7 +383,7 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
 async def _score(
     config: Config, scorer: Scorer, prompt: Prompt, tokenizer: Tokenizer
 ) -> tuple[str, ...] | None:
-    """Return the names of the reward's parts; None if a service would have to be asked."""
+    """Return the names of the reward's parts; None if the reward is a service, which is not contacted."""
     if any(is_url(spec.name) for spec in config.data.reward):
         return None
     turn_rewards = any(spec.name == "agent" for spec in config.data.reward)
@@ -390,8 +394,8 @@ async def _score(
     verdict = await scorer.score(prompt, answer)
     if verdict.reward is None:
         raise UserError(
-            f"data.reward = {config.data.reward_name!r}: the response {RESPONSE} to the first prompt gets none: "
-            f"{verdict.reason}"
+            f"data.reward = {config.data.reward_name!r}: no reward for the response {RESPONSE} to the first "
+            f"prompt: {verdict.reason}"
         )
     return tuple(verdict.parts or ())
 
@@ -399,13 +403,13 @@ async def _score(
 async def _conclude(
     planning: Planning, prompt: Prompt, answer: Sample, rewards: Sequence[float], group_id: int
 ) -> None:
-    """Run a group with cyclic `rewards` to its decision."""
+    """Run a group until the planners accept or drop it. Its samples get `rewards` in turn."""
     group = SampleGroup(group_id, prompt.index, [])
     _grow(group, prompt.ids, answer, rewards, planning.size)
     for _ in range(PLANNER_ROUNDS):
         with one_line_errors("algo.group_reward"):
             if reason := await planning.reward(prompt, group):
-                raise UserError(f"algo.group_reward: a group of made-up responses gets no rewards: {reason}")
+                raise UserError(f"algo.group_reward: the dry run's group gets no rewards: {reason}")
         with one_line_errors("algo.planners"):
             await planning.score_prompt(group)
             decision = planning.decide(group)
@@ -414,8 +418,8 @@ async def _conclude(
         _grow(group, list(decision.prompt_ids or prompt.ids), answer, rewards, decision.samples)
         if len(group.samples) > planning.largest:
             raise UserError(
-                f"algo.planners: a group grew to {len(group.samples)} samples; its planners' limit is "
-                f"{planning.largest}"
+                f"algo.planners: a group grew to {len(group.samples)} samples; expected at most the planners' own "
+                f"limit of {planning.largest}"
             )
     else:
         raise UserError(f"algo.planners: a group was neither accepted nor dropped in {PLANNER_ROUNDS} rounds")
@@ -424,7 +428,7 @@ async def _conclude(
 
 
 def _grow(group: SampleGroup, ids: list[int], answer: Sample, rewards: Sequence[float], count: int) -> None:
-    """Add `count` samples with the answer's tokens."""
+    """Add `count` samples with the tokens of `answer` to the group."""
     for index in range(len(group.samples), len(group.samples) + count):
         sample = Sample(index, group.group_id, index, ids, seed=index, status=Status.FINISHED, answer="0")
         sample.response_ids, sample.mu = answer.response_ids[:], answer.mu[:]

@@ -1,4 +1,4 @@
-"""KeepBudget: which samples keep their KV cache across a push, by measured error (rollout.keep_budget).
+"""KeepBudget: chooses the samples that keep their KV cache across a push (rollout.keep_budget).
 
 With keys and values of older weights, log-probs differ from those of the new weights. The trainer measures the
 error: the mean |log-prob - mu| of tokens in responses that older weights started. The longest responses are
@@ -15,23 +15,33 @@ from rlsys.core.types import TokenSequence
 from rlsys.ledger.buffer import RolloutBuffer
 
 FIRST_SHARE = 0.25
-"""Share of the samples in flight before the first measurement."""
+"""Share of the samples in flight that keep their cache before the first measurement."""
+
 GROWTH = 1.25
 LARGEST_CUT = 4.0
 
 
-def next_share(share: float, budget: float, measured: float) -> float:
-    """Return the next share to keep, in [0, 1], from the error measured with `share`.
+def next_share(share: float, budget: float, error: float) -> float:
+    """Return the next share of samples to keep, in [0, 1].
 
-    Above the budget it falls in proportion; below it grows by a quarter, or from 0 to 1/20.
+    Above the budget the share is divided by error / budget, at most by LARGEST_CUT. Otherwise it is
+    multiplied by GROWTH, and at least 1/20.
+
+    Args:
+        share: the current share.
+        budget: largest mean |log-prob - mu|, in nats.
+        error: the mean |log-prob - mu| measured with `share`, in nats.
     """
-    if measured > budget:
-        return share / min(measured / budget, LARGEST_CUT) if budget else 0.0
+    if error > budget:
+        return share / min(error / budget, LARGEST_CUT) if budget else 0.0
     return min(max(share * GROWTH, 0.05), 1.0)
 
 
 class KeepBudget:
-    """Owns the share. Stored in the buffer across restarts. Without a budget all samples are kept."""
+    """Chooses samples to keep. Owns their share, which the buffer stores across restarts.
+
+    Without a budget all samples are kept.
+    """
 
     def __init__(self, config: Config, buffer: RolloutBuffer) -> None:
         self._budget, self._buffer = config.rollout.keep_budget, buffer
@@ -42,14 +52,19 @@ class KeepBudget:
         self.metrics: dict[str, float] = {}
         """Metrics of the last interruption; empty without a budget."""
 
-    def steer(self, measured: float | None) -> None:
-        """Update the share from the error that the trainer measured; None: no such tokens."""
-        if self._budget and measured is not None:
-            self._share = next_share(self._share, self._budget, measured)
+    def steer(self, error: float | None) -> None:
+        """Update the share.
+
+        Args:
+            error: the trainer's mean |log-prob - mu| of tokens in responses that older weights started, in
+                nats; None: the step had no such tokens.
+        """
+        if self._budget and error is not None:
+            self._share = next_share(self._share, self._budget, error)
             self._buffer.set_note("keep_share", repr(self._share))
 
     def choose(self, in_flight: Iterable[TokenSequence]) -> Callable[[TokenSequence], bool]:
-        """Return a predicate: whether a sample is kept in its engine."""
+        """Return a predicate that is true for samples to keep in their engine."""
         if self._budget is None:
             return lambda _: True
         longest = sorted(in_flight, key=lambda s: (-s.tokens, s.sample_id))

@@ -2,9 +2,8 @@
 
     restore -> begin_push -> end_push -> [early ->] take -> (train) -> begin_push -> end_push -> take -> ...
 
-Commands run one at a time, under a lock; their results are flushed before they are returned. When the trainer
-repeats steps after a restart, their groups come from the journal, and nothing is generated until it has caught
-up.
+Commands run one at a time, under a lock, and are flushed before they return. When the trainer repeats steps
+after a restart, their groups come from the journal, and no sample runs until it has caught up.
 """
 
 from __future__ import annotations
@@ -55,7 +54,10 @@ TAKE_PHASES = ("wait", "interrupt", "sleep", "commit")
 
 
 class RolloutManager:
-    """Owns the trainer's position. The buffer owns groups, the runner samples, the workers engines."""
+    """Executes the trainer's commands. Owns the trainer's position.
+
+    The buffer owns groups, the runner samples, and the workers engines.
+    """
 
     def __init__(
         self,
@@ -74,9 +76,9 @@ class RolloutManager:
 
         Args:
             tokenizer: required by generators with several turns.
-            eval_sets: closed by the caller.
-            spans: stopped with the manager.
-            rows: its metrics are included.
+            eval_sets: additional evaluations; the caller closes them.
+            spans: tracing of samples; the manager stops it.
+            rows: the check of all rows, whose metrics the steps include.
         """
         self._spans = spans or SampleSpans(None)
         self._rows = rows
@@ -86,14 +88,14 @@ class RolloutManager:
         self._planning = planning
         planning.restore(buffer.note("planning") or "")
         record = load_record(config)
-        repeat = None if record is None else ReplaySchedule(record, buffer)
+        replay = None if record is None else ReplaySchedule(record, buffer)
         self._commits = CommitScheduler(buffer)
         workers.attach(buffer, self._commits, self._spans)
         self._workers, self._engines = workers, workers.engines
         engines = self._engines
         self._evaluator = Evaluator(config, engines, source, scorer, tokenizer, eval_sets)
-        self._runner = SampleRunner(config, buffer, self._commits, planning, workers, repeat, self._spans)
-        self._selection = Selection(config, buffer, repeat, workers.at_max_resumes)
+        self._runner = SampleRunner(config, buffer, self._commits, planning, workers, replay, self._spans)
+        self._selection = Selection(config, buffer, replay, workers.at_max_resumes)
         self._canaries = Canaries(source, config.eval.prompts, lambda: engines.limits)
         self._over_provision = OverProvision(config, buffer, self._runner)
         self._keep_budget = KeepBudget(config, buffer)
@@ -110,7 +112,7 @@ class RolloutManager:
         """Train steps contained in the engines' weights; None before the first push."""
         self._push_due = True
         self._rolling = False
-        """A push has updated some engines; others serve the previous weights until their round."""
+        """A rolling push is under way: some engines have the new weights, the others wait for their round."""
         self._take_seconds = Phases("time_take", TAKE_PHASES).metrics
         """Phases of the last take that was not a repetition."""
         self._parts: list[list[int]] = []
@@ -121,7 +123,11 @@ class RolloutManager:
     # Commands of the trainer
 
     async def restore(self, train_step: int) -> None:
-        """Start from the trainer's weights after this many steps. All samples are interrupted; a push must follow."""
+        """Set the trainer's position to its checkpoint, and interrupt all samples. A push must follow.
+
+        Args:
+            train_step: train steps in the checkpoint.
+        """
         async with self._command:
             await self._evaluator.stop()
             await self._interrupt_all()
@@ -136,9 +142,9 @@ class RolloutManager:
     async def early(self, train_step: int) -> TrainBatch | None:
         """Return groups that `take(train_step)` will return, as soon as they fill a micro-batch of every rank.
 
-        Each group is returned once. None when all groups of the step are ready, or something else comes first:
-        call `take`. Portions are in memory only until the take: if the trainer dies before, its successor
-        receives them again. A repeated step has the same portions.
+        Each group is returned once. None when all groups of the step are ready or the wait is preempted: call
+        `take`. Portions are only in memory until the take: if the trainer dies before, its successor receives
+        the groups again. A repeated step has the same portions.
         """
         async with self._command:
             trained_steps = self._steps_before(train_step)
@@ -162,21 +168,21 @@ class RolloutManager:
             return TrainBatch(train_step, version, groups, {}, self._planning.sources(groups))
 
     def _steps_before(self, train_step: int) -> int:
-        """Return the train steps contained in the weights that this step updates.
+        """Return the number of train steps in the weights that this step updates.
 
         Raises:
-            RunError: it is not the step's turn.
+            RunError: `train_step` is neither the next step nor, before a push, the last one.
         """
         next_step = self._done_steps + (not self._push_due)
         if self._trained_steps is None or train_step not in (self._done_steps, next_step):
-            raise RunError(f"take({train_step}) after {self._done_steps} steps: a push comes first")
+            raise RunError(f"take({train_step}) after {self._done_steps} steps: the trainer must push first")
         return self._trained_steps
 
     async def take(self, train_step: int) -> TrainBatch | None:
-        """Return the groups of this step, the same ones on repetition; wait until there are enough.
+        """Wait for the groups of this step and return them. A repeated call returns the same groups.
 
-        None when an engine came back without the current weights: push, then call again; and when the run is
-        leaving (`status`): there will be no more groups.
+        None if an engine came back without the current weights (push, then call again), or if the run is
+        leaving (`status`) and there will be no more groups.
         """
         async with self._command:
             if self._leave_by is not None:
@@ -251,10 +257,10 @@ class RolloutManager:
             self._commits.flush()
 
     async def begin_push(self, mismatch_kept: float | None = None) -> WeightUpdate:
-        """Interrupt, create a new version, and drop groups that it makes too old.
+        """Interrupt samples, create a new weight version, and drop groups that become too old by it.
 
-        If no step is due, push to stale engines only. With `weights.rolling` each call is one round: the
-        engines of the update pause, the others continue.
+        Without a new train step, push to stale engines only. With `weights.rolling` each call is one round:
+        the engines of the update pause, the others continue.
 
         Args:
             mismatch_kept: of the trained step, see KeepBudget.steer.
@@ -279,7 +285,7 @@ class RolloutManager:
         """Create the next weight version, and drop the groups that are too old for every later step (invariant 7).
 
         Args:
-            rolls: engines continue, but without such groups. Otherwise nothing is in flight from here on.
+            rolls: engines continue with the other groups. Otherwise no sample is in flight afterwards.
         """
         if not self._colocated and (
             not rolls or self._selection.too_old(self._done_steps)
@@ -295,25 +301,29 @@ class RolloutManager:
             self._continue_generation()
 
     def _keep_predicate(self, done_steps: int) -> Callable[[TokenSequence], bool]:
-        """Return a predicate: whether a sample may stay in its engine during the push after this many steps."""
+        """Return a predicate that is true for samples that may stay in their engine during the next push.
+
+        Args:
+            done_steps: train steps in the weights of that push.
+        """
         in_flight = (s for g in self._buffer.active() for s in g.samples if s.status is Status.IN_FLIGHT)
         within_budget = self._keep_budget.choose(in_flight)
         return lambda sample: within_budget(sample) and self._selection.stays_young(sample, done_steps)
 
     def _next_members(self) -> list[str]:
-        """Return the URLs of the engines of the next round; none after a restart, when no sample runs."""
+        """Return the URLs of the engines of the next round; empty without `weights.rolling` and after a restart."""
         at_once = self._config.weights.rolling
         may_roll = at_once is not None and self._trained_steps is not None and self._push_due
         return self._engines.next_members(at_once or 0) if may_roll else []
 
     async def end_push(
         self,
-        ticket: WeightUpdate,
+        update: WeightUpdate,
         canaries: list[Canary],
         checksums: Sequence[dict[str, str]] = (),
-        left_out: Mapping[str, str] = {},
+        excluded: Mapping[str, str] = {},
     ) -> dict[str, float]:
-        """Attest the engines of the update except `left_out` (URL -> reason), then continue generation.
+        """Attest the engines of the update except `excluded` (URL -> reason), then continue generation.
 
         Until the last round, admission counts with the oldest served weights.
 
@@ -322,40 +332,42 @@ class RolloutManager:
         """
         async with self._command:
             version = self._buffer.versions.newest
-            if ticket.weight_version != version:
+            if update.weight_version != version:
                 raise RunError(
-                    f"end_push of weight version {ticket.weight_version}, but version {version} was begun"
+                    f"end_push of weight version {update.weight_version}, but version {version} was begun"
                 )
-            metrics = await self._engines.end_push(version, canaries, checksums, left_out)
+            metrics = await self._engines.end_push(version, canaries, checksums, excluded)
             if not metrics["push_left"]:
                 self._trained_steps, self._push_due, self._rolling = self._done_steps, False, False
             self._continue_generation()
             return metrics
 
     async def evaluate(self) -> EvalResult:
-        """Evaluate the served weights, which stay in the engines: a push is another command."""
+        """Evaluate the served weights."""
         async with self._command:
             return await self._evaluator.measure(self._progress_watch.watch, self._done_steps)
 
     async def begin_evaluation(self) -> bool:
-        """Start a background evaluation on a pinned engine. False: no engine can be spared now."""
+        """Start a background evaluation on a pinned engine. Returns False if no engine can be pinned now."""
         async with self._command:
             return self._evaluator.begin(self._done_steps)
 
     async def end_evaluation(self, wait: bool) -> EvalStatus:
-        """Return the status of the background evaluation. The trainer logs its metrics."""
+        """Return the status of the background evaluation; with `wait`, after it has ended."""
         async with self._command:
             return await self._evaluator.poll(wait, self._progress_watch.watch)
 
     async def commit(self, train_step: int) -> None:
-        """Delete what no kept checkpoint can need, because a checkpoint of this step is on disk.
+        """Delete tokens that no kept checkpoint needs. Called when a checkpoint of this step is on disk.
 
         Raises:
             RunError: the step has not been taken, so it cannot have a checkpoint.
         """
         async with self._command:
             if train_step > self._done_steps:
-                raise RunError(f"commit({train_step}) after {self._done_steps} steps: no such checkpoint yet")
+                raise RunError(
+                    f"commit({train_step}) after {self._done_steps} steps: expected a step that has been taken"
+                )
             t = self._config.trainer
             self._commits.flush()
             check_conservation(await self._buffer.committed_ledger())
@@ -364,7 +376,7 @@ class RolloutManager:
             self._commits.flush()
 
     async def leave(self, seconds: float) -> None:
-        """Park everything durably, and end a waiting take: the machines will be taken away.
+        """Park all samples durably and end a waiting take, because the machines will be taken away.
 
         Args:
             seconds: time for the trainer to save its state.
@@ -386,10 +398,10 @@ class RolloutManager:
             self._commits.flush()
             self._spans.stop(s for g in self._buffer.active() for s in g.samples)
 
-    # Figures
+    # Status and readers
 
     async def ledger(self) -> Ledger:
-        """Return the ledger for readers, who may not open the file while this process has it open."""
+        """Return the ledger, for readers that cannot open the file while this process has it open."""
         self._commits.flush()
         return await self._buffer.committed_ledger()
 
@@ -421,20 +433,20 @@ class RolloutManager:
         self._generate(trained_steps)
 
     def _is_preempted(self) -> bool:
-        """Return whether something else comes first: an engine needs weights, or the run is leaving."""
+        """Return whether a wait must end early: an engine needs weights, or the run is leaving."""
         return bool(self._engines.stale_engines) or self._leave_by is not None
 
     def _generate(self, trained_steps: int) -> None:
-        """Resume samples that wait for an engine, and start what may start."""
+        """Resume samples that wait for an engine, and start new ones."""
         self._engines.resume()
         self._runner.advance(trained_steps)
 
     def _continue_generation(self) -> None:
         """Continue generation on disaggregated engines, unless the trainer repeats steps that have their groups.
 
-        Colocated engines generate only during a take: samples generated during an evaluation or a checkpoint
-        would be a surplus that grows old, and samples interrupted by a take with enough groups would be
-        prefilled in vain.
+        Colocated engines generate only during a take. Samples generated during an evaluation or a checkpoint
+        would be surplus and grow old, and samples interrupted by a take that has enough groups would be
+        prefilled for nothing.
         """
         caught_up = self._done_steps >= self._buffer.last_taken_step
         if not self._colocated and caught_up and self._leave_by is None and self._trained_steps is not None:
@@ -449,11 +461,11 @@ class RolloutManager:
     ) -> None:
         """Interrupt all samples except those to `keep` in engines that hold them.
 
-        Afterwards every token that arrived is in the buffer, and lost ones are counted.
+        Afterwards every token that arrived is in the buffer, and lost tokens are counted.
 
         Args:
             keep_serving: engines continue with samples to keep.
-            wait_for_max_resumes: respect rollout.max_resumes, unless something else comes first.
+            wait_for_max_resumes: first wait for samples that rollout.max_resumes protects, unless preempted.
         """
         wait_for_max_resumes = wait_for_max_resumes and not self._is_preempted()
         if not keep_serving:

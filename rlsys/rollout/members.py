@@ -39,7 +39,7 @@ class Members:
         self._owner, self._engines, self._make_client = owner, engines, make_client
         self._launch_clients = {client.url: client for client in launch_clients}
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        self._warned: set[str] = set()  # URLs of members that the log has said why they wait
+        self._warned: set[str] = set()  # URLs of members about whose wait a warning was logged
         self._dead_since: dict[str, float] = {}
 
     async def watch(self) -> None:
@@ -78,9 +78,9 @@ class Members:
     def _evict(self, member: Member) -> None:
         if member.url in self._leaving:
             return
-        figures = self._engines.engine_figures()
-        remaining = sum(bool(engine["serving"]) for url, engine in figures.items() if url != member.url)
-        serves = member.url in figures and figures[member.url]["serving"]
+        metrics = self._engines.engine_metrics()
+        remaining = sum(bool(engine["serving"]) for url, engine in metrics.items() if url != member.url)
+        serves = member.url in metrics and metrics[member.url]["serving"]
         if serves and remaining < self._min_engines:
             self._warn_once(
                 member, f"stays: without it {remaining} engines would serve, fewer than {self._min_engines}"
@@ -91,10 +91,10 @@ class Members:
         self._warned.discard(member.url)
 
     def _remove_lost(self, member_urls: Collection[str]) -> None:
-        """Remove dead engines that joined. An engine that is a member is removed by the process that started it."""
+        """Remove joined engines that are dead. The process that started an engine removes it while it is a member."""
         time = asyncio.get_running_loop().time()
-        figures = self._engines.engine_figures()
-        dead = {u for u, engine in figures.items() if not engine["alive"] and u not in self._launch_clients}
+        metrics = self._engines.engine_metrics()
+        dead = {u for u, engine in metrics.items() if not engine["alive"] and u not in self._launch_clients}
         self._dead_since = {url: self._dead_since.get(url, time) for url in dead}
         for url, dead_since in self._dead_since.items():
             is_lost = time - dead_since > LOST_SECONDS

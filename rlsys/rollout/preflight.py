@@ -38,10 +38,10 @@ def check_names(config: Config) -> None:
 
 
 def _check_url(field: str, url: str) -> None:
-    """Check that a value is the URL of a server without credentials, since configs are stored.
+    """Check that a value is the URL of a server. Credentials are not allowed in it, because configs are stored.
 
     Raises:
-        UserError: it is not.
+        UserError: the value is another text, or has credentials.
     """
     try:
         parts = urlsplit(url)
@@ -49,6 +49,8 @@ def _check_url(field: str, url: str) -> None:
     except ValueError as e:
         raise UserError(f"{field} = {url!r}: not a URL: {e}") from None
     if parts.username is not None:
-        raise UserError(f"{field}: a URL with a name or a password in it; a config is written down")
+        raise UserError(
+            f"{field}: the URL has a user name or a password; expected one without, because the config is stored"
+        )
     if not url.startswith(("http://", "https://")) or not host or any(c.isspace() for c in url):
         raise UserError(f"{field} = {url!r}: expected a URL http://HOST:PORT or https://HOST")

@@ -26,7 +26,7 @@ log = logging.getLogger("rlsys.rollout")
 
 
 class ProgressWatch:
-    """Waits for samples, and stops a wait without progress."""
+    """Waits for samples, and raises an error if they make no progress."""
 
     def __init__(
         self,
@@ -36,13 +36,13 @@ class ProgressWatch:
         runner: SampleRunner,
         selection: Selection,
         is_preempted: Callable[[], bool],
-        give_up: Callable[[Collection[SampleGroup], int], Awaitable[None]],
+        censor_overdue: Callable[[Collection[SampleGroup], int], Awaitable[None]],
     ) -> None:
         """Create a watch.
 
         Args:
-            is_preempted: whether something else comes first.
-            give_up: called with overdue groups and the train steps contained in the weights.
+            is_preempted: returns whether to end a wait early.
+            censor_overdue: called with overdue groups and the train steps contained in the weights.
         """
         self._config = config
         self._buffer = buffer
@@ -50,14 +50,14 @@ class ProgressWatch:
         self._runner = runner
         self._selection = selection
         self._is_preempted = is_preempted
-        self._give_up = give_up
+        self._censor_overdue = censor_overdue
         self._filtered = 0
         """Number of filtered groups when the wait for a step's groups started."""
         self._budget = config.trainer.token_budget * config.parallel.data_parallel
         """Tokens of a full micro-batch on every trainer rank."""
 
     async def wait_for_groups(self, trained_steps: int) -> None:
-        """Wait until there are enough groups for a step, or something else comes first."""
+        """Wait until there are enough groups for a step, or the wait is preempted."""
         count = self._config.rollout.groups_per_step
         self._filtered = self._buffer.counts[GroupState.FILTERED]
         await self.watch(self._poll_groups(trained_steps), f"{count} groups of a train step")
@@ -78,7 +78,11 @@ class ProgressWatch:
                 )
 
     async def wait_for_part(self, trained_steps: int, excluded: Collection[int]) -> list[int]:
-        """Return ids of groups for the trainer to start with, without `excluded`; empty if a take would not wait."""
+        """Wait for groups that fill a micro-batch of every trainer rank, without those in `excluded`.
+
+        Returns:
+            their ids; empty if a take need not wait.
+        """
         return await self.watch(self._poll_part(trained_steps, excluded), "groups of a train step")
 
     async def _poll_part(self, trained_steps: int, excluded: Collection[int]) -> list[int]:
@@ -91,12 +95,12 @@ class ProgressWatch:
         return []
 
     async def wait_until_interruptible(self, trained_steps: int, members: Collection[str] | None) -> None:
-        """Wait until no sample is protected from interruption, or something else comes first.
+        """Wait until no sample is protected from interruption, or the wait is preempted.
 
         Args:
             members: URLs of the engines to check; None: all.
         """
-        await self.watch(self._poll_protected(trained_steps, members), "samples that must go on")
+        await self.watch(self._poll_protected(trained_steps, members), "samples that must not be interrupted")
 
     async def _poll_protected(self, trained_steps: int, members: Collection[str] | None) -> None:
         while self._selection.has_protected_samples(trained_steps, members) and not self._is_preempted():
@@ -104,23 +108,22 @@ class ProgressWatch:
 
     async def _poll_overdue(self, trained_steps: int) -> None:
         if late := self._runner.overdue():
-            await self._give_up(late, trained_steps)
+            await self._censor_overdue(late, trained_steps)
         await self._poll()
 
     async def _poll(self) -> None:
-        """Wait for a decided group, at most POLL_SECONDS: time, samples and stale engines set no event."""
+        """Wait for a decision on a group, at most POLL_SECONDS: deadlines and stale engines set no event."""
         self._runner.raise_failure()
         self._runner.wake.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._runner.wake.wait(), POLL_SECONDS)
 
     async def watch(self, work: Awaitable[T], description: str) -> T:
-        """Return the result of `work`, unless the run stalls meanwhile.
-
-        The time limit is longer while no engine serves.
+        """Return the result of `work`.
 
         Raises:
-            RunError: no token or reward arrived for rollout.stall_timeout; or a sample failed.
+            RunError: a sample failed, or neither a token nor a reward arrived for rollout.stall_timeout (plus
+                the start time of an engine while none serves).
         """
         task = asyncio.ensure_future(work)
         loop, stall = asyncio.get_running_loop(), self._config.rollout.stall_timeout

@@ -2,9 +2,9 @@
 
 A command is `POST /<name>` with its request as body; the response is 200 with the result, or an error status
 with an `ErrorAnswer`. Each command has a unique id (REQUEST_HEADER): a command that is repeated after a
-connection broke is executed once. `GET /status` returns JSON, for users and the supervisor; `GET /ledger` a
-Ledger and `GET /samples?query=...` a SamplesAnswer, for readers. Until the ledger is open, every response is a
-503 whose text is the progress.
+connection broke is executed once. `GET /status` returns JSON for users and the supervisor. `GET /ledger`
+returns a Ledger, and `GET /samples?query=...` a SamplesAnswer, for readers. Until the ledger is open, every
+response has the status 503 and describes the progress.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ USER_ERROR_STATUS = 409
 OPENING_STATUS = 503
 REQUEST_HEADER = "X-Rlsys-Request"
 RECONNECT_SECONDS = 30.0
-"""Time for which the trainer retries a broken connection, and for which its command is kept."""
+"""Seconds for which the trainer retries a broken connection, and the rollout process keeps its command."""
 
 
 Result = (
@@ -55,11 +55,11 @@ class BeginPushRequest:
 
 @dataclass
 class EndPushRequest:
-    ticket: WeightUpdate
+    update: WeightUpdate
     canaries: list[Canary]
     checksums: list[dict[str, str]] = field(default_factory=list)
-    """Expected checksums of each engine rank, by its name of the tensor."""
-    left_out: dict[str, str] = field(default_factory=dict)
+    """Expected checksums per engine rank, by the engine's name of the tensor."""
+    excluded: dict[str, str] = field(default_factory=dict)
     """URL -> reason, for engines that did not get all tensors."""
 
 
@@ -85,7 +85,7 @@ def encode_error(error: RlsysError) -> tuple[int, bytes]:
 
 
 def decode_error(body: bytes) -> RlsysError | None:
-    """Decode the error that the other side raised; None if the body is something else (plain text of a bug)."""
+    """Decode the error of a command; None if the body is not an ErrorAnswer, such as the text of an HTTP 500."""
     try:
         answer = decode(body, ErrorAnswer)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""RewardMetrics: means of the additional metrics that reward functions return, such as verl's dictionaries."""
+"""RewardMetrics: means of the additional metrics that reward functions return, as verl's dictionaries do."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class RewardMetrics:
         self._sums: dict[str, float] = defaultdict(float)
         self._counts: dict[str, int] = defaultdict(int)
 
-    def add(self, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
+    def add(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
             self._sums[name] += value
             self._counts[name] += 1
 
     def take(self) -> dict[str, float]:
-        """Return the means so far, and reset them."""
+        """Return the means since the last call, and reset them."""
         means = {name: total / self._counts[name] for name, total in self._sums.items()}
         self._sums.clear()
         self._counts.clear()

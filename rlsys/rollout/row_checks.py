@@ -27,7 +27,7 @@ async def check_same_rows(source: PromptSource, buffer: RolloutBuffer) -> None:
     """Store digests of the run's tables at its first start, and compare them at later ones.
 
     Raises:
-        UserError: the data changed. Held-out prompts, and the prompts of started groups, would be others.
+        UserError: the data changed, so held-out prompts and the prompts of started groups would differ.
     """
     tables = {}
     for row_source in row_sources(source):
@@ -57,10 +57,10 @@ class RowChecks:
         self._config, self._has_rows = config, bool(row_sources(source))
         self._process: asyncio.subprocess.Process | None = None
         self.metrics: dict[str, int] = {}
-        """`rows_checked` and the counts by kind; empty until it is done, and without rows."""
+        """`rows_checked` and the counts by kind; empty before the check ends, and if the source has no rows."""
 
     async def run(self) -> None:
-        """Run the check to its end."""
+        """Run the check until it ends."""
         if not self._has_rows:
             return
         limits = prompt_limits(self._config)

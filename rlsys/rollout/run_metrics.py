@@ -20,7 +20,7 @@ _BUSIEST = sorted(Status, key=lambda status: (status is not Status.IN_FLIGHT, st
 
 
 class RunMetrics:
-    """Reads from all components and changes none."""
+    """Computes metrics and status from the other components."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class RunMetrics:
 
     def step_metrics(self, train_step: int, version: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
         """Return the metrics of a step that took these groups and starts from the weights of `version`."""
-        at = self._buffer.versions.trained_steps(version)
-        metrics = step_metrics(groups, lambda v: at - self._buffer.versions.trained_steps(v))
+        trained_steps = self._buffer.versions.trained_steps(version)
+        metrics = step_metrics(groups, lambda v: trained_steps - self._buffer.versions.trained_steps(v))
         return {**metrics, **self._bias.metrics(train_step, groups)}
 
     def counts(self) -> dict[str, float]:
-        """Return the numbers by state: samples for `in_flight` and `parked`, otherwise groups."""
+        """Return counts by state: of samples for `in_flight` and `parked`, otherwise of groups."""
         samples = [s for g in self._buffer.active() for s in g.samples]
         statuses = Counter(s.status for s in samples if not s.extra_sequences)
         statuses.update(
@@ -71,11 +71,11 @@ class RunMetrics:
             **self.totals(),
             "weight_version": self._buffer.versions.newest,
             "engines": self._engines.engine_states(),
-            "engine_figures": self._engines.engine_figures(),
+            "engine_figures": self._engines.engine_metrics(),
         }
 
     def totals(self) -> dict[str, float]:
-        """Return totals since this process started; `lost` since the start of the run."""
+        """Return totals since the start of this process; `lost` counts since the start of the run."""
         stats = self._engines.stats()
         exported = (
             "received_tokens", "engine_tokens", "engines_serving", "engine_deaths", "engine_rank_seconds"
@@ -106,13 +106,14 @@ class RunMetrics:
 def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> dict[str, float]:
     """Return the metrics of taken groups.
 
-    Lengths are those of whole samples, in tokens. `staleness_*`: age of a group's oldest token, in train steps.
+    Lengths are in tokens and count all sequences of a sample. `staleness_*`: age of a group's oldest token, in train
+    steps.
     `off_policy_share`: share of trained tokens sampled by other than the current weights. `sampled_entropy`:
     mean of -mu over sampled tokens, in nats, an unbiased estimate of the mean entropy of their distributions.
     `sequences`: trained sequences, if samples have several.
 
     Args:
-        age: train steps between the weights of a version and the current ones.
+        age: returns the train steps between the weights of a version and the current ones.
     """
     samples = [s for g in groups for s in g.samples]
     sequences = [q for s in samples for q in s.trained_sequences]
@@ -149,5 +150,8 @@ def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> di
 
 
 def quantile(values: Sequence[int], q: float) -> int:
-    """Return the smallest value that at least a share `q` of the sorted `values` does not exceed (nearest rank)."""
+    """Return the `q`-quantile of sorted values by the nearest-rank method.
+
+    It is the smallest value that at least the share `q` of the values does not exceed.
+    """
     return values[max(0, math.ceil(q * len(values)) - 1)]

@@ -35,20 +35,20 @@ from rlsys.worker.scoring import set_turn_rewards
 from rlsys.worker.workers import Workers
 
 CENSORED_STEPS = 2
-"""Censored groups in a row, in train steps, that stop the run: this is no accident."""
+"""Consecutive censored groups that stop the run, in multiples of groups_per_step."""
 
 MAX_STARTS_PER_ITERATION = 512
 """Samples that start in one iteration of the event loop.
 
-With 50,000 slots a step starts tens of thousands, which takes seconds: other events are handled meanwhile, and
-the first samples generate.
+With 50,000 slots a step starts tens of thousands of samples, which takes seconds. Between iterations the loop
+handles other events, and the first samples generate.
 """
 
 log = logging.getLogger("rlsys.rollout")
 
 
 class SampleRunner:
-    """Owns the tasks and the slots; the buffer owns groups and their states.
+    """Runs samples. Owns their tasks and the slots; the buffer owns groups and their states.
 
     `wake` is set when a group is decided and when a task fails. The first failure is stored and raised to the
     trainer by `raise_failure`, so no background error is lost.
@@ -61,13 +61,13 @@ class SampleRunner:
         commits: CommitScheduler,
         planning: Planning,
         workers: Workers,
-        repeat: ReplaySchedule | None = None,
+        replay: ReplaySchedule | None = None,
         spans: SampleSpans | None = None,
     ) -> None:
         """Create a runner.
 
         Args:
-            repeat: the schedule of a replayed run, which admits groups regardless of slots and ages.
+            replay: the schedule of a replayed run, which admits groups regardless of slots and ages.
             spans: stopped by the caller.
         """
         self._spans = spans or SampleSpans(None)
@@ -75,13 +75,13 @@ class SampleRunner:
         self._buffer = buffer
         self._commits = commits
         self._workers = workers
-        self._repeat = repeat
+        self._replay = replay
         self._planning = planning
         self.wake = asyncio.Event()
         self.reward_metrics = RewardMetrics()
         """Additional metrics of reward functions since the last take."""
         self.settled_samples = 0
-        """Number of samples that got a reward, or a reason for none."""
+        """Number of samples that have a reward or were censored."""
         self.censored = Counter[CensorCause]()
         """Number of samples without a reward, by cause."""
         self._failures = FailedSamples(config.rollout.max_failed_share, config.samples_per_step)
@@ -106,10 +106,10 @@ class SampleRunner:
         commits.on_failure = self._fail
 
     def advance(self, trained_steps: int) -> None:
-        """Start what may start with weights of this many train steps in the engines."""
+        """Start samples as admission and slots allow, with weights of this many train steps in the engines."""
         self._trained_steps = trained_steps
-        if self._repeat is not None:
-            self._repeat.advance(trained_steps)
+        if self._replay is not None:
+            self._replay.advance(trained_steps)
             self._workers.advance(trained_steps)
         self._fill()
         self._update_occupancy()
@@ -129,7 +129,10 @@ class SampleRunner:
         self._planning.restart()
 
     async def drop(self, groups: Collection[SampleGroup], state: GroupState) -> None:
-        """End the tasks of these groups after an interrupt, and move them to a state that is never trained."""
+        """End the tasks of these groups, and move the groups to a state that is never trained.
+
+        Call after an interrupt.
+        """
         await self.stop(_tasks_of(groups))
         for group in groups:
             self._admitted_at.pop(group.group_id, None)
@@ -145,7 +148,7 @@ class SampleRunner:
         self._unadmitted = deque(g for g in self._unadmitted if g.state is GroupState.ACTIVE)
 
     async def censor_overdue(self, groups: Collection[SampleGroup]) -> None:
-        """Censor those of these groups that have not finished meanwhile. Call after an interrupt."""
+        """Censor the groups that are still unfinished. Call after an interrupt."""
         reason = f"not finished within rollout.group_deadline = {self._config.rollout.group_deadline:g} s"
         late = [g for g in groups if g.state is GroupState.ACTIVE]
         for sample in (s for g in late for s in g.samples if not is_settled(s)):
@@ -157,7 +160,7 @@ class SampleRunner:
             self._count_censored(group, prompts[group.group_id], reason)
 
     async def stop(self, sample_ids: Collection[int]) -> None:
-        """End tasks. Call after an interrupt only: no sample is in an engine."""
+        """Cancel the tasks of these samples. Call after an interrupt, when no sample is in an engine."""
         tasks = [self._tasks[i] for i in sample_ids if i in self._tasks]
         for task in tasks:
             task.cancel()
@@ -177,6 +180,7 @@ class SampleRunner:
         self.occupancy.update(asyncio.get_running_loop().time(), len(self._generating))
 
     def raise_failure(self) -> None:
+        """Raise the first error of a background task as a RunError or UserError, if there is one."""
         if isinstance(self._failure, RlsysError):
             raise self._failure
         if self._failure is not None:
@@ -190,7 +194,7 @@ class SampleRunner:
             return
         try:
             for _ in range(MAX_STARTS_PER_ITERATION):
-                if self._repeat is None and len(self._generating) >= self.slots:
+                if self._replay is None and len(self._generating) >= self.slots:
                     break
                 if not self._pending and not self._admit(step):
                     break
@@ -213,8 +217,8 @@ class SampleRunner:
             self._update_occupancy()
 
     def _may_admit(self, trained_steps: int) -> bool:
-        if self._repeat is not None:
-            return self._repeat.admits(
+        if self._replay is not None:
+            return self._replay.admits(
                 self._unadmitted[0].group_id if self._unadmitted else self._buffer.next_group_id
             )
         dead = sum(self._buffer.counts[state] for state in DEAD)
@@ -228,7 +232,7 @@ class SampleRunner:
         return capacity > 0
 
     def _admit(self, trained_steps: int) -> bool:
-        """Admit one group: one from before a restart if there is one, otherwise a new one."""
+        """Admit one group, unadmitted groups from before a restart first. Returns whether a group was admitted."""
         if not self._may_admit(trained_steps):
             return False
         if self._unadmitted:
@@ -257,7 +261,7 @@ class SampleRunner:
         return [sample_seed(self._config.run.seed, group_id, i) for i in indices]
 
     def _save_planning(self) -> None:
-        """Save the state of planning with the decisions that changed it: the same flush commits both."""
+        """Save the state of planning: the flush that commits a decision also commits the state it led to."""
         if state := self._planning.state():
             self._buffer.set_note("planning", state)
 
@@ -279,7 +283,7 @@ class SampleRunner:
         task.add_done_callback(lambda t: self._on_task_done(sample_id, t))
 
     async def _run(self, group: SampleGroup, sample: Sample) -> None:
-        """Run one sample up to its reward, or the reason why it has none."""
+        """Run one sample until it has a reward or is censored."""
         prompt = self._prompts[group.group_id]
         self._spans.begin(sample)
         if not sample.status.terminal:
@@ -288,7 +292,7 @@ class SampleRunner:
             self._fill()
             self._update_occupancy()
             if self._config.rollout.max_resumes is not None:
-                self.wake.set()  # a take may have waited for this sample only
+                self.wake.set()  # a take may wait for this sample only
         if sample.status is not Status.CENSORED and self._planning.teacher is not None:
             await self._score_with_teacher(self._planning.teacher, sample)
         if sample.status is not Status.CENSORED:
@@ -299,7 +303,7 @@ class SampleRunner:
             if reason is None:
                 sample.reward, sample.named_rewards = verdict.reward, verdict.parts
                 sample.answer = verdict.answer
-                self.reward_metrics.add(verdict.figures)
+                self.reward_metrics.add(verdict.metrics)
             else:
                 sample.censor(verdict.cause, reason)
         self.settled_samples += 1
@@ -322,11 +326,11 @@ class SampleRunner:
                 self._failures.add(1, group.prompt_index, sample.censor_reason or "")
 
     def begin_step(self) -> None:
-        """Start a new window of failed samples: a train step has taken its groups."""
+        """Start a new window of failed samples. Called when a train step has taken its groups."""
         self._failures.begin_step()
 
     def _name(self, group: SampleGroup) -> str:
-        """Return the name of its prompt, for messages."""
+        """Return the name of the group's prompt, for messages."""
         prompt = self._prompts.get(group.group_id)
         return f"prompt {group.prompt_index}" if prompt is None else prompt_name(prompt)
 
@@ -335,14 +339,17 @@ class SampleRunner:
         return f"{self._name(group)}, group {group.group_id}"
 
     def _refuse(self, group: SampleGroup, censored: Censored | None) -> None:
-        """Censor a group, if there is a reason: the samples that have not started at once, the others with it."""
+        """Set the prompt's refusal if the group is to be censored.
+
+        Samples that have not started are then censored at once, the others when the group is decided.
+        """
         if censored is not None and (prompt := self._prompts.get(group.group_id)) is not None:
             self._prompts[group.group_id] = replace(
                 prompt, refusal=censored.reason, refusal_cause=censored.cause
             )
 
     def _count_failure(self, group: SampleGroup, censored: Censored) -> str:
-        """Count the samples of a group that is censored with all of them. Returns the reason.
+        """Count all samples of a group as censored. Returns the reason.
 
         Raises:
             RunError: too many samples failed with unexpected errors.
@@ -353,7 +360,7 @@ class SampleRunner:
         return censored.reason
 
     async def _explore(self, group: SampleGroup) -> None:
-        """Add as many samples to the group as its prompt deserves."""
+        """Add the samples that exploration assigns to the group."""
         samples: list[Sample] = []
         with boundary(self._group_name(group)) as item:
             if extra_samples := await self._planning.explore(self._prompts[group.group_id], group):
@@ -369,12 +376,12 @@ class SampleRunner:
         """Wait until the group's size is known. Returns whether all of its samples are settled."""
         if (task := self._tasks.get(_exploring(group))) is not None:
             await asyncio.wait({task})
-            if task.cancelled() or task.exception() is not None:  # which ends the run
+            if task.cancelled() or task.exception() is not None:  # its error ends the run
                 return False
         return all(is_settled(s) for s in group.samples)
 
     async def _score_with_teacher(self, teacher: EngineTeacher, sample: Sample) -> None:
-        """Get and save the teacher's log-probs before the reward, so that they are requested once."""
+        """Request and save the teacher's log-probs. A restart between this and the reward does not repeat it."""
         with boundary(f"{prompt_name(self._prompts[sample.group_id])}, sample {sample.sample_id}") as item:
             reason = await teacher.score(sample)
         if item.censored is not None:
@@ -386,7 +393,7 @@ class SampleRunner:
             self._commits.flush_soon()
 
     async def _conclude(self, group: SampleGroup) -> None:
-        """Decide once on a group whose samples are all settled; the tasks of several samples may find it so."""
+        """Decide on a group whose samples are all settled. The tasks of several samples may call this."""
         if group.group_id in self._concluding or group.group_id not in self._prompts:
             return
         self._concluding.add(group.group_id)
@@ -400,15 +407,19 @@ class SampleRunner:
             return
         reason = next((s.censor_reason for s in group.samples if s.status is Status.CENSORED), None)
         if reason is None:
-            reason = await self._ask_planners(group)
+            reason = await self._reward_group(group)
         if reason is None:
             self._decide(group)
             self._decide_released()
         else:
             self._settle(group, GroupState.CENSORED, reason)
 
-    async def _ask_planners(self, group: SampleGroup) -> str | None:
-        """Run the rewards and planners that need the whole group. Returns why it is unusable, if it is."""
+    async def _reward_group(self, group: SampleGroup) -> str | None:
+        """Run the rewards and planners that need the whole group.
+
+        Returns:
+            the reason if the group is unusable, otherwise None.
+        """
         prompt = self._prompts[group.group_id]
         if prompt.refusal:
             return self._count_failure(group, Censored(prompt.refusal_cause, prompt.refusal))
@@ -423,7 +434,7 @@ class SampleRunner:
         return self._count_failure(group, item.censored)
 
     def _decide_released(self) -> None:
-        """Decide on the groups that waited for others."""
+        """Decide on the held groups that the planners have released."""
         last = None
         while released := self._planning.released():
             group_id = released[0]
@@ -445,7 +456,7 @@ class SampleRunner:
             self._settle(group, GroupState.CENSORED, self._count_failure(group, item.censored))
 
     def _apply(self, group: SampleGroup, decision: Decision, samples: Sequence[Sample]) -> None:
-        """Apply a decision. `samples`: what AddSamples has added."""
+        """Apply a decision. `samples`: those that an AddSamples decision has added."""
         if isinstance(decision, AddSamples):
             self._start_added(group, samples)
         elif isinstance(decision, Hold):
@@ -469,13 +480,13 @@ class SampleRunner:
         self.wake.set()
 
     def _grow(self, group: SampleGroup, growth: AddSamples) -> list[Sample]:
-        """Add samples to the group. Returns them."""
+        """Add samples to the group and return them."""
         indices = range(len(group.samples), len(group.samples) + growth.samples)
         seeds = self._seeds(group.group_id, indices)
         return self._buffer.grow(group, seeds, growth.prompt_ids, growth.prefixes)
 
     def _start_added(self, group: SampleGroup, samples: Sequence[Sample]) -> None:
-        """Start added samples ahead of all waiting ones: their siblings are done and grow old."""
+        """Start added samples before all pending ones: the tokens of their siblings are growing old."""
         self._save_planning()
         self._commits.flush_soon()
         self._pending.extendleft((group, s) for s in reversed(samples))
@@ -484,8 +495,7 @@ class SampleRunner:
     def _count_censored(self, group: SampleGroup, name: str, reason: str | None) -> None:
         """Count consecutive censored groups, and stop the run at too many.
 
-        Groups censored because the teacher is unreachable do not count: each had a long wait, and the next ones
-        may not.
+        Groups that are censored because the teacher is unreachable do not count: the teacher may come back.
 
         Args:
             name: name of the group's prompt.

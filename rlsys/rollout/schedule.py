@@ -9,13 +9,13 @@ from rlsys.core.types import SampleGroup, TokenSequence
 
 
 def admission_capacity(*, max_staleness: int, trained_steps: int, groups_per_step: int, accepted: int) -> int:
-    """Return the number of groups that may start now; 0 or less: none. AReaL's admission by version lag.
+    """Return the number of groups that may start now; 0 or less: none. This is AReaL's admission by version lag.
 
         (max_staleness + trained_steps + 1) * groups_per_step - accepted
 
-    With max_staleness 0, exactly the groups of the next train step may run. After a restart, groups that later
-    steps took before the crash count as accepted, while `trained_steps` is the checkpoint's: no group is
-    admitted until the trainer has caught up.
+    With max_staleness 0, exactly the groups of the next train step may run. After a restart, `trained_steps` is that
+    of the checkpoint, while groups that later steps took before the crash count as accepted: no group is admitted
+    until the trainer has caught up.
 
     Args:
         trained_steps: train steps contained in the engines' weights.
@@ -25,7 +25,7 @@ def admission_capacity(*, max_staleness: int, trained_steps: int, groups_per_ste
 
 
 def choose(ready: Sequence[SampleGroup], count: int) -> list[SampleGroup] | None:
-    """Return the first groups to finish; None if there are too few."""
+    """Return the first `count` groups in the order of completion; None if fewer are ready."""
     return list(ready[:count]) if len(ready) >= count else None
 
 
@@ -35,18 +35,24 @@ def choose_in_time(
     count: int,
     slack: Callable[[SampleGroup], int],
 ) -> list[SampleGroup] | None:
-    """Choose as `choose`, but so that no group grows too old.
+    """Choose `count` groups so that no remaining group becomes too old before a step can take it.
 
-    None while waiting for a running group can prevent it. Groups with the least slack are chosen first. The
-    remaining groups must fit into later steps: at most k * count groups with a slack of k or less (earliest
-    deadline first). Admission ensures that this is possible.
+    Groups with the least slack are chosen first (earliest deadline first). The remaining groups must fit into
+    later steps: at most k * count groups may have a slack of k or less. Admission ensures that this is possible.
 
     Args:
-        slack: number of further steps that may take the group, 0 if only this step can.
+        ready: complete groups, in the order of completion.
+        active: running groups.
+        count: groups of a train step.
+        slack: returns the number of later steps that may take the group; 0: only this step may.
+
+        Returns:
+            the chosen groups; None if the step must wait, because too few groups are ready, or because a running
+                group would become too old.
     """
     if len(ready) < count:
         return None
-    order = sorted(ready, key=slack)  # stable: of equals, the first to finish
+    order = sorted(ready, key=slack)  # stable: in the order of completion among equals
     remaining = [(slack(g), False) for g in order[count:]] + [(slack(g), True) for g in active]
     for k in {s for s, _ in remaining}:
         late = [running for s, running in remaining if s <= k]
@@ -56,9 +62,9 @@ def choose_in_time(
 
 
 def too_old(sample: TokenSequence, limit: int, age: Callable[[int], int]) -> list[TokenSpan]:
-    """Return the tokens sampled by weights more than `limit` steps old.
+    """Return the spans of tokens that weights more than `limit` train steps old sampled.
 
     Args:
-        age: age of a weight version in train steps.
+        age: returns the age of a weight version in train steps.
     """
     return [TokenSpan(span.start, span.end) for span in sample.spans if age(span.version) > limit]

@@ -1,4 +1,4 @@
-"""Selection: which groups a step takes and when, by the config's limits on age and interruptions."""
+"""Selection: chooses the groups of a train step within the config's limits on age and interruptions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Selection:
     """Stateless: reads the buffer.
 
     Args:
-        repeat: the schedule of a replayed run, which decides instead.
+        replay: the schedule of a replayed run, which decides instead.
         at_max_resumes: see Streams.at_max_resumes.
     """
 
@@ -25,7 +25,7 @@ class Selection:
         self,
         config: Config,
         buffer: RolloutBuffer,
-        repeat: ReplaySchedule | None,
+        replay: ReplaySchedule | None,
         at_max_resumes: Callable[[], list[str]],
     ) -> None:
         self._at_max_resumes = at_max_resumes
@@ -33,12 +33,12 @@ class Selection:
         self._colocated = config.launch.placement == "colocated"
         self._keeps = config.router.interruption != "abort"
         self._buffer = buffer
-        self._repeat = repeat
+        self._replay = replay
 
     def groups(self, trained_steps: int) -> list[SampleGroup] | None:
-        """Return the groups for the step after `trained_steps`; None if there are too few, or some must finish."""
-        if self._repeat is not None:
-            return self._repeat.groups(trained_steps)
+        """Return the groups for the step after `trained_steps`; None if the step must wait for others."""
+        if self._replay is not None:
+            return self._replay.groups(trained_steps)
         if self._colocated and self.has_protected_samples(trained_steps):  # a take interrupts
             return None
         ready, count = self._buffer.ready(), self._rollout.groups_per_step
@@ -53,27 +53,34 @@ class Selection:
         )
 
     def certain(self) -> list[SampleGroup]:
-        """Return groups that the next step will take, whichever finish next.
+        """Return the ready groups that the next step will take, regardless of which groups finish next.
 
-        Only for the order of completion: not with the staleness policy `wait`, and not in a replay.
+        Valid only where steps take groups in the order of completion: not with the staleness policy `wait`, and not
+        in a replay.
         """
         return self._buffer.ready()[: self._rollout.groups_per_step]
 
     def has_protected_samples(self, trained_steps: int, members: Collection[str] | None = None) -> bool:
-        """Return whether a sample in an engine (of these URLs) must not be interrupted.
+        """Return whether a sample in an engine must not be interrupted.
 
-        It was resumed rollout.max_resumes times, or the replayed run has more tokens of these weights.
+        Protected are samples that were resumed rollout.max_resumes times and, in a replay, samples of which the
+        record has more tokens of these weights.
+
+        Args:
+            trained_steps: train steps contained in the engines' weights.
+            members: URLs of the engines to check; None: all.
         """
-        if self._repeat is not None:
-            return self._repeat.is_behind(trained_steps)
+        if self._replay is not None:
+            return self._replay.is_behind(trained_steps)
         if self._keeps:  # engines that keep their samples interrupt none
             return False
         return any(members is None or url in members for url in self._at_max_resumes())
 
     def stays_young(self, sample: TokenSequence, done_steps: int) -> bool:
-        """Return whether `too_old` will not include its group.
+        """Return whether the sample's group will not be too old after `done_steps` train steps.
 
-        A sample without tokens may get some before its engine pauses.
+        A sample without tokens counts as having tokens of the newest version: it may get some before its engine
+        pauses.
         """
         if self._rollout.staleness_policy == "mask":
             return True
@@ -91,7 +98,7 @@ class Selection:
         return [g for g in self._buffer.groups.values() if self._buffer.versions.age(g, done_steps) > limit]
 
     def mask_old(self, groups: list[SampleGroup], trained_steps: int) -> int:
-        """Mask old tokens of taken groups under the policy `mask`. Returns their number."""
+        """Mask old tokens of taken groups if the staleness policy is `mask`. Returns the number of masked tokens."""
         if self._rollout.staleness_policy != "mask":
             return 0
         sequences = [q for g in groups for s in g.samples for q in s.trained_sequences]
@@ -104,7 +111,7 @@ class Selection:
         return sum(span.end - span.start for q in sequences for span in q.masked)
 
     def unscored(self, trained_steps: int) -> list[LogProbRequest]:
-        """Return live sequences whose last tokens these weights sampled and that have no log-probs."""
+        """Return live sequences whose last tokens lack log-probs and were sampled after `trained_steps` steps."""
         live = [q for g in self._buffer.groups.values() for s in g.samples for q in s.trained_sequences]
         starts = {(q.sample_id, q.sequence): self._first_unscored(q, trained_steps) for q in live}
         group_ids = {q.group_id: None for q in live if starts[q.sample_id, q.sequence] is not None}
@@ -120,8 +127,8 @@ class Selection:
         ]
 
     def _first_unscored(self, sample: TokenSequence, trained_steps: int) -> int | None:
-        """Return the first response token without log-probs in the last run of tokens of these weights."""
-        if sample.trained_prompt is not None:  # other log-probs are wanted than those of its sampling
+        """Return the first token without log-probs among the last tokens, if these weights sampled them."""
+        if sample.trained_prompt is not None:  # it is trained under another prompt than it was sampled under
             return None
         if not sample.spans or self._buffer.versions.trained_steps(sample.spans[-1].version) != trained_steps:
             return None

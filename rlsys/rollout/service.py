@@ -85,7 +85,7 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -
     access, dedup = Access(owner), CommandDedup()
 
     async def end_push(request: EndPushRequest) -> dict[str, float]:
-        return await manager.end_push(request.ticket, request.canaries, request.checksums, request.left_out)
+        return await manager.end_push(request.update, request.canaries, request.checksums, request.excluded)
 
     async def status(_: web.Request) -> web.Response:
         return web.json_response({**manager.status(), "engines_ready": ready()})
@@ -148,34 +148,41 @@ class Access:
         """Number of the last registered start of the trainer; 0: none."""
 
     def check_key(self, request: web.Request) -> None:
-        """Raises Refusal (403) for everybody who cannot read the owner's file."""
+        """Check that a request carries the owner's key.
+
+        Raises:
+            Refusal: it does not (403).
+        """
         if not same_secret(request.headers.get(KEY_HEADER, ""), self._owner.key):
-            raise Refusal(403, f"{request.path}: not the key of this run's launch ({KEY_HEADER})")
+            raise Refusal(
+                403, f"{request.path}: {KEY_HEADER} is not the key of the launch that owns this run"
+            )
         request[AUTHORIZED] = True
 
     def check_trainer(self, request: web.Request) -> None:
-        """Check the trainer.
+        """Check that a command comes from the latest trainer.
 
         Raises:
-            RunError: another trainer has replaced this one.
+            RunError: another trainer has replaced it, or it has not registered with `restore`.
         """
         start = int(request.headers.get(START_HEADER, "0"))
         if request.path == "/restore" and start >= self._start:
             self._start = start
         if start != self._start or not start:
             raise RunError(
-                f"{request.path[1:]} from trainer start {start}, which trainer start {self._start} has replaced"
+                f"{request.path[1:]}: start {start} of the trainer was replaced by start {self._start}"
                 if self._start
-                else f"{request.path[1:]} before restore"
+                else f"{request.path[1:]}: the trainer must call restore first"
             )
 
 
 def _command(
     access: Access, dedup: CommandDedup, kind: type[R], run: Callable[[R], Awaitable[Result]]
 ) -> Handler:
-    """Create a handler that decodes `kind` and encodes the result or error.
+    """Create a handler that decodes a request of type `kind` and encodes the result or error.
 
-    An error ends the run. For a bug, the message has its type and location, and the log its traceback.
+    An error ends the run. For an unexpected exception, the message has its type and location, and the log its
+    traceback.
     """
 
     async def handle(request: web.Request) -> web.Response:
@@ -197,7 +204,7 @@ def _command(
         error = outcome
         if not isinstance(error, RlsysError):
             text = shorten(f"{type(outcome).__name__}: {outcome}{source_location(outcome)}", LONGEST_REASON)
-            error = RunError(f"rollout: {request.path[1:]} failed: {text}; see its log")
+            error = RunError(f"rollout process: {request.path[1:]} failed: {text}; see rollout.log")
             log.error("%s", request.path, exc_info=outcome)
         log.error("%s: %s", request.path, error)
         code, body = encode_error(error)
@@ -207,23 +214,26 @@ def _command(
 
 
 class EngineWatch:
-    """Waits until the required engines and all `references` are up; then watches the engines."""
+    """Waits until enough engines and all reference servers respond, then watches the engines."""
 
     def __init__(
         self,
         engines: list[EngineClient],
         references: list[EngineClient],
-        fewest: int,
+        min_engines: int,
         workers: Workers,
         members: Members | None = None,
     ) -> None:
         """Create a watch.
 
         Args:
-            fewest: number of engines required.
-            members: engines that join and leave from then on.
+            engines: the engines that count.
+            references: servers with reference or teacher weights; all must respond.
+            min_engines: number of `engines` that must respond.
+            workers: the workers of the run, whose engines are watched afterwards.
+            members: engines that join and leave the run.
         """
-        self._engines, self._references, self._fewest = engines, references, fewest
+        self._engines, self._references, self._min_engines = engines, references, min_engines
         self._workers, self._members = workers, members
         self.ready = False
         self._logged = False
@@ -239,7 +249,7 @@ class EngineWatch:
         clients = [*self._references, *self._engines]
         healthy = await asyncio.gather(*(e.healthy() for e in clients))
         split = len(self._references)
-        if sum(healthy[split:]) < self._fewest:
+        if sum(healthy[split:]) < self._min_engines:
             return False
         missing = [e.url for e, up in zip(self._references, healthy, strict=False) if not up]
         if missing and not self._logged:  # the only log line about this wait
@@ -266,23 +276,25 @@ async def serve(
         UserError: the ledger file is unusable, or the data section is invalid.
     """
     if config.engine.reference is not None and reference is None:
-        raise UserError(f"engine.reference = {config.engine.reference}: --reference is missing")
+        raise UserError(f"engine.reference = {config.engine.reference}: expected the option --reference URL")
     if config.algo.teacher is not None and config.algo.teacher.engine is not None and teacher is None:
-        raise UserError(f"algo.teacher.engine = {config.algo.teacher.engine}: --teacher is missing")
+        raise UserError(
+            f"algo.teacher.engine = {config.algo.teacher.engine}: expected the option --teacher URL"
+        )
     raise_descriptors(most_slots(config), "rollout: over_provision x groups_per_step x group_size")
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with make_session() as session, contextlib.AsyncExitStack() as stack:
-        parts = RolloutComponents(config, urls, reference, teacher, owner, session)
+        components = RolloutComponents(config, urls, reference, teacher, owner, session)
         stack.push_async_callback(
-            parts.rewards.close
+            components.rewards.close
         )  # else asyncio waits forever for a process that just starts
-        parts.rewards.begin()  # beside the engines' start
+        components.rewards.begin()  # while the engines start
         path = config.run.dir / FILE_NAME
 
         def open_buffer() -> RolloutBuffer:
-            largest, holds_tokens = parts.planning.largest, config.rollout.workers == 1
+            largest, holds_tokens = components.planning.largest, config.rollout.workers == 1
             return RolloutBuffer(path, identity(config), largest, owner, holds_tokens=holds_tokens)
 
         try:
@@ -291,47 +303,49 @@ async def serve(
             withdraw_address(owner)
             raise
         try:
-            await check_same_rows(parts.source, buffer)
-            await _manage(config, parts, buffer, owner, stop)
+            await check_same_rows(components.source, buffer)
+            await _manage(config, components, buffer, owner, stop)
         finally:
             withdraw_address(owner)  # first: later readers open the file
             buffer.close()
-    if parts.reward_hung:  # an async reward may ignore cancellation, and asyncio would wait for it
+    if components.reward_hung:  # an async reward may ignore cancellation, and asyncio would wait for it
         logging.shutdown()
         os._exit(0)
 
 
 async def _manage(
-    config: Config, parts: RolloutComponents, buffer: RolloutBuffer, owner: Owner, stop: asyncio.Event
+    config: Config, components: RolloutComponents, buffer: RolloutBuffer, owner: Owner, stop: asyncio.Event
 ) -> None:
     """Serve the trainer's commands until `stop`; then park samples in flight."""
 
     def rewards_in_flight() -> str:
-        prompts = ", ".join(str(p.index) for p in parts.scorer.scoring) or "none"
+        prompts = ", ".join(str(p.index) for p in components.scorer.scoring) or "none"
         return f"data.reward = {config.data.reward_name} in flight for prompts: {prompts}"
 
-    workers = parts.workers
+    workers = components.workers
     await workers.start(buffer)
-    async with open_sets(config, parts.tokenizer, workers.engines) as sets:
+    async with open_sets(config, components.tokenizer, workers.engines) as sets:
         spans = SampleSpans(SpanSender(config.run.dir, "rollout") if config.run.spans else None)
-        rows = RowChecks(config, parts.source)
+        rows = RowChecks(config, components.source)
         manager = RolloutManager(
             config,
             buffer,
             workers,
-            parts.source,
-            parts.scorer,
-            parts.planning,
-            parts.tokenizer,
+            components.source,
+            components.scorer,
+            components.planning,
+            components.tokenizer,
             sets,
             spans,
             rows,
         )
-        fewest, awaited = config.launch.min_engines, parts.engines
-        if fewest is not None:  # only engines that generate samples are required
-            awaited = [e for i, e in enumerate(parts.engines) if not config.engine.explores(i)]
-        members = Members(config, owner, workers.engines, parts.joiner, parts.engines)
-        watch = EngineWatch(awaited, parts.references, fewest or len(awaited), workers, members)
+        min_engines, required_engines = config.launch.min_engines, components.engines
+        if min_engines is not None:  # only engines that generate samples are required
+            required_engines = [e for i, e in enumerate(components.engines) if not config.engine.explores(i)]
+        members = Members(config, owner, workers.engines, components.create_client, components.engines)
+        watch = EngineWatch(
+            required_engines, components.references, min_engines or len(required_engines), workers, members
+        )
         app = make_app(manager, lambda: watch.ready, owner)
         gc.freeze()  # permanent objects: exclude them from full collections
         with loop_watch(config.rollout.stall_timeout, rewards_in_flight):
@@ -341,7 +355,7 @@ async def _manage(
             async with asyncio.timeout(config.launch.grace_seconds / 2):
                 await manager.close()
         except TimeoutError:
-            log.warning("an engine does not respond; the tokens that it has streamed are kept")
+            log.warning("stopping: an engine did not end its requests in time; the streamed tokens are kept")
         await workers.close()
 
 
@@ -349,10 +363,9 @@ async def _serve_until(
     stop: asyncio.Event, app: web.Application, owner: Owner, *background: Coroutine[Any, Any, None]
 ) -> None:
     """Serve until `stop`. An error of a `background` task ends the service."""
-    # The take of a trainer that is gone must not keep waiting.
     stop_task = asyncio.ensure_future(stop.wait())
     tasks: set[asyncio.Future[Any]] = {stop_task, *map(asyncio.ensure_future, background)}
-    # For the trainer's rank 0, the supervisor and readers, all of them on this machine.
+    # Cancelled handlers: the take of a trainer that no longer exists must not keep waiting.
     async with serving(app, owner.rollout_socket, cancel_handlers=True) as path:
         log.info("listening on %s", path)
         try:

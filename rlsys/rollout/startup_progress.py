@@ -1,4 +1,4 @@
-"""Progress of the opening of the ledger, which may take minutes, for clients of the service."""
+"""Opening the ledger while the service reports the progress: a large ledger takes minutes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger("rlsys.rollout")
 
 
 async def open_with_progress(path: Path, open_ledger: Callable[[], T], owner: Owner) -> T:
-    """Run `open_ledger` in a thread and return its result. Meanwhile every request is answered with the progress.
+    """Run `open_ledger` in a thread and return its result. Meanwhile, answer every request with the progress.
 
     Args:
         path: file of the ledger.
@@ -52,6 +52,6 @@ async def open_with_progress(path: Path, open_ledger: Callable[[], T], owner: Ow
 
 
 def _bytes_read() -> int:
-    """Return the bytes that this process has read, from files and caches; 0 where the system does not count them."""
+    """Return the bytes that this process has read; 0 on systems without this counter."""
     process = psutil.Process()
     return int(process.io_counters().read_chars) if hasattr(process, "io_counters") else 0

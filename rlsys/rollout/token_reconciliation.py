@@ -8,7 +8,7 @@ from rlsys.worker.worker_engines import WorkerEngines
 
 
 class TokenReconciliation:
-    """Owns the number of lost tokens that the ledger has counted."""
+    """Compares token counts. Owns the number of lost tokens that it has added to the ledger."""
 
     def __init__(self, buffer: RolloutBuffer, engines: WorkerEngines) -> None:
         self._buffer = buffer
@@ -16,14 +16,16 @@ class TokenReconciliation:
         self._lost_reported = 0
 
     def reconcile(self) -> None:
-        """Check that every received token is in the ledger, and count lost ones there. Call after an interrupt.
+        """Check that every received token is in the ledger, and add the lost tokens to its count.
+
+        Call after an interrupt.
 
         Raises:
-            RunError: the numbers differ.
+            RunError: the ledger has another number of tokens than engines sent.
         """
         received, saved_tokens = self._engines.counts_at_save()
         if received != saved_tokens:
-            raise RunError(f"received {received} tokens for samples, but {saved_tokens} are in the ledger")
+            raise RunError(f"ledger: engines sent {received} tokens of samples, but {saved_tokens} are saved")
         lost_tokens = int(self._engines.stats()["lost"])
         self._buffer.add_lost_tokens(max(0, lost_tokens - self._lost_reported))
         self._lost_reported = lost_tokens

@@ -1,9 +1,8 @@
 """Attestation of an engine after a push: comparison of canary log-probs (invariant 8). Pure functions.
 
-Tensors are compared in engine_checksums.py. The first comparison of log-probs with an engine measures rounding,
-since checksums confirm that both sides hold the same tensors. Its limit is the largest rounding error of a
-model of this precision, depth and vocabulary. The limit of later comparisons is a multiple of the first one's
-result.
+engine_checksums.py compares the tensors. The first comparison of log-probs with an engine measures rounding,
+because checksums confirm that both sides hold the same tensors. Its limit is the largest rounding error of a
+model of this precision, depth and vocabulary. The limit of later comparisons is a multiple of the first result.
 """
 
 from __future__ import annotations
@@ -19,20 +18,24 @@ from rlsys.config import Config
 from rlsys.core.model_folder import read_fields
 
 DEFAULT_BOUNDS = {"float32": (1e-6, 1e-4), "bfloat16": (2e-2, 0.5), "fp8": (0.1, 2.0)}
-"""Largest mean and 99.9th percentile: in float32 for 2 layers and 128 tokens, otherwise for models of up to 4 layers.
-Those of FP8 are a guess: no engine has been compared yet.
-"""
-_TOKENS, _HALF_LAYERS = 128, 4
-REPEATED = 3.0
-"""Limit of later comparisons as a multiple of the first: they use other sequences, and the weights change."""
-WARNING = 5.0
-"""Factor on the bounds up to which an engine with equal tensors is only warned about, and quarantined beyond.
+"""Largest mean and 99.9th percentile of the gap, by precision.
 
-In half precision, experts with nearly equal scores may be chosen differently, and so do the following tokens
-(docs/trainer.md: mean 0.035, 99.9th percentile 1.79 in bfloat16). Other weights differ by 0.2 and more.
+The values of float32 hold for 2 layers and a vocabulary of 128 tokens, the others for up to 4 layers. The values
+of FP8 are an estimate: no FP8 engine has been compared yet.
 """
-CHANCE = 6.0
-"""Standard errors beyond which canaries count as nearer to the old weights: the tokens of a sequence are correlated.
+_FLOAT32_VOCABULARY, _HALF_PRECISION_LAYERS = 128, 4
+LATER_BOUND_FACTOR = 3.0
+"""Limit of later comparisons as a multiple of the first result: sequences and weights change."""
+WARNING_FACTOR = 5.0
+"""Multiple of the bounds up to which an engine with equal tensors causes a warning; beyond it is quarantined.
+
+In half precision, experts with nearly equal scores may be chosen differently, which also changes the following
+tokens (docs/trainer.md: mean 0.035, 99.9th percentile 1.79 in bfloat16). With wrong weights the mean is 0.2 or more.
+"""
+STANDARD_ERRORS = 6.0
+"""Standard errors by which canaries must be nearer to the old weights before the engine is rejected.
+
+The number is large because the tokens of a sequence are correlated.
 """
 
 
@@ -40,20 +43,20 @@ CHANCE = 6.0
 class Bounds:
     """Largest mean and 99.9th percentile of the gap between trainer and engine over all canary tokens.
 
-    A quantile is used instead of the maximum: if two experts have nearly equal scores, one token may differ
-    legitimately.
+    A quantile replaces the maximum, because one token may legitimately differ if two experts have nearly equal
+    scores.
     """
 
     mean: float
     p999: float
     exact: bool = True
-    """Whether both sides compute in float32, or the bounds are configured: then exceeding them is an error."""
+    """Whether exceeding the bounds is an error: both sides compute in float32, or the config sets the bounds."""
     max_unknown_share: float = 0.0
-    """Largest share of an engine's tensors that may be incomparable (engine_checksums.py)."""
+    """Largest share of an engine's tensors that may be `unknown` (engine_checksums.py)."""
     floor: tuple[float, float] | None = None
-    """Smallest mean and percentile used as bounds of later comparisons. None: comparisons never change the bounds."""
+    """Lower limits of the mean and the percentile bound of later comparisons. None: the bounds never change."""
     experts: bool = False
-    """Whether a few tokens may differ more in float32, because experts have equal scores except for rounding."""
+    """Whether the model has experts, so that a few tokens may differ more, where expert scores are nearly equal."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -61,9 +64,9 @@ class Bounds:
         precision = "fp8" if config.model.fp8 != "none" else config.model.dtype
         mean, p999 = DEFAULT_BOUNDS[precision]
         fields = _fields(config)
-        layers, vocabulary = fields.get("num_hidden_layers", 1), fields.get("vocab_size", _TOKENS)
+        layers, vocabulary = fields.get("num_hidden_layers", 1), fields.get("vocab_size", _FLOAT32_VOCABULARY)
         # The first push compares prompts only; responses of a small model had six times the rounding error.
-        floor_scale = REPEATED if precision == "float32" else 1.0
+        floor_scale = LATER_BOUND_FACTOR if precision == "float32" else 1.0
         scale = rounding_growth(precision, int(layers), int(vocabulary))
         w = config.weights
         set_by_hand = w.canary_mean is not None
@@ -79,25 +82,25 @@ class Bounds:
         )
 
     def after(self, first: Agreement | None) -> Self:
-        """Return the bounds for an engine with this first comparison; None: this is the first."""
+        """Return the bounds for an engine after its first comparison; None: this is the first one."""
         if first is None or self.floor is None:
             return self
         mean, p999 = self.floor
         return replace(
             self,
-            mean=min(self.mean, max(mean, REPEATED * first.mean)),
-            p999=min(self.p999, max(p999, REPEATED * first.p999)),
+            mean=min(self.mean, max(mean, LATER_BOUND_FACTOR * first.mean)),
+            p999=min(self.p999, max(p999, LATER_BOUND_FACTOR * first.p999)),
         )
 
 
 def largest_unknown_share(config: Config) -> float:
     """Return the share of an engine's tensors that may have no comparable checksum.
 
-    Kernels that store weights in an order of their own allow only changes to be compared. SGLang's default
-    kernels keep the trainer's order: 39 of 39 tensors of a bfloat16 model were equal on an H200. FP8 kernels
-    rearrange projections and their scales. The checksums of a draft model that shares the target's tensors are
-    not predicted: at most as many as the target of a small model has. Kernels chosen by engine.extra_args may
-    change all tensors.
+    If a kernel stores weights in its own order, only changes can be compared. SGLang's default kernels keep the
+    trainer's order: 39 of 39 tensors of a bfloat16 model were equal on an H200. FP8 kernels rearrange projections
+    and their scales. The trainer does not predict the checksums of a draft model that shares the target's tensors;
+    a small draft model has at most as many tensors as its target. Kernels chosen by engine.extra_args may
+    rearrange all tensors.
     """
     if config.engine.chooses_kernels:
         return 1.0
@@ -109,22 +112,22 @@ def largest_unknown_share(config: Config) -> float:
 def rounding_growth(precision: str, layers: int, vocabulary: int) -> float:
     """Return the factor on DEFAULT_BOUNDS for a model of this size.
 
-    float32: every layer after the first adds rounding to the residual sum, relative to the logits, which grow
-    as the logarithm of the vocabulary. Observed: SmolLM2-135M (30 layers, 49,152 tokens) 4.8e-6 (bound 6.5e-5),
-    gpt-oss with 4 random layers 2e-6 (3e-6). Half precision: the rounding errors of layers partly cancel, so
-    they grow as the square root; the vocabulary has no effect. Random models of 4, 16, 30 and 60 layers: 0.009,
-    0.019, 0.026 and 0.044 (bounds 0.02, 0.04, 0.055, 0.077).
+    In float32, every layer after the first adds rounding to the residual sum, relative to the logits, which grow
+    with the logarithm of the vocabulary size. Measured means: SmolLM2-135M (30 layers, 49,152 tokens) 4.8e-6 (bound
+    6.5e-5), gpt-oss with 4 random layers 2e-6 (3e-6). In half precision, the rounding errors of layers partly cancel,
+    so they grow with the square root of the number of layers, regardless of the vocabulary. Measured means of random
+    models with 4, 16, 30 and 60 layers: 0.009, 0.019, 0.026 and 0.044 (bounds 0.02, 0.04, 0.055, 0.077).
     """
     if precision != "float32":
-        return math.sqrt(max(1.0, layers / _HALF_LAYERS))
-    return max(1, layers - 1) * max(1.0, math.log(max(vocabulary, 1)) / math.log(_TOKENS))
+        return math.sqrt(max(1.0, layers / _HALF_PRECISION_LAYERS))
+    return max(1, layers - 1) * max(1.0, math.log(max(vocabulary, 1)) / math.log(_FLOAT32_VOCABULARY))
 
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
 def _fields(config: Config) -> dict[str, Any]:
-    """Read the model's config.json; empty, with the strictest bounds, if its folder is not on this machine."""
+    """Read the model's config.json. Empty if it is not on this machine, which gives the strictest bounds."""
     try:
         return read_fields(config.model.path)
     except FileNotFoundError:
@@ -135,7 +138,7 @@ def _fields(config: Config) -> dict[str, Any]:
 class Agreement:
     """Gaps between trainer and engine over canary tokens.
 
-    They are relative where |log-prob| exceeds 1: rounding grows with the logits, and prompt tokens, which are
+    Where |log-prob| exceeds 1, the gap is divided by it: rounding grows with the logits, and prompt tokens, which are
     not trained, can have log-probs of -20.
     """
 
@@ -151,7 +154,7 @@ class Agreement:
             ValueError: the lengths differ.
         """
         if len(expected) != len(reported):
-            raise ValueError(f"{len(expected)} canary log-probs expected, got {len(reported)}")
+            raise ValueError(f"got {len(reported)} canary log-probs, expected {len(expected)}")
         a, b = np.asarray(expected, dtype=np.float64), np.asarray(reported, dtype=np.float64)
         if not len(a):
             return cls(0.0, 0.0)
@@ -169,10 +172,9 @@ class Agreement:
         return self.mean <= times * bounds.mean and self.p999 <= times * bounds.p999
 
     def differs_by_ties(self, bounds: Bounds) -> bool:
-        """Return whether the difference may come from a few tokens for which other experts were chosen.
+        """Return whether other experts for a few tokens may explain the difference.
 
-        Most tokens are then within the bounds, and the mean moves no further than by rounding in half
-        precision.
+        Most tokens are then within the bounds, and the mean is at most that of rounding in half precision.
         """
         return bounds.experts and self.median <= bounds.mean and self.mean <= DEFAULT_BOUNDS["bfloat16"][0]
 
@@ -186,9 +188,8 @@ def nearness(old: Sequence[float], new: Sequence[float], reported: Sequence[floa
         reported: the engine's log-probs.
 
     Returns:
-        mean and standard error of a score that is 1 at `new`, -1 at `old`, in units of the step's own change;
-            (1, 0) if
-        the step changed nothing. Rounding changes a token's score by at most the change of the step itself.
+        Mean and standard error of a score that is 1 at `new` and -1 at `old`; (1, 0) if the step changed no
+            log-prob. The score of a token is at most its own change in the step, which bounds the effect of rounding.
     """
     a, b, x = (np.asarray(values, dtype=np.float64) for values in (old, new, reported))
     movement = float(np.abs(b - a).mean()) if len(a) else 0.0

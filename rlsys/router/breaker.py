@@ -10,7 +10,7 @@ LONGEST_BACK_OFF = 30.0
 
 @dataclass
 class Breaker:
-    """States and transitions:
+    """A circuit breaker. States and transitions:
 
     closed --failure--> open --after the back-off--> on trial --success--> closed '--failure--> open for longer
     """
@@ -19,7 +19,7 @@ class Breaker:
     retry_at: float = 0.0
 
     def record_failure(self, time: float) -> None:
-        """Open the breaker; the back-off doubles with each failure in a row. Failures while open are ignored."""
+        """Open the breaker. The back-off doubles with each consecutive failure; failures while open do not count."""
         if self.open(time):
             return
         self.failures += 1
@@ -30,9 +30,9 @@ class Breaker:
         self.failures = 0
 
     def open(self, time: float) -> bool:
-        """Return whether no request may be sent."""
+        """Return whether the breaker is open: no request may be sent."""
         return self.failures > 0 and time < self.retry_at
 
     def on_trial(self, time: float) -> bool:
-        """Return whether one request at a time may be sent."""
+        """Return whether the breaker is on trial: one request at a time may be sent."""
         return self.failures > 0 and time >= self.retry_at

@@ -1,7 +1,7 @@
 """Dispatcher: admits requests to engines, tracks them, and aborts or pauses them. Owns gate, queue and flights.
 
-A request is admitted, the oldest first, when the gate is open and an engine serves. It is in flight inside
-`track`, and every flight can be aborted, paused with its engine, or cancelled with it.
+Requests are admitted by priority when the gate is open and an engine serves. A request is in flight inside `track`;
+it can be aborted, and paused or cancelled together with its engine.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from rlsys.router.pool import NoExplorationEngine, Pool
 from rlsys.router.strategy import RoutingRequest, Strategy
 
 EVALUATION = -1
-"""Id of samples and groups outside the ledger."""
+"""Sample id and group id of requests outside the ledger."""
 ABORT_AGAIN_SECONDS, ABORT_AGAIN_AT_MOST = 0.02, 0.5
-"""Delay before an abort is repeated, doubled up to the second value.
+"""Seconds before an abort is repeated, doubled up to the second value.
 
-A sample starts whenever one ends, so most interrupts overtake some request and wait for the repetition.
+A sample starts whenever another one ends, so most interrupts overtake a request that is just being sent, and depend
+on the repetition.
 """
 ABORT_ANSWER_SECONDS = 10.0
-"""Timeout of one abort, which is then repeated: the engine may have recovered."""
+"""Timeout of one abort. It is then repeated, because the engine may have recovered."""
 INTERRUPT_SECONDS = 60.0
-"""An engine that neither ends a request nor generates a token for this long counts as dead."""
+"""Seconds without the end of a request or a token after which an engine counts as dead during an abort."""
 
 Interruption = Literal["abort", "retract", "in_place"]
 """Treatment of running requests while weights change.
 
-abort: they are returned to the router. retract: the engine keeps them without their KV cache. in_place: it
-keeps them with the cache, so later tokens use keys and values of older weights.
+- abort: they return to the router.
+- retract: the engine keeps them without their KV cache.
+- in_place: the engine keeps them with the cache, so later tokens use keys and values of older weights.
 """
 
 Priority = Callable[[], tuple[int, ...]]
@@ -46,7 +48,7 @@ log = logging.getLogger("rlsys.router")
 
 
 class Dispatcher:
-    """Belongs to one event loop. The gate is initially closed."""
+    """Admits and tracks the requests of one event loop. The gate is initially closed."""
 
     def __init__(self, pool: Pool, strategy: Strategy) -> None:
         self.pool = pool
@@ -56,9 +58,9 @@ class Dispatcher:
         self._background: set[asyncio.Task[None]] = set()
         self.open = False
         self.interrupted = True
-        """Whether the gate is closed for evaluation too."""
+        """Whether the gate is closed for evaluation requests too."""
         self.interrupts = 0
-        """Number of interrupts. An aborted request without one was aborted by another client."""
+        """Number of interrupts. If a request is aborted without one, another client aborted it."""
 
     # -- one request --------------------------------------------------------------------------------------------
 
@@ -72,17 +74,17 @@ class Dispatcher:
     ) -> EngineState:
         """Wait until the gate is open and an engine serves, and choose the engine.
 
-        The priority and the routing request are evaluated at the last moment: a prefix stays cached as long as
-        the weights, and siblings may have ended meanwhile.
+        The priority and the routing request are evaluated on admission: meanwhile a push may have emptied the
+        caches, and siblings may have ended.
 
         Args:
             priority: lower values go first, equal ones in order of arrival.
             routing_request: input of the routing strategy.
-            evaluation: pass the gate while it is closed for training samples only.
+            evaluation: whether it is an evaluation request, which passes a gate that is closed for samples only.
             explorers: choose among the engines for exploration.
 
         Raises:
-            NoExplorationEngine: `explorers` is set, and all of them are dead.
+            NoExplorationEngine: `explorers` is set, and all engines for exploration are dead.
         """
         while not (
             (self.open or (evaluation and not self.interrupted))
@@ -101,15 +103,15 @@ class Dispatcher:
     def track(self, engine: EngineState, flight: Flight, tokens: int) -> Iterator[Flight]:
         """Register a request as in flight in the engine while the context is active.
 
-        If the caller is cancelled (a trainer that dies during an evaluation), the engine's count includes lost
-        tokens.
+        If the caller is cancelled, for example because the trainer dies during an evaluation, the engine's
+        count of tokens is no longer used: it includes tokens of this request that never arrived.
 
         Args:
             tokens: number of prompt tokens.
         """
         engine.flights[flight.rid] = flight
         engine.uncounted = True
-        engine.unread += flight.unread
+        engine.pending_prefill += flight.pending_prefill
         flight.last_token_at = asyncio.get_running_loop().time() if engine.load <= engine.slots else None
         self.add_tokens(engine, flight, tokens)
         try:
@@ -120,7 +122,7 @@ class Dispatcher:
         finally:
             del engine.flights[flight.rid]
             engine.tokens -= flight.tokens
-            engine.unread -= flight.unread
+            engine.pending_prefill -= flight.pending_prefill
             engine.flight_ended.set()
             if self._waiting and engine.breaker.failures:  # on trial: admit the next request
                 self.wake()
@@ -148,30 +150,30 @@ class Dispatcher:
     # -- all requests -------------------------------------------------------------------------------------------
 
     async def abort_all(self, keep: Keep | None = None) -> None:
-        """Close the gate and abort all flights, except those of samples to `keep`, and wait until they have ended.
+        """Close the gate, abort all flights except those of samples to `keep`, and wait until they have ended.
 
         Evaluation requests on a pinned engine are kept. An abort that overtakes its request has no effect, so
-        it is repeated until every request has ended.
+        aborts are repeated until every request has ended.
         """
         self.open, self.interrupted = False, True
         self.interrupts += 1
         await asyncio.gather(*(self._abort_flights(e, keep) for e in self.pool.engines))
 
     async def abort_engines(self, engines: Sequence[EngineState]) -> None:
-        """Abort all flights of engines that get no new ones. The requests continue on other engines."""
+        """Abort all flights of these engines, which must get no new ones. The samples continue on other engines."""
         self.interrupts += 1
         await asyncio.gather(*(self._abort_flights(e, None) for e in engines))
 
     async def _abort_flights(self, engine: EngineState, keep: Keep | None) -> None:
         loop, delay, progress = asyncio.get_running_loop(), ABORT_AGAIN_SECONDS, (-1, -1)
-        while leaving := _flights_to_abort(engine, keep):
+        while rids := _flights_to_abort(engine, keep):
             engine.flight_ended.clear()
-            if (current := (len(leaving), engine.received)) != progress:
+            if (current := (len(rids), engine.received)) != progress:
                 progress, deadline = current, loop.time() + INTERRUPT_SECONDS
             with suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_ANSWER_SECONDS):
                     abort_everything = keep is None and not engine.pinned
-                    await self.attempt(engine, self._abort(engine, None if abort_everything else leaving))
+                    await self.attempt(engine, self._abort(engine, None if abort_everything else rids))
             try:
                 async with asyncio.timeout(delay):
                     while _flights_to_abort(engine, keep):
@@ -181,7 +183,7 @@ class Dispatcher:
                 delay = min(2 * delay, ABORT_AGAIN_AT_MOST)
                 if loop.time() > deadline:
                     log.warning(
-                        "%s: neither ended a request nor generated a token in %g s",
+                        "%s: counts as dead: no request ended and no token arrived for %g s after an abort",
                         engine.url,
                         INTERRUPT_SECONDS,
                     )
@@ -228,7 +230,7 @@ class Dispatcher:
             self.wake()
 
     async def attempt(self, engine: EngineState, call: Coroutine[Any, Any, None]) -> bool:
-        """Run a call to an engine. Returns whether it succeeded.
+        """Run a call to an engine, and return whether it succeeded.
 
         If it failed, the engine counts as dead until it answers a probe, and as without weights.
         """
@@ -243,8 +245,8 @@ class Dispatcher:
 
 
 def _flights_to_abort(engine: EngineState, keep: Keep | None) -> list[str]:
-    """Return the ids of the flights that must end."""
-    leaving = {rid: f.sample for rid, f in engine.flights.items() if not f.pinned}
+    """Return the request ids of the flights to abort."""
+    candidates = {rid: f.sample for rid, f in engine.flights.items() if not f.pinned}
     if keep is None or engine.pinned:  # training samples do not stay in an engine that gets no push
-        return list(leaving)
-    return [rid for rid, sample in leaving.items() if sample is not None and not keep(sample)]
+        return list(candidates)
+    return [rid for rid, sample in candidates.items() if sample is not None and not keep(sample)]

@@ -45,9 +45,9 @@ class Match:
 class ChecksumVerifier:
     """Compares checksums, and learns which tensors are comparable.
 
-    If a tensor of a kind ever matched (the same name in another layer, another engine, an earlier push), the
-    trainer can predict this kind, and a difference means other values. Kinds that never matched are stored by
-    the engine's kernels in another order or precision.
+    Tensors of one kind have the same name except for numbers such as the layer. Once a tensor of a kind
+    matched, in any engine and push, the trainer can predict the kind, and a difference means other values.
+    Kinds that never matched are stored by the engine's kernels in another order or precision.
     """
 
     def __init__(self) -> None:
@@ -55,10 +55,10 @@ class ChecksumVerifier:
         self._last_comparison: dict[str, tuple[Sums, Sums]] = {}
         """Engine -> expected and reported checksums of its last comparison."""
         self._attested: dict[str, tuple[Sums, Sums]] = {}
-        """Engine -> its last correct comparison. Kept across restarts: the order of values stays."""
+        """Engine -> its last correct comparison. Valid across restarts, which do not change the order of values."""
 
     def compare(self, engine: str, expected: Sums, reported: Sums) -> Match:
-        """Compare after a push. `engine` is any stable name of the engine."""
+        """Compare the checksums of an engine after a push. `engine` is a stable name of it, such as its URL."""
         self._last_comparison[engine] = expected, reported
         same_ranks = len(expected) == len(reported)
         expected_cells, reported_cells = _cells(expected, same_ranks), _cells(reported, same_ranks)
@@ -90,8 +90,9 @@ class ChecksumVerifier:
 def _cells(sums: Sums, by_rank: bool) -> dict[tuple[int, str], str]:
     """Return (rank, name) -> checksum.
 
-    If the engine reports another number of ranks than predicted (data-parallel attention), the checksums of all
-    ranks are joined by name; they can still be compared with those of the last push.
+    Without `by_rank`, the checksums of all ranks are joined per name. That is used if the engine reports
+    another number of ranks than the trainer predicts (data-parallel attention): the values can still be
+    compared with the last push.
     """
     if by_rank:
         return {
@@ -106,7 +107,7 @@ def _cells(sums: Sums, by_rank: bool) -> dict[tuple[int, str], str]:
 def _contradiction(
     expected: str | None, reported: str | None, previous_expected: str | None, previous_reported: str | None
 ) -> str | None:
-    """Return the reason if exactly one of the two sides changed since the last correct push."""
+    """Return the contradiction if exactly one of the two sides changed since the last correct push, else None."""
     if expected is None or reported is None or previous_expected is None or previous_reported is None:
         return None
     if expected != previous_expected and reported == previous_reported:
@@ -115,4 +116,5 @@ def _contradiction(
 
 
 def _kind(name: str) -> str:
+    """Return the kind of a tensor: its name with numbers replaced."""
     return re.sub(r"\d+", "#", name)

@@ -27,40 +27,40 @@ NEVER = -1
 """Version of an engine whose weights are unknown. Actual versions start at 0."""
 PROBE_TIMEOUT = 5.0
 SILENT_PROBES = 5
-"""Failed probes in a row after which an engine counts as dead: its process is stopped, or its machine is gone.
+"""Consecutive failed probes after which an engine counts as dead: its process is stopped, or its machine is off.
 
-With one probe per second this takes half a minute, half the time limit of an interrupt; one or two probes may
-be late on a busy machine. The HTTP process answers probes (/model_info) independently of the scheduler process,
-so a long prefill does not delay them. The server's own watchdog detects a scheduler that hangs.
+Five probes take half a minute, which is half the time limit of an interrupt; on a busy machine one or two probes may
+be late. The HTTP process answers probes (/model_info) independently of the scheduler process, so a long prefill does
+not delay them. The server's own watchdog detects a scheduler that hangs.
 """
 MAX_FAILED_PUSHES = 5
-"""Pushes in a row that may fail on an engine that answers probes."""
+"""Consecutive failed pushes after which an engine that answers probes is quarantined."""
 UNBOUNDED = 2**31
 """Slots of an engine whose number of concurrent requests is unknown."""
 RELEASED_LABEL, RELEASED_CACHE_LABEL = "resting", "resting-cache"
 """Weight labels of an engine that has released weights and cache, or the cache only.
 
-They are stored in the engine, so they outlive a rollout process: resuming memory that was not released kills
-it.
+The engine stores its label, so a new rollout process knows the state: resuming memory that was not released would
+kill the engine.
 """
 
 
 @dataclass
 class Flight:
-    """One request in an engine. Its scope has no deadline until the request is cancelled."""
+    """One request in an engine. `scope` cancels it; it has no deadline before that."""
 
     rid: str
-    sample: TokenSequence | None  # None for a request without one: log-probs, or loading a folder
+    sample: TokenSequence | None  # None for a request without one, such as log-probs
     scope: asyncio.Timeout
     tokens: int = 0  # prompt and response tokens so far
-    pinned: bool = False  # of an evaluation on its pinned engine
+    pinned: bool = False  # belongs to an evaluation on the pinned engine
     received_tokens: int = 0  # tokens that arrived
     dropped: int = 0  # of these, tokens after the end of the turn
     cache_source: str = ""  # why its prompt may be cached, see Router.stats
-    unread: int = 0  # prompt tokens, until its first token arrives
-    has_tokens: bool = False  # that one came
+    pending_prefill: int = 0  # prompt tokens to process; 0 from the first token on
+    has_tokens: bool = False  # whether a token has arrived
     last_token_at: float | None = (
-        None  # sent, or last tokens received; None: the engine was paused since, or full
+        None  # time of the request or of its last tokens; None: the engine was paused or full since
     )
 
 
@@ -68,53 +68,56 @@ class Flight:
 class EngineState:
     """One engine and its counts of tokens.
 
-    `received` counts tokens that arrived from this server process for any purpose; `generated` is the process's
-    own count, read when no request runs. The difference, `lost_now`, was lost in transit. `skip_attestation`:
-    no trainer attests its weights, so its reported version is trusted (a stand-alone router).
+    `received` counts tokens that arrived from the current engine process for any purpose; `generated` is the
+    process's own count, read when no request runs. The difference, `lost_now`, was lost in transit. With
+    `skip_attestation` the reported weight version is trusted, because no trainer attests it (a stand-alone
+    router).
     """
 
     client: EngineClient
     skip_attestation: bool = False
     pool: str = ""  # name of its pool, if the config has pools
     cost: float = 1.0  # per rank and second
-    chain: int | None = None  # for an engine that joined, see EngineAddress
+    chain: int | None = None  # of an engine that joined, see EngineAddress
     explores: bool = False  # serves exploration only
     alive: bool = False
     draining: bool = False
     paused: bool = False  # holds its requests and generates no tokens
     pinned: bool = False  # reserved for an evaluation, with its weights
-    update_pending: bool = False  # gets no new requests: a push starts on it
+    update_pending: bool = False  # gets no new requests, because a push or copy starts
     loading: bool = False  # loads weights from a folder or another engine
-    copied: bool = False  # has them without a push to this process: it is in no process group
-    uncopied: bool = False  # a copy failed: it waits for the trainer's weights
+    has_peer_copy: bool = (
+        False  # has weights from another engine, so it is in no process group of the trainer
+    )
+    copy_failed: bool = False  # a copy from another engine failed: it waits for the trainer's next push
     quarantined: str | None = None
-    refusal: str | None = None  # error of the last probe: another kind of server responds
+    refusal: str | None = None  # error response to the last probe
     agreement: Agreement | None = None  # of the last push
     match: Match | None = None  # of the last push
     version: int = NEVER
-    pushed: set[int] = field(default_factory=set)  # versions that new tokens may have
+    pushed: set[int] = field(default_factory=set)  # weight versions that its tokens may have
     breaker: Breaker = field(default_factory=Breaker)
     flights: dict[str, Flight] = field(default_factory=dict)
     flight_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set when one of them ends
     tokens: int = 0  # of all flights
-    unread: int = 0  # of all flights
+    pending_prefill: int = 0  # of all flights
     slots: int = UNBOUNDED
-    speed: Speed = field(default_factory=Speed)  # of this process
+    speed: Speed = field(default_factory=Speed)  # of the current engine process
     attested: asyncio.Event = field(
         default_factory=asyncio.Event
-    )  # requests with new tokens wait for it after a push
+    )  # set unless a push is under way; requests with tokens of newer weights wait for it
     received: int = 0
     generated: int = 0
-    generated_before: int = 0  # by earlier engine processes, and for earlier rollout processes
+    generated_before: int = 0  # tokens before the last `start_counting`
     lost_now: int = 0
     lost_before: int = 0
-    counting: bool = False  # False: counting restarts with the next push
-    uncounted: bool = True  # it may have generated tokens since its count was read
+    counting: bool = False  # whether its count is usable; otherwise counting restarts with the next push
+    uncounted: bool = True  # whether it may have generated tokens since its count was read
     deaths: int = 0
     first_response_at: float | None = None  # loop time of its first response
-    unanswered_probes: int = 0  # in a row
+    unanswered_probes: int = 0  # consecutive
     failure: str = ""  # message of the last failed call
-    failed_pushes: int = 0  # in a row, to one live process
+    failed_pushes: int = 0  # consecutive, to one live process
     _counter_start: int = 0
 
     @property
@@ -126,12 +129,12 @@ class EngineState:
         return len(self.flights)
 
     @property
-    def seconds_to_read(self) -> float | None:
-        return self.speed.read
+    def prefill_seconds(self) -> float | None:
+        return self.speed.prefill
 
     @property
-    def seconds_to_write(self) -> tuple[float, float] | None:
-        return self.speed.write
+    def decode_seconds(self) -> tuple[float, float] | None:
+        return self.speed.decode
 
     def record_tokens(self, flight: Flight, segment: Segment, time: float) -> None:
         """Update the measured speed with new tokens of a flight."""
@@ -141,24 +144,24 @@ class EngineState:
             self.speed.record_decode(len(segment.ids), self.load, flight.last_token_at, time)
         else:
             flight.has_tokens = True
-            self.unread -= flight.unread
-            flight.unread = 0
+            self.pending_prefill -= flight.pending_prefill
+            flight.pending_prefill = 0
             self.speed.record_prefill(
                 segment.prompt_tokens - segment.cached_tokens, flight.last_token_at, time
             )
         flight.last_token_at = time
 
     def reset_timing(self) -> None:
-        """Restart the time measurement of all flights after a pause."""
+        """Discard the start times of all flights: the time of a pause must not count."""
         for flight in self.flights.values():
             flight.last_token_at = None
 
     def mark_dead(self) -> None:
-        """Mark the engine dead after a failed request, and cancel all others; unstreamed tokens are repeated.
+        """Mark the engine dead after a failed request, and cancel its other requests. Unstreamed tokens are repeated.
 
-        Its process may still run and count these tokens, so counting restarts with the next push.
+        The engine process may still run and count these tokens, so counting restarts with the next push.
         """
-        self.counting = self.uncopied = False
+        self.counting = self.copy_failed = False
         self.speed = Speed()
         if self.alive:
             self.alive = False
@@ -171,7 +174,7 @@ class EngineState:
         self.breaker.record_failure(asyncio.get_running_loop().time())
 
     def mark_weights_lost(self) -> None:
-        """Mark the engine as without the pushed weights: another process took its place."""
+        """Mark the engine as without the pushed weights: its process was replaced."""
         self.counting = False
         self.speed = Speed()
         self.version = NEVER
@@ -180,13 +183,14 @@ class EngineState:
         self.cancel_flights()
 
     def cancel_flights(self) -> None:
+        """Cancel all requests in the engine."""
         time = asyncio.get_running_loop().time()
         for flight in self.flights.values():
             if not flight.scope.expired():  # not cancelled yet
                 flight.scope.reschedule(time)
 
     def set_version(self, version: int) -> None:
-        """Set the version after its weights were attested."""
+        """Set the version of the weights, which were attested."""
         self.version = version
         self.pushed.add(version)
         self.failed_pushes = 0
@@ -200,7 +204,7 @@ class EngineState:
             async with asyncio.timeout(PROBE_TIMEOUT):
                 reported = await self.client.weight_version()
         except PortClosed:
-            self.failed_pushes = 0  # the next process here is another one
+            self.failed_pushes = 0  # the process has ended
             if self.alive or self.flights:
                 self.mark_dead()
             return
@@ -223,14 +227,14 @@ class EngineState:
         self.unanswered_probes, self.refusal = 0, None
         if self.version != expected or self.loading:
             return  # a push proceeded meanwhile
-        label = reported  # that of the tokens, -1 where it is not a number
+        label = reported  # the version of its tokens; -1 if its label is not a number
         if self.skip_attestation:
             reported = max(reported, 0)
         if expected not in (NEVER, reported):
             self.mark_weights_lost()
         if not self.alive:
             self.alive = True
-            if not self.hopeless:
+            if not self.push_limit_reached:
                 self.quarantined = None
         if self.skip_attestation and self.version == NEVER:
             self.version = reported
@@ -238,18 +242,16 @@ class EngineState:
             self.attested.set()
 
     async def start_counting(self) -> None:
-        """Prepare for the first push: abort requests of an earlier rollout process, and count tokens from here."""
+        """Prepare for the first push: abort requests of earlier rollout processes, and start to count tokens."""
         await self.client.abort(None)
         await self.client.continue_generation()
         await self.client.flush()
         self.pushed.clear()
         start = await self.client.generated_tokens()
-        self.generated_before += max(
-            self.generated, self.received
-        )  # arrived tokens were generated, counted or not
+        self.generated_before += max(self.generated, self.received)  # a received token was generated
         self.lost_before += self.lost_now
         self._counter_start, self.generated, self.received, self.lost_now = start, 0, 0, 0
-        self.speed = Speed()  # it may be another process
+        self.speed = Speed()  # the process may have been replaced
         self.counting = True
 
     async def release_memory(self) -> None:
@@ -263,7 +265,7 @@ class EngineState:
         await self.client.release_memory()
 
     async def wake_weights(self) -> None:
-        """Resume the memory of the weights for a push. The trainer may still need that of the cache."""
+        """Resume the memory of the weights for a push. The trainer may still need the memory of the cache."""
         if await self.client.weight_label() == RELEASED_LABEL:
             await self.client.resume_memory("weights")
             await self.client.set_weight_version(RELEASED_CACHE_LABEL)
@@ -275,8 +277,8 @@ class EngineState:
     async def count(self) -> None:
         """Read the engine's counter of generated tokens; keep the last value if it does not respond.
 
-        Does nothing before `start_counting`: the counter includes requests of other clients. Nor if no request has
-        run since the last call: SGLang takes long to answer.
+        Does nothing before `start_counting`, because the counter includes requests of other clients, and if no
+        request has run since the last call, because SGLang answers slowly.
         """
         if not (self.counting and self.uncounted):
             return
@@ -289,41 +291,41 @@ class EngineState:
             self.uncounted = bool(self.flights)
 
     def missed_push(self) -> None:
-        """Count a push that failed on a live engine, and quarantine it after several.
+        """Count a failed push to a live engine, and quarantine the engine after MAX_FAILED_PUSHES.
 
-        Each costs the trainer time, and new versions would look like progress.
+        Each failed push costs the trainer time, and new versions would look like progress.
         """
         self.failed_pushes += 1
-        if self.hopeless:
+        if self.push_limit_reached:
             self.quarantined = f"{self.failed_pushes} pushes in a row failed, the last with: {self.failure}"
 
     @property
-    def hopeless(self) -> bool:
-        """Whether so many pushes failed that the engine is not used until its process is replaced."""
+    def push_limit_reached(self) -> bool:
+        """Whether MAX_FAILED_PUSHES failed: the engine is not used until its process is replaced."""
         return self.failed_pushes >= MAX_FAILED_PUSHES
 
     @property
     def lost_tokens(self) -> int:
-        """Tokens that the engine generated, as of the last count, and that never arrived."""
+        """Number of generated tokens that never arrived, as of the last count."""
         return self.lost_before + self.lost_now
 
     @property
     def rank_seconds(self) -> float:
-        """Seconds since its first response, times its number of ranks."""
+        """Seconds since the engine's first response, times its number of ranks."""
         if self.first_response_at is None:
             return 0.0
         return self.client.tp * (asyncio.get_running_loop().time() - self.first_response_at)
 
     def backing_off(self, time: float) -> bool:
-        """Return whether its breaker allows no further request. On trial it allows a single one."""
-        if not self.breaker.failures:  # fast path, for every request
+        """Return whether the breaker allows no other request. On trial it allows a single one."""
+        if not self.breaker.failures:  # fast path, because it is called for every request
             return False
         return self.breaker.open(time) or (self.breaker.on_trial(time) and self.load > 0)
 
     @property
     def state(self) -> str:
-        """Description for users."""
-        if not self.alive and not self.hopeless:
+        """Description of the state, for users."""
+        if not self.alive and not self.push_limit_reached:
             return f"dead: {self.refusal[:300]}" if self.refusal else "dead"
         if self.quarantined is not None:
             return f"quarantined: {self.quarantined}"

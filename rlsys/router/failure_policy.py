@@ -27,26 +27,25 @@ from rlsys.router.engine_state import EngineState, Flight
 
 SERVER_FAULT = 500
 REFUSAL_STATUSES = (400, 413, 422)
-"""HTTP statuses that reject the content of a request; others below 500 concern the caller."""
+"""HTTP statuses that reject the content of a request. Other statuses below 500 are mistakes of the caller."""
 DEATHS_SUSPECT = 2
 """Engine deaths without a new token after which a sample is retried in isolation.
 
-Until it gets a token, no other suspect is in any engine: a further death is then caused by this sample and not
-by its neighbours.
+Until it gets a token, no other suspect is in any engine, so that another death is attributed to the right sample.
 """
 DEATHS_CENSORED = 4
 """Engine deaths without a new token after which a sample is dropped: it probably causes them."""
 FAULTS_CENSORED = 8
 """Server errors (5xx) without a new token after which a sample is dropped.
 
-More than deaths, because an error does not affect other samples, and a single engine that fails for a minute
-should not censor samples; the back-offs ensure this.
+The limit is higher than that of deaths: an error does not affect other samples, and a single engine that fails for
+a minute, with back-offs, must not censor samples.
 """
 
 
 @dataclass(frozen=True)
 class PoisonLimits:
-    """The failures of a sample after which it is isolated or dropped.
+    """Numbers of failures after which a sample is isolated or dropped.
 
     Args:
         suspect_deaths: deaths after which it is retried in isolation.
@@ -69,11 +68,11 @@ log = logging.getLogger("rlsys.router")
 
 
 class PoisonRequest(RunError):
-    """Raised for a sample or request on which so many engines died or failed that it is not sent again."""
+    """Raised for a sample or request that is not sent again, because too many engines died or failed on it."""
 
 
 class RefusedRequest(RunError):
-    """Raised for a request that an engine refuses (4xx) though it passed the run's own validation."""
+    """Raised for a request that passed the run's validation but that an engine refuses (HTTP 4xx)."""
 
 
 class RequestEnd(Enum):
@@ -87,7 +86,7 @@ class RequestEnd(Enum):
 
 @dataclass
 class Attempt:
-    """A request that has ended. `reason` describes the death or fault."""
+    """The outcome of a request. `reason` describes a death or fault."""
 
     end: RequestEnd = RequestEnd.COMPLETED
     reason: str = ""
@@ -97,7 +96,7 @@ class Attempt:
 async def attempt(
     dispatcher: Dispatcher, engine: EngineState, flight: Flight, tokens: int, subject: str
 ) -> AsyncIterator[Attempt]:
-    """Track one request; the yielded Attempt has the result afterwards.
+    """Track one request, and yield an Attempt that has its outcome afterwards.
 
     Args:
         tokens: number of its prompt tokens.
@@ -126,10 +125,10 @@ async def attempt(
 
 
 class PoisonDetector:
-    """Detects samples that engines may die of.
+    """Detects samples that may cause engines to die.
 
-    Owns the isolation of suspects, and the counts. `on_failure` is called with a sample of the ledger whose
-    engine died or answered with a server error.
+    Owns the isolation of suspects, and the counts. `on_failure` is called with each sample of the ledger whose engine
+    died or answered with a server error.
     """
 
     def __init__(self, on_failure: Callable[[TokenSequence], None], limits: PoisonLimits = SAMPLES) -> None:
@@ -140,24 +139,31 @@ class PoisonDetector:
         self.counts = {"engine_faults": 0, "poisonous": 0}
 
     def check(self, sample: TokenSequence, fault: str) -> None:
-        """Raise PoisonRequest if the sample is to be dropped. `fault` is the last server error."""
+        """Check the failures of a sample before it is sent.
+
+        Args:
+            fault: message of the last server error, or an empty string.
+
+        Raises:
+            PoisonRequest: the sample must be dropped.
+        """
         if sample.deaths >= self._limits.deaths:
             self.counts["poisonous"] += 1
-            raise PoisonRequest(f"{sample.deaths} engines died while they worked on it")
+            raise PoisonRequest(f"{sample.deaths} engines died while they processed it")
         if sample.faults >= self._limits.faults:
             self.counts["poisonous"] += 1
             last = f", the last one: {fault}" if fault else ""
-            raise PoisonRequest(f"{sample.faults} answers in a row were server errors{last}")
+            raise PoisonRequest(f"{sample.faults} consecutive responses were server errors{last}")
 
     @asynccontextmanager
     async def isolate(self, sample: TokenSequence, timeout: float | None = None) -> AsyncIterator[None]:
-        """Run a suspect alone until it gets a token or its request ends. Other samples do not wait.
+        """Run a suspect without other suspects until it gets a token or its request ends. Other samples do not wait.
 
         Args:
-            timeout: seconds that a suspect waits for the other suspects at most; None: any time.
+            timeout: seconds for which a suspect may wait for the other suspects; None: unlimited.
 
         Raises:
-            TimeoutError: it has waited that long.
+            TimeoutError: it waited longer.
         """
         if sample.deaths >= self._limits.suspect_deaths:
             await asyncio.wait_for(self._lock.acquire(), timeout)
@@ -180,10 +186,14 @@ class PoisonDetector:
             self._lock.release()
 
     def record_end(self, result: Attempt, engine: EngineState, sample: TokenSequence) -> str:
-        """Count a failed request against engine and sample. Returns the message of a server error, if any."""
-        if result.end is RequestEnd.FAULT:  # continued on another engine, or here after a back-off
+        """Count a failed request for the engine and the sample.
+
+        Returns:
+            the message of a server error, otherwise an empty string.
+        """
+        if result.end is RequestEnd.FAULT:
             self.counts["engine_faults"] += 1
-            engine.counting = False  # its count includes tokens that it did not return
+            engine.counting = False  # its count includes tokens of the failed request
             engine.record_failure()
             sample.faults += 1
         elif result.end is RequestEnd.DEATH:

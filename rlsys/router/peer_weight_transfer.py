@@ -20,7 +20,10 @@ log = logging.getLogger("rlsys.router")
 
 
 class PeerWeightTransfer:
-    """Owns the current copy; there is at most one. `enabled`: whether the engines support sending their weights."""
+    """Copies weights between engines. Owns the current copy; there is at most one.
+
+    `enabled`: whether the engines can send their weights.
+    """
 
     def __init__(self, dispatcher: Dispatcher, push: WeightPush, *, enabled: bool) -> None:
         self._dispatcher, self._push, self._enabled = dispatcher, push, enabled
@@ -28,7 +31,7 @@ class PeerWeightTransfer:
         self._task: asyncio.Task[None] | None = None
 
     def has_source(self, engine: EngineState) -> bool:
-        """Return whether another engine can provide this engine's weights, so that the trainer need not."""
+        """Return whether another engine can send its weights to this engine, so that the trainer need not."""
         return self._source(engine) is not None
 
     def start_if_needed(self) -> None:
@@ -49,7 +52,7 @@ class PeerWeightTransfer:
             await asyncio.wait([self._task])
 
     def _source(self, target: EngineState) -> EngineState | None:
-        if not self._enabled or not self._push.attested or target.version != NEVER or target.uncopied:
+        if not self._enabled or not self._push.attested or target.version != NEVER or target.copy_failed:
             return None
         candidates = [e for e in self._pool.serving() if e.client.tp == target.client.tp and e is not target]
         if target.loading:  # the copy to this engine is running
@@ -63,22 +66,22 @@ class PeerWeightTransfer:
                 await target.start_counting()
                 await target.client.begin_weight_update()
                 if await self._dispatcher.attempt(source, self._send(source)):
-                    await target.client.take_weights()
+                    await target.client.read_peer_weights()
                 await self._push.attest(target)
         except (*DeadEngine, EngineError) as e:
             log.warning(
-                "%s: failed to copy the weights of %s: %s", target.url, source.url, e or type(e).__name__
+                "%s: copying the weights from %s failed: %s", target.url, source.url, e or type(e).__name__
             )
             target.mark_dead()
         finally:
             target.loading = False
-            target.uncopied = target.version == NEVER
+            target.copy_failed = target.version == NEVER
         if target.version != NEVER:
-            target.copied = True
+            target.has_peer_copy = True
             log.info("%s has weight version %d from %s", target.url, target.version, source.url)
         elif target.quarantined is not None:
             log.warning(
-                "%s: the weights of %s did not arrive: %s", target.url, source.url, target.quarantined
+                "%s: the weights copied from %s are wrong: %s", target.url, source.url, target.quarantined
             )
             target.quarantined = None
         self._dispatcher.wake()
@@ -90,7 +93,7 @@ class PeerWeightTransfer:
             await source.client.pause_generation("in_place")
             await source.client.begin_weight_update()
             try:
-                await source.client.give_weights()
+                await source.client.write_peer_weights()
             finally:
                 with suppress(EngineError):
                     await source.client.end_weight_update()

@@ -29,21 +29,21 @@ class Pool:
         *,
         skip_attestation: bool = False,
         slots: int = UNBOUNDED,
-        kinds: EngineConfig | None = None,
+        engine_config: EngineConfig | None = None,
     ) -> None:
         """Create a pool.
 
         Args:
             slots: requests that each engine decodes concurrently.
-            kinds: the pools of the config.
+            engine_config: pools and sizes of the engines; None: one pool.
         """
         self._skip_attestation = skip_attestation
         self._slots = slots
-        self._kinds = kinds if kinds is not None and kinds.pools else None
+        self._engine_config = engine_config if engine_config is not None and engine_config.pools else None
         self.engines: list[EngineState] = []
         self.version = NEVER
         self.older: int | None = None
-        """The previous version during a rolling push: engines that have it serve until their turn."""
+        """The previous version during a rolling push: engines that have it serve until their round."""
         self._removed_totals = {"generated": 0, "lost": 0, "deaths": 0}
         self._removed_seconds = 0.0
         self._removed_by_pool: dict[str, float] = {}
@@ -53,24 +53,24 @@ class Pool:
             self.add(client)
 
     def add(self, client: EngineClient) -> EngineState:
-        """Add an engine, which serves once it has the current weights.
+        """Add an engine. It serves when it has the current weights.
 
         Raises:
-            ValueError: it is in the pool already.
+            ValueError: it is already in the pool.
         """
         if any(e.url == client.url for e in self.engines):
-            raise ValueError(f"{client.url} is in the pool already")
+            raise ValueError(f"{client.url} is already in the pool")
         engine = EngineState(client, skip_attestation=self._skip_attestation, slots=self._slots)
-        if self._kinds is not None:
-            pool = self._kinds.pool_of(client.index, client.pool)
+        if self._engine_config is not None:
+            pool = self._engine_config.pool_of(client.index, client.pool)
             engine.pool, engine.cost = (JOINED_POOL, 1.0) if pool is None else (pool.name, pool.cost)
             engine.explores = pool is not None and pool.role == "explore"
-            engine.chain = self._kinds.chain_of(client.pool)
+            engine.chain = self._engine_config.chain_of(client.pool)
         self.engines.append(engine)
         return engine
 
     def remove(self, engine: EngineState) -> None:
-        """Remove an engine; its counts stay in the totals."""
+        """Remove an engine. The totals keep its counts."""
         self.engines.remove(engine)
         self._removed_seconds += engine.rank_seconds
         _add(self._removed_by_pool, _by_pool(engine))
@@ -85,7 +85,7 @@ class Pool:
         return [e for e in self.engines if e.alive and e.quarantined is None and not e.draining]
 
     def serving(self, *, explorers: bool = False) -> list[EngineState]:
-        """Return the engines that may get a request now; with `explorers` those for exploration."""
+        """Return the engines that may get a request now; with `explorers` the engines for exploration."""
         time, version = asyncio.get_running_loop().time(), self.version
         if version == NEVER:
             return []
@@ -99,15 +99,15 @@ class Pool:
 
     @property
     def explorable(self) -> bool:
-        """Whether a prompt can be tried out, now or after a push."""
+        """Whether an engine for exploration can serve, now or after a push."""
         return any(e.explores for e in self.alive())
 
     def stale(self) -> list[EngineState]:
-        """Return the live engines without current weights, which serve after a push."""
+        """Return the live engines without current weights. They serve after a push."""
         return [e for e in self.alive() if e.version not in (self.version, self.older) and not e.pinned]
 
-    def before_roll(self) -> list[EngineState]:
-        """Return the engines that a rolling push has not updated yet: all that serve if none is under way."""
+    def rolling_targets(self) -> list[EngineState]:
+        """Return the engines that the rolling push has still to update; without one all engines that serve."""
         version = self.version if self.older is None else self.older
         return [e for e in self.alive() if e.version == version and not e.pinned]
 
@@ -117,7 +117,7 @@ class Pool:
         return {e.url: e.state for e in self.engines}
 
     @property
-    def hopeless(self) -> bool:
+    def all_quarantined(self) -> bool:
         """Whether there are engines, and all are quarantined."""
         return bool(self.engines) and all(e.quarantined for e in self.engines)
 
@@ -148,10 +148,12 @@ class Pool:
             PinLost: there is none, or it lost its weights.
         """
         if self._pin is None:
-            raise PinLost("its engine is no longer pinned")
+            raise PinLost("evaluation: no engine is pinned any more")
         engine, version = self._pin
         if not engine.alive or engine.version != version:
-            raise PinLost(f"{engine.url} had weight version {version}, it is {engine.state} now")
+            raise PinLost(
+                f"evaluation: {engine.url} had weight version {version}, its state is now: {engine.state}"
+            )
         return engine
 
     @property
@@ -159,7 +161,7 @@ class Pool:
         return sum(e.load for e in self.engines)
 
     async def probe(self) -> None:
-        """Probe all engines except those in their back-off, and remove drained ones."""
+        """Probe all engines except those in their back-off, and remove drained engines."""
         time = asyncio.get_running_loop().time()
         for engine in [e for e in self.engines if e.draining and not e.load]:
             await engine.count()
@@ -175,7 +177,7 @@ class Pool:
             self.version = max((e.version for e in self.alive()), default=NEVER)
 
     async def count(self, members: Collection[str] | None = None) -> None:
-        """Compare the engines' counters with the tokens that arrived. Only meaningful while no request is in flight.
+        """Update the engines' counts of generated and lost tokens. Meaningful only while no request is in flight.
 
         Args:
             members: URLs of the engines to read; None reads all.
@@ -184,14 +186,14 @@ class Pool:
         await asyncio.gather(*(e.count() for e in engines))
 
     def figures(self) -> dict[str, dict[str, object]]:
-        """See Router.engine_figures."""
-        left_out = {e.url for e in self.engines if e.quarantined or e.draining or e.pinned}
+        """See Router.engine_metrics."""
+        excluded = {e.url for e in self.engines if e.quarantined or e.draining or e.pinned}
         return {
             e.url: {
                 "state": e.state,
                 "serving": e.alive
                 and not e.explores
-                and e.url not in left_out
+                and e.url not in excluded
                 and e.version in (self.version, self.older),
                 "requests": e.load,
                 "tokens": e.tokens,
@@ -208,16 +210,16 @@ class Pool:
     def totals(self) -> dict[str, float]:
         """Return totals over all current and former engines.
 
-        `engine_rank_seconds` is their cost: each rank from the engine's first response until it left, dead or
-        alive. For each pool of the config also: rank-seconds, the same times its cost, tokens as of the last
-        interrupt, and the number of serving engines.
+        `engine_rank_seconds` counts each rank from the engine's first response until the engine is removed,
+        dead or alive. Each pool of the config has its rank-seconds, the same times its cost, its tokens as of
+        the last interrupt, and its number of serving engines.
         """
         pools = dict(self._removed_by_pool)
         for engine in self.engines:
             _add(pools, _by_pool(engine))
-        if self._kinds is not None:
+        if self._engine_config is not None:
             serving = Counter(e.pool for e in [*self.serving(), *self.serving(explorers=True)])
-            names = {p.name for p in self._kinds.pools} | {e.pool for e in self.engines}
+            names = {p.name for p in self._engine_config.pools} | {e.pool for e in self.engines}
             pools |= {f"pool_{name}_serving": serving[name] for name in names}
         return {
             **pools,
@@ -230,7 +232,7 @@ class Pool:
 
 
 def _by_pool(engine: EngineState) -> dict[str, float]:
-    """Return the engine's part of the totals of its pool, see Pool.totals."""
+    """Return the engine's contribution to the totals of its pool, see Pool.totals."""
     if not engine.pool:
         return {}
     seconds, name = engine.rank_seconds, f"pool_{engine.pool}"

@@ -1,8 +1,8 @@
-"""WeightPush: the order of a weight push (docs/architecture.md); every step has a time limit.
+"""WeightPush: the steps of a weight push in order (docs/architecture.md); every step has a time limit.
 
 A push may fail half-way. An engine that fails a step, or dies, is without weights and takes part in the next
 push to stale engines, a limited number of times. An engine whose log-probs differ from the trainer's is
-quarantined until it is restarted. Neither serves meanwhile.
+quarantined until it is restarted. In both cases the engine does not serve meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlsys.core.errors import RunError
 from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.engine.wire import EngineError
 from rlsys.obs.phases import Phases
-from rlsys.router.attest import CHANCE, WARNING, Agreement, Bounds, nearness
+from rlsys.router.attest import STANDARD_ERRORS, WARNING_FACTOR, Agreement, Bounds, nearness
 from rlsys.router.dispatch import Dispatcher, Interruption
 from rlsys.router.engine_checksums import ChecksumVerifier, Match
 from rlsys.router.engine_state import NEVER, EngineState
@@ -32,11 +32,13 @@ log = logging.getLogger("rlsys.router")
 
 
 class WeightPush:
-    """`begin`, then the trainer sends tensors, then `end`. Owns the engines of the current push.
+    """Directs weight pushes: `begin`, then the trainer sends tensors, then `end`.
+
+    Owns the engines of the current push.
 
     Args:
-        timeout_s: seconds that a copy of weights between engines may take; preparing an engine may take a fifth.
-        tps: tensor-parallel sizes of the engines, ascending; () or one: all are equal.
+        timeout_s: time limit in seconds of a copy of weights between engines; preparing an engine may take a fifth.
+        tps: tensor-parallel sizes of the engines, ascending; empty or a single size: all engines are equal.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class WeightPush:
         self._last: tuple[int, list[Canary], Sequence[dict[str, str]]] | None = None
         """Canaries and checksums of the last pushed version."""
         self._checksums = ChecksumVerifier()
-        self._warned_unknown = False  # about tensors that cannot be compared
+        self._warned_unknown = False  # whether the warning about `unknown` tensors was logged
         self._canaries: dict[int, dict[tuple[int, ...], list[float]]] = {}
         """Version -> the trainer's log-probs of each canary, for the last two versions."""
         self._metrics = PushMetrics()
@@ -67,21 +69,21 @@ class WeightPush:
         """Engine URL -> its first comparison in which all tensors were equal."""
 
     def announce(self) -> None:
-        """Announce a push: until it ends, no engine copies weights from another one."""
+        """Announce a push. Until it ends, no engine copies weights from another engine."""
         self._under_way = True
 
     async def begin(
         self, version: int, *, only_stale: bool, members: Collection[str] = ()
     ) -> list[EngineAddress]:
-        """Prepare every engine (or only those without current weights) for tensors. No request may run in them.
+        """Prepare engines for tensors. No request may run in them.
 
         Args:
             version: the weight version to push.
-            only_stale: push to engines without weights only; also from the second round of a rolling push on.
+            only_stale: push only to engines without current weights; with `members`: a later round of a rolling push.
             members: URLs of the engines of this round of a rolling push.
 
         Returns:
-            the engines that are ready. If there is none and the push is to all engines, call it again
+            the engines that are ready. If a push to all engines has none, the caller tries again
                 (`begin_when_ready`).
         """
         self.announce()
@@ -92,17 +94,17 @@ class WeightPush:
         if not (only_stale and members):
             self._metrics = PushMetrics()
         await self._pool.probe()
-        turn = [e for e in self._pool.before_roll() if e.url in members]
-        targets = [*self._pool.stale(), *turn]
-        previous_versions = {e.url: NEVER if e.copied else e.version for e in targets}
+        round_members = [e for e in self._pool.rolling_targets() if e.url in members]
+        targets = [*self._pool.stale(), *round_members]
+        previous_versions = {e.url: NEVER if e.has_peer_copy else e.version for e in targets}
         ready = await asyncio.gather(*(self._dispatcher.attempt(e, self._prepare(e)) for e in targets))
         self._targets = [e for e, succeeded in zip(targets, ready, strict=True) if succeeded]
-        if self._targets or only_stale or members:  # otherwise the next attempt is the same push
+        if self._targets or only_stale or members:  # otherwise the caller repeats this push
             for engine, succeeded in zip(targets, ready, strict=True):
                 if not succeeded:
                     engine.missed_push()
         for engine in self._pool.engines:
-            engine.update_pending = False  # either its update is open, or it is dead
+            engine.update_pending = False  # its weight update has begun, or it is dead
         return [
             EngineAddress(
                 e.url,
@@ -117,7 +119,7 @@ class WeightPush:
         ]
 
     async def _prepare(self, engine: EngineState) -> None:
-        """Prepare one engine. The time limit is short because it may recover, or another one may come back."""
+        """Prepare one engine. The time limit is short, because the caller tries several times."""
         async with asyncio.timeout(self.timeout_s / PREPARE_ATTEMPTS):
             phases = self._metrics.phases
             if engine.version == NEVER:
@@ -125,7 +127,7 @@ class WeightPush:
                     await engine.wake_weights()
             if not engine.counting and not engine.paused:
                 await engine.start_counting()
-            engine.version, engine.copied = NEVER, False  # until it is attested again
+            engine.version, engine.has_peer_copy = NEVER, False  # until it is attested again
             engine.attested.clear()
             with phases.concurrent("open"):
                 await engine.client.begin_weight_update()
@@ -135,28 +137,28 @@ class WeightPush:
         version: int,
         canaries: list[Canary],
         checksums: Sequence[dict[str, str]],
-        left_out: Mapping[str, str],
+        excluded: Mapping[str, str],
     ) -> dict[str, float]:
         """Empty caches and attest the engines.
 
         Args:
             checksums: the expected tensors of each rank, for one engine size after the other
                 (rlsys.weights.checksums); empty: not compared.
-            left_out: URL -> reason, for engines that did not get all tensors. They hold a part, and get all
-                once more.
+            excluded: URL -> reason, for engines that did not get all tensors; the next push sends them all
+                tensors again.
 
         Returns:
-            metrics over all rounds of a rolling push so far; `push_left`: engines that still serve the previous
-                weights.
+            metrics over all rounds of a rolling push so far; `push_left`: number of engines that still serve the
+                previous weights.
         """
         pushing, self._targets = self._targets, []
         self._last = version, canaries, checksums
         for engine in pushing:
-            if engine.url in left_out:
-                engine.failure = left_out[engine.url]
+            if engine.url in excluded:
+                engine.failure = excluded[engine.url]
                 engine.mark_dead()
                 engine.missed_push()
-        pushing = [e for e in pushing if e.url not in left_out]
+        pushing = [e for e in pushing if e.url not in excluded]
         self._canaries[version] = {tuple(c.ids): c.logp for c in canaries}
         self._canaries = {v: self._canaries[v] for v in sorted(self._canaries)[-2:]}
         finishing = (self._finish(e, version, canaries, checksums) for e in pushing)
@@ -165,21 +167,21 @@ class WeightPush:
                 *(self._dispatcher.attempt(e, f) for e, f in zip(pushing, finishing, strict=True))
             )
         finally:
-            # Not earlier: an engine that is being attested still appears to have no weights.
+            # Only now: while an engine is attested, it appears to have no weights, and a copy would start.
             self._under_way = False
         for engine in pushing:
             if engine.version != version and engine.quarantined is None:
                 engine.missed_push()
         self._dispatcher.interrupted = False
         self._dispatcher.wake()
-        remaining = [] if self._pool.older is None else self._pool.before_roll()
+        remaining = [] if self._pool.older is None else self._pool.rolling_targets()
         if not remaining:
             self._pool.older = None
         return {**self._metrics.to_dict(), "push_left": len(remaining)}
 
     @property
     def attested(self) -> bool:
-        """Whether no push runs and the newest version has checksums for every tensor."""
+        """Whether no push is under way, and the newest version has checksums."""
         return (
             not self._under_way
             and self._pool.older is None
@@ -195,10 +197,10 @@ class WeightPush:
     async def _finish(
         self, engine: EngineState, version: int, canaries: list[Canary], checksums: Sequence[dict[str, str]]
     ) -> None:
-        """Finish the update of one engine and attest it; only an attested engine gets the version.
+        """Finish the update of one engine and attest it. Only an attested engine gets the version.
 
-        Nothing of the old weights remains. Paused requests continue before the canaries, which would otherwise
-        wait; their tokens are held back until the engine is attested.
+        Paused requests continue before the canaries, which would otherwise wait for them. The tokens of these
+        requests are held back until the engine is attested.
         """
         engine.agreement = engine.match = None
         phases = self._metrics.phases
@@ -210,26 +212,26 @@ class WeightPush:
             with phases.concurrent("flush"):
                 await engine.client.flush(
                     paused=engine.paused
-                )  # old keys and values are wrong for new weights
+                )  # keys and values of the old weights are wrong for the new ones
         with phases.concurrent("version"):
             await engine.client.set_weight_version(version)
             reported = await engine.client.weight_version()
-        if checksums:  # while it is paused: later they would wait for a pass with many prefills
+        if checksums:  # while the engine is paused: later they would wait for a pass with many prefills
             engine.match = await self._compare(engine, checksums)
         await self._dispatcher.unpause(engine)
         counting = engine.counting
-        engine.counting, engine.uncounted = False, True  # a push that ends here leaves uncounted tokens
+        engine.counting, engine.uncounted = False, True  # a failure below leaves uncounted tokens
         with phases.concurrent("canaries"):
             answers = await asyncio.gather(*(self._canary_logprobs(engine, c) for c in canaries))
         refusals = answers.count(None)
         canaries = [c for c, answer in zip(canaries, answers, strict=True) if answer is not None]
         logprobs = [answer for answer in answers if answer is not None]
-        engine.received += len(canaries)  # each generated one token
+        engine.received += len(canaries)  # each canary generates one token
         engine.counting = counting
         self._metrics.refused_canaries = max(self._metrics.refused_canaries, refusals)
         if refusals and not canaries and (engine.match is None or engine.match.unknown):
             self._quarantine(
-                engine, f"refused all of {refusals} canaries, and nothing else speaks for its weights"
+                engine, f"refused all {refusals} canaries, and checksums do not cover all of its tensors"
             )
             return
         engine.agreement = Agreement.of(
@@ -244,7 +246,7 @@ class WeightPush:
             self._metrics.warned_engines += 1
             gaps = engine.agreement.describe(bounds)
             log.warning(
-                "%s: its tensors are the trainer's, but canary log-probs differ: %s", engine.url, gaps
+                "%s: its tensors equal the trainer's, but canary log-probs differ: %s", engine.url, gaps
             )
         if canaries and engine.match is not None and not engine.match.unknown:
             self._first.setdefault(engine.url, engine.agreement)
@@ -252,7 +254,7 @@ class WeightPush:
         engine.set_version(version)
 
     async def _canary_logprobs(self, engine: EngineState, canary: Canary) -> list[float] | None:
-        """Return the log-probs of a canary; None if the engine refuses it, which indicates a fault of the canary."""
+        """Return the log-probs of a canary; None if the engine refuses it."""
         try:
             return await engine.client.token_logprobs(canary.ids)
         except EngineError as e:
@@ -277,13 +279,13 @@ class WeightPush:
         max_unknown_share = bounds.max_unknown_share
         assert agreement is not None
         if reported != version:
-            return f"reports weight version {reported}, {version} was pushed"
+            return f"reports weight version {reported}, expected {version}"
         if match is not None and match.wrong:
             return match.mismatch_message()
         if match is not None and match.share_unknown > max_unknown_share:
             return (
-                f"{len(match.unknown)} tensor(s), {match.share_unknown:.0%}, cannot be compared, more than the "
-                f"{max_unknown_share:.0%} that model.fp8 and engine.extra_args explain, first: {match.unknown[0]}"
+                f"{len(match.unknown)} tensor(s), {match.share_unknown:.0%}, cannot be compared; expected at most "
+                f"{max_unknown_share:.0%} with this model.fp8 and engine.extra_args; first: {match.unknown[0]}"
             )
         equal = match is not None and not match.unknown
         if not agreement.within(bounds, self._tolerance(match)) and not (
@@ -297,7 +299,10 @@ class WeightPush:
     def _follows_last_step(
         self, version: int, canaries: list[Canary], logprobs: list[list[float]], match: Match | None
     ) -> bool:
-        """Return whether the engine followed the trainer's last step, if checksums do not cover every tensor."""
+        """Return whether the engine's log-probs followed the trainer's last step.
+
+        True without a comparison if checksums cover every tensor.
+        """
         earlier = min(self._canaries)
         if earlier == version or (match is not None and not match.unknown):
             return True
@@ -309,11 +314,11 @@ class WeightPush:
             if (previous_logp := previous.get(tuple(canary.ids))) is not None:
                 old, new, reported = [*old, *previous_logp], [*new, *canary.logp], [*reported, *values]
         gain, error = nearness(old, new, reported)
-        return gain + CHANCE * error >= 0
+        return gain + STANDARD_ERRORS * error >= 0
 
     def _tolerance(self, match: Match | None) -> float:
-        """Return a factor on the bounds. It exceeds 1 only in half precision, and only if tensors were equal."""
-        return WARNING if match is not None and match.equal and not self._bounds.exact else 1.0
+        """Return a multiple of the bounds: above 1 only in half precision, if some tensors are known to be equal."""
+        return WARNING_FACTOR if match is not None and match.equal and not self._bounds.exact else 1.0
 
     async def _compare(self, engine: EngineState, checksums: Sequence[dict[str, str]]) -> Match:
         with self._metrics.phases.concurrent("checksums"):
@@ -322,8 +327,8 @@ class WeightPush:
         if match.unknown and not self._warned_unknown:
             self._warned_unknown = True
             log.warning(
-                "%s holds %d of its %d tensors in a layout that cannot be compared with the trainer's, first: %s; "
-                "only canaries speak for them",
+                "%s: %d of %d tensors have a layout that cannot be compared with the trainer's, first: %s; "
+                "only canaries verify them",
                 engine.url, len(match.unknown), match.equal + len(match.unknown) + len(match.wrong), match.unknown[0],
             )  # fmt: skip
         return match
@@ -335,10 +340,10 @@ class WeightPush:
 
 @dataclass
 class PushMetrics:
-    """Metrics of a push: the worst over its engines.
+    """Metrics of a push: the worst value over its engines.
 
-    `warned_engines`: engines beyond the bounds of canaries that were accepted. `refused_canaries`: canaries
-    that one engine did not accept. `phases`: in their order.
+    `warned_engines`: number of accepted engines whose canaries exceed the bounds. `refused_canaries`: largest
+    number of canaries that an engine refused.
     """
 
     agreements: list[Agreement] = field(default_factory=list)
@@ -378,20 +383,22 @@ def checksums_of_size(
 
 
 def merge_push_metrics(pushes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Merge the metrics of one push through several routers, some of which may have had no engine to push to."""
+    """Merge the metrics of one push by several routers. A router may have had no engine to push to."""
     metrics = [{**PushMetrics().to_dict(), "push_left": 0}, *pushes]
-    out = {key: max(push[key] for push in metrics) for key in metrics[0]}
+    merged = {key: max(push[key] for push in metrics) for key in metrics[0]}
     for key in ("push_canary_warnings", "push_left"):
-        out[key] = sum(push[key] for push in metrics)
-    out["push_tensors_equal"] = min((n for push in metrics if (n := push["push_tensors_equal"])), default=0)
-    return out
+        merged[key] = sum(push[key] for push in metrics)
+    merged["push_tensors_equal"] = min(
+        (n for push in metrics if (n := push["push_tensors_equal"])), default=0
+    )
+    return merged
 
 
 class EngineSet(Protocol):
     """The engines of one router, or of several."""
 
     @property
-    def hopeless(self) -> bool:
+    def all_quarantined(self) -> bool:
         """Whether there are engines, and all are quarantined."""
 
     def engine_states(self) -> dict[str, str]:
@@ -401,13 +408,13 @@ class EngineSet(Protocol):
 async def begin_when_ready(
     begin: Callable[[], Awaitable[list[EngineAddress]]], engines: EngineSet, version: int, timeout_s: float
 ) -> list[EngineAddress]:
-    """Begin a push to all engines as soon as one of them is ready: the supervisor may be restarting the only one.
+    """Begin a push to all engines as soon as at least one of them is ready.
 
     Args:
-        begin: one attempt; returns the engines that are ready.
-        engines: those of the push.
-        version: its weight version.
-        timeout_s: limit of the wait in seconds; long enough for a restart.
+        begin: tries to begin the push; returns the engines that are ready.
+        engines: the engines of the push.
+        version: the weight version to push.
+        timeout_s: time limit in seconds; it should allow the supervisor to restart an engine.
 
     Raises:
         RunError: no engine was ready in time, or every engine is quarantined.
@@ -415,7 +422,7 @@ async def begin_when_ready(
     try:
         async with asyncio.timeout(timeout_s):
             while not (ready := await begin()):
-                raise_if_hopeless(engines, version)
+                raise_if_all_quarantined(engines, version)
                 await asyncio.sleep(PROBE_SECONDS)
             return ready
     except TimeoutError:
@@ -425,11 +432,15 @@ async def begin_when_ready(
         ) from None
 
 
-def raise_if_hopeless(engines: EngineSet, version: int) -> None:
-    """Raise a RunError if every engine is quarantined."""
-    if engines.hopeless:
+def raise_if_all_quarantined(engines: EngineSet, version: int) -> None:
+    """Check that an engine can serve.
+
+    Raises:
+        RunError: every engine is quarantined.
+    """
+    if engines.all_quarantined:
         states = describe_states(engines.engine_states())
-        raise RunError(f"no engine can serve weight version {version}: {states}")
+        raise RunError(f"no engine can serve weight version {version}, because all are quarantined: {states}")
 
 
 def describe_states(states: Mapping[str, str]) -> str:

@@ -31,12 +31,13 @@ class Turn:
     """The parameters of a sample's requests.
 
     Args:
-        limit: tokens of its response over all requests.
+        limit: largest number of response tokens over all requests.
+        ends: what ends the turn.
         pinned: use the engine that is pinned for an evaluation.
-        tops: collects top log-probs of its tokens.
-        sampling: further sampling parameters, by SGLang's names.
-        routes: request the routed experts of its tokens.
-        admission_timeout: seconds that a request waits for an engine at most.
+        tops: collects top log-probs of the tokens.
+        sampling: additional sampling parameters, by SGLang's names.
+        routes: request the routed experts of the tokens.
+        admission_timeout: seconds for which a request may wait for an engine; None: unlimited.
     """
 
     limit: int
@@ -50,7 +51,7 @@ class Turn:
     admission_timeout: float | None = None
 
     def options(self) -> dict[str, Any]:
-        """Return the rarer arguments of EngineClient.generate."""
+        """Return those arguments of EngineClient.generate that most requests do not need."""
         options: dict[str, Any] = {}
         if self.tops is not None:
             options["tops"] = self.tops.k
@@ -64,41 +65,41 @@ class Turn:
     def status(self, sample: TokenSequence, finish: str | None = None) -> Status:
         """Return the status before a request, or after one that ended with `finish`.
 
-        SGLang checks a response's last token last: where it aborts a request, or the budget is used up, that
-        token may be the one that ends the response. Continuing would write past the end, and a complete
-        response would count as truncated.
+        If SGLang aborts a request, or the budget is used up, it does not check whether the last token ends the
+        response. Without a check here, the sample would continue past its end, or a complete response would
+        count as truncated.
         """
         if finish == "stop":
             return Status.FINISHED
         if not sample.observed_last and self.ends.is_ended(self.ends.turn_of(sample)):
             return Status.FINISHED
-        full = finish == "length" or len(sample.response_ids) >= self.limit
-        return Status.TRUNCATED if full else Status.PARKED
+        at_limit = finish == "length" or len(sample.response_ids) >= self.limit
+        return Status.TRUNCATED if at_limit else Status.PARKED
 
 
 class RequestSender:
-    """Sends requests, and remembers which engine has the prompt of a group in its cache.
+    """Sends requests, and remembers which engine has a group's prompt in its cache.
 
     Args:
         routes: request the routed experts of each token.
-        interruption: what happens to samples in flight during a push.
-        reads_again: do not let interrupted samples reuse a cache of older weights.
+        interruption: treatment of samples in flight during a push.
+        recompute_prefix: interrupted samples may not reuse a cache of older weights.
     """
 
     def __init__(
         self,
         pool: Pool,
         dispatcher: Dispatcher,
-        arrivals: ResponseHandler,
-        suspects: PoisonDetector,
+        response_handler: ResponseHandler,
+        poison_detector: PoisonDetector,
         *,
         routes: bool,
         interruption: Interruption,
-        reads_again: bool,
+        recompute_prefix: bool,
     ) -> None:
         self._pool, self._dispatcher = pool, dispatcher
-        self._response_handler, self._poison_detector = arrivals, suspects
-        self._routes, self._interruption, self._reads_again = routes, interruption, reads_again
+        self._response_handler, self._poison_detector = response_handler, poison_detector
+        self._routes, self._interruption, self._recompute_prefix = routes, interruption, recompute_prefix
         self._order = itertools.count()
         self.run_id = uuid.uuid4().hex[:8]
         self._group_engine: dict[int, str] = {}
@@ -109,16 +110,15 @@ class RequestSender:
     def id_for(self, sample_id: int) -> str:
         """Return the id of the next request.
 
-        It ends with a point, so that it is not a prefix of another id, which SGLang would abort too.
+        It ends with a dot, so that it is not a prefix of another id: SGLang aborts all ids with a prefix.
         """
         return f"{self.run_id}-{sample_id}-{next(self._order)}."
 
     def routing_request(self, sample: TokenSequence, limit: int) -> RoutingRequest:
         """Describe a sample's next request to the routing strategy. `limit`: see Turn.
 
-        A prefix stays in an engine's cache as long as the weights. A response of any length is expected to grow
-        by the mean length of turns, up to its limit: a long response of a long-tailed distribution does not end
-        sooner for being long.
+        A response of any length is expected to grow by the mean length of turns, up to its limit: in a long-tailed
+        distribution, long responses have no fewer tokens ahead than short ones.
         """
         version = sample.spans[-1].version if sample.spans else None
         last = None if sample.engine is None else self._pool.find(sample.engine)
@@ -126,13 +126,17 @@ class RequestSender:
         prefer = sample.engine if has_prefix else self._group_engine.get(sample.group_id)
         response_tokens = len(sample.response_ids)
         remaining = max(0, limit - response_tokens)
-        write = remaining if self._turn_tokens is None else min(remaining, self._turn_tokens)
+        expected_tokens = remaining if self._turn_tokens is None else min(remaining, self._turn_tokens)
         return RoutingRequest(
-            prefer, version, sample.seed, read=len(sample.prompt_ids) + response_tokens, write=write
+            prefer,
+            version,
+            sample.seed,
+            prompt_tokens=len(sample.prompt_ids) + response_tokens,
+            expected_tokens=expected_tokens,
         )
 
     def invalidate_caches(self, urls: Collection[str]) -> None:
-        """Forget the cached prefixes of these engines, which get other weights."""
+        """Forget which prefixes these engines have cached. Called before they get other weights."""
         self._group_engine = {g: url for g, url in self._group_engine.items() if url not in urls}
 
     async def send(self, engine: EngineState, sample: TokenSequence, turn: Turn) -> str:
@@ -141,7 +145,9 @@ class RequestSender:
         Returns:
             the message of the server error that ended it, or an empty string.
         """
-        unread = 0 if self._has_prefix(engine, sample) else len(sample.prompt_ids) + len(sample.response_ids)
+        pending_prefill = (
+            0 if self._has_prefix(engine, sample) else len(sample.prompt_ids) + len(sample.response_ids)
+        )
         if sample.sample_id != EVALUATION:
             self._group_engine[sample.group_id] = engine.url
             resumed = bool(sample.response_ids) and not sample.observed_last
@@ -157,7 +163,7 @@ class RequestSender:
             asyncio.timeout(None),
             pinned=turn.pinned,
             cache_source=_cache_source(engine, sample),
-            unread=unread,
+            pending_prefill=pending_prefill,
         )
         try:
             async with attempt(self._dispatcher, engine, flight, len(ids), subject) as result:
@@ -176,13 +182,15 @@ class RequestSender:
                 )
                 async with aclosing(stream):
                     async for segment in stream:
-                        at = len(sample.response_ids)
+                        start_token = len(sample.response_ids)
                         finish = await self._response_handler.receive(engine, flight, segment, turn.ends)
-                        if finish == "abort" and not segment.prompt_tokens:  # not in the engine's own count
+                        if (
+                            finish == "abort" and not segment.prompt_tokens
+                        ):  # the engine's count lacks its tokens
                             engine.received -= flight.received_tokens
                         if turn.tops is not None:
-                            tops = (segment.tops or [])[: len(sample.response_ids) - at]
-                            turn.tops.by_token.update({at + i: top for i, top in enumerate(tops)})
+                            tops = (segment.tops or [])[: len(sample.response_ids) - start_token]
+                            turn.tops.by_token.update({start_token + i: top for i, top in enumerate(tops)})
             return self._poison_detector.record_end(result, engine, sample)
         finally:
             sample.status = turn.status(sample, finish)
@@ -196,38 +204,39 @@ class RequestSender:
         self._turn_tokens = tokens if mean is None else mean + (tokens - mean) / TURNS
 
     def _has_prefix(self, engine: EngineState, sample: TokenSequence) -> bool:
+        """Return whether the engine probably has the sample's prefix in its cache."""
         own_prefix = (
             bool(sample.spans) and sample.engine == engine.url and sample.spans[-1].version == engine.version
         )
         return own_prefix or self._group_engine.get(sample.group_id) == engine.url
 
     def _routes_from(self, sample: TokenSequence) -> int | None:
-        """Return the first position whose routes are requested.
+        """Return the first position of which routes are requested; None: request none.
 
-        0 at first; later the last sampled token, which no pass has processed.
+        Position 0 in the first request, later the last sampled token, which no forward pass has processed.
         """
         if sample.sample_id == EVALUATION:
             return None
         if not sample.response_ids:
             return 0
-        unread = sample.observed[-1].end - sample.observed[-1].start if sample.observed_last else 0
-        return len(sample.prompt_ids) + len(sample.response_ids) - 1 - unread
+        unprocessed = sample.observed[-1].end - sample.observed[-1].start if sample.observed_last else 0
+        return len(sample.prompt_ids) + len(sample.response_ids) - 1 - unprocessed
 
     def _cache_key(self, engine: EngineState, sample: TokenSequence) -> str | None:
-        """Return the key that separates cached prefixes.
+        """Return the key that separates cached prefixes; None if a push empties the cache.
 
-        Where caches outlive a push, only samples of the same first version may share them; with `reads_again`
-        only samples of the same weights.
+        If caches outlive a push, samples share prefixes only if they started under the same weight version; with
+        `recompute_prefix` only if they run under the same version.
         """
         if self._interruption != "in_place":
             return None
-        if self._reads_again:
+        if self._recompute_prefix:
             return str(engine.version)
         return str(sample.spans[0].version if sample.spans else engine.version)
 
 
 def _cache_source(engine: EngineState, sample: TokenSequence) -> str:
-    """Return why the sample's prefix may be in the engine's cache."""
+    """Return the reason why the sample's prefix may be in the engine's cache, see Router.stats."""
     if not sample.response_ids:
         return "sibling"
     if sample.spans[-1].version != engine.version:

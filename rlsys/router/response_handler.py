@@ -16,7 +16,10 @@ from rlsys.router.turn_ends import TurnEnds, truncate_segment
 
 
 class ResponseHandler:
-    """Owns the counts of tokens. `on_tokens` is called with a sample of the ledger and its number of new tokens."""
+    """Handles the segments of requests. Owns the counts of tokens.
+
+    `on_tokens` is called with a sample of the ledger and its number of new tokens.
+    """
 
     def __init__(
         self,
@@ -39,15 +42,17 @@ class ResponseHandler:
             "checked_tokens": 0,
             "rounded_log_probs": 0,
         }
-        self._prefills: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # cached, all
+        self._prefills: dict[str, list[int]] = defaultdict(
+            lambda: [0, 0]
+        )  # source -> prompt tokens: cached, all
 
     async def receive(
         self, engine: EngineState, flight: Flight, segment: Segment, ends: TurnEnds
     ) -> str | None:
-        """Append a segment to its sample, up to a text that ends the turn.
+        """Append a segment to its sample, up to the end of the turn.
 
         Returns:
-            the finish reason of the request, None while it runs.
+            The finish reason of the request; None while it runs.
 
         Raises:
             EngineError: the engine returned ids outside the vocabulary, or a malformed response.
@@ -57,7 +62,7 @@ class ResponseHandler:
         try:
             self.limits.check_ids(segment.ids)
             self.limits.check_ids(segment.id_range or ())
-        except RefusedPrompt as e:  # would kill the next engine, and the trainer
+        except RefusedPrompt as e:  # such an id would kill the next engine and the trainer
             raise EngineError(f"{engine.url}: {e}", SERVER_FAULT) from None
         versions = {s.version for s in segment.spans}
         if segment.call_spans is not None:
@@ -83,7 +88,7 @@ class ResponseHandler:
         try:
             sample.append(segment)
         except ValueError as e:
-            raise EngineError(f"{engine.url}: not an answer of SGLang: {e}", SERVER_FAULT) from None
+            raise EngineError(f"{engine.url}: malformed response: {e}", SERVER_FAULT) from None
         self._counts["rounded_log_probs"] += segment.rounded
         if tokens:
             self._poison_detector.clear(sample)
@@ -99,9 +104,8 @@ class ResponseHandler:
             if segment.finish is not None:
                 self._count_prefill(flight.cache_source, sample, segment)
         if turn_ended and tokens and segment.finish is None:
-            # The engine has not detected the end. Its further tokens are dropped; its routes, which
-            # come last, are not.
-            # This call is last: the engine may die or be interrupted now, after the tokens were counted.
+            # The engine has not detected the end. Later tokens are dropped; the routes, which arrive
+            # last, are kept. This call comes after the counts, because the engine may die during it.
             await engine.client.abort(flight.rid)
         return segment.finish
 
@@ -114,7 +118,7 @@ class ResponseHandler:
         sample.prefilled_tokens += segment.prompt_tokens
 
     def tally(self) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
-        """Return the counts, and the (cached, all) prompt tokens by the reason why the prefix could be cached."""
+        """Return the counts, and (cached, all) prompt tokens by the reason why the prefix could be cached."""
         return dict(self._counts), {
             source: (cached, total) for source, (cached, total) in self._prefills.items()
         }
@@ -131,10 +135,11 @@ def with_cache_shares(
 
 
 async def _wait_attested(engine: EngineState, versions: set[int]) -> bool:
-    """Wait until the versions of new tokens are attested. Returns False if they will not be.
+    """Wait until the weight versions of new tokens are attested.
 
-    During a push the request waits unless it is cancelled. Otherwise the engine was restarted between two
-    probes, or another run pushed to it: its weights are not those that this run pushed.
+    Returns:
+        False if this run did not push these versions: the engine was restarted between two probes, or another run
+        pushed to it.
     """
     while not engine.pushed.issuperset(versions):
         if engine.attested.is_set():

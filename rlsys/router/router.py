@@ -1,8 +1,8 @@
 """Router: one logical `generate` per sample, across interruptions and engine failures.
 
 Guarantees: a token that arrived is in its sample before anything else happens to the sample; a sample is in at
-most one engine at a time; an engine serves only after a push for which it was attested; no request is sent that
-could kill an engine (ids outside the vocabulary). Not guaranteed: durability, since it keeps no state on disk.
+most one engine at a time; an engine serves only after it was attested; no request has ids outside the vocabulary,
+which could kill an engine. Not guaranteed: durability, because the router keeps no state on disk.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ class Router:
     """Sends samples to engines. Belongs to one event loop. The gate is initially closed: `resume` opens it.
 
     Args:
-        context_length: most tokens of one sample in an engine: the minimum of the model's context and the KV
-            pool.
+        context_length: largest number of tokens of a sample in an engine: the smaller one of the model's context and
+            the KV pool.
         stop_ids: ids that end a turn, see TurnEnds.
         bounds: limits of the attestation.
         routes: request the routed experts of each token.
         strategy: a name in strategy.py.
-        interruption: what happens to samples in flight during a push.
-        reads_again: do not let interrupted samples reuse a cache of older weights.
+        interruption: treatment of samples in flight during a push.
+        recompute_prefix: interrupted samples may not reuse a cache of older weights.
         push_timeout_s: see WeightPush.
-        skip_attestation: engines serve the weights that they start with, and no push happens.
+        skip_attestation: the engines serve the weights that they start with, and get no push.
         peers: engines can send their weights to others.
         stop_texts: texts that end a turn, see TurnEnds.
-        ignores_eos: the model's own end ends no turn.
-        slots: requests that an engine decodes concurrently.
-        kinds: pools and sizes of engines; None: one pool.
-        poison: the failures after which a sample is isolated or dropped.
+        ignores_eos: the model's end-of-sequence token ends no turn.
+        decode: decodes token ids including special tokens, as the engine does; required with `stop_texts`.
+        slots: number of requests that an engine decodes concurrently.
+        engine_config: pools and sizes of engines; None: one pool.
+        poison: numbers of failures after which a sample is isolated or dropped.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Router:
         routes: bool = False,
         strategy: str = "prefix_affinity",
         interruption: Interruption = "abort",
-        reads_again: bool = False,
+        recompute_prefix: bool = False,
         push_timeout_s: float = 300.0,
         skip_attestation: bool = False,
         peers: bool = False,
@@ -75,10 +76,12 @@ class Router:
         ignores_eos: bool = False,
         decode: Callable[[Sequence[int]], str] = lambda ids: "",
         slots: int = UNBOUNDED,
-        kinds: EngineConfig | None = None,
+        engine_config: EngineConfig | None = None,
         poison: PoisonLimits = SAMPLES,
     ) -> None:
-        self._pool = Pool(engines, skip_attestation=skip_attestation, slots=slots, kinds=kinds)
+        self._pool = Pool(
+            engines, skip_attestation=skip_attestation, slots=slots, engine_config=engine_config
+        )
         self.limits = Limits(vocab_size, context_length)
         """Limits of the prompts sent to engines."""
         self._ongoing: dict[
@@ -101,19 +104,19 @@ class Router:
             self._poison_detector,
             routes=routes,
             interruption=interruption,
-            reads_again=reads_again,
+            recompute_prefix=recompute_prefix,
         )
-        tps = () if kinds is None else kinds.tps
+        tps = () if engine_config is None else engine_config.tps
         self._push = WeightPush(self._dispatcher, bounds, interruption, push_timeout_s, tps=tps)
         self._peer_transfer = PeerWeightTransfer(self._dispatcher, self._push, enabled=peers)
         self.check_sample: Callable[[TokenSequence], None] = lambda sample: None
-        """Called before a sample goes to engines; raises for one that is not in the ledger."""
+        """Called before a sample is sent to engines; raises an error if the sample is not in the ledger."""
         self.on_tokens: Callable[[TokenSequence, int], None] = lambda sample, tokens: None
         """Called with a sample of the ledger and the number of its new tokens."""
         self.on_failure: Callable[[TokenSequence], None] = lambda sample: None
         """Called with a sample of the ledger whose engine died or answered with a server error."""
         self.priority: Callable[[TokenSequence], tuple[int, ...]] = lambda sample: (sample.sample_id,)
-        """Sort key of waiting samples: the smallest value goes first. Evaluation precedes all of them."""
+        """Sort key of waiting samples, in ascending order. Evaluation precedes all samples."""
         self._refused_prompts = 0
 
     @property
@@ -125,7 +128,7 @@ class Router:
         return self._dispatcher
 
     def set_limits(self, limits: Limits) -> None:
-        """Replace the limits of prompts and tokens, for engines that are known only after the start."""
+        """Replace the limits of prompts and tokens. Used if engines become known only after the start."""
         self.limits = self._response_handler.limits = limits
 
     # -- one sample ---------------------------------------------------------------------------------------------
@@ -134,7 +137,7 @@ class Router:
         """Validate a prompt.
 
         Raises:
-            RefusedPrompt: it is empty, leaves no room for a response, or has an id outside the vocabulary.
+            RefusedPrompt: the prompt is empty, as long as the context, or has an id outside the vocabulary.
         """
         self.limits.check_prompt(prompt_ids)
 
@@ -156,27 +159,26 @@ class Router:
     ) -> AnySequence:
         """Generate until the sample is FINISHED or TRUNCATED, across all interruptions and engine deaths.
 
-        Cancel it after an interrupt only: the sample then stays PARKED with its tokens, and would lose some in
-        an engine.
+        Cancel this call only after an interrupt, when the sample is PARKED: a sample in an engine would lose tokens.
 
         Args:
-            max_response_tokens: limit over all segments.
+            max_response_tokens: largest number of response tokens over all requests.
             stop_texts: additional texts that end this turn.
             pinned: use the pinned engine.
             explorers: use the engines for exploration, outside the ledger.
             tops: collects the most probable ids at each token.
             ends: what ends this turn, instead of the run's stop ids and texts.
-            sampling: further sampling parameters by SGLang's names, on which the next token depends alone and not
-                on the number of requests: the engine gets them with each request.
+            sampling: additional sampling parameters by SGLang's names. Each request has them, so they must not depend
+                on tokens of earlier requests.
             routes: request the routed experts, as with the `routes` of the router.
-            admission_timeout: seconds that a request waits for an engine at most; None: any time.
+            admission_timeout: seconds for which a request may wait for an engine; None: unlimited.
 
         Raises:
-            TimeoutError: a request has waited for an engine that long; the sample keeps its tokens.
+            TimeoutError: a request waited longer than `admission_timeout`; the sample keeps its tokens.
             RefusedPrompt: nothing was sent.
             PoisonRequest: too many engines died or failed on the sample.
             PinLost: the pinned engine died.
-            NoExplorationEngine: no engine for exploration is left.
+            NoExplorationEngine: no engine for exploration is alive.
         """
         try:
             check_turn(
@@ -192,7 +194,7 @@ class Router:
             self._refused_prompts += 1
             raise
         turn = Turn(
-            limit=min(max_response_tokens, self.limits.room - len(sample.prompt_ids)),
+            limit=min(max_response_tokens, self.limits.max_tokens - len(sample.prompt_ids)),
             temperature=temperature,
             truncation=truncation,
             ends=(ends or self._ends).with_texts(stop_texts),
@@ -220,9 +222,9 @@ class Router:
                 del self._ongoing[id(sample)]
 
     async def wait_idle(self, sample: Sample) -> None:
-        """Wait until no call of `generate` works on any sequence of the sample.
+        """Wait until no call of `generate` runs for any sequence of the sample.
 
-        A generator that raised may have left one behind.
+        A generator that raised an error may have left a call running.
         """
         for sequence in sample.sequences:
             while ongoing := self._ongoing.get(id(sequence)):
@@ -239,7 +241,7 @@ class Router:
         fault = ""
         while not sample.status.terminal:
             sample.status = turn.status(sample)
-            if sample.status.terminal:  # it was saved with its last token, before its status
+            if sample.status.terminal:  # a crash occurred after its last token was saved
                 break
             async with self._poison_detector.isolate(sample, turn.admission_timeout):
                 self._poison_detector.check(sample, fault)
@@ -256,7 +258,7 @@ class Router:
                 fault = await self._sender.send(engine, sample, turn) or fault
 
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:
-        """Generate one greedy response outside the ledger, for evaluation; it continues after interruptions."""
+        """Generate one greedy response outside the ledger. It continues after interruptions."""
         return await self.probe(prompt_ids, max_new_tokens, 0.0, 0)
 
     async def probe(
@@ -270,7 +272,7 @@ class Router:
         truncation: Truncation | None = None,
         evaluation: bool = False,
     ) -> Segment:
-        """Sample one response outside the ledger. `evaluation`: on the pinned engine, if there is one."""
+        """Sample one response outside the ledger. `evaluation`: use the pinned engine, if there is one."""
         probe = TokenSequence(EVALUATION, EVALUATION, 0, prompt_ids, seed=seed)
         pinned = evaluation and self._pool.has_pin
         await self.generate(
@@ -287,13 +289,15 @@ class Router:
     def pin(self) -> bool:
         """Reserve an engine with its current weights for an evaluation, until `unpin`.
 
-        It gets no push and no other requests. Its current requests run until they end or are interrupted.
-        Returns False if no other engine serves.
+        The engine gets no push and no other requests. Its current requests run until they end or are interrupted.
+
+        Returns:
+            False if no other engine serves, or an engine is pinned already.
         """
         return self._pool.pin()
 
     def unpin(self) -> None:
-        """Return the pinned engine to service, after a push if it missed one. Does nothing without a pin."""
+        """Return the pinned engine to service; if it missed a push, after the next one."""
         if self._pool.has_pin:
             self._pool.unpin()
             self._dispatcher.wake()
@@ -304,7 +308,7 @@ class Router:
         An interrupted request is repeated.
 
         Raises:
-            RefusedPrompt: the ids are no valid prompt.
+            RefusedPrompt: the ids are not a valid prompt.
             RefusedRequest: the engine refuses it.
             PoisonRequest: too many engines died or failed on it.
         """
@@ -312,7 +316,7 @@ class Router:
         probe, fault = TokenSequence(EVALUATION, EVALUATION, 0, ids, seed=0), ""
         while True:
             self._poison_detector.check(probe, fault)
-            engine = await self._dispatcher.admit(lambda: (), lambda: RoutingRequest(read=len(ids)))
+            engine = await self._dispatcher.admit(lambda: (), lambda: RoutingRequest(prompt_tokens=len(ids)))
             flight = Flight(self._sender.id_for(EVALUATION), None, asyncio.timeout(None))
             async with attempt(self._dispatcher, engine, flight, len(ids), "log-probs of a prompt") as result:
                 with suppress(Aborted):
@@ -330,9 +334,9 @@ class Router:
         """Close the gate and abort all requests; afterwards none is in flight, and every token has arrived.
 
         Args:
-            keep: with retract and in_place, samples for which it is true stay in their engines, which pause.
-                They remain IN_FLIGHT, and their tasks must not be cancelled.
-            keep_serving: apply `keep` with every interruption, and pause no engine; only the gate is closed.
+            keep: returns whether a sample stays in its engine, which pauses; ignored with the interruption `abort`.
+                Such a sample remains IN_FLIGHT, and its task must not be cancelled.
+            keep_serving: apply `keep` with every interruption, and close the gate without pausing engines.
         """
         kept_in_engines = keep is not None and (keep_serving or self._interruption != "abort")
         await self._dispatcher.abort_all(keep if kept_in_engines else None)
@@ -347,7 +351,7 @@ class Router:
 
     @property
     def open(self) -> bool:
-        """Whether samples may go to engines: not between an interrupt and the next `resume`."""
+        """Whether samples may go to engines. False between an interrupt and the next `resume`."""
         return self._dispatcher.open
 
     async def release_memory(self) -> None:
@@ -358,8 +362,8 @@ class Router:
     # -- weights ------------------------------------------------------------------------------------------------
 
     def next_members(self, at_most: int | None = None) -> list[str]:
-        """Return the URLs of the engines that a rolling push updates next; `at_most` None: all that remain."""
-        return [e.url for e in self._pool.before_roll()[:at_most]]
+        """Return the URLs of the engines that a rolling push updates next. `at_most`: their number; None: all."""
+        return [e.url for e in self._pool.rolling_targets()[:at_most]]
 
     @property
     def is_rolling(self) -> bool:
@@ -369,14 +373,13 @@ class Router:
     async def begin_push(
         self, version: int, *, only_stale: bool = False, members: Collection[str] = ()
     ) -> list[EngineAddress]:
-        """Interrupt, then prepare every engine (or only those without current weights) for tensors.
+        """Interrupt samples, then prepare engines for tensors.
 
         Args:
             version: the weight version to push.
-            only_stale: push to engines without weights only; with `members`: this is not the first round of the
-                version.
-            members: one round of a rolling push: these engines and those without weights. The gate stays as it
-                is, and their requests continue on the other engines.
+            only_stale: push only to engines without current weights; with `members`: a later round of a rolling push.
+            members: URLs of the engines of one round of a rolling push, which also updates engines without current
+                weights. The gate does not change, and the requests of `members` continue on other engines.
 
         Returns:
             the engines that are ready; see WeightPush.begin.
@@ -391,7 +394,7 @@ class Router:
         return await self._push.begin(version, only_stale=only_stale, members=members)
 
     async def _prepare_members(self, members: Collection[str]) -> None:
-        """Keep requests from these engines until their push has begun."""
+        """Send no requests to these engines until their push has begun, and abort or pause their current ones."""
         engines = [e for e in self._pool.engines if e.url in members]
         for engine in engines:
             engine.update_pending = True
@@ -407,26 +410,29 @@ class Router:
         version: int,
         canaries: list[Canary],
         checksums: Sequence[dict[str, str]] = (),
-        left_out: Mapping[str, str] = {},
+        excluded: Mapping[str, str] = {},
     ) -> dict[str, float]:
-        """Finish the update started by begin_push, empty caches and attest; then evaluation may continue.
+        """Finish the push that `begin_push` started: empty the caches and attest the engines.
 
-        Samples continue at `resume`. An engine that fails attestation is quarantined. One that died is left to
-        its restart; one in `left_out` (URL -> why it did not get all tensors) gets the next push to stale
-        engines.
+        Evaluation continues at once, samples at `resume`. An engine that fails attestation is quarantined. A
+        dead engine gets the next push after its restart.
+
+        Args:
+            excluded: URL -> reason, for engines that did not get all tensors; they get the next push to stale
+                engines.
 
         Returns:
-            metrics; `push_left`: engines that wait for their round of a rolling push.
+            metrics; `push_left`: number of engines that wait for their round of a rolling push.
         """
-        return await self._push.end(version, canaries, checksums, left_out)
+        return await self._push.end(version, canaries, checksums, excluded)
 
-    # -- engines and figures ------------------------------------------------------------------------------------
+    # -- engines and metrics ------------------------------------------------------------------------------------
 
     def add_engine(self, client: EngineClient) -> None:
-        """Add an engine, which serves after the next push to stale engines.
+        """Add an engine. It serves after the next push to stale engines.
 
         Raises:
-            UserError: it is in the pool already.
+            UserError: it is already in the pool.
         """
         try:
             self._pool.add(client)
@@ -441,13 +447,15 @@ class Router:
         """
         engine = self._pool.find(url)
         if engine is None:
-            raise UserError(f"{url} is not in the pool: {describe_states(self._pool.states)}")
+            raise UserError(
+                f"{url}: no such engine in the pool; its engines: {describe_states(self._pool.states)}"
+            )
         engine.draining = True
 
     async def evict_engine(self, url: str) -> None:
-        """Remove an engine now: its samples continue on other engines; only an evaluation may finish there.
+        """Abort the samples of an engine, which continue on others, and remove it; a running evaluation may finish.
 
-        Does nothing if it is already gone.
+        Does nothing if the engine is not in the pool.
         """
         if (engine := self._pool.find(url)) is not None:
             engine.draining = True
@@ -455,23 +463,23 @@ class Router:
 
     @property
     def stale_engines(self) -> list[str]:
-        """URLs of engines that came back or joined, and need the current weights from the trainer."""
+        """URLs of restarted or joined engines that need the current weights from the trainer."""
         return [e.url for e in self._pool.stale() if not self._peer_transfer.has_source(e)]
 
     @property
-    def hopeless(self) -> bool:
+    def all_quarantined(self) -> bool:
         """Whether every engine is quarantined."""
-        return self._pool.hopeless
+        return self._pool.all_quarantined
 
     def set_expected_version(self, version: int) -> None:
-        """Set the weight version of a router that replaces a dead one; engines without it get it in a push."""
+        """Set the expected weight version. Used by a router that replaces a dead one."""
         self._pool.version = version
 
     async def watch(self) -> None:
-        """Probe the engines forever: notices those that die, come back or were restarted."""
+        """Probe the engines forever, to detect those that died, came back or were restarted."""
         while True:
             await self._pool.probe()
-            self._dispatcher.wake()  # for a new engine, or because none is left for exploration
+            self._dispatcher.wake()  # an engine may be new, or the last one for exploration may have died
             self._peer_transfer.start_if_needed()
             await asyncio.sleep(PROBE_SECONDS)
 
@@ -479,28 +487,29 @@ class Router:
         """Return URL -> description of the state."""
         return self._pool.states
 
-    def engine_figures(self) -> dict[str, dict[str, object]]:
+    def engine_metrics(self) -> dict[str, dict[str, object]]:
         """Return URL -> metrics of an engine.
 
-        Its requests, their tokens, its weight version (None: unknown), whether it has the current weights and
-        may get samples now or after the current push or train step, and its measured speed in tokens per second
-        for prompts and for one response (None: unknown).
+        `serving`: whether it has the current weights and may get samples now, or after the current push or
+        train step. `weight_version`: None if unknown. `prefill_tokens_per_s` and `decode_tokens_per_s`:
+        measured speed of prompts and of one response; None if unknown.
         """
         return self._pool.figures()
 
     def stats(self) -> dict[str, float]:
         """Return counts since the process started.
 
-        `received_tokens` include `evaluation_tokens`; `cached_tokens` of the `prefilled_tokens` came from a
-        cache; `engine_tokens` (the engines' own count) and `lost` (those that never arrived) are as of the last
-        interrupt. `cache_share_*` is the cached share by the reason why the prefix could be cached: a `sibling`
-        shares the prompt; the sample itself was in the engine before a `resume` under the same weights or
-        before a `turn`; or before an `update` of the weights, which empties caches unless they are kept.
+        `received_tokens` include `evaluation_tokens`. `prefilled_tokens` are prompt tokens, of which
+        `cached_tokens` came from a cache. `engine_tokens` (the engines' own count) and `lost` (tokens that
+        never arrived) are as of the last interrupt. `cache_share_*` is the cached share by the reason why the
+        prefix could be cached: `sibling`, another sample of the group had the prompt; `resume` and `turn`, the
+        sample itself was in the engine under the same weights; `update`, it was there before a push, which
+        empties caches unless they are kept.
         """
         return with_cache_shares(*self.tally())
 
     def tally(self) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
-        """Return the data behind `stats`, which can be summed over several routers."""
+        """Return the counts that `stats` is computed from. They can be summed over several routers."""
         counts, prefills = self._response_handler.tally()
         counts |= {
             "resumes": self._sender.resumes,

@@ -1,8 +1,8 @@
 """Speed: an engine's prefill and decode speed, measured on its requests. Pure: times are arguments.
 
-An engine processes prompts one after another and decodes nothing meanwhile; then it decodes one token of every
-response in a pass, whose time grows with their number. So prefill has a rate, and decoding a line: seconds from
-one token of a response to the next = base + per_request * (requests in the engine).
+An engine prefills prompts one after another and decodes nothing meanwhile. Then each pass decodes one token of every
+response, and its time grows with their number. So the model of prefill is a rate, and that of decoding a line:
+seconds from one token of a response to the next = base + per_request * (requests in the engine).
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 DECAY = 0.98
-"""Weight of earlier measurements after one second of work: half after 34 seconds."""
-MIN_READ_TOKENS, MIN_WRITTEN_TOKENS = 64.0, 16.0
-"""Fewest tokens for an estimate."""
+"""Factor on the weight of earlier measurements per second of work: one half after 34 seconds."""
+MIN_PREFILLED_TOKENS, MIN_DECODED_TOKENS = 64.0, 16.0
+"""Smallest numbers of tokens for an estimate."""
 MIN_PREFILL_TOKENS = 16
-"""Shorter prefills measure a pass rather than the prefill rate: the rest was cached."""
+"""Smallest prefill that is measured. A shorter one measures the time of a pass, not the prefill rate."""
 PRIOR_WEIGHT = 0.01
-"""Weight of the prior that half of a pass's time is fixed and half is due to its responses.
+"""Weight of the prior that half of a pass's time is fixed and half is proportional to its responses.
 
-Loads whose variation is a tenth of their mean have the same weight.
+Measurements of which the load varies by a tenth of its mean have the same weight.
 """
 
 
@@ -59,40 +59,47 @@ class _Line:
 
 @dataclass
 class Speed:
-    """Speed of one server process. Owner: its EngineState, which creates a new one for another process.
+    """Speed of one engine process. Owner: its EngineState, which creates a new one for each process.
 
-    `read` and `write` change only in `update`: a strategy reads them for every request.
+    `prefill` and `decode` change only in `update`, because a strategy reads them for every request.
     """
 
-    read: float | None = None
+    prefill: float | None = None
     """Seconds per prompt token; None: unknown."""
-    write: tuple[float, float] | None = None
+    decode: tuple[float, float] | None = None
     """(base, per_request), see above; None: unknown."""
-    _read_tokens: float = 0.0
-    _read_seconds: float = 0.0
+    _prefill_tokens: float = 0.0
+    _prefill_seconds: float = 0.0
     _line: _Line = field(default_factory=_Line)
-    _last: float = 0.0  # when a prompt had been read
+    _last: float = 0.0  # time of the end of the last prefill
 
     def record_prefill(self, tokens: int, start: float | None, time: float) -> None:
         """Record a request's first token.
 
-        The prompt was processed since it was sent, or since the previous prompt was finished: engines prefill
-        before they continue decoding.
+        Its prefill began when the request was sent, or when the previous prefill ended: engines prefill before they
+        continue decoding.
 
         Args:
-            tokens: prompt tokens that were not cached.
-            start: when the request was sent; None: the engine was paused or full meanwhile.
-            time: when the token arrived.
+            tokens: number of prompt tokens that were not cached.
+            start: time at which the request was sent; None: the engine was paused or full meanwhile.
+            time: time at which the token arrived.
         """
         if tokens < MIN_PREFILL_TOKENS:
             return
         if start is not None:
-            self._read_tokens += tokens
-            self._read_seconds += time - max(start, self._last)
+            self._prefill_tokens += tokens
+            self._prefill_seconds += time - max(start, self._last)
         self._last = time
 
     def record_decode(self, tokens: int, load: int, start: float | None, time: float) -> None:
-        """Record further tokens of a request, with `load` requests in the engine."""
+        """Record later tokens of a request.
+
+        Args:
+            tokens: their number.
+            load: number of requests in the engine.
+            start: time of the previous tokens; None: unknown.
+            time: time of these tokens.
+        """
         if start is not None:
             self._line.add(tokens, time - start, load)
 
@@ -100,21 +107,21 @@ class Speed:
         """Update the estimates.
 
         Args:
-            fade: one second of work has passed; older measurements lose weight, so that an engine avoided for
-                being slow is tried again.
+            fade: reduce the weight of older measurements, after one second of work, so that a slow engine is
+                used again at some time.
         """
         if fade:
-            self._read_tokens *= DECAY
-            self._read_seconds *= DECAY
+            self._prefill_tokens *= DECAY
+            self._prefill_seconds *= DECAY
             self._line.fade()
-        measured = self._read_tokens >= MIN_READ_TOKENS and self._read_seconds > 0
-        self.read = self._read_seconds / self._read_tokens if measured else None
-        self.write = self._line.fit() if self._line.tokens >= MIN_WRITTEN_TOKENS else None
+        has_estimate = self._prefill_tokens >= MIN_PREFILLED_TOKENS and self._prefill_seconds > 0
+        self.prefill = self._prefill_seconds / self._prefill_tokens if has_estimate else None
+        self.decode = self._line.fit() if self._line.tokens >= MIN_DECODED_TOKENS else None
 
     def metrics(self, load: int) -> dict[str, object]:
         """Return tokens per second of prompts, and of one response with `load` requests in the engine."""
-        writes = None if self.write is None else self.write[0] + self.write[1] * max(1, load)
+        decode_seconds = None if self.decode is None else self.decode[0] + self.decode[1] * max(1, load)
         return {
-            "prefill_tokens_per_s": None if not self.read else 1.0 / self.read,
-            "decode_tokens_per_s": None if not writes else 1.0 / writes,
+            "prefill_tokens_per_s": None if not self.prefill else 1.0 / self.prefill,
+            "decode_tokens_per_s": None if not decode_seconds else 1.0 / decode_seconds,
         }

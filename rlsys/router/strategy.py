@@ -4,13 +4,13 @@ A strategy is named in the config (`router.strategy`):
 
     prefix_affinity    the engine with the cached prefix, unless it is a hot spot
     least_tokens       the fewest tokens in flight: a long sample weighs more than a short one
-    power_of_two       the better of two engines selected by the request's key: no herding on outdated loads
+    power_of_two       the less loaded of two engines selected by the request's key
     version_aware      engines with the weights of the sample's last token, if there are any
     hardware_affinity  the engine where it costs all requests the least time in total, by measured speed
 
-Candidates have different weights during a rolling push (`weights.rolling`) only. version_aware then keeps a
-resumed sample on the weights it started with, and may be interrupted once more for it; the others fill the
-engines that were just updated, and are empty.
+Candidates have different weights only during a rolling push (`weights.rolling`). version_aware then keeps a resumed
+sample on its weights, which may cost another interruption. The other strategies send it to the engines that were
+just updated, because these are empty.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ IMBALANCE = 1.25
 SLACK = 16
 """A prefix's engine is too busy with more than IMBALANCE times the smallest number of requests plus SLACK.
 
-SLACK lets up to 16 siblings start together on an idle engine; IMBALANCE tolerates random differences of large
-loads.
+SLACK lets up to 16 siblings start together on an idle engine. IMBALANCE tolerates random differences of large loads.
 """
 
 
 class Candidate(Protocol):
     """An engine that may serve now.
 
-    `load`: requests in it; `tokens`: their prompt and response tokens; `unread`: prompt tokens still to be
-    processed; `slots`: requests that it decodes concurrently. `seconds_to_read`, `seconds_to_write`: see
-    speed.py; None: unknown.
+    `load`: requests in the engine; `tokens`: their prompt and response tokens; `pending_prefill`: prompt tokens
+    that it has still to process; `slots`: requests that it decodes concurrently. `prefill_seconds` and
+    `decode_seconds`: the measured `prefill` and `decode` of speed.py; None: unknown.
     """
 
     @property
@@ -47,13 +46,13 @@ class Candidate(Protocol):
     @property
     def version(self) -> int: ...
     @property
-    def unread(self) -> int: ...
+    def pending_prefill(self) -> int: ...
     @property
     def slots(self) -> int: ...
     @property
-    def seconds_to_read(self) -> float | None: ...
+    def prefill_seconds(self) -> float | None: ...
     @property
-    def seconds_to_write(self) -> tuple[float, float] | None: ...
+    def decode_seconds(self) -> tuple[float, float] | None: ...
 
 
 Engine = TypeVar("Engine", bound=Candidate)
@@ -63,21 +62,22 @@ Engine = TypeVar("Engine", bound=Candidate)
 class RoutingRequest:
     """Properties of a request that matter for routing.
 
-    `prefer`: the engine with its cached prefix; `version`: the weights of its last token, None for a fresh one;
-    `key`: any number that is constant over its life; `avoid`: engines that failed on it, excluded while there
-    are others; `read`: its prompt tokens; `write`: the number of tokens it is expected to generate.
+    `prefer`: URL of the engine with its cached prefix; `version`: weight version of its last token, None before
+    the first; `key`: a number that stays the same for a sample; `avoid`: engines that failed on it, excluded
+    while there are others; `prompt_tokens`: of prompt and response so far; `expected_tokens`: the number of
+    tokens it is expected to generate.
     """
 
     prefer: str | None = None
     version: int | None = None
     key: int = 0
     avoid: frozenset[str] = frozenset()
-    read: int = 0
-    write: float = 0.0
+    prompt_tokens: int = 0
+    expected_tokens: float = 0.0
 
 
 class Strategy(Protocol):
-    """Chooses one of the candidates, of which there is at least one."""
+    """A routing strategy: chooses one of at least one candidate."""
 
     def __call__(self, candidates: Sequence[Engine], request: RoutingRequest) -> Engine: ...
 
@@ -86,14 +86,14 @@ _LOAD = attrgetter("load")
 
 
 def least_loaded(candidates: Sequence[Engine]) -> Engine:
-    """Return the engine with the fewest requests, the first of equals."""
+    """Return the engine with the fewest requests, the first one among equals."""
     return min(candidates, key=_LOAD)
 
 
 def is_hot(candidate: Candidate, candidates: Sequence[Candidate]) -> bool:
     """Return whether the load exceeds IMBALANCE times the smallest load plus SLACK.
 
-    Recomputing a prefix then costs less than waiting.
+    Recomputing a prefix on another engine then costs less than waiting.
     """
     return candidate.load > SLACK and candidate.load > IMBALANCE * min(map(_LOAD, candidates)) + SLACK
 
@@ -123,9 +123,9 @@ def power_of_two(candidates: Sequence[Engine], request: RoutingRequest) -> Engin
 
 
 def version_aware(candidates: Sequence[Engine], request: RoutingRequest) -> Engine:
-    """Prefer engines with the sample's own weights, for a fresh one the newest, with prefix affinity among them.
+    """Apply prefix affinity to the engines with the sample's weight version, for a new sample the newest version.
 
-    Falls back to all engines if the choice would be a hot spot among all.
+    If the chosen engine is a hot spot, all engines are candidates.
     """
     newest = max(c.version for c in candidates)
     same_version = [
@@ -138,32 +138,34 @@ def version_aware(candidates: Sequence[Engine], request: RoutingRequest) -> Engi
     return prefix_affinity(candidates, request)
 
 
-_GUESSED_READ, _GUESSED_WRITE = 0.01, (0.5, 0.5)
-"""Defaults while no engine has been measured; only their ratios matter."""
+_DEFAULT_PREFILL, _DEFAULT_DECODE = 0.01, (0.5, 0.5)
+"""Speeds before any engine is measured; only their ratios matter."""
 
 
 def hardware_affinity(candidates: Sequence[Engine], request: RoutingRequest) -> Engine:
-    """Return the engine where the request costs all requests the least time in total, the first of equals.
+    """Return the engine where the request adds the least time to all requests in total, the first one among equals.
 
-    While an engine processes the prompt, its other requests wait; while it decodes, each of their passes takes
-    slightly longer. Long prompts thus go where they disturb least and to engines with fast prefill, long
-    responses to those with fast decoding. An engine without measurements counts as the average. RollArt (row 34
-    of docs/seeds.md) assigns hardware by task; here the measured speeds decide.
+    While an engine prefills the prompt, its other requests wait; while it decodes the response, each of their passes
+    takes slightly longer. Long prompts therefore go to engines with fast prefill and few requests, long responses to
+    engines with fast decoding. An engine without measurements counts as average. RollArt (row 34 of docs/seeds.md)
+    assigns hardware by task; this strategy uses measured speeds.
     """
-    read_times = [c.seconds_to_read for c in candidates if c.seconds_to_read is not None]
-    usual_read = fmean(read_times) if read_times else _GUESSED_READ
-    lines = [c.seconds_to_write for c in candidates if c.seconds_to_write is not None]
-    usual_write = (fmean(a for a, _ in lines), fmean(b for _, b in lines)) if lines else _GUESSED_WRITE
+    prefill_times = [c.prefill_seconds for c in candidates if c.prefill_seconds is not None]
+    mean_prefill = fmean(prefill_times) if prefill_times else _DEFAULT_PREFILL
+    lines = [c.decode_seconds for c in candidates if c.decode_seconds is not None]
+    mean_decode = (fmean(a for a, _ in lines), fmean(b for _, b in lines)) if lines else _DEFAULT_DECODE
 
     def seconds(c: Candidate) -> float:
-        read = usual_read if c.seconds_to_read is None else c.seconds_to_read
-        base, per_request = c.seconds_to_write or usual_write
-        unread = 0 if c.url == request.prefer else request.read
-        reading = c.unread + unread * (1 + c.load)  # it waits for earlier prompts, the others wait for it
-        writing = base + per_request * (
-            1 + 2 * c.load
-        )  # its own passes at load + 1, and the delay of `load` others
-        return read * reading + writing * request.write * max(1.0, (1 + c.load) / c.slots)
+        seconds_per_prompt_token = mean_prefill if c.prefill_seconds is None else c.prefill_seconds
+        base, per_request = c.decode_seconds or mean_decode
+        prompt_tokens = 0 if c.url == request.prefer else request.prompt_tokens
+        # The request waits for earlier prompts; all other requests wait for its prompt.
+        prefill = c.pending_prefill + prompt_tokens * (1 + c.load)
+        # Its own passes with load + 1 requests, and the delay of the `load` other requests.
+        decode = base + per_request * (1 + 2 * c.load)
+        return seconds_per_prompt_token * prefill + decode * request.expected_tokens * max(
+            1.0, (1 + c.load) / c.slots
+        )
 
     return min(candidates, key=seconds)
 

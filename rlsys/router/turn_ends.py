@@ -1,7 +1,7 @@
-"""TurnEnds: what ends a turn of the model, stop ids and the texts of `rollout.stop` in any tokenization.
+"""TurnEnds: the stop condition of a turn: stop ids, and the texts of `rollout.stop` in any tokenization.
 
-An engine detects a text only in the tokens of its own request, among the last few. The router therefore checks
-the tokens that arrive: a text split by an interruption ends the turn as any other, at the same token.
+An engine detects a text only within the last tokens of its own request. The router therefore also checks the
+tokens that arrive, so that a text that an interruption splits ends the turn at the same token.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from rlsys.core.types import Segment, TokenSequence
 from rlsys.data import Tokenizer
 
 LONGEST_CHARACTER = 4
-"""Most tokens of one character: its bytes."""
+"""Largest number of tokens of a character: its bytes in UTF-8."""
 
 
 class TurnEnds:
-    """Stop ids and texts. `texts` are also sent to engines."""
+    """Stop ids and stop texts. Engines get both with each request."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class TurnEnds:
 
         Args:
             decode: decodes ids including special tokens, as the engine does.
-            ignores_eos: the engine does not stop at the model's own end either.
+            ignores_eos: the engine does not stop at the model's end-of-sequence token.
         """
         self.ids, self.ignores_eos = frozenset(ids), ignores_eos
         self.texts = tuple(dict.fromkeys(texts))
         self._decode = decode
         self.reach = LONGEST_CHARACTER * max(map(len, self.texts), default=0)
-        """Number of last tokens in which an incomplete text must have started."""
+        """Number of last tokens that can contain the start of an incomplete text."""
 
     def with_texts(self, texts: Sequence[str]) -> TurnEnds:
         """Return a copy with additional texts."""
@@ -48,24 +48,24 @@ class TurnEnds:
         return TurnEnds(self.ids, (*self.texts, *texts), self._decode, ignores_eos=self.ignores_eos)
 
     def text_ends_after(self, previous: Sequence[int], new: Sequence[int]) -> int | None:
-        """Return how many of the `new` ids complete a text, None if no text is complete.
+        """Return the number of `new` ids up to the first complete text; None if no text is complete.
 
         Args:
-            previous: ids of the turn before them.
+            previous: ids of the turn before `new`.
         """
         if not self.texts or not new:
             return None
         context = list(previous[-self.reach :])
         if not self._has_text([*context, *new]) or self._has_text(context):
             return None
-        few, enough = 0, len(new)
-        while enough - few > 1:
-            middle = (few + enough) // 2
-            few, enough = (few, middle) if self._has_text([*context, *new[:middle]]) else (middle, enough)
-        return enough
+        low, high = 0, len(new)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._has_text([*context, *new[:middle]]) else (middle, high)
+        return high
 
     def turn_of(self, sample: TokenSequence) -> Sequence[int]:
-        """Return the last ids of the sample's current turn, as many as matter for its end."""
+        """Return the last ids of the sample's current turn that can decide whether it has ended."""
         start = sample.observed[-1].end if sample.observed else 0
         return sample.response_ids[max(start, len(sample.response_ids) - self.reach - 1) :]
 
@@ -76,7 +76,7 @@ class TurnEnds:
         return turn[-1] in self.ids or self.text_ends_after(turn[:-1], turn[-1:]) is not None
 
     def first_end(self, turn: Sequence[int]) -> int | None:
-        """Return the number of ids up to the first end of the turn, None if it does not end."""
+        """Return the number of ids up to and including the first end of the turn; None if it does not end."""
         id_end = next((i + 1 for i, token in enumerate(turn) if token in self.ids), None)
         text_end = self.text_ends_after([], turn)
         return min((end for end in (id_end, text_end) if end is not None), default=None)
@@ -87,16 +87,17 @@ class TurnEnds:
 
 
 def truncate_segment(segment: Segment, tokens: int, dropped: int) -> Segment:
-    """Truncate a segment to its first tokens, after which the turn ended.
+    """Truncate a segment to the tokens up to the end of the turn.
 
     Args:
-        dropped: tokens of the whole request after the end. Its routes, which come with its last segment, and
-            the spans of its call include them.
+        tokens: number of tokens to keep.
+        dropped: number of tokens of the whole request after the end. The request's routes, which its last
+            segment has, and its call spans include them.
     """
     routes = segment.routes
     if routes is not None:
         rows_kept = max(0, routes.end - dropped - routes.start)
-        row = len(routes.experts) // (routes.end - routes.start)  # empty if the engine wrote them to a file
+        row = len(routes.experts) // (routes.end - routes.start)  # 0 if the engine wrote them to a file
         routes = (
             replace(routes, end=routes.start + rows_kept, experts=routes.experts[: rows_kept * row])
             if rows_kept
@@ -118,15 +119,15 @@ def truncate_segment(segment: Segment, tokens: int, dropped: int) -> Segment:
 
 
 def stop_ids(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that end turns and responses: the model's and those of rollout.stop_ids.
+    """Return the ids that end turns and responses.
 
-    Empty with rollout.ignore_eos.
+    These are rollout.stop_ids and, without rollout.ignore_eos, the model's own stop ids.
     """
     own_ids = frozenset[int]() if config.rollout.ignore_eos else tokenizer.stop_ids
     return own_ids | frozenset(config.rollout.stop_ids)
 
 
 def turn_ends(config: Config, tokenizer: Tokenizer) -> TurnEnds:
-    """Return the ends of turns and responses: the stop ids and the texts of rollout.stop."""
+    """Return the stop condition of turns and responses: the stop ids and the texts of rollout.stop."""
     r = config.rollout
     return TurnEnds(stop_ids(config, tokenizer), r.stop, tokenizer.decode, ignores_eos=r.ignore_eos)

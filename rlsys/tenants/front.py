@@ -11,7 +11,7 @@
          /api/v1/retrieve_future                                    waits up to WAIT_SECONDS for a result
     GET  /api/v1/samplers/ID  training_runs/ID/checkpoints
 
-Objects of other tenants are reported as not found. Every refusal is JSON: {"error": ...}.
+Objects of other tenants are reported as not found. Every error is JSON: {"error": ...}.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ServerInfo:
     tokenizer: str
     vocab_size: int
     context: int
-    room: int
+    max_tokens: int
     """Longest sequence of the engine."""
     rank: int
     targets: str
@@ -121,7 +121,7 @@ class Front:
     def _admit(self, request: web.Request) -> None:
         tenant = self._keys.tenant(api_key(request))
         if tenant is None and request.path != _HEALTH:
-            raise Refusal(401, "X-API-Key: no key of this server")
+            raise Refusal(401, "X-API-Key: unknown key")
         request[_TENANT] = tenant or ""
         request[AUTHORIZED] = tenant is not None
 
@@ -145,7 +145,7 @@ class Front:
         info = self._server_info
         model = {
             "model_name": info.name,
-            "max_context_length": info.room,
+            "max_context_length": info.max_tokens,
             "trainable": True,
             "sampleable": True,
         }
@@ -295,7 +295,7 @@ class Front:
         message, _ = await _read(tenant, request, Sample)
         tenant.sampler_path(message.sampling_session_id)
         message = await asyncio.to_thread(
-            check_sample, message, self._server_info.vocab_size, self._server_info.room
+            check_sample, message, self._server_info.vocab_size, self._server_info.max_tokens
         )
         series, body = message.sampling_session_id, message.model_dump_json().encode()
         ids = [f"{series}:{message.seq_id}:{i}" for i in range(message.num_samples)]
@@ -321,7 +321,7 @@ async def _read(tenant: Tenant, request: web.Request, kind: type[T]) -> tuple[T,
     async with tenant.body_slots:
         body = await request.read()
     if len(body) > JSON_BYTES:
-        raise Refusal(413, f"the body is larger than {JSON_BYTES} bytes")
+        raise Refusal(413, f"the body is too large, expected at most {JSON_BYTES} bytes")
     return await asyncio.to_thread(read, kind, body), body
 
 

@@ -196,7 +196,7 @@ def loss_of(name: str, params: Mapping[str, float]) -> LossKind:
     for key in params:
         if key not in kind.params:
             supported = ", ".join(kind.params) or "none"
-            raise UserError(f"loss_fn_config: {key[:50]} is no parameter of {name}; it has {supported}")
+            raise UserError(f"loss_fn_config: {key[:50]}: not a parameter of {name}; supported: {supported}")
     missing = [key for key, value in kind.params.items() if np.isnan(value) and key not in params]
     if missing:
         raise UserError(f"loss_fn_config: {name} needs {missing[0]}")
@@ -239,7 +239,7 @@ def check_data(data: Sequence[Datum], kind: LossKind, vocab_size: int, context: 
             smallest, largest = int(np.min(ids)), int(np.max(ids))
             if smallest < 0 or largest >= vocab_size:
                 wrong = smallest if smallest < 0 else largest
-                raise UserError(f"datum {number}: {name} has the id {wrong}, the vocabulary {vocab_size} ids")
+                raise UserError(f"datum {number}: {name} has the id {wrong}, expected 0 to {vocab_size - 1}")
 
 
 def _packed(data: Sequence[Datum], rows: Sequence[int]) -> MicroBatch:

@@ -76,7 +76,7 @@ def read_request(data: bytes) -> TrainRequest:
 
     Raises:
         BadMessage: the bytes are malformed.
-        UnsupportedRequest: a parameter of the loss is no number.
+        UnsupportedRequest: a parameter of the loss is not a number.
     """
     request = TrainRequest()
     plain: dict[str, float] = {}
@@ -161,7 +161,7 @@ def _tensor(name: str, data: bytes) -> NDArray[Any]:
 
 def _array(name: str, data: bytes, dtype: type[np.generic]) -> NDArray[Any]:
     if len(data) % np.dtype(dtype).itemsize:
-        raise BadMessage(f"{name}: {len(data)} bytes are no whole numbers of {np.dtype(dtype).name}")
+        raise BadMessage(f"{name}: {len(data)} bytes, not a multiple of the size of {np.dtype(dtype).name}")
     return np.frombuffer(data, dtype)
 
 

@@ -63,7 +63,7 @@ class Engine:
             session: HTTP session.
             identity: expected identity of the engine.
             limits: timeouts of requests.
-            start_seconds: longest start of the engine.
+            start_seconds: time limit of the engine's start.
         """
         self._wire = Wire(url, session, identity, limits)
         self._work, self._start_seconds = limits.work, start_seconds
@@ -113,14 +113,14 @@ class Engine:
                     raise UserError(f"asample: {e}") from None
                 self._loaded.pop(name_of(adapter), None)  # the engine has restarted
             except DeadEngine as e:
-                log.warning("the engine does not answer: %r", e)
+                log.warning("the engine does not respond: %r", e)
                 self._loaded.clear()
                 self.deaths += 1
                 deaths = await on_death()
                 if deaths >= DEATHS_POISONOUS:
-                    raise EngineGone(f"refused: {deaths} engines died while they worked on it") from None
+                    raise EngineGone(f"refused: {deaths} engines died while they processed it") from None
                 await self._healthy()
-        raise EngineGone(f"the engine did not answer this request in {_TRIES} attempts")
+        raise EngineGone(f"the engine did not respond to this request in {_TRIES} attempts")
 
     def _read(self, answers: list[Any], sample: Sample) -> tuple[list[SampledSequence], list[float] | None]:
         with self._wire.translate_errors("/generate"):
@@ -183,7 +183,7 @@ class Engine:
             except (*DeadEngine, EngineError):
                 pass
             await asyncio.sleep(_POLL_SECONDS)
-        raise EngineGone(f"the engine did not answer within {self._start_seconds:.0f} s")
+        raise EngineGone(f"the engine did not respond within {self._start_seconds:.0f} s")
 
 
 def name_of(folder: Path) -> str:
@@ -236,34 +236,34 @@ def _to_sequence(answer: Any) -> SampledSequence:
     return SampledSequence([int(row[1]) for row in rows], [float(row[0]) for row in rows], reason == "stop")
 
 
-def check_sample(sample: Sample, vocab_size: int, room: int) -> Sample:
+def check_sample(sample: Sample, vocab_size: int, longest: int) -> Sample:
     """Check a request to the engine.
 
     Args:
         sample: request.
         vocab_size: size of the vocabulary.
-        room: length of the longest sequence.
+        longest: maximum number of tokens of a sequence.
 
     Returns:
         The request with `max_tokens`.
 
     Raises:
-        UserError: the engine would refuse the request, or die of it.
+        UserError: the engine would refuse the request, or crash.
     """
     ids, max_tokens = sample.ids, sample.sampling_params.max_tokens
-    remaining = room - len(ids)
+    remaining = longest - len(ids)
     if max_tokens is None:
         params = sample.sampling_params.model_copy(update={"max_tokens": max(remaining, 1)})
         sample = sample.model_copy(update={"sampling_params": params})
     try:
         # The body that will be sent, checked by the rules of all requests to engines.
         check_request(
-            EngineLimits(vocab_size, room + RESERVED_TOKENS + 1), "/generate", body_of(sample, None, 0)
+            EngineLimits(vocab_size, longest + RESERVED_TOKENS + 1), "/generate", body_of(sample, None, 0)
         )
     except RefusedPrompt as e:
         raise UserError(f"asample: {e}") from None
     if remaining < 1 or (max_tokens is not None and max_tokens > remaining):
         raise UserError(
-            f"prompt: {len(ids)} tokens and {max_tokens or 1} new ones, {room} is the longest sequence"
+            f"prompt: {len(ids)} tokens and max_tokens = {max_tokens or 1}: expected at most {longest} in total"
         )
     return sample

@@ -59,10 +59,10 @@ async def serve(config: Config, engine_url: str, host: str, port: int, tenants: 
 def describe_server(config: Config, learner: Learner) -> ServerInfo:
     hf, lora = learner.trainer.hf, config.trainer.lora
     assert lora is not None
-    room = min(hf.context_length, config.fixed_pool_tokens or hf.context_length) - RESERVED_TOKENS
+    max_tokens = min(hf.context_length, config.fixed_pool_tokens or hf.context_length) - RESERVED_TOKENS
     targets = ", ".join(lora.targets or matrices(hf))
     path = config.model.path
-    return ServerInfo(path.name, str(path), hf.vocab_size, hf.context_length, room, lora.rank, targets)
+    return ServerInfo(path.name, str(path), hf.vocab_size, hf.context_length, max_tokens, lora.rank, targets)
 
 
 class TenantMetrics:

@@ -57,7 +57,7 @@ class Outcome:
 def refusal(request: Request) -> Outcome | None:
     """Refuse a request that may have killed engines or the server before; None: it may run."""
     if request.deaths:
-        reason = f"{request.deaths} engines died while they worked on it, and the server was started again"
+        reason = f"{request.deaths} engines died while they processed it, and the server was started again"
     elif request.tries > MAX_TRIES:
         reason = f"the server has ended {MAX_TRIES} times while this request was next"
     else:
@@ -186,7 +186,7 @@ class Work:
             raise UserError("save_weights_for_sampler: expected path or sampling_session_seq_id")
         sampler = sampler_id(model.id.partition(":")[0], message.sampling_session_seq_id)
         if model.ledger.samplers().get(sampler, path) != path:
-            raise UserError(f"sampling_session_seq_id = {message.sampling_session_seq_id} is taken")
+            raise UserError(f"sampling_session_seq_id = {message.sampling_session_seq_id} already exists")
         model.ledger.add_sampler(sampler, path)
         return Outcome(as_json({**reply, "sampling_session_id": sampler}))
 

@@ -1,8 +1,8 @@
 """Runs a module of rlsys in any Python: `PYTHON rlsys/venv_runner/run.py rlsys.environments.serve ARGUMENT ...`.
 
-rlsys need not be installed there. It is made importable by this file alone, so nothing of what rlsys runs with hides
-what that Python has. So the module, and what it imports of rlsys, needs the standard library only. This file has a
-folder of its own, because Python looks for modules beside it first.
+rlsys need not be installed there. This file makes only the package rlsys importable, so the packages of rlsys' own
+environment do not shadow those of that Python. Therefore the module, and what it imports of rlsys, may use only the
+standard library. This file has its own folder, because Python first searches the script's folder for modules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def _make_importable(name: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     folder = Path(__file__).resolve().parent
-    sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != folder]  # ours are no packages of its
+    sys.path[:] = [
+        p for p in sys.path if Path(p or ".").resolve() != folder
+    ]  # this folder must not be searched for packages
     _make_importable("rlsys", folder.parent)
     module = sys.argv.pop(1)
     importlib.import_module(module).main()

@@ -79,7 +79,7 @@ class Dashboard:
             web.get("/api/sample", self._sample),
             web.static("/static", STATIC),
         ]
-        # RlsysError: a coordinator that does not answer now may do so later
+        # RlsysError: a coordinator that does not respond now may do so later
         app = guarded_app(routes, LIMITS, statuses={RunError: 503, RlsysError: 503}, admit=self._admit)
 
         async def add_headers(_: web.Request, answer: web.StreamResponse) -> None:

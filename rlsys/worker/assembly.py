@@ -1,4 +1,4 @@
-"""Construction of scorer, router and engine clients from a config, for every process that uses engines."""
+"""Creation of scorer, router and engine clients from a config, for every process that uses engines."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from rlsys.worker.scoring import Scorer
 
 
 def build_scorer(config: Config, rewards: Rewards, tokenizer: Tokenizer) -> Scorer:
+    """Create the scorer of a config."""
     return Scorer(
         rewards.open,
         tokenizer.decode,
@@ -82,7 +83,11 @@ def build_router(
 ) -> Router:
     """Create the router of a config.
 
-    `skip_attestation`: engines serve the weights that they have; no push happens.
+    Args:
+        skip_attestation: the engines serve the weights that they start with, and get no push.
+
+    Raises:
+        UserError: rollout.stop_ids has an id outside the vocabulary.
     """
     vocab_size, context_length = _sizes(config)
     if unknown_ids := [i for i in config.rollout.stop_ids if i >= vocab_size]:
@@ -102,13 +107,13 @@ def build_router(
         routes=config.engine.return_routes,
         strategy=config.router.strategy,
         interruption=config.router.interruption,
-        reads_again=config.rollout.keep_budget is not None,
+        recompute_prefix=config.rollout.keep_budget is not None,
         push_timeout_s=config.start_seconds,
         skip_attestation=skip_attestation,
-        # Copies use one folder of the run, one at a time.
+        # Peer transfers share one folder of the run, which only one router may use.
         peers=uses_peer_weights(config) and config.rollout.workers == 1,
         slots=config.max_running_requests,
-        kinds=config.engine,
+        engine_config=config.engine,
     )
 
 
@@ -118,24 +123,33 @@ def prompt_limits(config: Config) -> PromptLimits:
 
 
 def _sizes(config: Config) -> tuple[int, int]:
-    """Return the vocabulary size and the most tokens of one sample in an engine."""
+    """Return the vocabulary size and the largest number of tokens of a sample in an engine."""
     vocab_size, context_length = read_model_limits(config.model.path)
     return vocab_size, min(context_length, config.fixed_pool_tokens or context_length)
 
 
 async def ask_engines(router: Engines, tokenizer: Tokenizer, max_new_tokens: int, question: str) -> str:
-    """Answer a question with the run's own model, greedily and outside the ledger, across interruptions."""
+    """Return the greedy answer of the run's own model to a question.
+
+    The answer is not in the ledger. Interruptions do not affect it.
+    """
     ids = tokenizer.encode(tokenizer.apply_chat([{"role": "user", "content": question}]))
     return tokenizer.decode((await router.greedy(ids, max_new_tokens)).ids)
 
 
 def read_model_limits(path: Path) -> tuple[int, int]:
-    """Read vocabulary size and context length from config.json. The tokenizer may have fewer ids than the model."""
+    """Read the vocabulary size and the context length from config.json.
+
+    The tokenizer may have fewer ids than the model.
+
+    Raises:
+        UserError: the file does not have them.
+    """
     file = path / "config.json"
     try:
         hf = read_fields(path)
         return int(hf["vocab_size"]), int(hf["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(
-            f"{file}: cannot read vocab_size and max_position_embeddings: {type(e).__name__} {e}"
+            f"{file}: cannot read vocab_size and max_position_embeddings: {type(e).__name__}: {e}"
         ) from None

@@ -1,4 +1,4 @@
-"""DirectWorker: the only worker of a run, in the coordinator's own loop."""
+"""DirectWorker: the only worker of a run, in the coordinator's event loop."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rlsys.worker.streams import Streams, build_streams
 
 
 class DirectWorker:
-    """A worker whose calls are direct calls of its router and its streams; for the methods see RemoteWorker.
+    """A worker that calls its router and its streams directly. RemoteWorker describes the methods.
 
-    It works on the coordinator's own samples, and the ledger saves their tokens.
+    It shares the samples with the coordinator, and the ledger saves their tokens.
     """
 
-    grows_trees = False  # the group of each sample is here in any case
+    grows_trees = False  # no gang start: the coordinator has all samples of each group
     pending_calls = 0
 
     def __init__(
@@ -53,8 +53,8 @@ class DirectWorker:
     async def close(self) -> None:
         """Do nothing: the samples are parked, and no process runs."""
 
-    def give_up(self, error: str) -> None:
-        """Do nothing: a call raises its own error."""
+    def fail_all(self, error: str) -> None:
+        """Do nothing: every call raises its own error."""
 
     def load(self, group_id: int) -> tuple[float, ...]:
         return ()
@@ -74,12 +74,12 @@ class DirectWorker:
 
     @property
     def serving(self) -> int:
-        """Number of its serving engines."""
+        """Number of serving engines."""
         counts, _ = self._router.tally()
         return int(counts["engines_serving"])
 
     @property
     def counts_at_save(self) -> tuple[int, int]:
-        """Received and saved tokens of samples. They are equal when all samples are saved."""
+        """Numbers of received and of saved tokens of samples. They are equal when all samples are saved."""
         counts, _ = self._router.tally()
         return int(counts["received_tokens"] - counts["evaluation_tokens"]), self._buffer.added_tokens

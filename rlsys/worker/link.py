@@ -29,13 +29,16 @@ from rlsys.worker.streams import Streams
 
 _LENGTH = struct.Struct("<I")
 MAX_BATCH_MESSAGES = 512
-"""Messages per batch: the receiver starts on them while more are produced."""
+"""Messages per batch. A receiver handles one batch while the sender produces the next."""
 
 
 class RunSample(msgspec.Struct, tag=True, array_like=True):
-    """Run a sample up to its reward. Its row has the location of its tokens.
+    """Request to run a sample until it has a reward.
 
-    `sample`, `prompt`: pickles. `tree_samples`: number of samples of its group that form a tree; 0: no tree.
+    Args:
+        sample: a pickle; its pieces locate the tokens.
+        prompt: a pickle.
+        tree_samples: number of samples of its group that form a tree; 0: no tree.
     """
 
     sample_id: int
@@ -45,13 +48,13 @@ class RunSample(msgspec.Struct, tag=True, array_like=True):
 
 
 class CancelSamples(msgspec.Struct, tag=True, array_like=True):
-    """Cancel samples that the coordinator no longer waits for. Sent after an interrupt only."""
+    """Request to cancel samples that the coordinator no longer waits for. Sent only after an interrupt."""
 
     sample_ids: list[int]
 
 
 class Call(msgspec.Struct, tag=True, array_like=True):
-    """Call of the method do_NAME of the worker."""
+    """Call of a method: do_NAME of the worker if it exists, otherwise NAME of its router."""
 
     number: int
     name: str
@@ -63,10 +66,10 @@ class SequenceRow(msgspec.Struct, array_like=True):
     """State of a sequence, and its new tokens since the last report.
 
     Args:
-        prompt_ids: its prompt if it is not the group's.
-        pieces: new tokens, already written to segments.
+        prompt_ids: its prompt if it differs from the group's.
+        pieces: locations of the new tokens, which are written to segments.
         routes: new routes that an engine wrote.
-        rewritten: it lost tokens, and these replace all of them.
+        rewritten: whether `pieces` replace all earlier tokens, because the sequence lost some.
     """
 
     state: SequenceState  # type: ignore[valid-type]
@@ -91,7 +94,7 @@ class LaterSequenceRow(SequenceRow, array_like=True):
 
 
 _REPORTED_FIELDS = ("censor_reason", "censor_cause", "turn_rewards", "fork", "inherited_tokens", "discarded")
-"""Fields of a sample that its row repeats."""
+"""Fields of a sample that its row contains."""
 
 
 class SampleRow(SequenceRow, tag=True, array_like=True):
@@ -138,7 +141,7 @@ def sample_row(sample: Sample, done: bool, first: NewTokens, later: Mapping[int,
 
 
 def _sequence_fields(q: TokenSequence, new: NewTokens, *, has_prompt: bool) -> dict[str, Any]:
-    """Return the fields of SequenceRow. `has_prompt`: its prompt is not the group's."""
+    """Return the fields of a SequenceRow. `has_prompt`: whether its prompt differs from the group's."""
     pieces, routes, rewritten = new
     prompt_ids = list(q.prompt_ids) if has_prompt else None
     return {
@@ -155,7 +158,7 @@ class SampleVerdict(msgspec.Struct, tag=True, array_like=True):
 
 
 class Failure(msgspec.Struct, tag=True, array_like=True):
-    """Unexpected error of a sample, or of the whole worker (-1): a pickled exception."""
+    """Unexpected error of a sample, or of the worker (`sample_id` -1): a pickled exception."""
 
     sample_id: int
     error: bytes
@@ -172,8 +175,8 @@ class CallResult(msgspec.Struct, tag=True, array_like=True):
 class WorkerStatus(msgspec.Struct, tag=True, array_like=True):
     """Report of a worker process.
 
-    The fields are Router.tally, engine_states, engine_figures, stale_engines, next_members, is_rolling,
-    hopeless, and Streams.at_max_resumes and counts.
+    The fields are Router.tally, engine_states, engine_metrics, stale_engines, next_members, is_rolling,
+    all_quarantined, and Streams.at_max_resumes and counts.
     """
 
     counts: dict[str, float] = {}
@@ -181,9 +184,9 @@ class WorkerStatus(msgspec.Struct, tag=True, array_like=True):
     states: dict[str, str] = {}
     engines: dict[str, dict[str, Any]] = {}
     stale: list[str] = []
-    before_roll: list[str] = []
+    next_members: list[str] = []
     is_rolling: bool = False
-    hopeless: bool = False
+    all_quarantined: bool = False
     at_max_resumes: list[str] = []
     generated: dict[str, int] = {}
 
@@ -199,11 +202,11 @@ class LiveStatus:
         self.tally = router.tally
         self._readers: dict[str, Callable[[], Any]] = {
             "states": router.engine_states,
-            "engines": router.engine_figures,
+            "engines": router.engine_metrics,
             "stale": lambda: router.stale_engines,
-            "before_roll": router.next_members,
+            "next_members": router.next_members,
             "is_rolling": lambda: router.is_rolling,
-            "hopeless": lambda: router.hopeless,
+            "all_quarantined": lambda: router.all_quarantined,
             "at_max_resumes": streams.at_max_resumes,
             "generated": lambda: dict(streams.counts),
         }
@@ -229,8 +232,7 @@ ToCoordinator = SampleMessage | CallResult | WorkerStatus
 class Link(asyncio.Protocol):
     """One end of the connection.
 
-    Messages sent in one iteration of the event loop form a batch of at most MAX_BATCH_MESSAGES, in order.
-    `on_lost` is called once when the other end is gone, after all its messages were handled.
+    Messages that are sent in one iteration of the event loop form batches of at most MAX_BATCH_MESSAGES, in order.
     """
 
     def __init__(
@@ -241,7 +243,7 @@ class Link(asyncio.Protocol):
         Args:
             kind: union of the incoming message types.
             on_messages: called with each batch; an exception closes the link.
-            on_lost: called when the other end is gone.
+            on_lost: called once when the other end has closed, after all its messages were handled.
         """
         self._decoder = msgspec.msgpack.Decoder(list[kind])
         self._encoder = msgspec.msgpack.Encoder()
@@ -256,7 +258,7 @@ class Link(asyncio.Protocol):
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
 
     def send(self, message: Any) -> None:
-        """Queue a message. Ignored if the other end is gone, which `on_lost` reports."""
+        """Queue a message. It is dropped if the other end has closed, which `on_lost` reports."""
         if not self._out:
             asyncio.get_running_loop().call_soon(self.flush)
         self._out.append(message)
@@ -275,7 +277,7 @@ class Link(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    # asyncio's side
+    # Callbacks of asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -283,15 +285,15 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._in += data
-        at = 0
-        while len(self._in) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._in, at)
-            end = at + _LENGTH.size + length
+        start = 0
+        while len(self._in) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._in, start)
+            end = start + _LENGTH.size + length
             if len(self._in) < end:
                 break
-            self._on_messages(self._decoder.decode(bytes(memoryview(self._in)[at + _LENGTH.size : end])))
-            at = end
-        del self._in[:at]
+            self._on_messages(self._decoder.decode(bytes(memoryview(self._in)[start + _LENGTH.size : end])))
+            start = end
+        del self._in[:start]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -299,13 +301,13 @@ class Link(asyncio.Protocol):
 
 
 async def call_method(target: object, name: str, arguments: Mapping[str, Any]) -> Any:
-    """Call a method, which may be a coroutine."""
+    """Call a method by name, and await its result if it is awaitable."""
     result = getattr(target, name)(**arguments)
     return await result if inspect.isawaitable(result) else result
 
 
-def pack(thing: object) -> bytes:
-    return pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)
+def pack(value: object) -> bytes:
+    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
 
 def unpack(data: bytes) -> Any:

@@ -1,7 +1,7 @@
 """Watchdog thread that ends the process when its event loop is blocked.
 
-User code that blocks the loop, such as an async reward, blocks everything in the process that could detect it,
-including time limits, and all other processes would wait forever.
+User code that blocks the loop, such as an async reward, also blocks the time limits that should detect it. All
+other processes would wait forever.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rlsys.core.errors import RunError
 from rlsys.obs.role import format_error
 
 CHECKS = 10
-"""Number of checks within the limit."""
+"""Number of checks within the time limit."""
 _LIBRARIES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
 
 
 class StallDetector:
-    """Counts checks of a pulse instead of seconds, so that a suspended process is not counted as stalled."""
+    """Detects a stalled pulse. It counts checks instead of seconds: a suspended process is not stalled."""
 
     def __init__(self) -> None:
         self._last_pulse, self._unchanged = -1, 0
@@ -41,8 +41,12 @@ class StallDetector:
 def loop_watch(limit: float, in_flight: Callable[[], str]) -> Iterator[None]:
     """Watch the running event loop while the context is active.
 
-    If it is blocked for `limit` seconds, end the process with one line that says where, and what is
-    `in_flight`. Uncommitted state is lost, as in a crash.
+    If the loop is blocked for `limit` seconds, end the process with one line. Uncommitted state is lost, as in a
+    crash.
+
+    Args:
+        limit: seconds.
+        in_flight: returns a description of the current work for that line.
     """
     loop, finished = asyncio.get_running_loop(), threading.Event()
     thread_id, pulse, step = threading.get_ident(), [0], limit / CHECKS
@@ -53,10 +57,10 @@ def loop_watch(limit: float, in_flight: Callable[[], str]) -> Iterator[None]:
             loop.call_later(step / 2, beat)
 
     def watch() -> None:
-        stillness = StallDetector()
+        detector = StallDetector()
         while not finished.wait(step):
-            if stillness.stalled(pulse[0]):
-                _end(f"the event loop was blocked for {limit:g} s at {_line(thread_id)}; {in_flight()}")
+            if detector.stalled(pulse[0]):
+                _exit(f"the event loop was blocked for {limit:g} s at {_user_line(thread_id)}; {in_flight()}")
 
     beat()
     threading.Thread(target=watch, name="loop watch", daemon=True).start()
@@ -66,17 +70,17 @@ def loop_watch(limit: float, in_flight: Callable[[], str]) -> Iterator[None]:
         finished.set()
 
 
-def _line(thread: int) -> str:
-    """Return the innermost line that the thread executes outside of libraries, if there is one."""
+def _user_line(thread: int) -> str:
+    """Return the innermost line that the thread executes outside of libraries; without one the innermost line."""
     innermost = sys._current_frames()[thread]
-    at: FrameType | None = innermost
-    while at is not None and at.f_code.co_filename.startswith(_LIBRARIES):
-        at = at.f_back
-    frame = at or innermost
+    user_frame: FrameType | None = innermost
+    while user_frame is not None and user_frame.f_code.co_filename.startswith(_LIBRARIES):
+        user_frame = user_frame.f_back
+    frame = user_frame or innermost
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
-def _end(message: str) -> None:
+def _exit(message: str) -> None:
     error = RunError(message)
     print(format_error(error), file=sys.stderr, flush=True)
     logging.shutdown()

@@ -1,8 +1,8 @@
-"""RemoteWorker: a rollout worker that is a process (`rollout.workers` > 1), and the samples that it runs.
+"""RemoteWorker: a rollout worker in its own process (`rollout.workers` > 1), and the samples that it runs.
 
-The coordinator holds the row and the pieces of each running sample; only the process holds its tokens. A process
-that dies is restarted: unreported tokens are lost as in a crash, its samples continue from their rows, and its
-engines get the weights in a separate push.
+The coordinator holds the row and the pieces of each running sample; only the process holds its tokens. When a
+process dies, it is restarted. Unreported tokens are lost as in a crash, its samples continue from their rows, and
+its engines get the weights in a separate push.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rlsys.worker.worker_calls import WorkerGone
 from rlsys.worker.worker_process import WorkerProcess
 
 MAX_DEATHS = 5
-"""Deaths of a worker in a row, without a token or a reward, that stop the run."""
+"""Consecutive deaths of a worker, without a token or a reward in between, that stop the run."""
 POLL_SECONDS = 1.0
 log = logging.getLogger("rlsys.rollout")
 
@@ -67,7 +67,7 @@ class RunningSample:
 class RemoteWorker(WorkerProcess):
     """Owns a worker process, its supervision, and the samples that it runs.
 
-    Workers and WorkerEngines use the same methods of a DirectWorker.
+    Workers and WorkerEngines use the same methods of RemoteWorker and DirectWorker.
     """
 
     def __init__(self, config: Config, number: int, command: Sequence[str]) -> None:
@@ -97,12 +97,12 @@ class RemoteWorker(WorkerProcess):
         Args:
             engine_state: returns the arguments of Worker.do_begin about engines, also for a process that replaces
                 a dead one.
-            on_death: called when a process has died, with its last status and the tokens of samples that it
+            on_death: called when a process has died, with its last status and the number of tokens that it
                 reported.
-            fail: called with an error that no caller waits for.
+            fail: called with an error for which no caller waits.
 
-        Raises:
-            RunError: it did not start.
+            Raises:
+                RunError: the process did not start.
         """
         self._buffer, self._engine_state = buffer, engine_state
         self._on_death, self._fail = on_death, fail
@@ -124,9 +124,9 @@ class RemoteWorker(WorkerProcess):
             self._supervision.cancel()
         await super().close()
 
-    def give_up(self, error: str) -> None:
-        """Let every call and every sample raise this error: there will be no further process."""
-        super().give_up(error)
+    def fail_all(self, error: str) -> None:
+        """Raise this error in every call and every sample: the process will not be restarted."""
+        super().fail_all(error)
         for run in self._running.values():
             run.fail(RunError(error))
 
@@ -155,7 +155,7 @@ class RemoteWorker(WorkerProcess):
                     run.verdict.set_result(message.verdict)
 
     def _updates(self, rows: list[SampleRow]) -> Iterator[WorkerUpdate]:
-        """Apply rows to their samples, one after the other; a sample may occur several times."""
+        """Apply rows to their samples, and yield the updates. A sample may occur several times."""
         for row in rows:
             run = self._running.get(row.sample_id)
             if run is None:
@@ -181,13 +181,17 @@ class RemoteWorker(WorkerProcess):
     # Supervision
 
     async def watch(self) -> None:
-        """Wait forever; raises the error of the supervision, which begins with `open`."""
+        """Wait forever.
+
+        Raises:
+            RunError: the supervision, which `open` starts, has failed.
+        """
         assert self._supervision is not None
         await self._supervision
         raise RunError(self.error or "")
 
     async def _supervise(self) -> None:
-        """Restart a process that died. One that is silent for too long is killed first."""
+        """Restart the process whenever it dies, and kill it when it sends no message for too long."""
         try:
             while True:
                 if await self.wait_gone(POLL_SECONDS):
@@ -206,7 +210,7 @@ class RemoteWorker(WorkerProcess):
         """Restart a dead process.
 
         Raises:
-            RunError: it has died too often.
+            RunError: the worker died MAX_DEATHS times in a row.
         """
         code = await self.reap()
         log.warning(
@@ -220,7 +224,9 @@ class RemoteWorker(WorkerProcess):
         while True:
             self.deaths += 1
             if self.deaths >= MAX_DEATHS:
-                raise RunError(f"{self.name} died {self.deaths} times without a token or a reward in between")
+                raise RunError(
+                    f"{self.name} died {self.deaths} times without a token or a reward in between; see its log"
+                )
             try:
                 await self._begin()
             except RunError as e:
@@ -234,10 +240,10 @@ class RemoteWorker(WorkerProcess):
     # Samples
 
     def load(self, group_id: int) -> tuple[float, ...]:
-        """Return a sort key: a new sample of the group runs in the worker with the smallest one.
+        """Return a sort key: a new sample of the group runs in the worker with the smallest key.
 
-        It is the worker with other samples of the group, since they share a prefix; otherwise the one with the
-        fewest samples per serving engine.
+        That is a worker with other samples of the group, because they share a prefix, otherwise the worker with
+        the fewest samples per serving engine.
         """
         if group_id in self._groups:
             return (-1.0,)
@@ -283,7 +289,7 @@ class RemoteWorker(WorkerProcess):
         )
 
     def _cancel(self, run: RunningSample) -> None:
-        """Cancel a sample that no caller waits for."""
+        """Cancel a sample for which no caller waits."""
         self._drop(run)
         self.send(CancelSamples([run.sample.sample_id]))
         if not run.sample.status.terminal:
@@ -300,7 +306,7 @@ class RemoteWorker(WorkerProcess):
     async def interrupt(
         self, keep: Callable[[TokenSequence], bool] | None, *, keep_serving: bool, wait_for_max_resumes: bool
     ) -> list[TokenSequence]:
-        """Interrupt as Streams.interrupt. If it dies meanwhile, none of its samples is in flight.
+        """Interrupt all samples, see Streams.interrupt. If the process dies meanwhile, no sample is in flight.
 
         Args:
             wait_for_max_resumes: first wait until none of its samples is at rollout.max_resumes.
@@ -327,7 +333,7 @@ class RemoteWorker(WorkerProcess):
     # Engines
 
     def _post(self, call: str, **arguments: Any) -> None:
-        """Call the process without waiting for the result; one that dies meanwhile needs none."""
+        """Call the process without waiting for the result. The call is void if the process dies."""
         task = asyncio.create_task(self.call(call, **arguments))
         self._posts.add(task)
         task.add_done_callback(self._on_post_done)
@@ -338,7 +344,7 @@ class RemoteWorker(WorkerProcess):
             self._fail(error)
 
     def resume(self) -> None:
-        """See Router.resume. Running samples may be in engines again."""
+        """See Router.resume. Running samples count as in flight from now on."""
         for run in self._running.values():
             if not run.finished.done() and not run.sample.status.terminal:
                 run.sample.status = Status.IN_FLIGHT

@@ -12,9 +12,10 @@ ResumeOrder = Literal["oldest", "nearest_done", "longest"]
 def resume_key(order: ResumeOrder, sample: TokenSequence, group: SampleGroup) -> tuple[int, ...]:
     """Return the sort key of a waiting sample; smaller keys resume first, ties by age.
 
-    oldest: no sample waits behind a younger one. nearest_done: groups that lack the fewest samples, since only
-    complete groups are useful; within a group, the longest first. longest: the smallest remaining budget, so
-    that the tail starts early.
+    - oldest: no sample waits behind a younger one.
+    - nearest_done: groups with the fewest unfinished samples first, because only complete groups are trained;
+      within a group, the longest sample first.
+    - longest: the longest sample first, so that the tail starts early.
     """
     length = sample.tokens
     if order == "nearest_done":

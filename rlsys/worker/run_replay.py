@@ -1,8 +1,8 @@
-"""Replay of a run (`rollout.repeat`): recorded timing-dependent decisions are repeated, so every token is the same.
+"""Replay of a run (`rollout.repeat`): timing-dependent decisions are taken from its record, so all tokens are equal.
 
-With over_provision 1 no result depends on timing. With more, timing determines when groups are admitted, at how
-many tokens a sample is interrupted, hence which weights sample which tokens, and which groups a step takes.
-These four are in rollouts.sqlite; everything else follows from seeds, weights and order.
+With over_provision 1 no result depends on timing. With a larger factor, timing determines when groups are admitted,
+at how many tokens a sample is interrupted, which weights sample which tokens, and which groups a step takes. These
+four are in rollouts.sqlite; everything else follows from seeds, weights and order.
 
 NOT replayed: deadlines, rewards that time out, the order of an agent's parallel requests, and plug-ins whose
 state depends on the order of rewards.
@@ -29,7 +29,7 @@ from rlsys.router.router import Router
 
 
 class Stop(NamedTuple):
-    """The weights of `trained_steps` sampled up to token `end`, where the sample was interrupted or had ended."""
+    """Weights after `trained_steps` steps sampled a sequence up to token `end`, where it was interrupted or ended."""
 
     trained_steps: int
     end: int
@@ -38,17 +38,20 @@ class Stop(NamedTuple):
 
 
 class RunRecord:
-    """Decisions of the run in `folder`.
+    """Recorded decisions of the run in `folder`.
 
     Raises:
-        UserError: there is no such run, it has another config, or it cannot be replayed.
+        UserError: there is no such run, its config differs, or it cannot be replayed.
     """
 
     def __init__(self, folder: Path, config: Config) -> None:
         with RunReader(folder).database() as db:
             meta = dict(db.execute("SELECT key, value FROM meta"))
             if meta["identity"] != identity(config):
-                raise UserError(f"rollout.repeat = {folder}: the run has another config")
+                raise UserError(
+                    f"rollout.repeat = {folder}: the config of that run differs; expected equal values of all "
+                    "fields that determine rollouts"
+                )
             steps: dict[int, int] = dict(db.execute("SELECT weight_version, train_step FROM pushes"))
             self.largest_group = int(meta["largest_group"])
             self.admission_steps = _admission_steps(db, steps)
@@ -57,35 +60,36 @@ class RunRecord:
                 step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")
             }
             self.stops = _stops(db, steps)
-            """(sample, sequence) with tokens -> its stops in order."""
+            """(sample id, sequence) -> its stops in order, for sequences with tokens."""
             terminal = ", ".join(f"'{s}'" for s in Status if s.terminal)
             terminal_rows = db.execute(f"SELECT sample_id FROM samples WHERE status IN ({terminal})")
             self.terminal_samples = {row[0] for row in terminal_rows}
         for (sample_id, _), stops in self.stops.items():
             if any(a.trained_steps > b.trained_steps for a, b in pairwise(stops)):
                 raise UserError(
-                    f"rollout.repeat = {folder}: its trainer was restored to a step before tokens of "
-                    f"sample {sample_id}"
+                    f"rollout.repeat = {folder}: its trainer went back to an earlier checkpoint while sample "
+                    f"{sample_id} ran; such a run cannot be replayed"
                 )
 
 
 def _admission_steps(db: sqlite3.Connection, steps: dict[int, int]) -> dict[int, int]:
-    out: dict[int, int] = {}
+    """Return group id -> train steps in the weights under which it was first admitted."""
+    admission_steps: dict[int, int] = {}
     for group_id, version in db.execute("SELECT group_id, weight_version FROM admissions ORDER BY place"):
-        out.setdefault(group_id, steps[version])
-    return out
+        admission_steps.setdefault(group_id, steps[version])
+    return admission_steps
 
 
 def _stops(db: sqlite3.Connection, steps: dict[int, int]) -> dict[tuple[int, int], list[Stop]]:
     interrupts: dict[tuple[int, int], set[int]] = defaultdict(set)
     for sample_id, sequence, tokens in db.execute("SELECT sample_id, sequence, tokens FROM interrupts"):
         interrupts[sample_id, sequence].add(tokens)
-    out: dict[tuple[int, int], list[Stop]] = {}
+    stops_by_sequence: dict[tuple[int, int], list[Stop]] = {}
     rows = db.execute(
         "SELECT sample_id, 0, samples.status, spans FROM samples UNION ALL "
         "SELECT sample_id, sequence, samples.status, sequences.spans FROM sequences JOIN samples USING (sample_id)"
     ).fetchall()
-    several = {sample_id for sample_id, sequence, *_ in rows if sequence}
+    multi_sequence = {sample_id for sample_id, sequence, *_ in rows if sequence}
     for sample_id, sequence, status, text in rows:
         spans: list[tuple[int, int, int]] = json.loads(text)
         if not spans:
@@ -94,15 +98,15 @@ def _stops(db: sqlite3.Connection, steps: dict[int, int]) -> dict[tuple[int, int
         step_of = {i: steps[version] for version, start, end in spans for i in range(start + 1, end + 1)}
         stops = [Stop(step_of[end], end, False) for end in sorted(ends & step_of.keys())]
         # A sequence may have ended while its sample has not.
-        sequence_ended = sample_id in several and stops[-1].end not in interrupts[sample_id, sequence]
+        sequence_ended = sample_id in multi_sequence and stops[-1].end not in interrupts[sample_id, sequence]
         if Status(status).terminal or sequence_ended:
             stops[-1] = stops[-1]._replace(last=True)
-        out[sample_id, sequence] = stops
-    return out
+        stops_by_sequence[sample_id, sequence] = stops
+    return stops_by_sequence
 
 
 def load_record(config: Config) -> RunRecord | None:
-    """Load the run that rollout.repeat names, if any."""
+    """Load the record of the run in rollout.repeat; None if the field is unset."""
     folder = config.rollout.repeat
     return None if folder is None else RunRecord(folder, config)
 
@@ -110,8 +114,8 @@ def load_record(config: Config) -> RunRecord | None:
 class ReplayStops:
     """Limits the samples of this process to the record.
 
-    Owns the number of train steps whose weights they may use. `on_stop` is called with each sample that waits
-    for later weights.
+    Owns the number of train steps in the current weights. `on_stop` is called with each sample that waits for later
+    weights.
     """
 
     def __init__(self, record: RunRecord) -> None:
@@ -127,7 +131,7 @@ class ReplayStops:
         advanced.set()
 
     async def next_stop(self, sample: TokenSequence) -> Stop:
-        """Wait for the weights of the sample's next stop. Never returns at the end of its record."""
+        """Wait for the weights of the sample's next stop, and return it. Never returns after the last stop."""
         stops = self._record.stops.get((sample.sample_id, sample.sequence), [])
         stop = next((s for s in stops if s.end > sample.tokens), None)
         while stop is None or stop.trained_steps > self._trained_steps:
@@ -135,7 +139,7 @@ class ReplayStops:
         return stop
 
     def turns(self, router: Router, config: Config) -> GenerateTurn:
-        """Return a function that generates turns, as turns.sampling_turns."""
+        """Return a function that generates turns up to their stops; it replaces turns.sampling_turns."""
         r = config.rollout
 
         async def generate_turn(
@@ -161,7 +165,7 @@ class ReplayStops:
 
 
 class ReplaySchedule:
-    """Admits groups and assigns them to train steps as recorded. Owns the train steps contained in the weights."""
+    """Admits groups and assigns them to train steps as recorded. Owns the number of train steps in the weights."""
 
     def __init__(self, record: RunRecord, buffer: RolloutBuffer) -> None:
         self._record = record
@@ -179,7 +183,7 @@ class ReplaySchedule:
         return self._record.admission_steps.get(group_id, self._trained_steps + 1) <= self._trained_steps
 
     def is_behind(self, trained_steps: int) -> bool:
-        """Return whether a sample lacks tokens that the weights after this many train steps sampled."""
+        """Return whether a sample has fewer tokens than the record has of weights up to this many train steps."""
         return any(self._is_behind(i, sequences, trained_steps) for i, sequences in self._sequences.items())
 
     def _is_behind(self, sample_id: int, sequences: Mapping[int, list[Stop]], trained_steps: int) -> bool:
@@ -201,9 +205,13 @@ class ReplaySchedule:
         return any(stops and tokens.get(k, 0) < stops[-1].end for k, stops in due.items())
 
     def groups(self, trained_steps: int) -> list[SampleGroup] | None:
-        """Return the groups that the step after `trained_steps` took; None while it is too early.
+        """Return the groups that the step after `trained_steps` took.
 
-        It is too early while they are not ready, or samples lack tokens.
+        Returns:
+            None while one of them is not ready, or `is_behind`.
+
+        Raises:
+            RunError: the record has no such step.
         """
         train_step = trained_steps + 1
         if train_step not in self._record.takes:

@@ -1,7 +1,7 @@
 """SampleSpans: tracing spans of samples (rlsys/obs/spans.py).
 
-In memory only. A process that is killed loses the events of unfinished samples; when a process ends in order,
-the events of parked samples are sent as a span of their own.
+Timelines are in memory only. A process that is killed loses the events of unfinished samples. A process that
+stops normally sends the events of parked samples as partial spans.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlsys.obs.spans import Span, Value, child_of, sample_span
 
 @dataclass
 class SampleTimeline:
-    """Events of a sample in this process. `version`: the weights of its last token, None before the first."""
+    """Events of a sample in this process. `version`: weight version of its last token, None before the first."""
 
     start: float
     version: int | None
@@ -26,7 +26,7 @@ class SampleTimeline:
 
 
 class SampleSpans:
-    """Owns the timelines of the samples that started here and have no reward yet. Does nothing without a sender."""
+    """Records spans. Owns the timelines of samples that have no reward yet. Does nothing without a sender."""
 
     def __init__(self, sender: SpanSender | None, clock: Callable[[], float] = time.time) -> None:
         self._sender = sender
@@ -66,7 +66,7 @@ class SampleSpans:
         timeline.events.append((self._clock(), name, attributes))
 
     def end(self, sample: Sample, reason: str | None = None) -> None:
-        """Send the span of a sample that has its reward; `reason` says why it has none."""
+        """Send the span of a sample that has its reward or, with `reason`, was censored."""
         if (timeline := self._timelines.pop(sample.sample_id, None)) is None:
             return
         if sample.reward is not None:
@@ -109,7 +109,7 @@ class SampleSpans:
         self._sender.send([span])
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of a take: the cost of spans in this process so far."""
+        """Return the number of sent and lost spans and their cost in seconds, since the start of this process."""
         if self._sender is None:
             return {}
         counts = {"spans": self._sender.span_count, "spans_lost": self._sender.dropped}

@@ -1,4 +1,4 @@
-"""Scorer: computes the reward of a response, or the reason why it has none (invariant 5: never a 0 instead)."""
+"""Scorer: computes the reward of a response, or the reason why it has none (invariant 5: failures are not 0)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from rlsys.rewards.workers import RewardError, Row, contained, location_and_row
 
 @dataclass(frozen=True)
 class Verdict:
-    """A reward or the reason why there is none; exactly one of the two.
+    """A reward, or the reason why there is none; exactly one of the two is set.
 
-    `parts`: the summands of the reward, in the order of the run's first reward. `right`: whether an evaluation
-    counts it as correct. `figures`: additional metrics of the reward function.
+    Args:
+        parts: the summands of the reward, in the order of the run's first reward.
+        answer: the canonical answer of the response, if it has one.
+        right: whether an evaluation counts the response as correct.
+        metrics: additional metrics of the reward function.
     """
 
     reward: float | None = None
@@ -29,20 +32,30 @@ class Verdict:
     parts: dict[str, float] | None = None
     answer: str | None = None
     right: bool = False
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     turns: list[float] | None = None
     """Reward of each turn, if the reward function returns them."""
     cause: CensorCause = CensorCause.REWARD
-    """Cause of the reason."""
+    """Cause that is counted if there is no reward."""
 
 
 class Scorer:
-    """Runs the reward function with limited concurrency and time; waiting for a slot does not count.
+    """Runs the reward function with limited concurrency and time. Waiting for a slot is not limited.
 
-    A reward function is user code: any exception censors one sample, is counted and reported, and affects no
-    other. `open_reward` provides the function for one score. The sample's status says whether a response is
-    complete; the stop id is not part of the text. `timeouts` counts scores beyond the time limit, `failures`
-    those that raised, were not a number, or had other parts than the first reward.
+    A reward function is user code: an exception censors its sample, is counted and reported, and affects no other
+    sample. The stop id is not part of the text that is scored.
+
+    Args:
+        open_reward: provides the reward function for one score.
+        decode: decodes token ids.
+        timeout: seconds that one score may take.
+        answer: returns the canonical answer of a response, if it has one.
+        concurrency: number of concurrent scores.
+        stop_ids: ids that end a response.
+
+    Attributes:
+        timeouts: number of scores beyond the time limit.
+        failures: number of scores that raised, were not a number, or had other parts than the first reward.
     """
 
     def __init__(
@@ -67,9 +80,9 @@ class Scorer:
     async def score(self, prompt: Prompt, sample: Sample) -> Verdict:
         """Score a terminal sample."""
         prompt, response = with_turn_rewards(prompt, sample), self._response(prompt, sample)
-        read = replace(prompt, entry=Row(prompt))
+        tracked_prompt = replace(prompt, entry=Row(prompt))
         async with self._semaphore, self._open_reward() as reward_fn:
-            task = asyncio.ensure_future(contained(reward_fn(read, response)))
+            task = asyncio.ensure_future(contained(reward_fn(tracked_prompt, response)))
             self.scoring.append(prompt)
             try:
                 # Not wait_for, which waits for the cancelled task: a hung one may never end.
@@ -85,10 +98,10 @@ class Scorer:
         return verdict
 
     async def verdict(self, prompt: Prompt, sample: Sample, name: str) -> Verdict:
-        """Score a response; any error on the way to the reward function becomes a reason too.
+        """Score a response. Errors outside the reward function also become reasons.
 
         Args:
-            name: names the sample in messages.
+            name: name of the sample in messages.
         """
         with boundary(name) as item:
             return await self.score(prompt, sample)
@@ -107,7 +120,7 @@ class Scorer:
         )
 
     def _verdict(self, task: asyncio.Future[Any], prompt: Prompt, response: Response) -> Verdict:
-        """Convert the result of a finished task."""
+        """Convert the result of a finished reward task to a verdict."""
         if task.cancelled():
             return Verdict(reason="reward was cancelled")
         if (error := task.exception()) is not None:
@@ -118,51 +131,57 @@ class Scorer:
             message = text if is_reward_error else f"{type(error).__name__}: {text}{location_and_row(error)}"
             return Verdict(reason=f"reward raised {message}")
         try:
-            mark = parse_reward(task.result())
+            result = parse_reward(task.result())
         except InvalidReward as e:
             return Verdict(reason=str(e))
         verdict = self._parts.conform(
-            Verdict(mark.reward, parts=mark.parts or None, figures=mark.figures, turns=mark.turns)
+            Verdict(result.reward, parts=result.parts or None, metrics=result.metrics, turns=result.turns)
         )
         if verdict.reason is not None:
             return verdict
-        right = mark.right
+        right = result.right
         if right is None:
             right = verdict.parts is not None and next(iter(verdict.parts.values())) >= 1
         return replace(verdict, answer=self._answer(prompt, response), right=right)
 
 
 class RewardParts:
-    """Owns the names of the parts of a run's first reward; none for a plain number."""
+    """Checks the parts of rewards. Owns the part names of the run's first reward; empty for a plain number."""
 
     def __init__(self) -> None:
         self._names: list[str] | None = None
 
     def conform(self, verdict: Verdict) -> Verdict:
-        """Order the parts as in the first verdict. A verdict with other parts loses its reward."""
+        """Return the verdict with parts in the order of the first one, without a reward if the parts differ."""
         if verdict.reward is None:
             return verdict
         names = list(verdict.parts or ())
         if self._names is None:
             self._names = names
         if set(names) != set(self._names):
-            return Verdict(reason=f"reward has the parts {names}, the run's first had {self._names}")
+            return Verdict(
+                reason=f"reward has the parts {names}, expected those of the run's first reward: {self._names}"
+            )
         if verdict.parts is None:
             return verdict
         return replace(verdict, parts={name: verdict.parts[name] for name in self._names})
 
 
 def with_turn_rewards(prompt: Prompt, sample: Sample) -> Prompt:
-    """Add the environment's `turn_rewards`, if there are any, to the row that the reward function receives."""
+    """Return the prompt with the environment's `turn_rewards`, if there are any, in its row."""
     if sample.turn_rewards is None:
         return prompt
-    return replace(prompt, entry={**prompt.entry, TURNS: [mark.reward for mark in sample.turn_rewards]})
+    return replace(prompt, entry={**prompt.entry, TURNS: [result.reward for result in sample.turn_rewards]})
 
 
 def set_turn_rewards(sample: Sample, turns: Sequence[float]) -> str | None:
-    """Set the rewards of a response's turns. Returns the reason if their number is wrong."""
+    """Set the rewards of a response's turns.
+
+    Returns:
+        the reason if their number is wrong, otherwise None.
+    """
     count = sum(len(q.turns()) for q in sample.trained_sequences)
     if len(turns) != count:
-        return f"reward gave {len(turns)} {TURNS}, the response has {count} turns"
+        return f"reward returned {len(turns)} {TURNS}, expected {count}, one for each turn of the response"
     sample.turn_rewards = [TurnReward(reward) for reward in turns]
     return None

@@ -1,4 +1,4 @@
-"""Streams: runs samples from their first token to their reward, and saves their tokens meanwhile."""
+"""Streams: runs samples from their first token to their reward, and saves their tokens as they arrive."""
 
 from __future__ import annotations
 
@@ -45,10 +45,7 @@ class SampleStore(Protocol):
 
 
 class Streams:
-    """Owns the set of running samples: those inside a call of `generate`.
-
-    They run in this process, with all engines of a router.
-    """
+    """Runs samples with the engines of one router. Owns the set of running samples: those inside `generate`."""
 
     def __init__(
         self,
@@ -66,7 +63,7 @@ class Streams:
         """Create streams.
 
         Args:
-            flush_tokens: most unsaved tokens of all running samples.
+            flush_tokens: number of unsaved tokens of all running samples at which they are saved.
             stops: stops of a replayed run.
             siblings_of: see Family.siblings; None: `group_of` returns the whole group.
         """
@@ -116,7 +113,7 @@ class Streams:
 
     @contextmanager
     def growing(self, samples: Iterable[Sample]) -> Iterator[None]:
-        """Save the tokens of these samples while the context is active, whether they run on their own or not."""
+        """Save the tokens of these branches of a tree while the context is active."""
         branches = {s.sample_id: s for s in samples}
         self._branches |= branches
         for sample in branches.values():
@@ -134,7 +131,7 @@ class Streams:
         return list((self._branches | self._running).values())
 
     def keep(self, samples: Iterable[Sample]) -> None:
-        """Save samples that were forked or truncated, before they get other tokens."""
+        """Save samples that were forked or truncated. Call before they get other tokens."""
         samples = list(samples)
         for sample in samples:
             self._received.rebase(sample)
@@ -151,16 +148,19 @@ class Streams:
         """Check that tokens of this sequence will be saved.
 
         Raises:
-            GeneratorError: it belongs to no running sample; it is a copy, for example.
+            GeneratorError: it belongs to no running sample, for example because it is a copy.
         """
         sample = self._running.get(sequence.sample_id) or self._branches.get(sequence.sample_id)
         if sample is None or not any(q is sequence for q in sample.sequences[sequence.sequence :][:1]):
-            raise GeneratorError("rollout.generator called generate_turn with another sample than its own")
+            raise GeneratorError(
+                f"rollout.generator called generate_turn with a sequence of sample {sequence.sample_id} that is not "
+                "running; expected the sample that it was called with"
+            )
 
     async def generate(self, sample: Sample, prompt: Prompt) -> None:
         """Generate until the sample is terminal and saved. An interrupt parks it inside this call.
 
-        Cancel it after an interrupt only.
+        Cancel this call only after an interrupt.
         """
         self._running[sample.sample_id] = sample
         self._received.begin(sample)
@@ -193,10 +193,7 @@ class Streams:
         return await self._scorer.verdict(prompt, sample, f"{prompt_name(prompt)}, sample {sample.sample_id}")
 
     def advance(self, trained_steps: int) -> None:
-        """Report that the engines have weights of this many train steps.
-
-        Replayed samples continue to their next stop.
-        """
+        """Report the train steps in the engines' weights. Replayed samples continue to their next stop."""
         if self._stops is not None:
             self._stops.advance(trained_steps)
 
@@ -221,8 +218,8 @@ class Streams:
                 tokens, last_progress = received, loop.time()
             elif loop.time() - last_progress > stall:
                 raise RunError(
-                    f"no token for rollout.stall_timeout = {stall:g} s of samples that rollout.max_resumes = "
-                    f"{self._config.rollout.max_resumes} protects from interruption"
+                    f"no token for rollout.stall_timeout = {stall:g} s, while samples that were resumed "
+                    f"rollout.max_resumes = {self._config.rollout.max_resumes} times must not be interrupted"
                 )
             await asyncio.sleep(POLL_SECONDS)
 
@@ -232,9 +229,7 @@ class Streams:
         *,
         keep_serving: bool = False,
     ) -> list[TokenSequence]:
-        """Interrupt and save all running samples.
-
-        Afterwards none is in flight, except samples to `keep` in engines that hold them or continue.
+        """Interrupt and save all running samples. Afterwards none is in flight, except those to `keep`.
 
         Args:
             keep: see Router.interrupt.
@@ -262,7 +257,7 @@ class Streams:
         self._unsaved_tokens = 0
 
     def _on_tokens(self, sample: TokenSequence, tokens: int) -> None:
-        """Save all running samples whenever rollout.flush_tokens tokens are unsaved."""
+        """Count new tokens, and save all running samples when `flush_tokens` are unsaved."""
         if tokens:
             self._received.add(sample, tokens)
             self._spans.on_tokens(sample)
@@ -274,7 +269,7 @@ class Streams:
     def _save_soon(self, sample: TokenSequence) -> None:
         """Save a sample that waits at a stop of a replay, or whose engine failed.
 
-        The number of failures must survive this process, or the sample would be retried forever.
+        The saved failure count survives this process. Otherwise the sample could be retried forever.
         """
         # The whole sample, not only this sequence.
         self._save([self._running.get(sample.sample_id) or self._branches[sample.sample_id]])
@@ -291,7 +286,7 @@ def build_streams(
     spans: SampleSpans,
     siblings_of: Callable[[Sample], Awaitable[Sequence[Sample]]] | None = None,
 ) -> Streams:
-    """Create the streams of one of the run's workers, with the generator of the config.
+    """Create the streams of a worker, with the generator of the config.
 
     Args:
         tokenizer: required by generators with several turns.

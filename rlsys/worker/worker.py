@@ -2,9 +2,9 @@
 
     python -m rlsys.worker.worker --config RUN/config.yaml --number I --engine URL ...
 
-The rollout process, its coordinator, starts it with a socket as standard input. The worker writes tokens into
-its own segments and reports their location to the coordinator, which commits them. After kill -9 of a worker,
-unreported bytes are dropped.
+The coordinator, which is the rollout process, starts a worker with a socket as standard input. The worker writes
+tokens to its own segments and reports their location to the coordinator, which commits them. If the worker is
+killed, the coordinator drops unreported bytes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from rlsys.worker.streams import build_streams
 from rlsys.worker.worker_groups import WorkerGroups
 
 BATCH_SECONDS = 0.02
-"""Rows are batched for this long, which delays the reuse of the slot of a finished sample."""
+"""Interval at which rows are sent. It delays the reuse of a finished sample's slot."""
 STATUS_SECONDS = 0.5
 
 log = logging.getLogger("rlsys.rollout")
@@ -78,7 +78,7 @@ class WorkerParts:
 
     Args:
         tokenizer: required by generators with several turns.
-        client: creates the client of a joined engine from URL, ranks and pool.
+        client: creates the client of a joined engine from its URL, number of ranks and pool.
     """
 
     config: Config
@@ -89,13 +89,13 @@ class WorkerParts:
 
 
 class Worker(FlushScheduler):
-    """Owns the tasks of its samples, their tokens in memory, and its segments."""
+    """A rollout worker process. Owns the tasks of its samples, their tokens in memory, and its segments."""
 
     def __init__(self, parts: WorkerParts, end: Callable[[], None]) -> None:
         """Create a worker.
 
         Args:
-            end: called when the coordinator is gone.
+            end: called when the coordinator has ended.
         """
         super().__init__(
             self._write_out, BATCH_SECONDS, lambda error: self._link.send(Failure(-1, pack(error)))
@@ -157,7 +157,7 @@ class Worker(FlushScheduler):
             call.add_done_callback(self._calls.discard)
 
     async def _answer(self, call: Call) -> None:
-        """Execute a call of do_NAME, or of the router. Its exception is raised in the coordinator."""
+        """Execute a call and send its result, or the exception that the coordinator will raise."""
         result, error = b"", b""
         target, name = (
             (self, f"do_{call.name}") if hasattr(self, f"do_{call.name}") else (self._router, call.name)
@@ -174,7 +174,7 @@ class Worker(FlushScheduler):
             result = pack(outcome)
         try:
             if self._file is not None:
-                self._streams.save_unsaved()  # engines that serve on may have sent tokens that the status counts
+                self._streams.save_unsaved()  # the status counts tokens that arrived during the call
             self.flush()
         except RlsysError as e:  # a full disk: without an answer the coordinator would wait forever
             error = pack(e)
@@ -184,11 +184,12 @@ class Worker(FlushScheduler):
     async def do_begin(
         self, writer: str, version: int, opened: bool, joined_engines: list[JoinedEngine], trained_steps: int
     ) -> tuple[list[str], bool, Limits]:
-        """Start to write segments as `writer` and to serve samples.
+        """Start to serve samples.
 
         Args:
+            writer: name for this worker's segments.
             version: expected weight version of the engines; 0: unknown.
-            opened: samples may go to engines.
+            opened: whether samples may go to engines.
             joined_engines: engines to add.
             trained_steps: train steps that the weights contain.
 
@@ -211,7 +212,14 @@ class Worker(FlushScheduler):
     async def do_interrupt(
         self, keep: frozenset[int] | None, keep_serving: bool, wait_for_max_resumes: bool
     ) -> list[tuple[int, int]]:
-        """Interrupt as Streams.interrupt. Returns (sample id, sequence) of the sequences that were parked."""
+        """Interrupt all samples, see Streams.interrupt.
+
+        Args:
+            keep: ids of the samples to keep; None: keep none.
+
+        Returns:
+            (sample id, sequence) of the sequences that were parked.
+        """
         keep_sample = None if keep is None else lambda sample: sample.sample_id in keep
         if wait_for_max_resumes:
             await self._streams.wait_until_interruptible()
@@ -235,7 +243,7 @@ class Worker(FlushScheduler):
     # Samples
 
     async def _run(self, sample: Sample, prompt: Prompt, tree_samples: int) -> None:
-        if self._cancelling:  # it may be one of these samples, or of their group
+        if self._cancelling:  # an earlier task of this sample or of its group may still be ending
             await asyncio.wait(set(self._cancelling))
         with SegmentReader(self._folder) as reader:
             sample = reader.load(sample)
@@ -281,7 +289,7 @@ class Worker(FlushScheduler):
             self._rows.append(sample_row(sample, not self._streams.runs(sample), first, later))
 
     def _write_new(self, file: SegmentFile, sequence: TokenSequence) -> NewTokens:
-        """Append the unsaved part of a sequence to the file."""
+        """Append the unsaved part of a sequence to the file, and return the location of its new tokens."""
         lengths = self._stored_lengths[sequence.sample_id]
         if sequence.sequence == len(lengths):
             lengths.append(StoredLengths())
@@ -310,10 +318,15 @@ class Worker(FlushScheduler):
 
 
 async def serve(config: Config, number: int, urls: list[str], end: socket.socket) -> None:
-    """Run a worker until the coordinator is gone.
+    """Run a worker until the coordinator ends.
+
+    Args:
+        number: index of the worker, from 0.
+        urls: all engines of the run; the worker uses each `rollout.workers`-th from `number` on.
+        end: the worker's end of the socket pair.
 
     Raises:
-        UserError: the config is invalid, as in the coordinator.
+        UserError: the config is invalid.
     """
     raise_descriptors(most_slots(config), "rollout worker: over_provision x groups_per_step x group_size")
     owner, _ = owner_of_process(config.run.dir)
@@ -332,10 +345,10 @@ async def serve(config: Config, number: int, urls: list[str], end: socket.socket
         ]
         router = build_router(config, engines, tokenizer)
 
-        def joiner(url: str, tp: int, pool: str | None) -> EngineClient:
+        def create_client(url: str, tp: int, pool: str | None) -> EngineClient:
             return client(url, engine_identity(owner, url), tp=tp, pool=pool)
 
-        parts = WorkerParts(config, router, scorer, tokenizer, joiner)
+        parts = WorkerParts(config, router, scorer, tokenizer, create_client)
 
         def in_flight() -> str:
             return f"data.reward = {config.data.reward_name} in flight for {len(scorer.scoring)} prompts"
@@ -345,13 +358,16 @@ async def serve(config: Config, number: int, urls: list[str], end: socket.socket
 
 
 def exit_now() -> None:
-    """Exit without cleanup: the coordinator is gone, and unreported state is never needed."""
+    """Exit without cleanup. Called when the coordinator has ended: unreported state is never needed."""
     logging.shutdown()
     os._exit(0)
 
 
 def standard_input() -> socket.socket:
-    """Return the coordinator's socket, and ignore signals: only the coordinator stops a worker."""
+    """Return the coordinator's socket, which is standard input.
+
+    Also ignore SIGTERM and SIGINT, because only the coordinator stops a worker.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     return socket.socket(fileno=os.dup(sys.stdin.fileno()))
@@ -360,8 +376,16 @@ def standard_input() -> socket.socket:
 def main() -> None:
     parser = argparse.ArgumentParser(description="A rollout worker of a run; started by its rollout process.")
     parser.add_argument("--config", type=Path, required=True, help="resolved config of the run")
-    parser.add_argument("--number", type=int, required=True, help="from 0 to rollout.workers - 1")
-    parser.add_argument("--engine", action="append", required=True, metavar="URL", help="all of the run's")
+    parser.add_argument(
+        "--number", type=int, required=True, help="index of the worker, from 0 to rollout.workers - 1"
+    )
+    parser.add_argument(
+        "--engine",
+        action="append",
+        required=True,
+        metavar="URL",
+        help="an engine; repeat for all engines of the run",
+    )
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 

@@ -1,4 +1,4 @@
-"""Calls of several workers at once, some of which may die meanwhile."""
+"""Concurrent calls of several workers, some of which may die meanwhile."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 class WorkerGone(PinLost):
-    """Raised when a rollout worker died during a call."""
+    """Raised when a rollout worker dies during a call."""
 
 
 async def call_each(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Wait for calls of all workers, and return the results of those that did not die meanwhile.
+    """Wait for the calls of all workers, and return the results of workers that did not die meanwhile.
 
-    The call of an only worker is awaited directly: it takes effect at once.
+    A single call is awaited directly, so that it starts at once and not in the next iteration of the event loop.
     """
     if len(calls) == 1:
         try:

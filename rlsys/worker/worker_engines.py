@@ -13,7 +13,7 @@ from rlsys.core.types import Segment
 from rlsys.core.weight_updates import Canary, EngineAddress
 from rlsys.engine.client import EngineClient
 from rlsys.engine_requests import Limits
-from rlsys.router.push import begin_when_ready, merge_push_metrics, raise_if_hopeless
+from rlsys.router.push import begin_when_ready, merge_push_metrics, raise_if_all_quarantined
 from rlsys.router.response_handler import with_cache_shares
 from rlsys.worker.direct_worker import DirectWorker
 from rlsys.worker.link import JoinedEngine, WorkerStatus
@@ -31,7 +31,10 @@ EXPORTED_COUNTS = (
 
 
 class WorkerEngines:
-    """Owns the gate, the pin, the assignment of joined engines to workers, and the counts of dead workers."""
+    """The engines of all workers.
+
+    Owns the gate, the pin, the assignment of joined engines to workers, and the counts of dead workers.
+    """
 
     def __init__(self, config: Config, workers: Sequence[RolloutWorker]) -> None:
         self._timeout_s = config.start_seconds
@@ -44,25 +47,25 @@ class WorkerEngines:
         self._worker_of: dict[str, RolloutWorker] = {}
         """URL -> the worker of an engine that joined or was evicted; it returns to the same one."""
         self._joined_engines: dict[str, JoinedEngine] = {}
-        """URL -> an engine that joined. Those of the launch are on the workers' command lines."""
+        """URL -> an engine that joined. Engines of the launch are on the workers' command lines."""
         self._rolling = False
-        """Whether a rolling push is under way; a worker whose engines are all updated does not know."""
+        """Whether a rolling push is under way. A worker whose engines are all updated reports that none is."""
         self._pin: RolloutWorker | None = None
         self.open = False
-        """Whether samples may go to engines: not between an interrupt and the next `resume`."""
+        """Whether samples may go to engines. False between an interrupt and the next `resume`."""
         self.trained_steps = -1
-        """Train steps that the engines' weights contain, for samples that are replayed."""
+        """Train steps contained in the engines' weights, for replayed samples."""
 
     @property
     def limits(self) -> Limits:
         """See Router.limits, equal in all workers."""
         return self._workers[0].limits
 
-    def on_worker_death(self, worker: RolloutWorker, figures: WorkerStatus, reported_tokens: int) -> None:
-        """Add the last status of a dead worker and the tokens of samples that it reported to the totals."""
-        self._dead_counts.update(figures.counts)
-        self._dead_generated.update(figures.generated)
-        for source, (cached, prefilled) in figures.prefills.items():
+    def on_worker_death(self, worker: RolloutWorker, status: WorkerStatus, reported_tokens: int) -> None:
+        """Add the last status of a dead worker, and the number of tokens that it reported, to the totals."""
+        self._dead_counts.update(status.counts)
+        self._dead_generated.update(status.generated)
+        for source, (cached, prefilled) in status.prefills.items():
             self._dead_prefills.update({(source, 0): cached, (source, 1): prefilled})
         self._dead_reported_tokens += reported_tokens
         if self._pin is worker:
@@ -80,7 +83,7 @@ class WorkerEngines:
         return [engine for url, engine in self._joined_engines.items() if self._worker_of[url] is worker]
 
     async def call_all(self, call: str, **arguments: Any) -> list[Any]:
-        """Call all workers. A worker that dies meanwhile returns no result: none of its samples is in flight."""
+        """Call all workers, and return the results of those that did not die meanwhile."""
         return await call_each([w.call(call, **arguments) for w in self._workers])
 
     def resume(self) -> None:
@@ -102,13 +105,13 @@ class WorkerEngines:
     def next_members(self, at_most: int) -> list[str]:
         """See Router.next_members."""
         workers = [w for w in self._workers if w.status.is_rolling or not self._rolling]
-        rows = zip_longest(*(w.status.before_roll for w in workers))  # round robin over workers
+        rows = zip_longest(*(w.status.next_members for w in workers))  # round robin over workers
         return [url for row in rows for url in row if url is not None][:at_most]
 
     async def begin_push(
         self, version: int, *, only_stale: bool = False, members: Collection[str] = ()
     ) -> list[EngineAddress]:
-        """See Router.begin_push. Every worker takes part in each round, even without engines of the round.
+        """See Router.begin_push. Every worker takes part in each round, even if none of its engines does.
 
         Raises:
             RunError: no worker had an engine ready within engine.start_timeout, or every engine is quarantined.
@@ -118,7 +121,7 @@ class WorkerEngines:
             answers = await self.call_all(
                 "begin_push", version=version, only_stale=only_stale, members=tuple(members)
             )
-            return [e for of_worker in answers for e in of_worker]
+            return [e for addresses in answers for e in addresses]
 
         if only_stale or members:
             return await begin()
@@ -129,7 +132,7 @@ class WorkerEngines:
         version: int,
         canaries: list[Canary],
         checksums: Sequence[dict[str, str]] = (),
-        left_out: Mapping[str, str] = {},
+        excluded: Mapping[str, str] = {},
     ) -> dict[str, float]:
         """See Router.end_push.
 
@@ -137,33 +140,33 @@ class WorkerEngines:
             RunError: every engine is quarantined.
         """
         pushes = await self.call_all(
-            "end_push", version=version, canaries=canaries, checksums=checksums, left_out=left_out
+            "end_push", version=version, canaries=canaries, checksums=checksums, excluded=excluded
         )
-        raise_if_hopeless(self, version)
+        raise_if_all_quarantined(self, version)
         metrics: dict[str, float] = pushes[0] if len(pushes) == 1 else merge_push_metrics(pushes)
         self._rolling = bool(metrics["push_left"])
         return metrics
 
     @property
-    def hopeless(self) -> bool:
+    def all_quarantined(self) -> bool:
         """Whether every worker has engines, and all are quarantined."""
-        return all(w.status.hopeless for w in self._workers)
+        return all(w.status.all_quarantined for w in self._workers)
 
     def add_engine(self, client: EngineClient) -> None:
-        """See Router.add_engine. It is added to the worker with the fewest engines."""
+        """See Router.add_engine. A new engine is assigned to the worker with the fewest engines."""
         url = client.url
-        home = self._worker_of.get(url) or min(self._workers, key=lambda w: len(self._engines_of(w)))
-        home.add_engine(client)
-        if url not in home.launch_engines:
+        worker = self._worker_of.get(url) or min(self._workers, key=lambda w: len(self._engines_of(w)))
+        worker.add_engine(client)
+        if url not in worker.launch_engines:
             self._joined_engines[url] = url, client.tp, client.pool
-        self._worker_of[url] = home
+        self._worker_of[url] = worker
 
     async def evict_engine(self, url: str) -> None:
         """See Router.evict_engine."""
-        home = next((w for w in self._workers if url in self._engines_of(w)), None)
-        if home is not None:
-            self._worker_of[url] = home
-            await call_each([home.call("evict_engine", url=url)])
+        worker = next((w for w in self._workers if url in self._engines_of(w)), None)
+        if worker is not None:
+            self._worker_of[url] = worker
+            await call_each([worker.call("evict_engine", url=url)])
             self._joined_engines.pop(url, None)
 
     def _engines_of(self, worker: RolloutWorker) -> list[str]:
@@ -193,9 +196,9 @@ class WorkerEngines:
         return totals
 
     def counts_at_save(self) -> tuple[int, int]:
-        """Return received and reported tokens as of each worker's last save of all samples.
+        """Return the received and the reported tokens as of each worker's last save of all samples.
 
-        They must be equal.
+        The two numbers must be equal.
         """
         pairs = [
             (self._dead_reported_tokens, self._dead_reported_tokens),
@@ -203,8 +206,8 @@ class WorkerEngines:
         ]
         return sum(received for received, _ in pairs), sum(reported for _, reported in pairs)
 
-    def engine_figures(self) -> dict[str, dict[str, object]]:
-        """See Router.engine_figures; up to half a second old."""
+    def engine_metrics(self) -> dict[str, dict[str, object]]:
+        """See Router.engine_metrics; up to half a second old."""
         return {url: metrics for w in self._workers for url, metrics in w.status.engines.items()}
 
     def stats(self) -> dict[str, float]:
@@ -262,7 +265,7 @@ class WorkerEngines:
         return logprobs
 
     async def _call_any(self, worker: RolloutWorker | None, call: str, **arguments: Any) -> Any:
-        """Call one worker, or another one if it dies."""
+        """Call `worker`; without one the least busy worker, and another one if it dies."""
         while True:
             target = worker or min(self._workers, key=lambda w: (not w.serving, w.pending_calls))
             try:
@@ -272,7 +275,7 @@ class WorkerEngines:
                     raise
 
     def pin(self) -> bool:
-        """See Router.pin. It chooses a worker with two serving engines."""
+        """See Router.pin. The engine belongs to the worker with the most serving engines."""
         if self._pin is not None:
             return False
         by_size = sorted(self._workers, key=lambda w: -w.serving)

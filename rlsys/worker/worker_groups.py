@@ -19,7 +19,7 @@ class _LocalGroup:
 
 
 class WorkerGroups:
-    """Owns the groups of the samples in this worker."""
+    """The groups of the samples in this worker, which it owns."""
 
     def __init__(self) -> None:
         self._groups: dict[int, _LocalGroup] = {}
@@ -40,11 +40,15 @@ class WorkerGroups:
             del self._groups[sample.group_id]
 
     def group_of(self, sample: TokenSequence) -> SampleGroup:
-        """Return the group with its samples in this worker: all that are not done."""
+        """Return the sample's group with those of its samples that run in this worker."""
         return self._groups[sample.group_id].group
 
     async def complete(self, sample: Sample) -> Sequence[Sample]:
-        """Wait for the group's samples and return them in order; empty if no tree is to be grown."""
+        """Wait until all samples of the sample's tree are in this worker, and return them by index.
+
+        Returns:
+            an empty sequence if the samples form no tree.
+        """
         entry = self._groups[sample.group_id]
         await entry.complete.wait()
         samples = entry.group.samples

@@ -17,10 +17,12 @@ from rlsys.worker.link import Call, CallResult, Link, SampleMessage, ToCoordinat
 from rlsys.worker.worker_calls import WorkerGone
 
 START_SECONDS = 120.0
-"""Time limit of a start, which consists mostly of imports."""
+"""Time limit of a start, most of which is imports."""
+
 END_SECONDS = 5.0
-"""Time limit from the end of its link to that of the process."""
-_PRESENT = ("in_flight", "waiting", "_serving", "weight_version")
+"""Time limit from the end of a process's link to the end of the process."""
+
+_GAUGE_SUFFIXES = ("in_flight", "waiting", "_serving", "weight_version")
 """Suffixes of the router's counts that are current values and not totals."""
 
 
@@ -33,11 +35,12 @@ class WorkerProcess:
         command: Sequence[str],
         on_samples: Callable[[list[SampleMessage]], None],
     ) -> None:
-        """Create a worker that is not started.
+        """Create a worker without starting it.
 
         Args:
-            command: receives a socket as its standard input.
-            on_samples: called with its messages about samples.
+            number: index of the worker, from 0.
+            command: starts the process; its standard input is a socket.
+            on_samples: called with messages about samples.
         """
         self.name = f"rollout worker {number}"
         self._command = command
@@ -49,30 +52,34 @@ class WorkerProcess:
         self._up = asyncio.Event()
         self._down = asyncio.Event()
         self.error: str | None = None
-        """Why there will be no further process."""
+        """Error for which the process will not be restarted."""
         self.writer = ""
         """Writer name of its segments."""
         self.status = WorkerStatus()
         self.counts_at_save = (0, 0)
-        """Received and reported tokens of samples as of its last save of all samples."""
+        """Numbers of received and of reported tokens as of the last save of all samples."""
         self.launch_engines: list[str] = []
-        """URLs of the engines that it started with."""
+        """URLs of the engines on its command line."""
         self.grows_trees = False
         """Whether its generator generates all responses of a group together."""
         self.limits: Limits
         """Limits of prompts in its router."""
         self.reported_tokens = 0
-        """Tokens of samples that this process has reported."""
+        """Number of sampled tokens that this process has reported."""
         self.deaths = 0
-        """Deaths in a row without a token or a reward."""
+        """Consecutive deaths without a token or a reward in between."""
         self.last_message_at = 0.0
         """Time of its last message on the monotonic clock."""
 
     async def start(self, writer: str, **state: Any) -> None:
-        """Start the process. `state`: further arguments of Worker.do_begin.
+        """Start the process.
+
+        Args:
+            writer: name for its segments.
+            **state: other arguments of Worker.do_begin.
 
         Raises:
-            RunError: it did not start in time.
+            RunError: the process did not start within START_SECONDS.
         """
         self.writer, self.reported_tokens, self.last_message_at = writer, 0, time.monotonic()
         own_end, worker_end = socket.socketpair()
@@ -105,7 +112,7 @@ class WorkerProcess:
 
     @property
     def serving(self) -> int:
-        """Number of its serving engines."""
+        """Number of serving engines."""
         return int(self.status.counts.get("engines_serving", 0))
 
     @property
@@ -115,12 +122,12 @@ class WorkerProcess:
 
     def take_status(self) -> WorkerStatus:
         """Return the status of a dead process and reset it: the next process counts from 0."""
-        figures, self.counts_at_save = self.status, (0, 0)
-        self.status = WorkerStatus(states=figures.states)
-        return figures
+        status, self.counts_at_save = self.status, (0, 0)
+        self.status = WorkerStatus(states=status.states)
+        return status
 
     def send(self, message: Any) -> None:
-        """Send a message. Ignored without a running process: samples are sent again after its start."""
+        """Send a message. It is dropped without a running process: samples are sent again after its start."""
         if self._link is not None and self._up.is_set():
             self._link.send(message)
 
@@ -128,8 +135,8 @@ class WorkerProcess:
         """Call a method of the worker, after its process has started.
 
         Raises:
-            RunError: see `give_up`.
-            WorkerGone: it died.
+            RunError: the process will not be restarted.
+            WorkerGone: the process died.
             Exception: the exception of the method.
         """
         await self._up.wait()
@@ -137,8 +144,8 @@ class WorkerProcess:
             raise RunError(self.error)
         return await self._request(name, arguments)
 
-    def give_up(self, error: str) -> None:
-        """Let every call raise this error: there will be no further process."""
+    def fail_all(self, error: str) -> None:
+        """Raise this error in every call: the process will not be restarted."""
         self.error = self.error or error
         self._up.set()
 
@@ -155,7 +162,7 @@ class WorkerProcess:
             self._calls.pop(number, None)
 
     def _on_messages(self, messages: list[ToCoordinator]) -> None:
-        """Handle messages in order: a result refers to the messages before it."""
+        """Handle messages in order: the result of a call takes effect after the messages before it."""
         self.last_message_at = time.monotonic()
         samples: list[SampleMessage] = []
         for message in messages:
@@ -186,9 +193,9 @@ class WorkerProcess:
             answer.set_result(unpack(message.result))
 
     def _on_link_lost(self) -> None:
-        """Reset the counts to what was reported. All messages have been handled; unreported tokens do not exist."""
+        """Reset the counts to the reported tokens: the unreported ones are lost with the process."""
         self._link = None
-        counts = {k: v for k, v in self.status.counts.items() if not k.endswith(_PRESENT)}
+        counts = {k: v for k, v in self.status.counts.items() if not k.endswith(_GAUGE_SUFFIXES)}
         counts["received_tokens"] = counts.get("evaluation_tokens", 0) + self.reported_tokens
         states = dict.fromkeys(self.status.states, "its rollout worker is gone")
         self.status = WorkerStatus(counts, self.status.prefills, states, generated=self.status.generated)
@@ -205,7 +212,7 @@ class WorkerProcess:
                 self._process.kill()
 
     async def reap(self) -> int:
-        """Wait for the process to end, and kill it if necessary. Returns its exit code."""
+        """Wait for the process to end, kill it after END_SECONDS, and return its exit code."""
         assert self._process is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):

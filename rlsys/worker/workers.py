@@ -1,7 +1,7 @@
 """Workers: the rollout workers of a run, as their coordinator uses them.
 
-worker_engines.py has their engines. Each worker has engines of its own, and runs all samples of a group. An only
-worker is called directly, in the coordinator's loop (direct_worker.py); several are processes (remote_worker.py).
+Each worker has its own engines (worker_engines.py) and runs all samples of a group. A single worker is called
+directly in the coordinator's event loop (direct_worker.py); several workers are processes (remote_worker.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlsys.worker.worker_engines import RolloutWorker, WorkerEngines
 
 
 class Workers:
-    """Owns the rollout workers, and the names of the parts of the run's first reward."""
+    """Owns the rollout workers and the part names of the run's first reward."""
 
     def __init__(self, config: Config, workers: Sequence[RolloutWorker]) -> None:
         self.workers = workers
@@ -40,7 +40,7 @@ class Workers:
         """Start all workers.
 
         Raises:
-            RunError: one did not start.
+            RunError: a worker did not start.
         """
         engines = self.engines
         await call_each(
@@ -51,13 +51,13 @@ class Workers:
         )
 
     def attach(self, buffer: RolloutBuffer, commits: CommitScheduler, spans: SampleSpans) -> None:
-        """Set the objects that save samples and record their spans. Call before the first sample."""
+        """Set the objects that save samples and trace them. Call before the first sample."""
         self._on_failure = lambda error: commits.on_failure(error)
         for worker in self.workers:
             worker.attach(buffer, commits, spans)
 
     def watches(self) -> list[Coroutine[Any, Any, None]]:
-        """Return one endless task for each worker: it watches the engines or the process."""
+        """Return one endless coroutine per worker, which watches its engines or its process."""
         return [w.watch() for w in self.workers]
 
     async def close(self) -> None:
@@ -65,10 +65,10 @@ class Workers:
         await call_each([w.close() for w in self.workers])
 
     def _fail(self, error: BaseException) -> None:
-        """Fail the run: a worker cannot be started, or fails."""
+        """Fail the run, because a worker failed or cannot be started."""
         text = error_text(error)
         for worker in self.workers:
-            worker.give_up(text)
+            worker.fail_all(text)
         self._on_failure(RunError(text))
 
     # Samples: see Streams
@@ -79,7 +79,7 @@ class Workers:
 
     @property
     def gang_start(self) -> bool:
-        """Whether all samples of a group must start at the same time: a tree is grown in one worker."""
+        """Whether all samples of a group must start together, because a worker grows them as a tree."""
         return any(w.grows_trees for w in self.workers)
 
     def _worker_for(self, sample: Sample) -> RolloutWorker:
@@ -108,7 +108,7 @@ class Workers:
                 for w in self.workers
             ]
         )
-        return [sequence for of_worker in parked for sequence in of_worker]
+        return [sequence for sequences in parked for sequence in sequences]
 
     def advance(self, trained_steps: int) -> None:
         """See Streams.advance."""
@@ -126,7 +126,7 @@ class Workers:
 def direct_workers(
     config: Config, router: Router, scorer: Scorer, tokenizer: Tokenizer | None = None
 ) -> Workers:
-    """Return the only worker of a run, in this process.
+    """Create a single worker in this process.
 
     Args:
         tokenizer: required by generators with several turns.
@@ -135,12 +135,12 @@ def direct_workers(
 
 
 def remote_workers(config: Config, commands: Sequence[Sequence[str]]) -> Workers:
-    """Return workers that are processes. `commands` start them."""
+    """Create workers in their own processes. `commands`: one per worker."""
     return Workers(config, [RemoteWorker(config, i, command) for i, command in enumerate(commands)])
 
 
 def worker_commands(config: Config, urls: Sequence[str]) -> list[list[str]]:
-    """Return the commands that start the workers of a run. `urls`: all engines."""
+    """Return the commands that start the workers of a run. `urls`: all engines of the run."""
     engines = [argument for url in urls for argument in ("--engine", url)]
     module = module_command("rlsys.worker.worker", "--config", str(config.run.dir / CONFIG_FILE))
     return [[*module, "--number", str(i), *engines] for i in range(config.rollout.workers)]

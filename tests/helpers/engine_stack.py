@@ -19,7 +19,7 @@ from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
-from rlsys.router.push import raise_if_hopeless
+from rlsys.router.push import raise_if_all_quarantined
 from rlsys.router.router import Router
 from rlsys.segments.records import SegmentReader
 from rlsys.segments.route_records import load_with_routes
@@ -123,7 +123,7 @@ class Stack:
         self.bytes_sent = await asyncio.to_thread(self.sync.push, named_tensors, ticket)
         claimed = canaries(seed if claimed_seed is None else claimed_seed)
         metrics = await self.router.end_push(version, claimed, checksums.digests())
-        raise_if_hopeless(self.router, version)
+        raise_if_all_quarantined(self.router, version)
         self.router.resume()
         return version, metrics
 

@@ -195,9 +195,9 @@ class TrainerRole:
         while pending:
             ticket = await self._command("begin_push", BeginPushRequest(), WeightUpdate)
             send_errors = await asyncio.gather(*(self._send(e, weights) for e in ticket.engines))
-            left_out = {e.url: why for e, why in zip(ticket.engines, send_errors, strict=True) if why}
+            excluded = {e.url: why for e, why in zip(ticket.engines, send_errors, strict=True) if why}
             canaries = [Canary(ids, canary_logprobs(ids, weights)) for ids in ticket.canaries]
-            request = EndPushRequest(ticket, canaries, [checksums(weights)], left_out)
+            request = EndPushRequest(ticket, canaries, [checksums(weights)], excluded)
             metrics = await self._command("end_push", request, dict[str, float])
             pending = bool(metrics["push_left"])
 

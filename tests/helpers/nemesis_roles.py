@@ -201,10 +201,10 @@ class Trainer:
         while pending:
             ticket = self._rollout.begin_push()
             send_errors = {address.url: self._send(address) for address in ticket.engines}
-            left_out = {url: why for url, why in send_errors.items() if why}
+            excluded = {url: why for url, why in send_errors.items() if why}
             canaries = [Canary(ids, canary_logprobs(ids, self._weights)) for ids in ticket.canaries]
             sums = [checksums(self._weights)]
-            pending = bool(self._rollout.end_push(ticket, canaries, sums, left_out)["push_left"])
+            pending = bool(self._rollout.end_push(ticket, canaries, sums, excluded)["push_left"])
 
     def _send(self, address: EngineAddress) -> str:
         """Why the engine is left out, as by rlsys.weights.receivers; empty when it has all."""

@@ -14,7 +14,7 @@ from rlsys.core.weight_updates import Canary
 from rlsys.engine.client import EngineClient
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
-from rlsys.router.push import begin_when_ready, raise_if_hopeless
+from rlsys.router.push import begin_when_ready, raise_if_all_quarantined
 from rlsys.router.router import Router
 from tests.helpers.scripted_engine import (
     EOS,
@@ -40,7 +40,7 @@ class Rig:
         push_timeout_s: float = 60.0,
         context: int = 200,
         interruption: Interruption = "abort",
-        reads_again: bool = False,
+        recompute_prefix: bool = False,
         bounds: Bounds = Bounds(1e-6, 1e-4),  # noqa: B008 - frozen
         identity: Identity = ANONYMOUS,
         **options: Any,
@@ -56,7 +56,7 @@ class Rig:
             routes=True,
             push_timeout_s=push_timeout_s,
             interruption=interruption,
-            reads_again=reads_again,
+            recompute_prefix=recompute_prefix,
             **options,
         )
         self._timeout_s = push_timeout_s
@@ -74,10 +74,10 @@ class Rig:
         wrong: tuple[str, ...] = (),
         sums: dict[str, str] | None = None,
         off: float = 0.0,
-        left_out: Mapping[str, str] = {},
+        excluded: Mapping[str, str] = {},
     ) -> dict[str, float]:
         """`sums`: the checksums that the trainer expects of every engine. `off`: added to its canaries' log-probs.
-        `left_out`: engines that get no tensors, and why."""
+        `excluded`: engines that get no tensors, and why."""
         self.version += not only_stale
         begin = partial(self.router.begin_push, self.version, only_stale=only_stale)
         if only_stale:
@@ -85,14 +85,14 @@ class Rig:
         else:
             addresses = await begin_when_ready(begin, self.router, self.version, self._timeout_s)
         for address in addresses:
-            if address.url in left_out:
+            if address.url in excluded:
                 continue
             next(e for e in self.engines if e.url == address.url).load(
                 self.version + (50 if address.url in wrong else 0)
             )
         canary = Canary(CANARY_IDS, [lp + off for lp in canary_logprobs(CANARY_IDS, self.version)])
-        metrics = await self.router.end_push(self.version, [canary], [sums] if sums else [], left_out)
-        raise_if_hopeless(self.router, self.version)
+        metrics = await self.router.end_push(self.version, [canary], [sums] if sums else [], excluded)
+        raise_if_all_quarantined(self.router, self.version)
         self.router.resume()
         return metrics
 

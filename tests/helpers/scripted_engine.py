@@ -22,7 +22,7 @@ import aiohttp
 import numpy as np
 from aiohttp.client_reqrep import ConnectionKey
 
-from rlsys.engine.hooks.peer_weights import GIVE, TAKE
+from rlsys.engine.hooks.peer_weights import READ_LOADER, WRITE_LOADER
 from rlsys.engine.hooks.route_writer import RouteWriter
 from rlsys.segments.route_records import ROUTES_PARAM
 
@@ -213,11 +213,11 @@ class ScriptedEngine:
         assert pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])) == []
         if self._passed is None or not self.update_open:
             return 400, json.dumps({"success": False, "message": "refused"})
-        if body["load_format"] == GIVE:
+        if body["load_format"] == WRITE_LOADER:
             assert self.paused or not self.requests, "it would wait for its requests"
             self._passed.append(self.weights)
         elif self._passed:
-            assert body["load_format"] == TAKE and not any(r.running for r in self.requests.values())
+            assert body["load_format"] == READ_LOADER and not any(r.running for r in self.requests.values())
             self.weights = self._passed.pop()
         return 200, json.dumps({"success": True, "message": "Success"})
 

@@ -53,7 +53,7 @@ class ScriptedRouter:
         self.most_in_flight = 0
         self.lost = 0
         self.received = self.resumes = 0
-        self.is_rolling = self.hopeless = False
+        self.is_rolling = self.all_quarantined = False
         self.check_sample: Callable[[Sample], None] = lambda sample: None
         self.on_tokens: Callable[[Sample, int], None] = lambda sample, tokens: None
         self.priority: Callable[[Sample], tuple[int, ...]] = lambda sample: (sample.sample_id,)
@@ -145,7 +145,7 @@ class ScriptedRouter:
         version: int,
         canaries: list[Canary],
         checksums: Sequence[dict[str, str]] = (),
-        left_out: Mapping[str, str] = {},
+        excluded: Mapping[str, str] = {},
     ) -> dict[str, float]:
         self.calls.append(f"end {version}")
         self.version = version
@@ -197,7 +197,7 @@ class ScriptedRouter:
             "lost": self.lost, "evaluation_tokens": 0, "engines_serving": 1, "engine_deaths": 0,
         }  # fmt: skip
 
-    def engine_figures(self) -> dict[str, dict[str, object]]:
+    def engine_metrics(self) -> dict[str, dict[str, object]]:
         return {URL: {"state": f"version {self.version}", "serving": True, "requests": 0, "tokens": 0}}
 
     def engine_states(self) -> dict[str, str]:

@@ -67,10 +67,10 @@ async def test_long_responses_leave_the_engine_that_is_bad_at_writing_and_long_p
             async with asyncio.timeout(60):
                 while any(
                     told["prefill_tokens_per_s"] is None or told["decode_tokens_per_s"] is None
-                    for told in router.engine_figures().values()
+                    for told in router.engine_metrics().values()
                 ):
                     await asyncio.sleep(0.05)
-            figures = router.engine_figures()
+            figures = router.engine_metrics()
             after = await placed(100)
             watch.cancel()
             with suppress(asyncio.CancelledError):

@@ -22,7 +22,7 @@ from rlsys.core.weight_updates import EngineAddress, WeightUpdate
 from rlsys.engine.client import EngineClient
 from rlsys.router.attest import Bounds
 from rlsys.router.dispatch import Interruption
-from rlsys.router.push import raise_if_hopeless
+from rlsys.router.push import raise_if_all_quarantined
 from rlsys.segments.records import SegmentReader
 from rlsys.segments.route_records import load_with_routes
 from rlsys.weights.checksums import EngineChecksums
@@ -301,7 +301,7 @@ async def test_no_faulty_push_is_attested(engine_config: Config, engine: str) ->
                 await asyncio.to_thread(s.sync.push, got.items(), ticket)
                 try:
                     await s.router.end_push(version, [], sums.digests())
-                    raise_if_hopeless(s.router, version)
+                    raise_if_all_quarantined(s.router, version)
                 except RunError as e:
                     assert got is sent and "holds other values" in str(e)
                     break

@@ -39,7 +39,7 @@ async def test_a_second_trainer_with_an_old_ticket_is_refused(
             asyncio.to_thread(stale.push, tensors(2), first),
             asyncio.to_thread(s.sync.push, checksums.watch(tensors(1)), second),
         )
-        assert "is over: a later push has begun" in stale.excluded[engine]
+        assert "was superseded: a newer push has begun" in stale.excluded[engine]
         assert not s.sync.excluded
         metrics = await router.end_push(902, canaries(1), checksums.digests())
         assert (metrics["push_tensors_equal"], metrics["push_tensors_unknown"]) == (ENGINE_TENSORS, 0)

@@ -71,7 +71,7 @@ async def test_engines_of_one_and_of_two_ranks_take_the_same_push(
             ]
             router = Router(
                 clients, vocab_size=128, context_length=512, stop_ids=(), bounds=Bounds.of(config),
-                kinds=config.engine,
+                engine_config=config.engine,
             )  # fmt: skip
             sync, hf = transport_of(config), HFConfig.read(config.model.path)
             watch = asyncio.create_task(router.watch())

@@ -56,7 +56,7 @@ async def test_two_engines_take_pushes_through_a_chain(
             ]  # fmt: skip
             router = Router(
                 clients, vocab_size=128, context_length=512, stop_ids=(), bounds=Bounds.of(engine_config),
-                kinds=kinds,
+                engine_config=kinds,
             )  # fmt: skip
             sync = GatheredPush(engine_config, plan=PushPlan({}, group=False, chains=kinds.chains))
             hf = HFConfig.read(engine_config.model.path)

@@ -141,7 +141,7 @@ async def test_one_engine_generates_while_the_other_takes_weights(
                 nonlocal idle
                 while True:
                     await asyncio.sleep(0.001)
-                    figures = run.router.engine_figures().values()
+                    figures = run.router.engine_metrics().values()
                     idle += pushing and not any(f["serving"] and f["requests"] for f in figures)
 
             watch = asyncio.create_task(look())

@@ -827,7 +827,9 @@ def test_verls_partial_rollouts_are_over_provisioned(
     ignored = "+async_training.partial_rollout=True +algorithm.filter_groups.enable=True"
     made = run("verl", f"{command} {ignored}", capsys, out="ignored.yaml")
     assert made.code == 0 and field(made.config, "algo.planners") is None
-    assert "filter_groups.enable = True: recipe.partial_rollout.main_ppo reads no such setting" in made.said
+    assert (
+        "filter_groups.enable = True: recipe.partial_rollout.main_ppo does not read this setting" in made.said
+    )
 
 
 @pytest.mark.parametrize(

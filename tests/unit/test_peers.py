@@ -89,9 +89,7 @@ def test_questions_come_after_the_system_prompt_and_a_rubric_has_to_be_there(own
     with pytest.raises(UserError, match="has no rubric with functions"):
         Rewards(config)
     wrong = config.model_copy(update={"data": replace_source(config)})
-    with pytest.raises(
-        UserError, match=r"rubric of data\.source = environment; here they are single_turn and jsonl"
-    ):
+    with pytest.raises(UserError, match=r"or data\.source = environment, but they are single_turn and jsonl"):
         Rewards(wrong)
 
 

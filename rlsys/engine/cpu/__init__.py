@@ -1,1 +1,1 @@
-"""SGLang on a CPU: the platform plug-in, and plain torch in the place of its kernels."""
+"""SGLang on a CPU: the platform plug-in, and replacements of its kernels in plain torch."""

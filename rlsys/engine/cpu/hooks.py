@@ -1,9 +1,8 @@
 """Registration of all hooks into SGLang.
 
-All hosts: stacks for `rlsys doctor`, no keys in logs, routed experts in files, all tokens before a pause, sampling by
-token id. With CUDA: any head size. On a CPU: seeded sampling, routed experts and forks.
-
-Every SGLang process calls `register`, through the entry point group `sglang.srt.plugins`.
+On all hosts the hooks dump stacks for `rlsys doctor`, keep keys out of logs, write routed experts to files, send all
+tokens before a pause, and sample by token id. With CUDA they support any head size; on a CPU they replace operators,
+and fork processes. Every SGLang process calls `register`, through the entry point group `sglang.srt.plugins`.
 """
 
 from __future__ import annotations
@@ -57,18 +56,18 @@ def mask_keys(arguments: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str,
 
 
 def fork_children(result: None, *args: Any, **kwargs: Any) -> None:
-    """Fork the server's other processes from the first, which saves 12 s of imports each.
+    """Fork the server's other processes from the first one, which saves 12 s of imports each.
 
-    Only without CUDA, whose state a fork cannot copy: there SGLang spawns them.
+    With CUDA, whose state a fork cannot copy, SGLang spawns them.
     """
     multiprocessing.set_start_method("fork", force=True)
 
 
 class BucketMemory:
-    """Memory for broadcast buckets of weights, reused from bucket to bucket.
+    """Memory for broadcast buckets of weights, which all buckets reuse.
 
-    The kernel clears new memory page by page, which takes twice as long as the broadcast. A bucket is not used after
-    it is loaded.
+    The kernel clears new memory page by page, which takes twice as long as the broadcast. A bucket is not used
+    after it was loaded.
     """
 
     def __init__(self) -> None:
@@ -83,24 +82,24 @@ class BucketMemory:
 
 
 def _reset_child() -> None:
-    """Reset the state of a forked child: the handler of a child's failure, the file of stacks."""
+    """Reset the signal handler and the file of stacks of a forked child."""
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     dump_stack_on_signal(f"process{os.getpid()}")
 
 
 complete = False
-"""Whether `register` has completed in this process: SGLang only logs its exceptions."""
+"""Whether `register` has completed in this process. SGLang logs its exceptions and continues."""
 
 
 def register() -> None:
-    """Register the hooks of this host, and record that this completed."""
+    """Register the hooks of this host, and set `complete`."""
     global complete
     _register_hooks()
     complete = True
 
 
 def _register_hooks() -> None:
-    """Register the hooks of this host. Without CUDA they replace functions that need it or Triton."""
+    """Register the hooks of this host. Without CUDA they replace functions that need CUDA or Triton."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     dump_stack_on_signal(f"process{os.getpid()}")
@@ -152,8 +151,8 @@ def _register_hooks() -> None:
             HookRegistry.register(target, around, HookType.AROUND)
     for target, around in ops.AROUND.items():
         HookRegistry.register(target, around, HookType.AROUND)
-    # Only for the check of models against a list of backends: gpt-oss refuses torch_native, although cpu/ops.py adds
-    # the attention sinks that it lacks.
+    # For SGLang's check of a model's attention backends only: gpt-oss refuses torch_native, which lacks
+    # attention sinks, but cpu/ops.py adds them.
     backends_of = model_hook.attention_backends_of
     model_hook.attention_backends_of = lambda view: tuple(
         "intel_amx" if name == "torch_native" else name for name in backends_of(view)

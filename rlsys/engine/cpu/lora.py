@@ -35,7 +35,7 @@ def disable_pinned_memory() -> None:
 
 
 def no_kernel_tables(*_: Any, **__: Any) -> tuple[None, None]:
-    """Replace the tables that map tokens to adapters for a Triton kernel: not used here."""
+    """Return no tables of tokens and adapters, which only a Triton kernel needs."""
     return None, None
 
 

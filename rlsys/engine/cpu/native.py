@@ -32,7 +32,7 @@ class CpuNativePlatform(SRTPlatform, CpuDeviceMixin):
         return ngram.cache_locations
 
     def empty_cache(self) -> None:
-        """Do nothing. SGLang's own method runs the garbage collector, which takes a third of a second in each flush.
+        """Do nothing: reference counts free the memory that a flush drops.
 
-        Reference counts free the memory that a flush drops.
+        SGLang's own method runs the garbage collector, which takes a third of a second in each flush.
         """

@@ -1,8 +1,9 @@
 """SGLang's NGRAM speculation on a host without CUDA: its operators in plain torch.
 
-A draft is a tree of n tokens that followed the request's last n-gram before; its root, node 0, is the last real
-token. The model verifies all nodes in one pass, in which a node attends to its ancestors only. The tree is then
-walked from the root as long as tokens are accepted. Registered only for an engine with --speculative-algorithm.
+A draft is a tree of n tokens that followed earlier occurrences of the request's last n-gram. Its root, node 0, is the
+last verified token. The model verifies all nodes in one pass, in which a node attends only to its ancestors. The tree
+is then walked from the root as long as tokens are accepted. Registered only for an engine with
+--speculative-algorithm.
 
 Shapes: b requests, n nodes of each, T tokens, V vocabulary.
 """
@@ -54,7 +55,7 @@ def cache_locations(
 def assign_locations(
     rows: Tensor, table: Tensor, starts: Tensor, ends: Tensor, locations: Tensor, _: int
 ) -> None:
-    """Write cache locations to the rows of the table, the inverse of cache_locations."""
+    """Write cache locations to the rows of the table. This is the inverse of cache_locations."""
     first = 0
     for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=False):
         table[row, start:end] = locations[first : first + end - start].to(table.dtype)
@@ -76,20 +77,20 @@ def _walk(
     root `[b]`.
     """
     for request in range(len(index)):
-        node = done = 0
+        node = depth = 0
         accepted[request, 0] = index[request, 0]
         while True:
-            children, at = [], int(child[request, node])
-            while at != -1 and done + 1 < accepted.shape[1]:
-                children.append(at)
-                at = int(sibling[request, at])
+            children, next_child = [], int(child[request, node])
+            while next_child != -1 and depth + 1 < accepted.shape[1]:
+                children.append(next_child)
+                next_child = int(sibling[request, next_child])
             next_node, token = step(request, node, children)
             predicted[int(index[request, node])] = token
             if next_node is None:
                 break
-            node, done = next_node, done + 1
-            accepted[request, done] = index[request, node]
-        counts[request] = done
+            node, depth = next_node, depth + 1
+            accepted[request, depth] = index[request, node]
+        counts[request] = depth
 
 
 def verify_greedy(
@@ -119,7 +120,7 @@ def verify_sampled(
     retrive_next_token: Tensor, retrive_next_sibling: Tensor, uniform_samples: Tensor,
     uniform_samples_for_final_sampling: Tensor, target_probs: Tensor, **_: Any,
 ) -> None:  # fmt: skip
-    """Accept each child with its probability under the model; else sample from the model without the rejected ones.
+    """Accept a child with its probability under the model; otherwise sample from the model without rejected tokens.
 
     Tokens have the same distribution and log-probs as without drafts. target_probs `[b, n, V]`.
     """
@@ -167,7 +168,7 @@ def tree_attention(
     upstream: Callable[..., Tensor], backend: Any, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any,
     save_kv_cache: bool = True, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute attention of torch_native; in a verification each node attends to cached tokens and its ancestors.
+    """Compute attention as torch_native; in a verification, a node attends to cached tokens and its ancestors.
 
     q `[b n, heads d]`.
     """
@@ -196,7 +197,7 @@ def tree_attention(
 
 
 def worker(algorithm: str) -> Any:
-    """Return SGLang's own worker, with these operators in the modules that resolve them at import."""
+    """Return SGLang's worker class, after setting these operators in the modules that import them."""
     if algorithm != "NGRAM":
         return None
     kernels = types.ModuleType("sgl_kernel.speculative")

@@ -1,6 +1,6 @@
-"""SGLang's operators that need CUDA, in plain torch: one table for hosts without CUDA.
+"""SGLang's operators that need CUDA, in plain torch, for hosts without CUDA.
 
-A model whose engine fails on an operator without CUDA needs one more line in REPLACED or AROUND.
+If an engine fails on another operator without CUDA, add it to REPLACED or AROUND.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlsys.engine.cpu import delta
 
 
 def add_gated(hidden: Tensor, gate: Tensor, shared: Tensor, output: Tensor) -> None:
-    """Add sigmoid(hidden @ gate) * shared to `output`: Qwen2-MoE's gate of the shared experts.
+    """Add sigmoid(hidden @ gate) * shared to `output`, as Qwen2-MoE's gate of the shared experts does.
 
     hidden, shared and output `[tokens, h]`, gate `[h]` or `[1, h]`.
     """
@@ -23,9 +23,14 @@ def add_gated(hidden: Tensor, gate: Tensor, shared: Tensor, output: Tensor) -> N
 
 
 def sums_of_squares(queries: Tensor, keys: Tensor) -> Tensor:
-    """Sum squares for MiniMax-M2's norm over all heads, its first half.
+    """Compute the sums of squares for MiniMax-M2's norm over all heads.
 
-    `[tokens, width]` each -> float32: sums of the queries, sums of the keys, zeros up to a multiple of 4.
+    Args:
+        queries: `[tokens, width]`.
+        keys: `[tokens, width]`.
+
+    Returns:
+        float32: sums of the queries, sums of the keys, and zeros up to a multiple of 4.
     """
     both = torch.cat([x.float().pow(2).sum(-1) for x in (queries, keys)])
     return torch.nn.functional.pad(both, (0, -len(both) % 4))
@@ -40,7 +45,7 @@ def norm_by_sums(
     tp_world: int = 1,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """Apply MiniMax-M2's norm, its second half, with sums that are reduced over all ranks."""
+    """Apply MiniMax-M2's norm to queries and keys, with sums of squares that are reduced over all ranks."""
     tokens = len(queries)
 
     def norm(x: Tensor, weight: Tensor, squares: Tensor) -> Tensor:
@@ -54,7 +59,7 @@ def norm_by_sums(
 
 
 def general_rope(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build a rotary embedding in plain torch. SGLang's CPU version supports DeepSeek's yarn only."""
+    """Create a rotary embedding in plain torch. SGLang's CPU version supports only DeepSeek's YaRN."""
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
     scaling = kwargs.get("rope_scaling", args[5] if len(args) > 5 else None)
@@ -64,7 +69,7 @@ def general_rope(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def topk_with_flat_bias(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Flatten the router bias, which Ernie-4.5 stores as `[1, experts]`."""
+    """Wrap SGLang's top-k routing: flatten the router bias, which Ernie-4.5 stores as `[1, experts]`."""
     if (bias := kwargs.get("correction_bias")) is not None:
         kwargs["correction_bias"] = bias.flatten()
     elif len(args) > 4 and args[4] is not None:
@@ -77,8 +82,8 @@ def padded_linear(
 ) -> Tensor:
     """Pad products of fewer than BLOCK rows with rows of zeros, for deterministic inference.
 
-    A library sums in another order for one to three rows, so a token's result would depend on how many tokens share
-    its forward pass or its expert.
+    MKL sums in another order for one to three rows, so a token's result would depend on the number of tokens in its
+    forward pass or its expert.
     """
     if rows.dim() != 2 or not 0 < len(rows) < BLOCK:
         return upstream(rows, weight, bias)
@@ -88,7 +93,7 @@ def padded_linear(
 def padded_lm_head(
     upstream: Callable[..., Tensor], processor: Any, hidden: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Pad the product of the LM head likewise, which SGLang computes with matmul. hidden `[tokens, h]`."""
+    """Pad the product of the LM head like padded_linear: SGLang computes it with matmul. hidden `[tokens, h]`."""
     if not 0 < len(hidden) < BLOCK:
         return upstream(processor, hidden, *args, **kwargs)
     padded = torch.nn.functional.pad(hidden, (0, 0, 0, BLOCK - len(hidden)))
@@ -107,7 +112,7 @@ def attention_with_sinks(
     sinks: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Compute attention of gpt-oss in prefill and decode: one more key per head, with a learnt logit and value 0.
+    """Compute attention with sinks in prefill and decode. A sink is one more key per head: a learnt logit, value 0.
 
     SGLang's torch_native backend has no sinks, and reads windowed layers from the wrong pool. q `[tokens, n d]`.
     """
@@ -148,7 +153,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, si
     scores = by_group @ k.float().permute(1, 2, 0)[:, None] * scale
     sink = sinks.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
     weights = torch.cat([scores.masked_fill(~mask, float("-inf")), sink], dim=-1).softmax(-1)[..., :-1]
-    # A location outside the window may contain anything, also NaN.
+    # A location outside the window may contain any value, also NaN.
     values = v.float().permute(1, 0, 2)[:, None]
     values = torch.where(mask.any(0)[:, None], values, 0.0)
     return (weights @ values).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
@@ -171,11 +176,12 @@ def decode_batched(
 ) -> Tensor:
     """Compute attention of a decode step for requests of similar length together.
 
-    SGLang's torch_native backend computes one request at a time, which takes a third of an engine's time.
+    SGLang's torch_native backend computes one request at a time, which takes a third of an engine's time. Here
+    requests are padded to a multiple of WIDTH and batched with requests of the same width. Each has its own
+    products, so its result depends only on its length.
 
-    query `[s, n, d]`, output `[s, n, e]`, keys `[slots, g, d]`, values `[slots, g, e]`; `table[r, i]`: the slot of
-    token i of request r; requests and lengths `[s]`. Requests are padded to a multiple of WIDTH and batched with
-    those of the same width, each with separate products, so a request's result depends only on its length.
+    query `[s, n, d]`, output `[s, n, e]`, keys `[slots, g, d]`, values `[slots, g, e]`; `table[r, i]`: the slot
+    of token i of request r; requests and lengths `[s]`.
     """
     if encoder_lens is not None or sliding_window_size is not None:
         return upstream(
@@ -203,9 +209,9 @@ def decode_batched(
 
 WIDTH = 32
 MAX_GATHERED = 2**22
-"""Elements of keys that are gathered at once: 16 MB."""
+"""Largest number of elements of keys that are gathered at once: 16 MB."""
 BLOCK = 4
-"""Number of rows from which MKL's result for a row does not depend on the other rows."""
+"""Smallest number of rows with which MKL's result for a row does not depend on the other rows."""
 _TORCH_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
 REPLACED: dict[str, Callable[..., Any]] = {
     **delta.REPLACED,

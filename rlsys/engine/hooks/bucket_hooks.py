@@ -1,8 +1,8 @@
 """Hooks into SGLang: one call receives all buckets of a sharded push from many trainer ranks (bucket_order.py).
 
 SGLang's own `update_weights_from_distributed` receives one bucket, which rank 0 of a process group broadcasts. With
-load format FORMAT it is called once for a push, and SGLang's code then runs once for each received bucket. An engine
-that fails on a bucket still receives the others, so that no sender blocks, and then reports the failure.
+the load format FORMAT, a push calls it once, and SGLang's code then runs for each received bucket. An engine that
+fails on a bucket still receives the others, so that no sender blocks, and then reports the failure.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from rlsys.engine.hooks.bucket_order import (
 from rlsys.engine.weight_calls import FORMAT
 
 PREFETCH = 2
-"""Buckets that a rank receives ahead: one is in transfer while another is loaded."""
+"""Number of buckets that a rank receives ahead: one is in transfer while another is loaded."""
 
 
 class BucketReceiver:
-    """The buckets of one push in one rank of an engine. Each rank of the engine loads all of them."""
+    """Receives the buckets of one push in one rank of an engine. Each rank of the engine loads all buckets."""
 
     def __init__(
         self, buckets: Buckets, group: dist.ProcessGroup, tp_rank: int, tp: int, tp_group: Any, device: str
     ) -> None:
-        """Prepare to receive; no communication yet.
+        """Create a receiver without communication.
 
         Args:
             buckets: Sizes and order of the buckets.
@@ -59,17 +59,18 @@ class BucketReceiver:
     def take(self) -> list[tuple[str, Tensor]]:
         """Return the tensors of the next bucket, as views that keep its memory alive.
 
-        Raises RuntimeError if the bucket was not received because its sender has exited.
+        Raises:
+            RuntimeError: The bucket was not received, because its sender has exited.
         """
         sender, size = self._order.popleft()
         owner = receiver_rank(sender, self._tp)
         memory = self._next_bucket() if owner == self._rank else self._empty(size)
         if self._tp_group is not None:
-            # Also a bucket that was not received: the other ranks wait for it, and zeros report the failure.
+            # Also if it was not received: the other ranks wait for it, and zeros report the failure.
             dist.broadcast(memory, group=self._tp_group, group_src=owner)
         tensors = unpack(memory)
         if tensors is None:
-            raise RuntimeError(self._failure or f"rank {owner} of the engine got no bucket")
+            raise RuntimeError(self._failure or f"rank {owner} of the engine received no bucket")
         return tensors
 
     def drain(self) -> None:
@@ -77,7 +78,7 @@ class BucketReceiver:
         while self.remaining:
             try:
                 self.take()
-            except RuntimeError:  # already reported, or the reason for draining
+            except RuntimeError:  # already reported
                 continue
 
     def _next_bucket(self) -> Tensor:
@@ -129,7 +130,7 @@ _RECEIVERS: dict[str, BucketReceiver] = {}
 
 
 def update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Wrap the scheduler's call: run SGLang's own once for each bucket, until one fails."""
+    """Wrap the scheduler's weight update: run SGLang's own code once for each bucket, until one fails."""
     if request.load_format != FORMAT:
         return original(manager, request)
     receiver = _receiver(manager.tp_worker.model_runner.weight_updater, request)
@@ -145,7 +146,7 @@ def update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def receive(original: Callable[..., Any], updater: Any, **request: Any) -> Any:
-    """Wrap SGLang's receipt of one bucket. SGLang reports an exception as its refusal."""
+    """Wrap SGLang's receipt of one bucket. SGLang reports an exception as a refusal."""
     if request.get("load_format") != FORMAT:
         return original(updater, **request)
     return _RECEIVERS[request["group_name"]].take()

@@ -1,8 +1,8 @@
 """Order and format of the buckets of a sharded push, for senders and engines.
 
-All trainer ranks that send do so concurrently, each from its own tensors, bucket by bucket. In step `t` of round `r`
+The sending trainer ranks work concurrently, each with its own tensors, bucket by bucket. In step `t` of round `r`,
 sender `p` sends its bucket `r` to engine `(p + t) % engines`. Both sides follow rounds and steps, so each waits only
-for the same or an earlier step of the other: there is no circular wait, even where a send returns only when it was
+for the same or an earlier step of the other. There is no circular wait, even if a send returns only after it was
 received. In each step every sender sends to one engine, and an engine may receive from several senders.
 
 One rank of an engine receives a bucket and broadcasts it to the others (`receiver_rank`), so each rank's link carries
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 ALIGNMENT = 16
-"""Bytes: a tensor of any dtype may begin at a multiple."""
+"""Alignment of tensors in bytes. A tensor of any dtype may begin at a multiple of it."""
 _LENGTH = 8
 TensorSpec = tuple[str, str, tuple[int, ...]]
 """Name, torch's name of the dtype, shape."""
@@ -30,8 +30,11 @@ TensorSpec = tuple[str, str, tuple[int, ...]]
 class Buckets:
     """Description of a push for one engine.
 
-    ranks: Each sender's rank in the process group. sizes: For each sender, the bytes of its buckets in order.
-    engine: Index of the engine among `engines`.
+    Args:
+        ranks: Each sender's rank in the process group.
+        sizes: For each sender, the sizes of its buckets in bytes, in order.
+        engine: Index of the engine.
+        engines: Number of engines.
     """
 
     ranks: tuple[int, ...]
@@ -45,7 +48,11 @@ class Buckets:
 
     @classmethod
     def decode(cls, text: str) -> Buckets:
-        """Decode the JSON of `encode`. Raises ValueError for anything else."""
+        """Decode the JSON of `encode`.
+
+        Raises:
+            ValueError: The text is something else.
+        """
         try:
             fields: dict[str, Any] = json.loads(text)
             sizes = tuple(tuple(map(int, sender_sizes)) for sender_sizes in fields["sizes"])
@@ -53,13 +60,16 @@ class Buckets:
                 tuple(map(int, fields["ranks"])), sizes, int(fields["engine"]), int(fields["engines"])
             )
         except (KeyError, TypeError) as e:
-            raise ValueError(f"no list of buckets: {e!r}") from None
+            raise ValueError(f"not a description of buckets: {e!r}") from None
         if len(buckets.ranks) != len(sizes) or not 0 <= buckets.engine < buckets.engines:
-            raise ValueError("a list of buckets with inconsistent numbers")
+            raise ValueError(
+                f"inconsistent description of buckets: {len(buckets.ranks)} ranks, {len(sizes)} lists of sizes, "
+                f"engine {buckets.engine} of {buckets.engines}"
+            )
         return buckets
 
     def order(self) -> Iterator[tuple[int, int]]:
-        """Yield (index of the sender, bytes) of each bucket, in the order in which this engine receives them."""
+        """Yield (index of the sender, size in bytes) of each bucket, in the order of receipt by this engine."""
         senders = sorted(range(len(self.ranks)), key=lambda p: ((self.engine - p) % self.engines, p))
         for number in range(max(map(len, self.sizes), default=0)):
             yield from ((p, self.sizes[p][number]) for p in senders if number < len(self.sizes[p]))
@@ -71,7 +81,7 @@ def receiver_rank(sender: int, tp: int) -> int:
 
 
 def aligned_size(size: int) -> int:
-    """Return the bytes that a tensor of `size` bytes occupies in a bucket."""
+    """Return the number of bytes that a tensor of `size` bytes occupies in a bucket."""
     return size + -size % ALIGNMENT
 
 
@@ -82,12 +92,16 @@ def encode_description(tensors: Sequence[TensorSpec]) -> bytes:
 
 
 def description_size(end: bytes) -> int | None:
-    """Return the bytes of the description, from the last 8 bytes of a bucket; None for a bucket of zeros."""
+    """Return the description's size in bytes, from the last 8 bytes of a bucket; None for a bucket of zeros."""
     length = int.from_bytes(end[-_LENGTH:], "little")
     return length + _LENGTH if length else None
 
 
 def decode_description(data: bytes) -> list[TensorSpec]:
-    """Decode the bytes of `encode_description`. Raises ValueError for anything else."""
+    """Decode the bytes of `encode_description`.
+
+    Raises:
+        ValueError: The bytes are something else.
+    """
     tensors = json.loads(data[:-_LENGTH])
     return [(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in tensors]

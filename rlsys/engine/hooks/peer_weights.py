@@ -1,9 +1,10 @@
 """Transfer of weights between engines through the run's folder, without the trainer.
 
-`give` and `take` run in SGLang's scheduler on each rank, as its `--custom-weight-loader`: a call to
-`update_weights_from_tensor` names one of them as load format and contains no tensors. Equal ranks of two engines have
-the same shards, names and order, so a rank's parameters are copied as they are. The result is attested like a push.
-An error is logged and not raised: it would end the server, and the attestation detects it.
+`write` and `read` run in SGLang's scheduler on each rank, as its `--custom-weight-loader`: a call to
+`update_weights_from_tensor` names one of them as load format, and contains no tensors. Equal ranks of two
+engines have the same shards, names and order, so a rank's parameters are copied unchanged. The result is
+attested as after a push. An error is logged and not raised, because it would end the server. The attestation
+detects it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any
 
 from rlsys.core.membership import WEIGHTS_VARIABLE
 
-GIVE, TAKE = "rlsys.engine.hooks.peer_weights.give", "rlsys.engine.hooks.peer_weights.take"
+WRITE_LOADER, READ_LOADER = "rlsys.engine.hooks.peer_weights.write", "rlsys.engine.hooks.peer_weights.read"
 FILE_BYTES = 2**30
 log = logging.getLogger(__name__)
 
 
-def give(model: Any, _tensors: object) -> None:
-    """Write this rank's parameters to a folder, which appears atomically. The host buffers one file at a time."""
+def write(model: Any, _tensors: object) -> None:
+    """Write this rank's parameters to a folder, which appears atomically. The host holds one file at a time."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -38,10 +39,10 @@ def give(model: Any, _tensors: object) -> None:
         part.rename(folder)
     except (OSError, SafetensorError) as e:
         shutil.rmtree(part, ignore_errors=True)
-        log.error("rlsys: cannot write weights for another engine: %s", e)
+        log.error("rlsys: cannot write weights to %s for another engine: %s", folder, e)
 
 
-def take(model: Any, _tensors: object) -> None:
+def read(model: Any, _tensors: object) -> None:
     """Load the parameters that the same rank of another engine wrote, and delete the folder."""
     import torch
     from safetensors import SafetensorError, safe_open
@@ -57,7 +58,7 @@ def take(model: Any, _tensors: object) -> None:
             raise KeyError(next(iter(parameters)))
         post_load_weights(model)  # recompute tensors that the model derives from them
     except (OSError, SafetensorError, KeyError, RuntimeError) as e:
-        log.error("rlsys: cannot load weights of another engine: %r", e)
+        log.error("rlsys: cannot load weights of another engine from %s: %r", folder, e)
     shutil.rmtree(folder, ignore_errors=True)
 
 

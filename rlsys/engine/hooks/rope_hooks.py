@@ -19,7 +19,7 @@ FUSED_HEAD_SIZES = (64, 128, 256, 512)
 
 
 def check_fused_head_size(enabled: bool, forward_batch: Any) -> bool:
-    """Restrict SGLang's result `enabled` to head sizes of the fused kernel. The KV pool has the head size."""
+    """Return SGLang's result `enabled`, but False for head sizes that the fused kernel does not support."""
     if not enabled:
         return enabled
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool

@@ -1,6 +1,6 @@
-"""Hook into SGLang: routed experts of a finished request are written to the run's folder; the response has a pointer.
+"""Hook into SGLang: write the routed experts of a finished request to the run's folder; the response has a pointer.
 
-Only for requests with rlsys.segments.route_records.ROUTES_PARAM; all others get SGLang's own response.
+Applies only to requests with rlsys.segments.route_records.ROUTES_PARAM; others get SGLang's own response.
 """
 
 from __future__ import annotations
@@ -40,6 +40,6 @@ def write_routes(result: None, processor: Any, request: Any) -> None:
     try:
         pointer = writer.append(experts.numpy(), request.routed_experts_start_len)
     except (OSError, ValueError) as e:
-        log.warning("routed experts go into the response: %s", e)
+        log.warning("cannot write routed experts to the run's folder; the response contains them: %s", e)
         return
     request.routed_experts = torch.frombuffer(bytearray(pointer), dtype=torch.uint8)

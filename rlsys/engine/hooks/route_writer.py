@@ -1,7 +1,7 @@
 """Writer of routed experts in an engine: records in the run's folder, pointers in responses.
 
-Each engine process that sends responses has separate files, in a folder for this start of the engine. So no file is
-shared or modified by another process. A record that a kill truncated has no pointer.
+Each engine process that sends responses has its own files, in a folder for this start of the engine, so no other
+process modifies them. A record that a kill truncated has no pointer.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from rlsys.obs.filesystem import is_local
 from rlsys.segments.route_records import ROUTES_VARIABLE, RouteFile, encode, pointer
 
 SEGMENT_BYTES = 64 * 2**20
-"""A file of this size gets no more records."""
+"""Size in bytes from which a file gets no more records."""
 
 log = logging.getLogger("rlsys.engine")
 
 
 class RouteWriter:
-    """Writer of one engine process. It creates a file with the first record that needs one."""
+    """Writes the records of one engine process. The first record that needs a file creates it."""
 
     def __init__(
         self, folder: Path, epoch: int, unit: str, start: int, rank: int, size: int = SEGMENT_BYTES
     ) -> None:
-        """Create a writer; no file is opened yet.
+        """Create a writer without opening a file.
 
         Args:
             folder: The run's folder of segments.
             epoch: Epoch of the run's owner.
             unit: Name of the engine.
-            start: Number of the launch.
+            start: Number of the engine's start.
             rank: Tensor-parallel rank of the process.
             size: Size in bytes from which a file gets no more records.
         """
@@ -69,7 +69,7 @@ class RouteWriter:
                 done = os.write(self._fd, data)
                 self._file_bytes += done
                 data = data[done:]
-            if self._shared:  # makes it visible to other machines; on one machine the rollout process syncs
+            if self._shared:  # other machines see it only then; on one machine the rollout process syncs
                 os.fdatasync(self._fd)
         except OSError:
             self._truncate(offset)
@@ -77,7 +77,7 @@ class RouteWriter:
         return pointer(self._file.name, offset, record)
 
     def _truncate(self, offset: int) -> None:
-        """Remove partial records and empty files after a failed write, to free space on a full disk."""
+        """Remove the partial record, or the empty file, of a failed write, to free space on a full disk."""
         with contextlib.suppress(OSError):  # the bytes then remain, and count towards the file's size
             if offset:
                 os.ftruncate(self._fd, offset)
@@ -106,8 +106,9 @@ class RouteWriter:
 def route_writer(rank: int, environment: Mapping[str, str] = os.environ) -> RouteWriter | None:
     """Create the writer of process `rank` of the engine with this environment.
 
-    Returns: None if no run started the engine, or its machine does not see the run's folder. Routed experts then go
-        into the responses.
+    Returns:
+        None if no run started the engine, or its machine does not have the run's folder. Responses then contain the
+            routed experts.
     """
     if not (unit := environment.get(ROUTES_VARIABLE)):
         return None
@@ -115,11 +116,11 @@ def route_writer(rank: int, environment: Mapping[str, str] = os.environ) -> Rout
     try:
         owner, start = owner_of_process(
             path.parent.parent, environment
-        )  # a folder of the same name on another disk does not have this launch
+        )  # fails if the folder is another one with the same name, on a disk of this machine
         path.parent.mkdir(exist_ok=True)
     except (RlsysError, OSError) as e:
         log.warning(
-            "routed experts go into the responses: this engine cannot write to %s: %s", path.parent, e
+            "responses contain routed experts, because this engine cannot write to %s: %s", path.parent, e
         )
         return None
     return RouteWriter(path.parent, owner.epoch, path.name, start, rank)

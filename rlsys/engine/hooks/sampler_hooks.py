@@ -1,12 +1,12 @@
 """Hook into SGLang's sampler: a seeded sample does not depend on the other requests of its batch.
 
 Symptom: one greedy, `top_k` or `top_p` request in a batch changes the tokens of all other seeded samples, until the
-batch is empty. SGLang's deterministic inference adds to each log-probability a noise, computed from the seed,
-the position and the column. The column is the token id where every request of the batch draws from the whole
-vocabulary, and the rank by probability as soon as one does not. `min_p` ends the engine in an assertion.
-
-Here the column is always the token id: truncation sets the probability of the dropped ids to 0 without moving them. A
-request that draws from the whole vocabulary gets exactly the results of SGLang's own path for such batches.
+batch is empty. SGLang's deterministic inference adds noise to each log-probability, computed from the seed, the
+position and the column. The column is the token id if every request of the batch draws from the whole vocabulary, and
+otherwise the rank by probability. `min_p` ends the engine in an assertion.
+With this hook the column is always the token id: truncation sets the probability of the dropped ids to 0 without
+moving them. A request that draws from the whole vocabulary gets exactly the results of SGLang's own path for such
+batches.
 
 Delete this when SGLang draws by token id (github.com/sgl-project/sglang/pull/35697); seen in 0.5.23.
 """
@@ -35,11 +35,15 @@ def draw_by_token_id(
     """Draw one token for each row of `probs`, `[rows, vocabulary]`. Wraps SGLang's own function.
 
     Args:
+        upstream: SGLang's function.
+        sampler: SGLang's sampler.
+        probs: `[rows, vocabulary]`.
         info: SGLang's SamplingBatchInfo of the rows; `sampling_seed` is None on an engine that is not deterministic.
-        positions: Of the tokens in their sequences, `[rows]`.
-        simple_sampling_case: Every row draws from the whole vocabulary.
+        positions: Positions of the tokens in their sequences, `[rows]`.
+        simple_sampling_case: Whether every row draws from the whole vocabulary.
 
-    Returns: Token ids `[rows]` int32, and what the rows with `return_sampling_mask` keep.
+    Returns:
+        Token ids `[rows]` int32, and the sampling masks of the rows with `return_sampling_mask`.
     """
     if info.sampling_seed is None or simple_sampling_case:
         return upstream(sampler, probs, info, positions, simple_sampling_case)
@@ -61,15 +65,20 @@ def draw_by_token_id(
 
 
 def truncate(probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor) -> Tensor:
-    """Set the probabilities of dropped ids to 0; no renormalisation, vocabulary order.
+    """Set the probabilities of dropped ids to 0, without renormalisation.
 
-    Kept ids are the `top_k` most probable ids, of equal ones the lower ids first; of these, those before which a mass
-    of at most `top_p` lies; of these, those of at least `min_p` times the largest probability. A row is a function of
-    the same row of the arguments.
+    Ids are sorted by probability, equal ones by id. An id is kept if its rank is below `top_k`, the probability mass
+    before it is at most `top_p`, and its probability is at least `min_p` times the largest one. A row of the result
+    depends only on the same row of the arguments.
 
     Args:
         probs: `[rows, vocabulary]`.
-        top_ks, top_ps, min_ps: `[rows]`.
+        top_ks: `[rows]`.
+        top_ps: `[rows]`.
+        min_ps: `[rows]`.
+
+    Returns:
+        `[rows, vocabulary]`, by token id.
     """
     values, ids = probs.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(probs.shape[-1], device=probs.device)

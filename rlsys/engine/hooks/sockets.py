@@ -1,7 +1,8 @@
 """Sockets of an SGLang server: only its HTTP port is reachable for other users.
 
-By default SGLang creates Unix sockets under TMPDIR, whose path may be too long; its ranks rendezvous in a TCPStore on
-all addresses, even with one rank; and it binds its port such that other processes can bind it, too.
+By default SGLang creates Unix sockets under TMPDIR, where their paths may be too long. Its ranks rendezvous in a
+TCPStore that listens on all addresses, even with one rank. It binds its port in a way that lets other processes bind
+it too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rlsys.http_server.connections import ConnectionLimiter, ServerLimits
 _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """SGLang's variable: init_method of its process group."""
 LIMITS = ServerLimits(connections=2**14, body_seconds=120.0)
-"""Limits for request bodies that include pieces of weights over slow links."""
+"""Limits of the HTTP server. Request bodies may contain pieces of weights, over slow links."""
 PLUGINS = {
     "sglang.srt.platforms": "rlsys.engine.cpu.platform:activate",
     "sglang.srt.plugins": "rlsys.engine.cpu.hooks:register",
@@ -40,7 +41,7 @@ def restrict_access(arguments: Sequence[str]) -> None:
         arguments: Command line of the server.
 
     Raises:
-        UserError: `--host` is no address of this machine.
+        UserError: `--host` is not an address of this machine.
     """
     os.environ["TMPDIR"] = str(role_folder())
     tempfile.tempdir = None
@@ -59,40 +60,46 @@ def _value(arguments: Sequence[str], name: str) -> str | None:
 
 
 def check_plugins() -> None:
-    """Raise UserError if SGLang has not found rlsys' plug-ins, or has not run them completely.
+    """Check that SGLang has found and completely run rlsys' plug-ins, on which the run relies.
 
-    SGLang ignores or only logs this, but the run relies on the plug-ins.
+    SGLang itself ignores or only logs their absence.
+
+    Raises:
+        UserError: A plug-in is missing or did not complete.
     """
     for group, plugin in PLUGINS.items():
         if plugin not in {point.value for point in importlib.metadata.entry_points(group=group)}:
             raise UserError(
-                f"SGLang finds no {plugin} (entry point group {group}): rlsys is on the path, but not installed; "
-                "expected `pip install` of it or of its wheel"
+                f"SGLang does not find {plugin} (entry point group {group}): rlsys is importable, but not installed; "
+                "install it, or its wheel, with pip"
             )
     if not hooks.complete:
         variables = ", ".join(f"{n} = {os.environ.get(n)}" for n in ("SGLANG_PLUGINS", "SGLANG_PLATFORM"))
         raise UserError(
-            f"SGLang has not run {PLUGINS['sglang.srt.plugins']} to its end: {variables}; expected neither to "
-            "leave out rlsys, or see the log above"
+            f"SGLang did not complete {PLUGINS['sglang.srt.plugins']}: {variables}; expected values that do not "
+            "exclude rlsys; otherwise the log above has the error"
         )
 
 
 def check_hooks() -> None:
-    """Raise RunError for a hook that SGLang could not apply.
+    """Check that SGLang has applied all hooks, on which the run relies. SGLang itself only logs a failure.
 
-    SGLang only logs this and serves, but the run relies on the hook.
+    Raises:
+        RunError: A hook was not applied.
     """
     registry = importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry
     if missing := sorted(set(registry._hooks) - registry._patched):
-        raise RunError(f"this SGLang has not what rlsys changes in it: {', '.join(missing)}")
+        raise RunError(f"this version of SGLang lacks functions that rlsys wraps: {', '.join(missing)}")
     if not hasattr(importlib.import_module("sglang.srt.environ").envs, _INIT_METHOD):
-        raise RunError(f"this SGLang has no {_INIT_METHOD}: its ranks would meet on all addresses")
+        raise RunError(
+            f"this version of SGLang does not read {_INIT_METHOD}, without which its ranks listen on all addresses"
+        )
 
 
 def bind_exclusively() -> None:
-    """Restrict SGLang's HTTP server to a port that it shares with the launcher only, and limit its connections.
+    """Restrict SGLang's HTTP server to a port that only the launcher shares, and limit its connections.
 
-    The launcher of the same user reserves the port with SO_REUSEPORT (launch/ports.py).
+    The launcher, of the same user, reserves the port with SO_REUSEPORT (launch/ports.py).
     """
     server = importlib.import_module("uvicorn").Server
     run = server.run
@@ -105,7 +112,7 @@ def bind_exclusively() -> None:
 
 
 def limit_connections(config: Any, limits: ServerLimits) -> None:
-    """Put the connections of a uvicorn server behind a limiter.
+    """Limit the connections of a uvicorn server.
 
     Args:
         config: uvicorn.Config, before the server runs.
@@ -119,8 +126,12 @@ def limit_connections(config: Any, limits: ServerLimits) -> None:
 
 
 def _listen(host: str, port: int, backlog: int) -> socket.socket:
-    """Listen on a port. Raises OSError if a server listens there: with SO_REUSEPORT both would share the requests."""
+    """Listen on a port.
+
+    Raises:
+        OSError: A server listens there already. With SO_REUSEPORT both would share the requests.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         if probe.connect_ex(("127.0.0.1" if host == "0.0.0.0" else host, port)) == 0:
-            raise OSError(errno.EADDRINUSE, f"{host}:{port}: another server listens there")
+            raise OSError(errno.EADDRINUSE, f"{host}:{port}: another server uses this address")
         return socket.create_server((host, port), family=probe.family, backlog=backlog, reuse_port=True)

@@ -1,4 +1,4 @@
-"""Gymnasium: an environment by its id; the model writes actions as numbers or names.
+"""Connector of Gymnasium: the model writes actions as numbers or names.
 
 A discrete action is the last integer of a turn, or the last name of `actions` in it. An action of a box is the last
 numbers of a turn, one per element. A turn without an action does not step the environment; its reward is `penalty`,
@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class GymnasiumEnvironment:
-    """Environment `id`, created for each episode. `options` of the task are passed to its reset."""
+    """A Gymnasium environment, created for each episode. `options` of the task are passed to its reset."""
 
     def __init__(
         self,

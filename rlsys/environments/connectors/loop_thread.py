@@ -10,16 +10,16 @@ from typing import Any
 
 
 class LoopThread:
-    """One event loop for all episodes of a process."""
+    """An event loop in a thread, for all episodes of a process."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine and return its result; called from any other thread."""
+        """Run a coroutine and return its result. Call from another thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
-        """Start a coroutine; called from any other thread."""
+        """Start a coroutine. Call from another thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -1,8 +1,8 @@
-"""MCP: tools of a server. The model calls them; a turn without a call is its answer.
+"""Connector of MCP: the model calls the tools of a server; a turn without a call is its answer.
 
-A server is a `command`, started for each episode, or a `url` (streamable HTTP), with a session for each. The run's
-`data.reward` scores the answer. `reward_tool` names a tool that is hidden from the model and called at the end, with
-the answer as `answer` and the task as `task`; its text is the reward.
+A server is a `command`, which is started for each episode, or a `url` (streamable HTTP) with a session for each
+episode. The run's `data.reward` scores the answer. `reward_tool` is a tool that is hidden from the model and
+called at the end, with the answer as `answer` and the task as `task`; its text is the reward.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ class MCPEpisode:
         )
 
     def _answer(self, call: Mapping[str, Any]) -> str:
-        """Call a tool and return its text; a mistake of the model gives a line that starts with `error`."""
+        """Call a tool and return its text. For a mistake of the model it is a line that starts with `error`."""
         try:
             arguments = json.loads(call["arguments"] or "{}")
         except ValueError:
-            return f"error: the arguments of {call['name']} are no JSON"
+            return f"error: the arguments of {call['name']} are not JSON"
         if not isinstance(arguments, dict) or call["name"] == self._reward_tool:
-            return f"error: there is no tool {call['name']} that takes this"
+            return f"error: no tool {call['name']} accepts these arguments"
         return str(self._loop.run(self._call(call["name"], arguments)))
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""OpenEnv: an environment on its own server (a container, a Space), used with the package's generic client.
+"""Connector of OpenEnv: an environment on its own server (a container, a Space), with the package's generic client.
 
 `field` is the key of an action for the model's text; without it the turn, or its last <action>, is the action as
 JSON. `show` is the key of the observation that the model reads; without it, the model reads the whole observation as
@@ -33,8 +33,8 @@ class OpenEnvEnvironment:
             field: key of an action for the model's text.
             show: key of an observation for the model.
             question: text before the first observation.
-            penalty: reward of a turn that is no action.
-            seeded: whether the reset takes a seed.
+            penalty: reward of a turn without an action.
+            seeded: whether the reset accepts a seed.
         """
         self._core: Any = importlib.import_module("openenv.core.generic_client")
         self._urls = itertools.cycle([url] if isinstance(url, str) else list(url))

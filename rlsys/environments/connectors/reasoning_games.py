@@ -1,7 +1,7 @@
-"""reasoning-gym: one question of a dataset; the dataset's verifier scores the answer.
+"""Connector of reasoning-gym: an episode is one question of a dataset, whose verifier scores the answer.
 
-`item` of the task selects the question; default: the seed. With `turns` above 1 the model may retry after a wrong
-answer.
+`item` of the task selects the question; the default is the seed. With `turns` above 1 the model may try again after a
+wrong answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Toy environment for recipes with turn rewards: after a wrong answer the model may retry, for half the reward.
+"""Environment for recipes with turn rewards: after a wrong answer the model may try again, for half the reward.
 
 The opening is empty, so the prompt is that of the data's row. `answer` of the row is the expected answer.
 """

@@ -1,8 +1,8 @@
-"""verifiers (0.1): an environment of one or several turns, with its tools and its rubric.
+"""Connector of verifiers (0.1): environments of one or several turns, with their tools and rubrics.
 
-The rollout of the package runs in the event loop of a thread, with a client of this file: a request of the rollout
-becomes the messages for the model, and the model's turn becomes the response. Stop conditions, tools and rewards are
-therefore those of the package. `example` of the task selects a row of the dataset; default: the seed.
+The package's rollout runs in the event loop of a thread, with a client of this file. A request of the rollout
+becomes the messages for the model, and the model's turn becomes the response, so stop conditions, tools and
+rewards are those of the package. `example` of the task selects a row of the dataset; the default is the seed.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Follower:
     def catch_up(self) -> None:
         """Write every line that a tracker lacks.
 
-        The line of a step that is trained again exists already, and is not replaced.
+        The line of a step that is trained again already exists, and is not replaced.
         """
         for entry in self._tail.read():
             if not self._trackers:

@@ -108,7 +108,7 @@ async def test_sub_agents_ask_at_the_same_time(folder: Path, monkeypatch: pytest
 
 def test_tools_that_a_template_does_not_show_are_refused() -> None:
     plain = Rendering(Tokenizer(MODEL))
-    with pytest.raises(BadRequest, match="shows no tools"):
+    with pytest.raises(BadRequest, match="does not render tools"):
         plain.prompt([{"role": "user", "content": "1"}], [{"type": "function", "function": {"name": "f"}}])
 
 

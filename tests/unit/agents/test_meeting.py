@@ -156,7 +156,10 @@ async def test_one_that_then_says_something_else_is_censored_and_so_is_its_partn
     async with met("talk") as (_, base):
         partner = asyncio.create_task(Run("second", base).play(row))
         await killed(Run("first", base), row, 12)
-        with pytest.raises(ToolFailed, match="409 the episode went on without it: it does not say again"):
+        with pytest.raises(
+            ToolFailed,
+            match="409: the episode continued without this sample: its answers after a restart differ",
+        ):
             await Run("first", base, Model(["no</think><answer>5</answer><eos>"] * 2)).play(row)
         with pytest.raises(
             ToolFailed, match="the episode: RuntimeError: 410 the response of first has ended"
@@ -216,7 +219,7 @@ async def test_one_that_is_gone_for_good_is_told_to_whoever_asks_it(tmp_path: Pa
         await killed(Run("first", base, Model(["no<eos>"] * 9)), row, 7)
         assert reward(await partner) == 1
     assert noted(tmp_path) == [
-        "410 the response of first has ended: its run did not send it again within 0.2 s"
+        "410 the response of first has ended: its run did not send the sample again within 0.2 s"
     ]
 
 
@@ -227,7 +230,7 @@ async def test_one_whose_conversation_is_full_has_ended(tmp_path: Path) -> None:
         first = Run("first", base, Model(["no<eos>"] * 99, budget=60), max_response_tokens=60)
         mine, theirs = await asyncio.gather(first.play(row), Run("second", base).play(row))
     assert (reward(mine), reward(theirs)) == (0, 1)
-    assert len(noted(tmp_path)) == 1 and "no room for another answer" in noted(tmp_path)[0]
+    assert len(noted(tmp_path)) == 1 and "it reached its limit of tokens" in noted(tmp_path)[0]
 
 
 @pytest.mark.parametrize("worth", [None, float("nan"), "much"])

@@ -211,10 +211,16 @@ async def test_disaggregated_engines_never_rest(tmp_path: Path) -> None:
     [
         (
             LogProbResult(4000, 0, [-1.0]),
-            "sample 4000: the trainer scored it, but its group is no longer live",
+            "the trainer sent log-probs of sample 4000, whose group is no longer live",
         ),
-        (LogProbResult(0, 1, [-1.0, -1.0]), "sample 0: scores from token 1 on, but 3 of 3 have one"),
-        (LogProbResult(0, 3, [-1.0]), "sample 0: scores from token 3 on, but 3 of 3 have one"),
+        (
+            LogProbResult(0, 1, [-1.0, -1.0]),
+            "sample 0: the trainer sent log-probs of 2 tokens from token 1 on; expected",
+        ),
+        (
+            LogProbResult(0, 3, [-1.0]),
+            "sample 0: the trainer sent log-probs of 1 tokens from token 3 on; expected",
+        ),
     ],
     ids=["not live", "scored already", "more than it has"],
 )

@@ -26,7 +26,7 @@ QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.y
         (["train", QUICKSTART, "rollout.group_sise=4"], "rollout.group_sise: unknown key; did you mean"),
         (["train", QUICKSTART, "model.path=/no/such"], "model.path = /no/such: no such folder"),
         (["explain", QUICKSTART, "rollout.group_size=0"], "rollout.group_size = 0: "),
-        (["report", "/no/such"], "/no/such: no such run folder"),
+        (["report", "/no/such"], "/no/such: folder not found"),
         (["report", "/"], "/: contains no metrics.jsonl"),
         (["status", "/"], "/: not a run folder: contains no config.yaml"),
         (["doctor", "/"], "/: not a run folder: contains no config.yaml"),

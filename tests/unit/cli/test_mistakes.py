@@ -144,11 +144,11 @@ TABLE: list[tuple[str, str]] = [
     (reward("rewards.py:f"), "cannot import rewards.py: No module named 'helper_that_is_not_there'"),
     (reward("typo.py:reward"), "cannot import typo.py: SyntaxError: '(' was never closed (typo.py, line 1)"),
     (reward("mine.py:raises"), "reward raised ZeroDivisionError: division by zero (mine.py:3)"),
-    (reward("mine.py:words"), "reward words gave 'good', expected a finite number"),
-    (reward("mine.py:nothing"), "reward nothing gave None: no reward for this sample"),
+    (reward("mine.py:words"), "reward words returned 'good', expected a finite number"),
+    (reward("mine.py:nothing"), "reward nothing returned None: no reward applies to this sample"),
     (
         reward("mine.py:any_order"),
-        "cannot tell how to call a function of (a, b); expected (config), (data_source",
+        "unknown parameters (a, b); expected (config), (data_source",
     ),
     (
         reward("mine.py:no_factory"),

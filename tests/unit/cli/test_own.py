@@ -45,7 +45,7 @@ def test_new_writes_a_folder_that_would_start(
     assert "rlsys try mine/config.yaml" in capsys.readouterr().out
     check_start(load_config(Path("mine/config.yaml")))
     assert main(["new", "mine"]) == 2
-    assert "mine: exists already" in capsys.readouterr().err
+    assert "mine: already exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["it's mine #1", "yes", "a {b}, c", "-2", "größer", "1e3", "deep/er"])

@@ -113,13 +113,16 @@ def no_number(samples: Samples) -> torch.Tensor:
         (["data.reward=exact_answr"], "^data.reward = 'exact_answr': unknown name; did you mean exact_answer"),
         (
             [f"data.reward={__name__}:endless_reward"],
-            "^data.reward = .*: the response <answer>0</answer> to the first prompt gets none: reward raised KeyE",
+            "^data.reward = .*: no reward for the response <answer>0</answer> to the first prompt: reward raised Key",
         ),
         (
             [f"rollout.generator={__name__}:slimes_generate"],
-            "^rollout.generator: it returned before the model had said anything$",
+            "^rollout.generator: it returned without a turn of the model$",
         ),
-        ([f"rollout.generator={__name__}:idle"], "^rollout.generator = .*: it left the first response parked"),
+        (
+            [f"rollout.generator={__name__}:idle"],
+            "^rollout.generator = .*: the status of its first response is parked",
+        ),
         (
             ["rollout.generator=calculator", "rollout.generator_params={max_turns: three}"],
             r"^rollout.generator = 'calculator': TypeError: .* \(tools.py:\d+\)$",
@@ -127,7 +130,7 @@ def no_number(samples: Samples) -> torch.Tensor:
         (
             ["engine.max_total_tokens=100", "rollout.max_response_tokens=64",
              "data.params={short: [64, 64], long: [64, 64]}"],
-            "^data.source = 'chain_sum_tail': no engine takes prompt 0: the prompt has 132 tokens; there is room for",
+            "^data.source = 'chain_sum_tail': no engine accepts prompt 0: the prompt has 132 tokens; expected at",
         ),
         (
             [f"algo.advantage={__name__}:wrong_shape"],
@@ -207,6 +210,6 @@ def test_a_reward_is_scored_in_its_own_process(tmp_path: Path, monkeypatch: pyte
     )
     config = load_config(QUICKSTART, ["data.reward=hanging:reward", "rollout.reward_timeout=0.2"])
     with pytest.raises(
-        UserError, match=r"gets none: reward took longer than rollout\.reward_timeout = 0\.2 s"
+        UserError, match=r"first prompt: reward took longer than rollout\.reward_timeout = 0\.2 s"
     ):
         check_start(config)

@@ -211,7 +211,7 @@ def test_trainer_inputs_m4_explain_names_a_folder_that_modelopt_quantised(tmp_pa
     shutil.copytree(ROOT / "configs/models/quickstart-moe", folder)
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
     try:
-        said = "\n".join(describe_run(load_config(QUICKSTART, [f"model.path={folder}"]), 80.0)[0].odd)
+        said = "\n".join(describe_run(load_config(QUICKSTART, [f"model.path={folder}"]), 80.0)[0].warnings)
     except UserError as refusal:
         said = str(refusal)
     assert "quantis" in said or "NVFP4" in said, f"explain says of hf_quant_config.json only: {said!r}"

@@ -51,7 +51,7 @@ async def test_weights_that_another_run_pushed_are_not_ours(theirs: Identity) ->
         task = rig.start(sample(1, seed=5))
         await asyncio.sleep(5)
         assert not task.done()
-        assert rig.router.engine_states()[A].startswith("dead: http://a:1 is no engine of this run")
+        assert rig.router.engine_states()[A].startswith("dead: http://a:1 is not an engine of this run")
         engine.restart()
         await asyncio.sleep(60)
         await rig.push(only_stale=True)

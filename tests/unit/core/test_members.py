@@ -35,7 +35,7 @@ LONG = 190
 
 @asynccontextmanager
 async def growing(
-    folder: Path, *, own: int = 1, kinds: EngineConfig | None = None, **launch: Any
+    folder: Path, *, own: int = 1, engine_config: EngineConfig | None = None, **launch: Any
 ) -> AsyncIterator[tuple[Rig, Owner]]:
     """A router with so many engines of its own, and members that look; C and D may join."""
     known = [ScriptedEngine(url, ends_at=lambda seed: LONG) for url in (A, B, C, D)]
@@ -44,7 +44,7 @@ async def growing(
         {"model": {"path": "x"}, "run": {"dir": folder}, "launch": launch, "engine": {"count": own, "tp": 1}}
     )
     owner = claim(folder)
-    async with routing(*known[:own], kinds=kinds) as rig:
+    async with routing(*known[:own], engine_config=engine_config) as rig:
         rig.engines = known
         clients = [engine.client for engine in rig.router._pool.engines]
         wanted = Members(
@@ -82,7 +82,7 @@ async def test_an_engine_joins_serves_and_leaves_while_its_samples_go_on(tmp_pat
         assert (
             stats["lost"] == 0 and stats["engine_tokens"] == stats["received_tokens"] + 2
         )  # a canary for each
-        assert 2 < stats["engine_rank_seconds"] - rig.router.engine_figures()[A]["rank_seconds"] < 5  # type: ignore[operator]
+        assert 2 < stats["engine_rank_seconds"] - rig.router.engine_metrics()[A]["rank_seconds"] < 5  # type: ignore[operator]
 
 
 async def test_the_launchs_own_engine_leaves_and_comes_back(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ async def test_an_engine_joins_a_pool_and_costs_what_that_costs(tmp_path: Path) 
     config = Config.model_validate(
         {"model": {"path": "x"}, "engine": {"pools": [far]}, "launch": {"placement": "disaggregated"}}
     )
-    async with growing(tmp_path, kinds=config.engine) as (rig, owner):
+    async with growing(tmp_path, engine_config=config.engine) as (rig, owner):
         write_member(owner, C, 1, "far", active=True)
         write_member(owner, D, 1, active=True)
         await asyncio.sleep(3)
@@ -200,10 +200,10 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.Captu
         assert main(["engines", *words]) == 2
         return capsys.readouterr().err
 
-    assert "no such run folder" in error("list", str(tmp_path / "none"))
+    assert "folder not found" in error("list", str(tmp_path / "none"))
     (tmp_path / "config.yaml").write_text(f"model: {{path: x}}\nrun: {{dir: {tmp_path}}}\n")
     assert "this run is not running; start it before engines join it" in error("join", str(tmp_path))
-    assert f"{C} is no engine of {tmp_path}; its engines: none" in error("drain", str(tmp_path), C)
+    assert f"{C}: not an engine of {tmp_path}; its engines: none" in error("drain", str(tmp_path), C)
 
 
 @pytest.mark.parametrize(

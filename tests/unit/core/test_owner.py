@@ -131,7 +131,7 @@ def test_two_writers_of_one_ledger_where_locks_do_not_work(tmp_path: Path, broke
     late.append(Segment([7], [0.0], [VersionSpan(0, 0, 1)]))
     with pytest.raises(FencedError):
         old.save([late])
-    with pytest.raises(RunError, match="closed to writes"):
+    with pytest.raises(RunError, match="writes are refused"):
         old.issue(prompt(), [1])
     with pytest.raises(RunError):
         old.close()
@@ -236,7 +236,7 @@ def test_the_file_itself_knows_its_writer(tmp_path: Path, broken_locks: None) ->
     old = RolloutBuffer(tmp_path / FILE_NAME, "run", 8, first)
     RolloutBuffer(tmp_path / FILE_NAME, "run", 8, claim(tmp_path)).close()
     (tmp_path / "owners" / f"{first.epoch:06d}").touch()
-    with pytest.raises(FencedError, match="launch 2 writes this file; launch 1 is over"):
+    with pytest.raises(FencedError, match="launch 2 owns this file; launch 1 was replaced"):
         old.issue(prompt(), [1])
 
 
@@ -268,7 +268,7 @@ async def test_a_trainer_that_comes_back_is_refused(tmp_path: Path) -> None:
         await ticking(r, push, new)
         await ticking(r, new.take, 1)
         for call in (old.begin_push, lambda: old.take(2), lambda: old.restore(0), lambda: old.commit(1)):
-            with pytest.raises(RunError, match="trainer start 1, which trainer start 2 has replaced"):
+            with pytest.raises(RunError, match="start 1 of the trainer was replaced by start 2"):
                 await ticking(r, call)
         assert len((await ticking(r, push, new)).engines) == 1  # the zombie's push took no version away
 
@@ -287,14 +287,16 @@ async def test_nobody_without_the_key_commands_a_run(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="status 403"):
             await ticking(r, RolloutClient(client._socket, "guess").status)
         await ticking(r, client.restore, 0)
-        with pytest.raises(RunError, match=r"commit\(1000000000\) after 0 steps: no such checkpoint yet"):
+        with pytest.raises(
+            RunError, match=r"commit\(1000000000\) after 0 steps: expected a step that has been taken"
+        ):
             await ticking(r, client.commit, 10**9)
         await ticking(r, client.restore, 0)
 
 
 async def test_no_command_comes_before_restore(tmp_path: Path) -> None:
     async with rig(make_config(tmp_path)) as r, served(r) as client:
-        with pytest.raises(RunError, match="begin_push before restore"):
+        with pytest.raises(RunError, match="begin_push: the trainer must call restore first"):
             await ticking(r, client.begin_push)
 
 

@@ -293,7 +293,7 @@ def test_a_hook_that_finds_no_target_is_an_error(monkeypatch: pytest.MonkeyPatch
     registry = SimpleNamespace(_hooks={"sglang.a": [], "sglang.b": []}, _patched={"sglang.a"})
     module = SimpleNamespace(HookRegistry=registry, envs=object())
     monkeypatch.setattr("rlsys.engine.hooks.sockets.importlib.import_module", lambda _: module)
-    with pytest.raises(RunError, match=r"has not what rlsys changes in it: sglang\.b"):
+    with pytest.raises(RunError, match=r"lacks functions that rlsys wraps: sglang\.b"):
         check_hooks()
     registry._patched = {"sglang.a", "sglang.b"}
     with pytest.raises(RunError, match="SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"):

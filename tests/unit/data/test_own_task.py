@@ -11,7 +11,7 @@ from rlsys.config import Config, load_config
 from rlsys.data import Tokenizer, build_source
 from rlsys.rewards import REWARDS, make_scores
 from rlsys.rewards.results import parse_reward
-from rlsys.rewards.signatures import guess
+from rlsys.rewards.signatures import infer_framework
 from rlsys.rollout.dry_run import dry_run
 from rlsys.router.turn_ends import turn_ends
 from tests.helpers.responses import response_of
@@ -65,4 +65,4 @@ def test_the_tables_of_the_page_are_those_of_the_source() -> None:
     }
     assert named == set(REWARDS) - {"fapo_judge"}  # a judge's own: docs/rollout.md
     for signature, parameters in re.findall(r"^\| `(\w+)` \| `\w*\(([^)`]*)\)`", page, re.MULTILINE):
-        assert guess(eval(f"lambda {parameters}: 0")) == signature
+        assert infer_framework(eval(f"lambda {parameters}: 0")) == signature

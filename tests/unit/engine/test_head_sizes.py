@@ -41,7 +41,7 @@ def test_heads_that_the_engines_attention_lacks_are_refused(
 ) -> None:
     assert explained(tmp_path, size, *overrides) == 2
     said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1 and f"heads of {size}" in said and "--attention-backend" in said
+    assert len(said.splitlines()) == 1 and f"heads of size {size}" in said and "--attention-backend" in said
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ ODD: dict[str, tuple[Sample, dict[str, Any], str]] = {
     "an id of a tool's answer below 0": (observing([-1]), {}, "outside the vocabulary"),
     "an id of the prompt": (sample(prompt=[1, 128]), {}, "outside the vocabulary"),
     "an empty prompt": (sample(prompt=[]), {}, "empty"),
-    "a prompt without room": (sample(prompt=[1] * 194), {}, "there is room for"),
+    "a prompt without room": (sample(prompt=[1] * 194), {}, "tokens; expected at most"),
     "more alternatives than the vocabulary has": (sample(), {"tops": TopLogprobs(129)}, "top_logprobs_num"),
     "an empty stop text": (sample(), {"stop_texts": [""]}, "stop"),
     "a stop text of a book": (sample(), {"stop_texts": ["x" * 5000]}, "stop"),

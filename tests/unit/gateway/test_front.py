@@ -344,7 +344,7 @@ async def test_a_server_fault_of_two_engines_is_an_error() -> None:
         for engine in rig.engines:
             engine.fail_with = 500
         status, answer = await rig.post("/generate", generate())
-        assert status == 503 and "2 answers in a row were server errors" in answer["error"]["message"]
+        assert status == 503 and "2 consecutive responses were server errors" in answer["error"]["message"]
 
 
 async def test_an_error_after_the_first_event_ends_the_stream() -> None:

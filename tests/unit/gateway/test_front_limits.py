@@ -29,7 +29,7 @@ from tests.helpers.front_rig import PROMPT, generate, serving
         (b'{"input_ids": [1.5]}', "input_ids: expected whole numbers"),
         (b'{"input_ids": [1, true]}', "input_ids: expected whole numbers"),
         (b'{"input_ids": []}', "the prompt is empty"),
-        (json.dumps({"input_ids": [5] * 200}).encode(), "the prompt has 200 tokens; there is room for 193"),
+        (json.dumps({"input_ids": [5] * 200}).encode(), "the prompt has 200 tokens; expected at most 193"),
         (b'{"text": "a", "sampling_params": {"temperature": NaN}}', "not a JSON object"),
         (b'{"text": "a", "sampling_params": {"temperature": 1e999}}', "not a JSON object"),
         (b'{"text": "a", "sampling_params": {"temperature": "hot"}}', "temperature = 'hot': expected a finite"),
@@ -84,7 +84,7 @@ async def test_a_body_that_cannot_be_read_and_a_token_of_bad_bytes_are_refused()
             "/generate", data=b"{}", headers={**bearer, "Content-Encoding": "gzip"}
         ) as answer:
             assert answer.status == 415
-            assert "reads no compressed bodies" in (await answer.json())["error"]["message"]
+            assert "compressed bodies are not supported" in (await answer.json())["error"]["message"]
         address = rig.client.server
         reader, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(b"GET /engines HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
@@ -118,7 +118,7 @@ async def test_what_is_no_url_does_not_become_an_engine(url: str) -> None:
 
 async def test_an_engine_given_twice_is_a_mistake() -> None:
     async with make_session() as session:
-        with pytest.raises(UserError, match=r"http://127\.0\.0\.1:1 is in the pool already"):
+        with pytest.raises(UserError, match=r"http://127\.0\.0\.1:1 is already in the pool"):
             Fleet(
                 ["http://127.0.0.1:1", "http://127.0.0.1:1/"], session,
                 strategy="least_tokens", interruption="abort", queue_seconds=1,
@@ -163,11 +163,14 @@ async def test_too_large_too_many_and_nobody_there() -> None:
     async with serving(queue_seconds=0.05) as rig:
         rig.fleet.dispatcher.open = False
         status, answer = await rig.post("/generate", generate())
-        assert (status, answer["error"]["message"]) == (503, "no engine could take the request within 0.05 s")
+        assert (status, answer["error"]["message"]) == (
+            503,
+            "no engine could accept the request within 0.05 s",
+        )
 
     async with serving(0) as rig:
         status, answer = await rig.post("/generate", generate())
-        assert (status, answer["error"]["message"]) == (503, "no engine has answered yet")
+        assert (status, answer["error"]["message"]) == (503, "no engine has responded yet")
         assert (await rig.client.get("/health")).status == 200
         assert (await rig.client.get("/ready")).status == 503
 
@@ -191,7 +194,7 @@ def test_a_request_counts_as_what_it_asks_for(body: dict[str, Any], samples: int
 async def test_one_request_does_not_get_round_the_limits() -> None:
     async with serving(limits=FrontLimits(concurrency=4, queue=2)) as rig:
         status, answer = await rig.post("/generate", {"input_ids": [[]] * 5})
-        assert (status, answer["error"]["message"]) == (413, "5 samples in one request; expected at most 4")
+        assert (status, answer["error"]["message"]) == (413, "5 samples in one request, expected at most 4")
         status, answer = await rig.post("/v1/completions", {"prompt": ["a"] * 4, "n": 2})
         assert (status, answer["error"]["code"]) == (413, 413)
         rig.engines[0].hold_at = 1
@@ -205,7 +208,7 @@ async def test_one_request_does_not_get_round_the_limits() -> None:
         status, answer = await rig.post("/generate", generate())
         assert (status, answer["error"]["message"]) == (
             429,
-            "6 samples of at most 6 are in progress; try again later",
+            "6 samples are in progress, expected at most 6; try again later",
         )
         tasks[1].cancel()
         await rig.until(lambda: len(rig.engines[0].requests) == 5)
@@ -229,7 +232,9 @@ def test_other_machines_need_a_token(tmp_path: Path) -> None:
     assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
     assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
     assert read_tokens(RouterOptions([], 0)) == Tokens()
-    with pytest.raises(UserError, match=r"--host 0.0.0.0: other machines can reach it; --token-file"):
+    with pytest.raises(
+        UserError, match=r"--host 0.0.0.0: other machines can reach this address; expected --token-file"
+    ):
         read_tokens(RouterOptions([], 0, host="0.0.0.0"))
     file = tmp_path / "token"
     with pytest.raises(UserError, match="No such file"):

@@ -44,7 +44,7 @@ async def test_it_listens_until_a_signal_ends_it(
         await asyncio.wait({running}, timeout=0.01)
         assert not running.done(), running.exception()
     (line,) = said
-    assert line.endswith(" before 0 engines")
+    assert line.endswith(" with 0 engines")
     url = line.split()[2]
     async with aiohttp.ClientSession() as session:
         async with session.get(f"{url}/engines") as answer:
@@ -60,7 +60,7 @@ async def test_a_taken_port_and_a_host_that_is_none_are_the_users_mistakes(handl
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"^--port {port}: in use on 127.0.0.1; 0 finds"):
+        with pytest.raises(UserError, match=f"^--port {port}: the port is in use on 127.0.0.1; 0 selects"):
             await serve(RouterOptions([], port=port), Tokens())
     with pytest.raises(UserError, match=r"^--host 192\.0\.2\.1 --port 0: "):  # an address of nobody's machine
         await serve(RouterOptions([], port=0, host="192.0.2.1"), Tokens("token"))

@@ -171,10 +171,10 @@ async def test_a_model_that_goes_on_for_ever_is_truncated_and_no_fault_of_the_ag
     ("agent", "params", "why"),
     [
         ("raises", {}, r"plain.py:raises: KeyError: '3\+4\+\(2\+2\)' \(.*plain.py:\d+\)"),
-        ("silent", {}, "plain.py:silent: ended without an answer of the model"),
+        ("silent", {}, "plain.py:silent: ended without requesting an answer of the model"),
         ("runs_away", {"max_calls": 3}, r"runs_away: made more than 3 requests \(.*max_calls\)"),
-        ("stands_still", {"idle_seconds": 0.2}, r"stands_still: did nothing for 0.2 s after request 1"),
-        ("is_always_killed", {}, "is_always_killed: killed 3 times, at last by signal 9"),
+        ("stands_still", {"idle_seconds": 0.2}, r"stands_still: sent no request for 0.2 s after request 1"),
+        ("is_always_killed", {}, "is_always_killed: killed 3 times, the last time by signal 9"),
         ("hot", {}, r"RuntimeError: 400 temperature = 0.3, but rollout.temperature = 1.0: .*plain.py:\d+"),
     ],
 )
@@ -192,7 +192,7 @@ async def test_a_program_that_fails_censors_too() -> None:
     command[2] = "import os; raise SystemExit(4 if 'PYTHONPATH' in os.environ else 5)"
     with pytest.raises(ToolFailed, match="ended with code 5"):  # so that it may run in a venv of its own
         await made(config("", {"run": None, "command": command}))
-    with pytest.raises(UserError, match="command = '/no/such/program' is no program"):
+    with pytest.raises(UserError, match="command = '/no/such/program': expected a program"):
         await made(config("", {"run": None, "command": ["/no/such/program"]}))
 
 
@@ -219,7 +219,7 @@ async def test_the_reward_agent_is_what_the_agent_gives() -> None:
     s = await made(wanting, worth=0.5)
     score = make_score(wanting)
     assert score(with_turn_rewards(prompt(), s), response_of("")) == 0.5
-    with pytest.raises(ToolFailed, match=r"gave no reward, and data\.reward = agent is its own"):
+    with pytest.raises(ToolFailed, match=r"returned no reward, which data\.reward = agent requires"):
         await made(wanting, worth=None)
     with pytest.raises(ToolFailed, match="reward = nan: expected a finite number"):
         await made(wanting, worth=float("nan"))
@@ -240,7 +240,7 @@ async def test_an_agent_in_the_python_of_a_venv_without_any_package(tmp_path: Pa
     )
     params = {"run": f"{tmp_path}/agent.py:sums", "python": str(tmp_path / "venv/bin/python")}
     assert TOKENIZER.decode((await made(config("", params))).response_ids) == WHOLE
-    with pytest.raises(UserError, match="python = '/no/such/python' is no program"):
+    with pytest.raises(UserError, match="python = '/no/such/python': expected a program"):
         await made(config("", {**params, "python": "/no/such/python"}))
     (tmp_path / "agent.py").write_text("import aiohttp")
     with pytest.raises(UserError, match=r"run = .*agent.py:sums': cannot import .*No module named 'aiohttp'"):
@@ -266,7 +266,7 @@ async def test_one_that_then_says_something_else_is_censored(tmp_path: Path) -> 
     with pytest.raises(ToolFailed, match="returned another result after a restart"):
         await made(config("asks_for_ever"), s)
     s.prompt_ids = TOKENIZER.encode("<bos><user>1+1<assistant><think>")
-    with pytest.raises(ToolFailed, match="made other requests after a restart"):
+    with pytest.raises(ToolFailed, match="sent other requests after a restart"):
         await made(config("sums"), s)
     s.prompt_ids = prompt().ids
     with pytest.raises(ToolFailed, match="requested fewer turns after a restart"):
@@ -378,9 +378,9 @@ async def test_an_address_is_of_no_use_without_its_key() -> None:
             ({"messages": [{"role": "boss"}]}, "messages[0].role = 'boss'"),
             (
                 {"messages": [{"role": "user", "content": "1"}], "top_logprobs": 3},
-                "top_logprobs = 3: not served",
+                "top_logprobs = 3: not supported",
             ),
-            ({"messages": [{"role": "user", "content": "1"}], "tempature": 3}, "tempature: not known"),
+            ({"messages": [{"role": "user", "content": "1"}], "tempature": 3}, "tempature: unknown field"),
             (
                 {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
                 "a part of type 'image_url'",
@@ -456,9 +456,11 @@ async def test_a_service_that_fails_or_is_not_there_censors(monkeypatch: pytest.
     monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(remote, "AWAY_SECONDS", 0.0)
     async with Service().listening() as url:
-        with pytest.raises(ToolFailed, match="its service answered 500 no luck"):
+        with pytest.raises(ToolFailed, match="its service returned HTTP 500: no luck"):
             await made(config("", {"run": None, "url": url}), model=Model(["<python>no</python><eos>"]))
-    with pytest.raises(ToolFailed, match=r"killed 3 times, at last its service at .* is gone: Client"):
+    with pytest.raises(
+        ToolFailed, match=r"killed 3 times, the last time because its service at .* does not respond: Client"
+    ):
         await made(config("", {"run": None, "url": url}))
 
 
@@ -470,15 +472,15 @@ async def test_there_has_to_be_such_an_agent() -> None:
         ({"command": ["x"]}, "expected one of them"),
         ({"patients": 3}, "patients"),
         ({"run": None, "url": "ftp://x"}, "url"),
-        ({"run": None, "command": ["x"], "python": "y"}, "only an agent with `run` is imported"),
+        ({"run": None, "command": ["x"], "python": "y"}, "expected it only with `run`"),
         (
             {"run": None, "url": "http://x", "env": ["A"]},
-            "a service of its own has an environment of its own",
+            "expected no env with `url`",
         ),
     ]:
         with pytest.raises(UserError, match=why):
             build_generator(config("sums", params), TOKENIZER, Model())
-    with pytest.raises(UserError, match="needs a tokenizer"):
+    with pytest.raises(UserError, match="requires a tokenizer"):
         build_generator(config("sums"), None, Model())
 
 

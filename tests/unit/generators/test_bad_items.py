@@ -734,7 +734,7 @@ def test_weights_of_rewards_do_not_overflow() -> None:
 
 
 def test_a_figure_beside_a_reward_that_no_float_holds_is_left_out() -> None:
-    assert parse_reward({"score": 1, "digits": 10**400, "other": 2}).figures == {"other": 2.0}
+    assert parse_reward({"score": 1, "digits": 10**400, "other": 2}).metrics == {"other": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,9 @@ def test_a_reward_function_may_say_what_turns_are_worth() -> None:
     s.append(Segment([5, 6], [-1.0, -1.0], [VersionSpan(1, 0, 2)]))
     s.observe([7])
     s.append(Segment([8], [-1.0], [VersionSpan(1, 0, 1)]))
-    assert set_turn_rewards(s, [0.5]) == "reward gave 1 turn_rewards, the response has 2 turns"
+    assert set_turn_rewards(s, [0.5]) == (
+        "reward returned 1 turn_rewards, expected 2, one for each turn of the response"
+    )
     assert set_turn_rewards(s, [0.5, 1.0]) is None and s.turn_rewards == [TurnReward(0.5), TurnReward(1.0)]
 
 

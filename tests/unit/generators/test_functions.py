@@ -152,7 +152,7 @@ async def test_a_turn_that_had_ended_before_a_crash_is_read_again_and_not_contin
 async def test_a_template_that_takes_back_what_it_wrote_is_refused(tmp_path: Path) -> None:
     made, tokenizer = turns(tmp_path, Read(add="{}"), ["[add]<eos>"])
     tokenizer._template_text = "{{ messages | length }}"
-    with pytest.raises(UserError, match="in another way once answers follow it"):
+    with pytest.raises(UserError, match="differently if answers follow"):
         await made(Sample(0, 0, 0, [5], seed=1), PROMPT)
 
 
@@ -252,12 +252,12 @@ async def test_what_the_generator_needs_is_told(tmp_path: Path) -> None:
         sample.append(Segment([2], [-1.0], [VersionSpan(1, 0, 1)]))
         sample.status = Status.FINISHED
 
-    with pytest.raises(UserError, match=r"needs engine\.tool_call_parser"):
+    with pytest.raises(UserError, match=r"requires engine\.tool_call_parser"):
         build_generator(make_config(tmp_path, "add", engine={}), Tokenizer(tmp_path), speak)
     with pytest.raises(
         UserError, match=r"rollout\.generator_params\.functions = .*own\.py.* has no function 'ad'"
     ):
         build_generator(make_config(tmp_path, "ad"), Tokenizer(tmp_path), speak)
     made = build_generator(make_config(tmp_path, "add"), Tokenizer(tmp_path), speak)
-    with pytest.raises(UserError, match="offers no tools; expected schemas under tools"):
+    with pytest.raises(UserError, match=r"offers no tools, which .* requires; expected schemas under tools"):
         await made(Sample(0, 0, 0, [5], seed=1), Prompt(0, "", [5], {}))

@@ -241,37 +241,43 @@ def set_field(name: str, value: Any) -> Callable[[SlimeSample], None]:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (mistake(set_mask(0, 0)), "loss_mask is 0 at response token 0, which the model sampled"),
-        (mistake(longer), "loss_mask is 1 at response token 23, which no engine has sampled"),
-        (mistake(set_field("loss_mask", [1])), "loss_mask has 1 entries for 23 response tokens"),
+        (mistake(set_mask(0, 0)), "loss_mask is 0 at response token 0, expected 1"),
+        (mistake(longer), "loss_mask is 1 at response token 23, expected 0"),
+        (
+            mistake(set_field("loss_mask", [1])),
+            "loss_mask has 1 entries, expected 23, one per response token",
+        ),
         (
             mistake(other_logp),
-            r"rollout_log_probs is -1\.0 at response token 0, but the engine's log-prob is",
+            r"rollout_log_probs is -1\.0 at response token 0, expected the engine's log-prob",
         ),
-        (mistake(set_field("tokens", [1, 2])), "sample.tokens is not what the engines were given"),
-        (mistake(set_field("reward", 1.0)), "it sets sample.reward; name its reward function in data.reward"),
+        (mistake(set_field("tokens", [1, 2])), "sample.tokens differs from the prompt"),
+        (mistake(set_field("reward", 1.0)), "it sets sample.reward; use a reward function in data.reward"),
         (mistake(set_field("remove_sample", True)), "it sets sample.remove_sample"),
-        (mistake(lambda s: [s, s]), "it returned 2 samples; one response is one sequence here"),
+        (mistake(lambda s: [s, s]), "it returned 2 samples, expected one"),
         (mistake(lambda s: "text"), "it returned a str, expected its sample"),
         (
             asking(temperature=0.5),
             r"sampling_params\['temperature'\] = 0.5, but rollout.temperature = 1.0: the",
         ),
         (asking(top_p=0.9), r"sampling_params\['top_p'\] = 0.9, but rollout.top_p = 1.0"),
-        (asking(repetition_penalty=1.1), "= 1.1 changes the distribution that tokens are drawn from"),
+        (asking(repetition_penalty=1.1), "= 1.1 changes the distribution of tokens"),
         (asking(regex="[0-9]"), r"sampling_params\['regex'\] = '\[0-9\]' changes the distribution"),
-        (asking(beam_width=3), r"sampling_params\['beam_width'\]: not known"),
-        (asking(stop_token_ids=[44]), r"sampling_params\['stop_token_ids'\] has 44; name its text in stop"),
-        (other_prompt, "do not begin with the prompt that the ledger has; put its own words into the data"),
-        (at_once, "two requests of one sample at the same time"),
-        (again, "a request that adds nothing behind a turn that the model has ended"),
-        (retokenised, "do not begin with the response that the ledger has"),
+        (asking(beam_width=3), r"sampling_params\['beam_width'\]: unknown parameter"),
+        (
+            asking(stop_token_ids=[44]),
+            r"sampling_params\['stop_token_ids'\] has 44; expected its text in stop",
+        ),
+        (other_prompt, "do not begin with the prompt of the ledger; to change the prompt, change the data"),
+        (at_once, "two concurrent requests of one sample"),
+        (again, "a request that adds no text after a turn that the model has ended"),
+        (retokenised, "do not begin with the response of the ledger"),
         (
             elsewhere,
-            r"slime.utils.http_utils.post to http://127.0.0.1:1/generate: it asks the run's engines only",
+            r"slime.utils.http_utils.post to http://127.0.0.1:1/generate: expected http",
         ),
-        (pictures, "a request with image_data; the run's engines take"),
-        (cut_text, "requests in text whose answers are cut: ask with no_stop_trim = True"),
+        (pictures, "a request with image_data; expected only"),
+        (cut_text, "requests in text whose answers are trimmed: use no_stop_trim = True"),
     ],
 )
 async def test_what_would_fool_the_loss_is_refused(
@@ -286,7 +292,7 @@ async def test_what_would_fool_the_loss_is_refused(
 async def test_an_option_that_nobody_gave_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsys.generators.generator.find_generator", lambda name: unknown_option)
     with pytest.raises(
-        AttributeError, match=r"args.rollout_numb_gpus: rlsys knows no such option of slime; give"
+        AttributeError, match=r"args.rollout_numb_gpus: this option of slime has no value in rlsys; set it"
     ):
         await build_generator(config(), TOKENIZER, Model())(fresh(), prompt())
 

@@ -225,7 +225,9 @@ def test_the_chat_template_says_what_stands_around_an_answer(tmp_path: Path) -> 
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     )
     tokenizer._template = None
-    with pytest.raises(UserError, match="role = 'tool': the chat template shows no message of this role"):
+    with pytest.raises(
+        UserError, match="role = 'tool': the chat template does not render messages of this role"
+    ):
         answer_template(tokenizer, "tool")
 
 

@@ -224,7 +224,7 @@ def test_latr_needs_the_whole_distribution_at_temperature_one() -> None:
     for fields, why in [({"temperature": 0.7}, "temperature = 0.7"), ({"top_k": 20}, "top_k = 20")]:
         with pytest.raises(UserError, match=why):
             build_generator(config(**fields), TOKENIZER, never)
-    with pytest.raises(UserError, match="needs a tokenizer"):
+    with pytest.raises(UserError, match="requires a tokenizer"):
         build_generator(config(), None, never)
     with pytest.raises(ValueError, match=r"engine\.ngram_drafts = 4: .*; expected 0"):
         Config.model_validate(

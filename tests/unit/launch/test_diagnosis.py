@@ -66,7 +66,7 @@ def test_a_diagnosis_begins_with_who_waits_for_whom() -> None:
         "  engine-0         on n1, killed by signal 9 (SIGKILL), probably out of memory, 12 s old: bye"
         in lines
     )
-    assert "does not answer" in describe("silence", [], None, {})
+    assert "does not respond" in describe("silence", [], None, {})
 
 
 def test_a_process_that_gives_no_stack_is_named() -> None:

@@ -100,7 +100,7 @@ def test_given_gpus_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-7")
     assert launch_args.engine_command(config, 1, 3100)[1]["CUDA_VISIBLE_DEVICES"] == "6,GPU-7"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with pytest.raises(UserError, match=r"CUDA_VISIBLE_DEVICES = 4,5 has 2 GPUs, but engine 1 .* number 4"):
+    with pytest.raises(UserError, match=r"CUDA_VISIBLE_DEVICES = 4,5 has 2 GPUs; engine 1 .* at least 4"):
         launch_args.engine_command(config, 1, 3100)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert launch_args.engine_command(config, 1, 3100)[1]["CUDA_VISIBLE_DEVICES"] == "2,3"

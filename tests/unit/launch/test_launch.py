@@ -155,7 +155,7 @@ def test_the_arithmetic_is_spelled_out() -> None:
     assert text["in flight"].startswith("256 samples (over_provision 2)")
     assert (
         text["whole run"]
-        == "60 steps = 7680 samples, 7 evaluations of 128 prompts, or all that a file holds out"
+        == "60 steps = 7680 samples, 7 evaluations of 128 prompts, or of all in a held-out file"
     )
 
 

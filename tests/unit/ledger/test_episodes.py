@@ -202,7 +202,7 @@ async def test_a_conversation_that_is_not_asked_for_again_censors() -> None:
     s = fresh()
     other = s.begin(TOKENIZER.encode("<bos><user>what else?<assistant><think>"))
     other.append(Segment(TOKENIZER.encode("1<eos>"), [-0.1, -0.1], [VersionSpan(1, 0, 2)]))
-    with pytest.raises(ToolFailed, match="made other requests after a restart than before"):
+    with pytest.raises(ToolFailed, match="sent other requests after a restart than before"):
         await build_generator(config("sums"), TOKENIZER, Model())(s, prompt())
 
 

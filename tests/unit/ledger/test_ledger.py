@@ -65,9 +65,9 @@ def test_figures_hand_counted(run_dir: Path) -> None:
         ("DELETE FROM groups WHERE group_id = 7", "10 groups were issued, but .*ready 0"),
         (
             "DELETE FROM samples WHERE sample_id = 3",
-            "the 4 groups that are trained have 8 samples, but there are 7",
+            "the 4 groups in the state trained should have 8 samples, but have 7",
         ),
-        ("UPDATE takes SET group_ids = '[0, 1, 2]' WHERE train_step = 1", "1 groups were trained on in more"),
+        ("UPDATE takes SET group_ids = '[0, 1, 2]' WHERE train_step = 1", "1 groups were trained in more"),
         ("UPDATE groups SET train_step = 2 WHERE group_id = 0", r"disagree on the train step of .*\(0, 1\)"),
         ("UPDATE groups SET state = 'ready', train_step = NULL WHERE group_id = 3", "disagree"),
         ("UPDATE meta SET value = 9 WHERE key = 'lost'", "9 tokens that engines generated"),
@@ -95,18 +95,18 @@ def test_a_file_with_a_piece_missing_is_told_in_one_line(run_dir: Path, damage: 
     with db:
         db.execute(damage)
     db.close()
-    with pytest.raises(UserError, match="not a usable rollout file"):
+    with pytest.raises(UserError, match="not a usable ledger"):
         check_ledger(RunReader(run_dir).ledger())
 
 
 def test_a_folder_without_rollouts_has_no_ledger(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such file: not a run"):
+    with pytest.raises(UserError, match="no such file: the folder is not a run"):
         RunReader(tmp_path).ledger()
 
 
 def test_reading_a_foreign_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"something else" * 100)
-    with pytest.raises(UserError, match="not a usable rollout file"):
+    with pytest.raises(UserError, match="not a usable ledger"):
         RunReader(tmp_path).ledger()
 
 

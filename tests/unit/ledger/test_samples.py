@@ -72,9 +72,9 @@ def test_conditions_and_orders(run: Path) -> None:
 @pytest.mark.parametrize(
     ("query", "words"),
     [
-        (SampleQuery(step=9), "step 9: the run has taken the steps 1 to 2"),
-        (SampleQuery(group=3), "group 3: the run has the groups 0 to 2"),
-        (SampleQuery(sample=77), "sample 77: the run has no such sample"),
+        (SampleQuery(step=9), "step 9: no such train step; the run has steps 1 to 2"),
+        (SampleQuery(group=3), "group 3: no such group; the run has groups 0 to 2"),
+        (SampleQuery(sample=77), "sample 77: no such sample in the run"),
         (SampleQuery(status="done"), "status done: expected one of parked, finished, truncated, censored"),
         (SampleQuery(limit=1000), "limit 1000: expected 1 to 256"),
     ],
@@ -162,8 +162,8 @@ def test_a_search_rests_and_goes_on(run: Path) -> None:
     [
         (["--grep", "("], "--grep (: not a regular expression"),
         (["--n", "0"], "--n 0: expected 1 or more"),
-        (["--step", "-1"], "step -1: expected 0 or more"),
-        (["--step", "9" * 20], "expected 0 or more, at most"),
+        (["--step", "-1"], "step -1: expected 0 to 9223372036854775807"),
+        (["--step", "9" * 20], "expected 0 to"),
         (["--status", "lost"], "status lost: expected one of"),
         (["--worst", "--best"], "not allowed with argument"),
     ],

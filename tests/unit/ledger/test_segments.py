@@ -225,7 +225,9 @@ def test_a_file_that_lost_what_was_committed_is_refused(tmp_path: Path, harm: st
         file.unlink()
     else:
         os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(UserError, match=rf"{file.name}: \d+ bytes of it are in use, but it .*; restore it"):
+    with pytest.raises(
+        UserError, match=rf"{file.name}: the file .*, expected at least \d+ bytes; restore it"
+    ):
         opened(tmp_path)
 
 

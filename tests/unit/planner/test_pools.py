@@ -170,7 +170,7 @@ async def test_what_each_pool_makes_and_costs_is_told() -> None:
     kinds = config(
         {"name": "dear", "count": 1, "cost": 3.0}, {"name": "cheap", "count": 1, "cost": 0.5}
     ).engine
-    async with routing(ScriptedEngine(A), ScriptedEngine(B), kinds=kinds) as rig:
+    async with routing(ScriptedEngine(A), ScriptedEngine(B), engine_config=kinds) as rig:
         await rig.push()
         start = rig.router.stats()
         await asyncio.gather(*(rig.start(sample(i)) for i in range(4)))
@@ -185,7 +185,7 @@ async def test_what_each_pool_makes_and_costs_is_told() -> None:
         assert 100 < seconds < 110
         assert stats["pool_dear_cost"] == pytest.approx(3 * stats["pool_dear_rank_seconds"])
         assert stats["pool_cheap_cost"] == pytest.approx(0.5 * stats["pool_cheap_rank_seconds"])
-        assert rig.router.engine_figures()[A]["pool"] == "dear"
+        assert rig.router.engine_metrics()[A]["pool"] == "dear"
         rig.join(ScriptedEngine("http://c:1"))
         rig.router.remove_engine(B)
         await asyncio.sleep(10)
@@ -193,6 +193,6 @@ async def test_what_each_pool_makes_and_costs_is_told() -> None:
         assert later["pool_cheap_serving"] == 0
         assert later["pool_cheap_tokens"] == stats["pool_cheap_tokens"]
         assert later["pool_cheap_cost"] >= stats["pool_cheap_cost"]
-        assert rig.router.engine_figures()["http://c:1"]["pool"] == "joined"
+        assert rig.router.engine_metrics()["http://c:1"]["pool"] == "joined"
         await rig.push(only_stale=True)
         assert rig.router.stats()["pool_joined_serving"] == 1

@@ -70,10 +70,10 @@ def test_a_model_that_is_too_large_names_a_sufficient_number(model: str, gpus: i
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gpus", "8"], "--gpus: expected --model FOLDER beside it"),
-        (["--reward", "score.py:score"], "--reward: expected --data FILE beside it"),
-        (["--heldout", "test.parquet"], "--heldout: expected --data FILE beside it"),
-        (["--model", "M", "--heldout", "test.parquet"], "--heldout: expected --data FILE beside it"),
+        (["--gpus", "8"], "--gpus: it requires --model FOLDER"),
+        (["--reward", "score.py:score"], "--reward: it requires --data FILE"),
+        (["--heldout", "test.parquet"], "--heldout: it requires --data FILE"),
+        (["--model", "M", "--heldout", "test.parquet"], "--heldout: it requires --data FILE"),
         (["--model", "M", "--gpus", "-1"], "--gpus -1: expected a number from 0 to 65536"),
         (["--model", "M", "--gpus", "8", "--gpu", "tpu"], "--gpu tpu: expected one of"),
         (

@@ -68,7 +68,7 @@ async def test_engines_that_explore_answer_probes_alone_and_nobody_waits_for_dea
         {"model": {"path": "x"}, "engine": {"pools": POOLS}, "launch": {"placement": "disaggregated"}}
     ).engine
     scout = ScriptedEngine(B)
-    async with routing(ScriptedEngine(A), scout, kinds=kinds) as rig:
+    async with routing(ScriptedEngine(A), scout, engine_config=kinds) as rig:
 
         async def probe(seed: int) -> Sample:
             asked = Sample(EVALUATION, EVALUATION, 0, list(PROMPT), seed=seed)
@@ -87,7 +87,7 @@ async def test_engines_that_explore_answer_probes_alone_and_nobody_waits_for_dea
         assert stats["engines_serving"] == stats["pool_exact_serving"] == stats["pool_scouts_serving"] == 1
         assert stats["evaluation_tokens"] == 6 * 30 and stats["lost"] == 0
         rig.router.resume()
-        assert [told["serving"] for told in rig.router.engine_figures().values()] == [True, False]
+        assert [told["serving"] for told in rig.router.engine_metrics().values()] == [True, False]
         waiting = asyncio.create_task(probe(7))
         await asyncio.sleep(0.1)
         scout.die()

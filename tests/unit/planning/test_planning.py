@@ -131,7 +131,7 @@ async def test_a_prompt_that_engines_die_of_censors_its_group(tmp_path: Path) ->
     """Before: it was asked about for ever, and its group's step waited."""
 
     async def scores(_: list[int]) -> tuple[list[float], list[bool]]:
-        raise PoisonRequest("4 engines died while they worked on it")
+        raise PoisonRequest("4 engines died while they processed it")
 
     config = config_of(tmp_path, planners=["lens"])
     async with rig(config, lambda s: 4 if s.group_id == 0 else 3, prompt_scores=scores) as r:
@@ -681,5 +681,7 @@ async def test_a_planner_that_raises_for_every_group_stops_the_run(tmp_path: Pat
 async def test_a_planner_that_raises_for_many_groups_stops_the_run(tmp_path: Path) -> None:
     async with rig(failing(tmp_path, "decide", 2)) as r:
         await r.start()
-        with pytest.raises(RunError, match=r"ended in unexpected exceptions, more than rollout.max_failed"):
+        with pytest.raises(
+            RunError, match=r"failed with unexpected exceptions, more than rollout.max_failed"
+        ):
             await r.take(1)

@@ -105,7 +105,7 @@ def test_patterns_and_schemas_of_a_row(model: Path, tmp_path: Path) -> None:
         ("json_schema", {"schema": "/no/file"}, "schema = '/no/file': cannot read"),
         ("length", {"limit": 3, "buffer": 4}, "buffer = 4, limit = 3: expected 0 < buffer <= limit"),
         ("format", {"marks": []}, "marks = []: expected at least one"),
-        ("code", {"seconds": 0}, "seconds = 0, memory_mb = 512: expected > 0"),
+        ("code", {"seconds": 0}, "seconds = 0, memory_mb = 512: expected seconds > 0"),
         ("regex", {"whole": True}, "regex: whole was renamed to full_match; use full_match"),
     ],
 )
@@ -183,5 +183,5 @@ def test_sandbox_fusion_runs_the_program_where_its_url_is_given(model: Path) -> 
     refusal = {"status": "SandboxError", "message": "full"}
     with fusion(refusal) as (url, _), pytest.raises(RuntimeError, match="full"):
         score(model, "code", ADDS, tests, url=url)
-    with pytest.raises(RuntimeError, match="no answer of SandboxFusion"):
+    with pytest.raises(RuntimeError, match="no result of SandboxFusion"):
         score(model, "code", ADDS, tests, url=url)

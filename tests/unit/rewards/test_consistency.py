@@ -61,7 +61,7 @@ async def test_an_evaluation_tells_the_share_of_answers_that_follow_from_their_r
 
 def test_it_needs_a_judge_of_its_own(judge: str) -> None:
     for name in (None, "engines"):
-        with pytest.raises(UserError, match="expected a judge of its own"):
+        with pytest.raises(UserError, match="expected a separate judge"):
             make_score(config(name))
     run = load_config(
         Path("quickstart"),

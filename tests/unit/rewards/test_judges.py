@@ -139,10 +139,10 @@ async def no_text(question: str) -> web.Response:
 @pytest.mark.parametrize(
     ("reply", "told"),
     [
-        (broken, "answered 503: no worker"),
-        (no_json, "answered no JSON: '<html>'"),
-        (no_choice, "no text at choices.0.message.content of its answer"),
-        (no_text, "no text at choices.0.message.content"),
+        (broken, "HTTP 503: no worker"),
+        (no_json, "expected JSON, got '<html>'"),
+        (no_choice, "expected a text at choices.0.message.content of the response"),
+        (no_text, "expected a text at choices.0.message.content"),
     ],
 )
 async def test_a_server_that_fails_gives_no_verdict_and_is_counted(
@@ -166,7 +166,7 @@ async def test_a_server_that_names_no_model_and_one_that_is_not_there_give_no_ve
     async with server.listening() as url:
         judge = JudgeWithTimeout(UrlJudge(url), 20)
         assert await judge("?") is None
-        assert "no text at data.0.id" in judge.last
+        assert "expected a text at data.0.id" in judge.last
     assert await judge("?") is None
     assert "Client" in judge.last
     assert judge.failures == 2
@@ -336,7 +336,9 @@ def test_what_is_no_address_of_a_judge_is_refused(tmp_path: Path, url: str, told
 def test_a_secret_in_a_url_is_refused_and_not_repeated(tmp_path: Path) -> None:
     for section, field in (("data", "judge"), ("engine", "reference")):
         config = Config.model_validate({"model": {"path": tmp_path}, section: {field: "http://me:hush@a:1"}})
-        with pytest.raises(UserError, match=f"{section}.{field}: a URL with a name or a password") as caught:
+        with pytest.raises(
+            UserError, match=f"{section}.{field}: the URL has a user name or a password"
+        ) as caught:
             check_names(config)
         assert "hush" not in str(caught.value)
 

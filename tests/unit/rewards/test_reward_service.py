@@ -81,7 +81,7 @@ async def test_a_service_is_asked_as_slimes_are_and_may_give_what_a_function_giv
     async with server.listening() as url:
         plain, scored, named = [await verdict_of(url) for _ in values]
     assert (plain.reward, plain.right, scored.reward, scored.right) == (1, True, 0.5, True)
-    assert scored.figures["seconds"] == 3
+    assert scored.metrics["seconds"] == 3
     assert (named.reward, named.parts) == (0.75, {"right": 1, "brief": -0.25})
     first = server.asked[0]
     said = "3+4=7</think><answer>7</answer>"  # as for other frameworks' functions, without the end's token
@@ -165,14 +165,14 @@ async def test_a_service_that_never_can_censors_and_says_why() -> None:
     async with server.listening() as url:
         found = await verdict_of(url)
     assert found.reward is None and found.reason is not None
-    assert 'it answered 503 "no worker"; tried 1 times in 18 s' in found.reason
+    assert 'HTTP 503 "no worker"; 1 attempts in 18 s' in found.reason
 
 
 @pytest.mark.virtual_clock
 async def test_tries_end_with_the_time_of_a_reward() -> None:
     gone = await verdict_of("http://127.0.0.1:9/score", 30)
     assert gone.reason is not None
-    assert "ClientConnectorError" in gone.reason and "times in 27 s" in gone.reason
+    assert "ClientConnectorError" in gone.reason and "attempts in 27 s" in gone.reason
 
 
 async def test_a_service_that_hangs_censors_within_the_time() -> None:
@@ -182,21 +182,21 @@ async def test_a_service_that_hangs_censors_within_the_time() -> None:
 
     async with ScriptedService(reply).listening() as url:
         found = await verdict_of(url, 0.2)
-    assert found.reward is None and "TimeoutError; tried 1 times" in str(found.reason)
+    assert found.reward is None and "TimeoutError; 1 attempts" in str(found.reason)
 
 
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (lambda: says({"detail": "no such task"}, 422), 'answered 422 {"detail": "no such task"}'),
-        (lambda: web.Response(text="<html>"), "answered no JSON: '<html>'"),
+        (lambda: says({"detail": "no such task"}, 422), 'HTTP 422 {"detail": "no such task"}'),
+        (lambda: web.Response(text="<html>"), "expected JSON, got '<html>'"),
         (
             lambda: web.Response(body=b"1" * (service.MAX_ANSWER_BYTES + 1)),
             "answers with more than 1048576 bytes",
         ),
-        (lambda: says("1"), "gave '1', expected a finite number"),
-        (lambda: says({}), "gave {}, expected a number"),
-        (lambda: web.Response(text="NaN"), "answered no JSON"),
+        (lambda: says("1"), "returned '1', expected a finite number"),
+        (lambda: says({}), "returned {}, expected a number"),
+        (lambda: web.Response(text="NaN"), "expected JSON, got"),
     ],
 )
 async def test_what_is_no_reward_is_told_once(answer: Callable[[], web.Response], told: str) -> None:
@@ -226,7 +226,7 @@ async def test_a_redirect_is_refused_and_the_token_stays(monkeypatch: pytest.Mon
         async with server.listening() as url:
             monkeypatch.setenv("http_proxy", there)
             found = await verdict_of(url)
-    assert f"redirects to {there}; name the address that answers" in str(found.reason)
+    assert f"redirects to {there}; use the final URL in data.reward" in str(found.reason)
     assert stranger.asked == [] and server.headers[0]["Authorization"] == "Bearer abc"
 
 
@@ -242,7 +242,7 @@ async def test_a_service_joins_other_rewards_under_the_name_of_its_host() -> Non
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        ("http://me:secret@host/x", "a URL with a name or a password in it; a config is written down"),
+        ("http://me:secret@host/x", "the URL has a user name or a password; expected one without"),
         ("http://:80", "expected a URL"),
         ("http://host:abc", "not a URL"),
         ("http://a b/", "expected a URL"),

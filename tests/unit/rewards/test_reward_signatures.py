@@ -14,7 +14,7 @@ from rlsys.core.types import Prompt, Response
 from rlsys.data.quickstart_model import write_model
 from rlsys.rewards import Rewards, make_scores, short_names
 from rlsys.rewards.results import InvalidReward, RewardResult, join_rewards, parse_reward
-from rlsys.rewards.signatures import guess
+from rlsys.rewards.signatures import infer_framework
 from rlsys.worker.scoring import Scorer, Verdict
 from tests.helpers.responses import sample_of
 
@@ -138,14 +138,14 @@ def test_plain_rewards_of_others(model: Path) -> None:
     assert score(model, "graded") == 1.0
     assert score(model, "not_for_sums") is None
     assert score(model, "short") == -0.5 * len(IDS)
-    with pytest.raises(ValueError, match="it gave 2 rewards for 1 response"):
+    with pytest.raises(ValueError, match="it returned 2 rewards for one response"):
         score(model, "two_for_one")
     with pytest.raises(KeyError, match="answer"):  # the scorer says of which row, and what mends it
         made = make_scores(Config.model_validate(
             {"model": {"path": model}, "data": {"reward": f"{__name__}:compute_score"}}))  # fmt: skip
         made[0](Prompt(0, "", [], {}, location="mine:4"), Response(TEXT, finished=True, ids=IDS))
     mark = parse_reward(score(model, "compute_score"))
-    assert mark == RewardResult(-1.5, right=True, figures={"acc": 1.0, "length": 4.0})
+    assert mark == RewardResult(-1.5, right=True, metrics={"acc": 1.0, "length": 4.0})
 
 
 async def test_several_rewards_are_added_with_their_weights(model: Path) -> None:
@@ -168,7 +168,7 @@ async def test_several_rewards_are_added_with_their_weights(model: Path) -> None
 async def test_a_reward_that_applies_to_no_sample_is_no_zero(model: Path) -> None:
     found = await verdict(model, "not_for_sums")
     assert found.reward is None
-    assert found.reason == "reward not_for_sums gave None: no reward for this sample"
+    assert found.reason == "reward not_for_sums returned None: no reward applies to this sample"
 
 
 @pytest.mark.parametrize(
@@ -179,13 +179,13 @@ async def test_a_reward_that_applies_to_no_sample_is_no_zero(model: Path) -> Non
     ],
 )  # fmt: skip
 def test_a_signature_is_told_by_its_names(name: Any, signature: str | None) -> None:
-    assert guess(name) == signature
+    assert infer_framework(name) == signature
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"name": "nobodys"}, "cannot tell how to call a function of (a, b, c); expected (config), (data_source"),
+        ({"name": "nobodys"}, "unknown parameters (a, b, c); expected (config), (data_source"),
         ({"name": "no_factory"}, "no_factory(config) returned a float; expected a function score(prompt, text)"),
         ({"name": "ours", "params": {"x": 1}}, "data.reward: got an unexpected keyword argument 'x'"),
     ],
@@ -202,11 +202,11 @@ def test_marks_by_hand() -> None:
     assert parse_reward({"score": 1, "acc": 0}).right is False
     assert parse_reward({"a": 1, "b": -2}) == RewardResult(-1.0, {"a": 1.0, "b": -2.0})
     joined = join_rewards(
-        ["x", "y"], [1, 0.5], [RewardResult(0.5, right=False), RewardResult(4, figures={"n": 2})]
+        ["x", "y"], [1, 0.5], [RewardResult(0.5, right=False), RewardResult(4, metrics={"n": 2})]
     )
-    assert joined == RewardResult(2.5, {"x": 0.5, "y": 2.0}, right=False, figures={"y.n": 2})
+    assert joined == RewardResult(2.5, {"x": 0.5, "y": 2.0}, right=False, metrics={"y.n": 2})
     assert join_rewards(["x"], [1], [RewardResult(1, {"a": 1})]) == RewardResult(1, {"a": 1})
-    with pytest.raises(InvalidReward, match="x, y gave None"):
+    with pytest.raises(InvalidReward, match="x, y returned None"):
         join_rewards(["x", "y"], [1, 1], [None, None])
     assert short_names(["m.a:f", "b.py:f", "math"]) == ["f_1", "f_2", "math"]
 

@@ -61,5 +61,5 @@ async def test_processes_that_began_ahead_end_with_the_rewards(rewards: Rewards)
     rewards.begin()
     await asyncio.sleep(0)
     await rewards.close()  # in the middle of the start
-    assert rewards._beginning is not None and rewards._beginning.cancelled()
+    assert rewards._start_task is not None and rewards._start_task.cancelled()
     assert not [p for p in psutil.Process().children() if "rlsys.rewards.worker" in p.cmdline()]

@@ -219,7 +219,7 @@ async def test_a_plain_reward_gives_what_an_async_one_gives(model: Path) -> None
     "value", [math.nan, math.inf, "1", None, [], {}, {"a": 1, "b": math.nan}, {"score": "x"}]
 )
 def test_what_is_no_finite_number_is_refused(value: object) -> None:
-    with pytest.raises(InvalidReward, match=r"x gave .*expected a"):
+    with pytest.raises(InvalidReward, match=r"x returned .*expected a"):
         parse_reward(value, "x")
 
 
@@ -297,8 +297,8 @@ async def test_a_plain_reward_can_raise_die_or_hang_and_hurts_nobody_else(model:
     assert str(raised).startswith("reward raised ZeroDivisionError: no such thing (")
     assert str(raised).endswith(f"{Path(__file__).name}:{line})")
     assert others == [
-        "reward hostile gave nan, expected a finite number",
-        "reward hostile gave 'full marks', expected a finite number",
+        "reward hostile returned nan, expected a finite number",
+        "reward hostile returned 'full marks', expected a finite number",
     ]
     assert (scorer.failures, scorer.timeouts) == (3, 0)
     assert await told("die") == ["reward raised ProcessEnded: exit code -9"]
@@ -365,7 +365,7 @@ async def test_parts_of_a_reward_have_the_names_and_the_order_of_the_first(model
     assert list(turned.parts.items()) == [("right", 0.0), ("brief", 1.0)]
     assert (first.right, turned.right) == (True, False)
     assert [v.reason for v in refused] == [
-        f"reward has the parts {names}, the run's first had ['right', 'brief']"
+        f"reward has the parts {names}, expected those of the run's first reward: ['right', 'brief']"
         for names in (["right"], ["right", "breif"], [])
     ]
     assert all(v.reward is None for v in refused)

@@ -152,7 +152,7 @@ def test_tests_ask_the_program_from_a_process_of_their_own(program: str, tests: 
 @pytest.mark.gate
 def test_tests_that_give_the_program_a_function_run_in_its_process() -> None:
     program, tests = "def f(g, x): return g(x)", "assert f(lambda v: v + 1, 2) == 3"
-    with pytest.raises(Undecidable, match="the tests give the program a function"):
+    with pytest.raises(Undecidable, match="the tests pass the program a function"):
         BOX.passes(program, tests)
     assert BOX.passes_in_its_process(program, tests)
     assert not BOX.passes_in_its_process(program, tests.replace("3", "4"))
@@ -170,11 +170,11 @@ def test_required_refuses_such_tests_and_machines_without_a_sandbox(monkeypatch:
     score = code(config, sandbox="required")
     text = "```python\ndef f(g, x): return g(x)\n```"
     prompt = Prompt(0, "", [1], {"tests": "assert f(lambda v: v + 1, 2) == 3"})
-    with pytest.raises(ValueError, match="only the program's process can tell, and sandbox = required"):
+    with pytest.raises(ValueError, match="which sandbox = required does not allow"):
         score(prompt, text)
     assert score(Prompt(0, "", [1], {"tests": "assert f(None, 2) == 3"}), text) == 0
     monkeypatch.setattr(sandbox, "_wrapper", lambda: None)
-    with pytest.raises(UserError, match=r"no bubblewrap that works: bwrap\); sandbox = required"):
+    with pytest.raises(UserError, match=r"no working bubblewrap: bwrap\); sandbox = required"):
         code(config, sandbox="required")
     with pytest.raises(UserError, match="sandbox = 'no': expected available or required"):
         code(config, sandbox="no")

@@ -16,7 +16,7 @@ PROMPT = Prompt(0, "", [1], {})
 
 def test_a_list_beside_the_score_is_what_the_turns_are_worth() -> None:
     mark = parse_reward({"score": 1, "turn_rewards": [0.25, 0.75], "length": 3})
-    assert (mark.reward, mark.turns, mark.figures) == (1.0, [0.25, 0.75], {"length": 3.0})
+    assert (mark.reward, mark.turns, mark.metrics) == (1.0, [0.25, 0.75], {"length": 3.0})
     assert parse_reward({"score": 1}).turns is None
     with pytest.raises(InvalidReward, match="expected a finite number"):
         parse_reward({"score": 1, "turn_rewards": [0.25, "much"]})

@@ -83,7 +83,7 @@ async def test_a_sample_that_kills_engines_is_given_up() -> None:
                 await stage.push(only_stale=True)
             if all(task.done() for task in tasks):
                 break
-        with pytest.raises(PoisonRequest, match="4 engines died while they worked on it"):
+        with pytest.raises(PoisonRequest, match="4 engines died while they processed it"):
             tasks[0].result()
         assert sum(e.killed for e in engines) == 4
         assert all(s.status.terminal for s in good), "its neighbours went on"
@@ -116,7 +116,7 @@ async def test_a_sample_that_gets_only_server_errors_is_given_up() -> None:
         await asyncio.wait(tasks)
         with pytest.raises(
             PoisonRequest,
-            match=r"8 answers in a row were server errors, the last one: .*shape mismatch in the",
+            match=r"8 consecutive responses were server errors, the last one: .*shape mismatch in the",
         ):
             tasks[0].result()
         assert sum(e.choked for e in engines) == 8
@@ -128,7 +128,7 @@ async def test_a_sample_that_gets_only_server_errors_is_given_up() -> None:
 async def test_a_sample_that_was_given_up_by_the_process_before_is_not_sent_again() -> None:
     async with routing(Choking("http://e0:1")) as stage:
         await stage.push()
-        with pytest.raises(PoisonRequest, match=r"^8 answers in a row were server errors$"):
+        with pytest.raises(PoisonRequest, match=r"^8 consecutive responses were server errors$"):
             await stage.start(replace(sample(0, seed=POISON), faults=8))
         assert stage.engine.choked == 0  # type: ignore[attr-defined]
 
@@ -140,7 +140,7 @@ async def test_an_evaluation_goes_on_without_a_prompt_that_engines_die_of(
 
     async def answer(of: Sample, prompt: Prompt) -> None:
         if prompt.index == 1:
-            raise PoisonRequest("4 engines died while they worked on it")
+            raise PoisonRequest("4 engines died while they processed it")
         if prompt.index == 3:
             raise ToolFailed("its agent raised KeyError")
 
@@ -168,7 +168,7 @@ async def test_a_prompt_whose_log_probs_no_engine_gives_is_given_up() -> None:
         await stage.push()
         with pytest.raises(
             PoisonRequest,
-            match=r"8 answers in a row were server errors, the last one: .*out of memory",
+            match=r"8 consecutive responses were server errors, the last one: .*out of memory",
         ):
             await stage.router.prompt_logprobs([POISON % 100] * 3)
 
@@ -255,7 +255,7 @@ async def test_a_lack_of_descriptors_is_no_death_of_an_engine(monkeypatch: pytes
             raise aiohttp.ClientConnectorError(key, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
 
         monkeypatch.setattr(session, "request", none_left)
-        with pytest.raises(RunError, match="Too many open files on this machine"):
+        with pytest.raises(RunError, match="this machine reports: Too many open files"):
             await EngineClient("http://e:1", session).weight_label()
 
 

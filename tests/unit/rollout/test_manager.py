@@ -296,7 +296,7 @@ async def test_a_reward_that_raises_hangs_or_is_nan_censors_its_group(tmp_path: 
         assert taken.metrics["censored"] == 3
         assert all(samples[i].status is Status.CENSORED and samples[i].reward is None for i in range(3))
         assert (samples[0].censor_reason or "").startswith("reward raised ZeroDivisionError: no such thing (")
-        assert samples[1].censor_reason == "reward gave nan, expected a finite number"
+        assert samples[1].censor_reason == "reward returned nan, expected a finite number"
         assert samples[2].censor_reason is not None
         assert "reward_timeout = 0.01" in samples[2].censor_reason
         assert r.scorer.timeouts == 2
@@ -371,12 +371,12 @@ async def test_a_returned_engine_gets_the_current_weights_before_the_take_goes_o
 async def test_commands_out_of_order_are_refused(tmp_path: Path) -> None:
     async with rig(make_config(tmp_path)) as r:
         await r.manager.restore(0)
-        with pytest.raises(RunError, match=r"take\(1\) after 0 steps: a push comes first"):
+        with pytest.raises(RunError, match=r"take\(1\) after 0 steps: the trainer must push first"):
             await r.manager.take(1)
         await r.push()
         taken = await r.take(1)
         assert await r.take(1) == taken  # asked again: the same
-        with pytest.raises(RunError, match=r"take\(2\) after 1 steps: a push comes first"):
+        with pytest.raises(RunError, match=r"take\(2\) after 1 steps: the trainer must push first"):
             await r.manager.take(2)
         ticket = await r.manager.begin_push()
         ticket.weight_version = 1
@@ -409,7 +409,7 @@ async def test_a_token_that_reaches_no_sample_stops_the_run(tmp_path: Path) -> N
     made = Rig(make_config(tmp_path), lambda s: 3, length_reward)
     await made.start()
     made.router.received = 1
-    with pytest.raises(RunError, match="received 13 tokens for samples, but 12 are in the ledger"):
+    with pytest.raises(RunError, match="engines sent 13 tokens of samples, but 12 are saved"):
         await made.take(1)
     made.router.received -= 1
     await made.manager.close()

@@ -144,8 +144,8 @@ async def test_what_matches_may_be_said_by_a_function(tmp_path: Path) -> None:
 
 async def test_a_row_without_a_trajectory_is_told() -> None:
     for steps, words in (
-        (None, "steps = None, expected a list of steps"),
-        ([{"action": "a"}], "expected texts"),
+        (None, "steps = None, expected a non-empty list of steps"),
+        ([{"action": "a"}], "expected an object with the texts"),
     ):
         with pytest.raises(UserError, match=rf"rows.jsonl:1: .*{words}"):
             await build_generator(config(), TOKENIZER, Model())(fresh(), prompt(steps))

@@ -123,7 +123,7 @@ class World:
         own = [self.client(url, 1, i) for i, url in enumerate(launched)]
         router = Router(
             own, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), push_timeout_s=100,
-            routes=True, peers=self.joins, kinds=self.config.engine,
+            routes=True, peers=self.joins, engine_config=self.config.engine,
         )  # fmt: skip
         scorer = Scorer(
             lambda: nullcontext(self.reward), lambda ids: "x" * len(ids), self.config.rollout.reward_timeout

@@ -24,7 +24,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.table import entries
 from rlsys.core.errors import RunError
 from rlsys.core.weight_updates import Canary
-from rlsys.router.attest import CHANCE, DEFAULT_BOUNDS, Bounds, nearness
+from rlsys.router.attest import DEFAULT_BOUNDS, STANDARD_ERRORS, Bounds, nearness
 from rlsys.router.engine_checksums import (
     MISSING_CHANGE,
     OTHER_VALUES,
@@ -32,7 +32,7 @@ from rlsys.router.engine_checksums import (
     ChecksumVerifier,
     Match,
 )
-from rlsys.router.push import raise_if_hopeless
+from rlsys.router.push import raise_if_all_quarantined
 from rlsys.trainer.checkpoints.conversion import to_hf, to_megatron
 from rlsys.weights.checksums import EngineChecksums
 from tests.helpers.held_weights import HeldWeights
@@ -212,7 +212,7 @@ async def test_more_unknown_tensors_than_stated_are_refused(uncompared: float) -
             )
             check(await rig.start(sample()), versions={1})
         else:
-            told = r"1 tensor\(s\), 33%, cannot be compared, more than the 0% that .* explain, first: packed"
+            told = r"1 tensor\(s\), 33%, cannot be compared; expected at most 0% with .*; first: packed"
             with pytest.raises(RunError, match=told):
                 await rig.push(sums=sums)
 
@@ -257,7 +257,7 @@ def test_canaries_tell_an_engine_that_stood_still_beside_any_rounding(rounding: 
 
     def stood_still(base: np.ndarray) -> bool:
         gain, error = nearness(list(old), list(new), list(base + rounding * rng.standard_t(2, TOKENS)))
-        return gain + CHANCE * error < 0
+        return gain + STANDARD_ERRORS * error < 0
 
     assert not any(stood_still(new) for _ in range(50))
     assert all(stood_still(old) for _ in range(50)) or rounding > 1e-3
@@ -403,7 +403,7 @@ async def push_tokens(rig: Rig, gaps: list[float]) -> dict[str, float]:
     ids = [1] * (len(gaps) + 1)
     logps = [lp * (1 + gap) for lp, gap in zip(canary_logprobs(ids, version), gaps, strict=True)]
     metrics = await rig.router.end_push(version, [Canary(ids, logps)], [checksums(version)], {})
-    raise_if_hopeless(rig.router, version)
+    raise_if_all_quarantined(rig.router, version)
     rig.router.resume()
     return metrics
 

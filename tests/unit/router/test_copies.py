@@ -92,7 +92,7 @@ async def test_when_it_fails_the_trainer_is_asked_and_nobody_stays_paused(
         await asyncio.gather(*tasks)
         assert [(e.paused, e.update_open) for e in r.engines] == [(None, False)] * 3
         assert set(r.router.engine_states().values()) == {"version 1"}
-        failed = any(m.startswith(f"{C}: failed to copy the weights of ") for m in caplog.messages)
+        failed = any(m.startswith(f"{C}: copying the weights from ") for m in caplog.messages)
         assert failed == (who == "the one that takes dies")
 
 

@@ -82,7 +82,7 @@ async def test_all_but_the_engines_of_the_round_serve_throughout(n: int, at_once
         async def look() -> None:
             while True:
                 await asyncio.sleep(0.007)
-                figures = [f for f in r.router.engine_figures().values() if f["serving"]]
+                figures = [f for f in r.router.engine_metrics().values() if f["serving"]]
                 serving.append(len(figures))
                 working.append(sum(bool(f["requests"]) for f in figures))
 
@@ -157,8 +157,8 @@ async def test_an_engine_that_dies_in_its_round_holds_nobody_up() -> None:
         r.version = 2
         await r.router.begin_push(2, members=members)
         r.engines[0].die()
-        await r.router.end_push(2, [], left_out={members[0]: "nobody answers"})
-        assert [f["serving"] for f in r.router.engine_figures().values()] == [False, True, True]
+        await r.router.end_push(2, [], excluded={members[0]: "nobody answers"})
+        assert [f["serving"] for f in r.router.engine_metrics().values()] == [False, True, True]
         r.left = 2
         while r.left:
             await push_round(r, first=False)
@@ -167,7 +167,7 @@ async def test_an_engine_that_dies_in_its_round_holds_nobody_up() -> None:
         await asyncio.sleep(10)
         assert r.router.stale_engines == [r.engines[0].url]
         await r.push(only_stale=True)
-        assert all(f["serving"] for f in r.router.engine_figures().values())
+        assert all(f["serving"] for f in r.router.engine_metrics().values())
 
 
 async def test_older_weights_serve_no_longer_than_the_push_lasts() -> None:
@@ -195,11 +195,11 @@ async def test_a_push_that_is_given_up_in_the_middle_is_followed_by_a_whole_one(
         await r.router.begin_push(2, only_stale=True, members=r.router.next_members(1))
         await r.router.interrupt()
         await r.push()  # to the one whose update is open still, too
-        assert {f["weight_version"] for f in r.router.engine_figures().values()} <= {3, None}
+        assert {f["weight_version"] for f in r.router.engine_metrics().values()} <= {3, None}
         await asyncio.sleep(10)
         while r.router.stale_engines:
             await r.push(only_stale=True)
-        assert {f["weight_version"] for f in r.router.engine_figures().values()} == {3}
+        assert {f["weight_version"] for f in r.router.engine_metrics().values()} == {3}
 
 
 ROLLING = {

@@ -120,9 +120,9 @@ async def test_waiting_in_the_engines_queue_costs_no_token() -> None:
     ("prompt", "why"),
     [
         ([], "the prompt is empty"),
-        ([1, 128], "token id 128 is outside the vocabulary of 128"),
-        ([-1], "token id -1 is outside the vocabulary of 128"),
-        ([1] * 94, "the prompt has 94 tokens; there is room for 93"),
+        ([1, 128], "token id 128 is outside the vocabulary of 128 ids"),
+        ([-1], "token id -1 is outside the vocabulary of 128 ids"),
+        ([1] * 94, "the prompt has 94 tokens; expected at most 93"),
     ],
 )
 async def test_a_prompt_that_could_kill_an_engine_is_refused(prompt: list[int], why: str) -> None:

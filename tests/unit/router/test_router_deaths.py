@@ -166,7 +166,7 @@ async def test_a_push_goes_on_without_an_engine_that_hangs() -> None:
         asyncio.get_running_loop().call_later(25, rig.engines[1].restart)
         await rig.push()
         assert rig.router.engine_states() == {A: "dead", B: "version 2"}
-        figures = rig.router.engine_figures()
+        figures = rig.router.engine_metrics()
         assert [(figures[e]["serving"], figures[e]["weight_version"]) for e in (A, B)] == [
             (False, 1),
             (True, 2),

@@ -39,7 +39,7 @@ async def test_pushes_go_on_without_it_and_its_answers_have_one_version(interrup
         await asyncio.sleep(0.1)
         await r.push()
         await r.push()
-        assert r.router.engine_figures()[engine.url]["weight_version"] == 1
+        assert r.router.engine_metrics()[engine.url]["weight_version"] == 1
         for answer in await asyncio.gather(*answers):
             assert {s.version for s in answer.spans} == {1}
         await asyncio.gather(*tasks)
@@ -50,7 +50,7 @@ async def test_pushes_go_on_without_it_and_its_answers_have_one_version(interrup
         r.router.unpin()
         assert r.router.stale_engines == [engine.url]
         await r.push(only_stale=True)
-        assert r.router.stale_engines == [] and r.router.engine_figures()[engine.url]["weight_version"] == 3
+        assert r.router.stale_engines == [] and r.router.engine_metrics()[engine.url]["weight_version"] == 3
         stats = await r.settle()
         assert stats["lost"] == 0 and stats["evaluation_tokens"] == sum(len(a.result().ids) for a in answers)
 
@@ -99,7 +99,7 @@ async def test_when_it_dies_the_evaluation_is_given_up() -> None:
         answer = ask(r)
         await asyncio.sleep(0.1)
         pinned(r).die()
-        with pytest.raises(PinLost, match="had weight version 1, it is dead now"):
+        with pytest.raises(PinLost, match="had weight version 1, its state is now: dead"):
             await answer
         r.router.unpin()
         await r.push()

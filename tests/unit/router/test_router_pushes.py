@@ -83,7 +83,7 @@ async def test_only_samples_of_the_same_first_version_meet_in_a_cache_that_outli
 
 async def test_what_is_to_be_read_again_meets_nothing_of_older_weights() -> None:
     """And what stays in its engine goes on there."""
-    async with routing(interruption="in_place", reads_again=True) as rig:
+    async with routing(interruption="in_place", recompute_prefix=True) as rig:
         await rig.push()
         long, short = sample(0, seed=3), sample(1, seed=4)
         tasks = [rig.start(long), rig.start(short)]
@@ -231,5 +231,5 @@ def test_canary_gaps_are_quantiles() -> None:
     assert near_tie.within(Bounds(1e-6, 1e-4))
     assert not Agreement.of([-1.0] * 100, [-1.0] * 99 + [float("nan")]).within(Bounds(1e-6, 1e-4))
     assert Agreement.of([-20.0], [-20.002]).mean == pytest.approx(1e-4)
-    with pytest.raises(ValueError, match="2 canary log-probs expected, got 1"):
+    with pytest.raises(ValueError, match="got 1 canary log-probs, expected 2"):
         Agreement.of([0.0, 0.0], [0.0])

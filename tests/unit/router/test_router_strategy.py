@@ -29,10 +29,10 @@ class Engine:
     load: int
     tokens: int = 0
     version: int = 0
-    unread: int = 0
+    pending_prefill: int = 0
     slots: int = 2**31
-    seconds_to_read: float | None = None
-    seconds_to_write: tuple[float, float] | None = None
+    prefill_seconds: float | None = None
+    decode_seconds: tuple[float, float] | None = None
 
 
 LOADS = st.lists(st.integers(0, 300), min_size=1, max_size=8)
@@ -55,8 +55,8 @@ WISHES = st.builds(
     st.none() | st.integers(0, 9).map(lambda i: f"http://e{i}:1"),
     st.none() | st.integers(0, 3),
     st.integers(0, 2**31),
-    read=st.integers(1, 5000),
-    write=st.floats(0, 5000),
+    prompt_tokens=st.integers(1, 5000),
+    expected_tokens=st.floats(0, 5000),
 )
 
 
@@ -125,8 +125,8 @@ def test_a_sample_keeps_its_weights_unless_that_is_a_hot_spot(
     assert not is_hot(chosen, pool)
 
 
-READS_FAST = {"seconds_to_read": 0.001, "seconds_to_write": (0.05, 0.0)}
-WRITES_FAST = {"seconds_to_read": 0.004, "seconds_to_write": (0.01, 0.0)}
+READS_FAST = {"prefill_seconds": 0.001, "decode_seconds": (0.05, 0.0)}
+WRITES_FAST = {"prefill_seconds": 0.004, "decode_seconds": (0.01, 0.0)}
 
 
 def unlike(*loads: int, **more: object) -> list[Engine]:
@@ -148,46 +148,52 @@ def unlike(*loads: int, **more: object) -> list[Engine]:
 def test_long_prompts_go_to_who_reads_fast_and_long_responses_to_who_writes_fast(
     read: int, write: int, chosen: str
 ) -> None:
-    assert hardware_affinity(unlike(0, 0), RoutingRequest(read=read, write=write)).url == chosen
+    assert (
+        hardware_affinity(unlike(0, 0), RoutingRequest(prompt_tokens=read, expected_tokens=write)).url
+        == chosen
+    )
 
 
 def test_a_prompt_goes_where_it_stops_fewer_responses() -> None:
     """Equally fast engines: 100 ms for each response that waits, or 200 ms more to write at the other one."""
-    fast = {"seconds_to_read": 0.001, "seconds_to_write": (0.01, 0.0)}
+    fast = {"prefill_seconds": 0.001, "decode_seconds": (0.01, 0.0)}
     pool = unlike(3, 0, **fast)
-    assert hardware_affinity(pool, RoutingRequest("http://e0:1", read=100, write=10)).url == "http://e0:1", (
-        "it is in its cache"
-    )
-    assert hardware_affinity(pool, RoutingRequest(read=100, write=10)).url == "http://e1:1"
-    behind = [pool[0], replace(pool[1], unread=400)]
-    assert hardware_affinity(behind, RoutingRequest(read=100, write=10)).url == "http://e0:1", (
-        "there it waits for 400 tokens"
-    )
+    assert (
+        hardware_affinity(pool, RoutingRequest("http://e0:1", prompt_tokens=100, expected_tokens=10)).url
+        == "http://e0:1"
+    ), "it is in its cache"
+    assert hardware_affinity(pool, RoutingRequest(prompt_tokens=100, expected_tokens=10)).url == "http://e1:1"
+    behind = [pool[0], replace(pool[1], pending_prefill=400)]
+    assert (
+        hardware_affinity(behind, RoutingRequest(prompt_tokens=100, expected_tokens=10)).url == "http://e0:1"
+    ), "there it waits for 400 tokens"
 
 
 def test_a_full_engine_takes_as_many_times_longer_to_write() -> None:
     """0.1 s a token alone and 8 slots: with 15 in it a sixteenth takes 0.2 s, as long as at the slower engine."""
-    fast = Engine("http://e0:1", 15, slots=8, seconds_to_write=(0.1, 0.0))
-    slow = Engine("http://e1:1", 0, slots=8, seconds_to_write=(0.2, 0.0))
-    assert hardware_affinity([fast, slow], RoutingRequest(write=100)) is fast
-    assert hardware_affinity([replace(fast, load=16), slow], RoutingRequest(write=100)) is slow
+    fast = Engine("http://e0:1", 15, slots=8, decode_seconds=(0.1, 0.0))
+    slow = Engine("http://e1:1", 0, slots=8, decode_seconds=(0.2, 0.0))
+    assert hardware_affinity([fast, slow], RoutingRequest(expected_tokens=100)) is fast
+    assert hardware_affinity([replace(fast, load=16), slow], RoutingRequest(expected_tokens=100)) is slow
 
 
 @given(POOLS, WISHES, st.integers(0, 7))
 def test_an_unknown_engine_counts_as_the_average(pool: list[Engine], wish: RoutingRequest, i: int) -> None:
     """Where all others are alike, it is taken for one of them."""
-    rates = {"seconds_to_read": 0.25, "seconds_to_write": (0.5, 0.125)}
+    rates = {"prefill_seconds": 0.25, "decode_seconds": (0.5, 0.125)}
     known = [replace(c, **rates) for c in pool]
     hidden = [*known]
     if len(pool) > 1:
-        hidden[i % len(pool)] = replace(known[i % len(pool)], seconds_to_read=None, seconds_to_write=None)
+        hidden[i % len(pool)] = replace(known[i % len(pool)], prefill_seconds=None, decode_seconds=None)
     assert hardware_affinity(hidden, wish).url == hardware_affinity(known, wish).url
 
 
 def test_equal_engines_share_equally_before_anything_is_known() -> None:
     loads = [0, 0, 0]
     for i in range(60):
-        chosen = hardware_affinity(candidates(loads), RoutingRequest(key=i, read=20, write=50.0))
+        chosen = hardware_affinity(
+            candidates(loads), RoutingRequest(key=i, prompt_tokens=20, expected_tokens=50.0)
+        )
         loads[int(chosen.url[8])] += 1
     assert loads == [20, 20, 20]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.router.speed import MIN_READ_TOKENS, Speed
+from rlsys.router.speed import MIN_PREFILLED_TOKENS, Speed
 from tests.helpers.router_rig import A, B, routing, sample
 from tests.helpers.scripted_engine import TOKEN_SECONDS, ScriptedEngine
 
@@ -19,7 +19,7 @@ def test_prompts_that_are_read_one_after_the_other_share_the_time() -> None:
     speed.record_prefill(250, 1.0, 1.5)
     speed.record_prefill(150, 1.0, 1.8)
     speed.update(fade=False)
-    assert speed.read == pytest.approx(0.002)
+    assert speed.prefill == pytest.approx(0.002)
     assert speed.metrics(0)["prefill_tokens_per_s"] == pytest.approx(500)
 
 
@@ -30,7 +30,7 @@ def test_what_was_in_the_cache_and_what_came_after_a_rest_says_nothing() -> None
     speed.record_prefill(1000, None, 200.0)
     speed.record_decode(1000, 3, None, 300.0)
     speed.update(fade=False)
-    assert speed.read is None and speed.write is None
+    assert speed.prefill is None and speed.decode is None
 
 
 def test_the_line_is_found_where_loads_differ() -> None:
@@ -39,7 +39,7 @@ def test_the_line_is_found_where_loads_differ() -> None:
     for load in (1, 40):
         speed.record_decode(1000, load, 0.0, 1000 * (0.010 + 0.001 * load))
     speed.update(fade=False)
-    assert speed.write == pytest.approx((0.010, 0.001), rel=0.02)
+    assert speed.decode == pytest.approx((0.010, 0.001), rel=0.02)
 
 
 @given(load=st.integers(1, 1000), pace=st.floats(1e-4, 10), tokens=st.integers(16, 10**6))
@@ -47,8 +47,8 @@ def test_where_loads_do_not_differ_half_of_a_pass_is_its_own(load: int, pace: fl
     speed = Speed()
     speed.record_decode(tokens, load, 5.0, 5.0 + tokens * pace)
     speed.update(fade=False)
-    assert speed.write is not None
-    alone, further = speed.write
+    assert speed.decode is not None
+    alone, further = speed.decode
     assert alone + further * load == pytest.approx(pace)
     assert alone == pytest.approx(pace / 2)
 
@@ -61,21 +61,21 @@ def test_no_engine_gets_faster_by_load(seen: list[tuple[int, int, float]]) -> No
     for tokens, load, seconds in seen:
         speed.record_decode(tokens, load, 0.0, seconds)
     speed.update(fade=False)
-    assert speed.write is not None and min(speed.write) >= -1e-9
+    assert speed.decode is not None and min(speed.decode) >= -1e-9
 
 
 def test_work_makes_the_old_fade_and_rest_does_not() -> None:
     speed = Speed()
-    speed.record_prefill(10 * int(MIN_READ_TOKENS), 0.0, 64.0)
+    speed.record_prefill(10 * int(MIN_PREFILLED_TOKENS), 0.0, 64.0)
     for _ in range(1000):
         speed.update(fade=False)
-    assert speed.read == pytest.approx(0.1)
+    assert speed.prefill == pytest.approx(0.1)
     for _ in range(113):  # 0.98^113 = 0.102
         speed.update(fade=True)
-    assert speed.read == pytest.approx(0.1)
+    assert speed.prefill == pytest.approx(0.1)
     for _ in range(2):
         speed.update(fade=True)
-    assert speed.read is None, "less than ENOUGH_READ is left"
+    assert speed.prefill is None, "less than ENOUGH_READ is left"
 
 
 def test_the_recent_weighs_more() -> None:
@@ -86,8 +86,8 @@ def test_the_recent_weighs_more() -> None:
         speed.update(fade=True)
     speed.record_decode(10_000, 8, 0.0, 40_000.0)
     speed.update(fade=False)
-    assert speed.write is not None
-    assert speed.write[0] + 8 * speed.write[1] == pytest.approx(3.0, rel=0.01)
+    assert speed.decode is not None
+    assert speed.decode[0] + 8 * speed.decode[1] == pytest.approx(3.0, rel=0.01)
 
 
 @pytest.mark.virtual_clock
@@ -95,18 +95,18 @@ async def test_the_router_measures_each_engine_and_begins_anew_with_another_proc
     engines = ScriptedEngine(A), ScriptedEngine(B)
     async with routing(*engines, strategy="hardware_affinity") as rig:
         await rig.push()
-        assert rig.router.engine_figures()[A]["decode_tokens_per_s"] is None
+        assert rig.router.engine_metrics()[A]["decode_tokens_per_s"] is None
         prompt = [5 + i % 100 for i in range(70)]
         tasks = [rig.start(sample(i, prompt=[7 + i, *prompt]), 40) for i in range(2)]
         await asyncio.gather(*tasks)
         await asyncio.sleep(2)
         for url in (A, B):
-            told = rig.router.engine_figures()[url]
+            told = rig.router.engine_metrics()[url]
             assert told["decode_tokens_per_s"] == pytest.approx(1 / TOKEN_SECONDS, rel=0.05)
             assert told["prefill_tokens_per_s"] is not None
         engines[1].restart()
         await asyncio.sleep(2)
-        figures = rig.router.engine_figures()
+        figures = rig.router.engine_metrics()
         assert figures[A]["decode_tokens_per_s"] is not None
         assert figures[B]["decode_tokens_per_s"] is None and figures[B]["prefill_tokens_per_s"] is None
 
@@ -122,7 +122,7 @@ async def test_a_wait_for_a_place_is_not_taken_for_slow_reading() -> None:
             await rig.push()
             await asyncio.gather(*(rig.start(sample(i, prompt=[7 + i, *prompt])) for i in range(2)))
             await asyncio.sleep(2)
-            told = rig.router.engine_figures()[A]["prefill_tokens_per_s"]
+            told = rig.router.engine_metrics()[A]["prefill_tokens_per_s"]
             assert isinstance(told, float)
             read.append(told)
     assert read[0] > 10 * read[1]
@@ -142,6 +142,6 @@ async def test_a_push_does_not_make_an_engine_look_slow(interruption: str) -> No
         await rig.push()
         await task
         await asyncio.sleep(2)
-        assert rig.router.engine_figures()[A]["decode_tokens_per_s"] == pytest.approx(
+        assert rig.router.engine_metrics()[A]["decode_tokens_per_s"] == pytest.approx(
             1 / TOKEN_SECONDS, rel=0.05
         )

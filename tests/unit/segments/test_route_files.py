@@ -231,11 +231,11 @@ def test_a_restart_finds_them_and_reads_none(tmp_path: Path) -> None:
     file = tmp_path / FOLDER / names(tmp_path)[1]
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(
-        UserError, match=rf"{file.name}: \d+ bytes of it are in use, but it has \d+; restore it"
+        UserError, match=rf"{file.name}: the file has \d+ bytes, expected at least \d+ bytes; restore it"
     ):
         opened(tmp_path)
     file.unlink()
-    with pytest.raises(UserError, match=r"in use, but it is not there; restore it"):
+    with pytest.raises(UserError, match=r"the file is missing, expected at least \d+ bytes; restore it"):
         opened(tmp_path)
 
 
@@ -248,7 +248,7 @@ def test_what_points_at_nothing_is_absent(tmp_path: Path, caplog: pytest.LogCapt
     (tmp_path / FOLDER / names(tmp_path)[0]).unlink()
     buffer.save(group.samples)
     assert [len(s.routes) for s in group.samples] == [0, 1]
-    assert "sample 0: no routes of positions [0, 5)" in caplog.text
+    assert "sample 0: no routed experts of positions [0, 5)" in caplog.text
     buffer.close()
     back = opened(tmp_path)
     assert [len(s.routes) for s in back.active()[0].samples] == [0, 1]

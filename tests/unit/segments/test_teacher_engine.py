@@ -423,7 +423,7 @@ def test_what_it_cannot_do_is_one_line(overrides: list[str], told: str) -> None:
 
 @pytest.mark.parametrize(
     ("url", "told"),
-    [("http://user:secret@host:1", "a name or a password"), ("http://:80", "expected a URL")],
+    [("http://user:secret@host:1", "a user name or a password"), ("http://:80", "expected a URL")],
 )
 def test_what_is_no_server_is_one_line(url: str, told: str) -> None:
     with pytest.raises(UserError, match=told):

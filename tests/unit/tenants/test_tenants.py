@@ -161,7 +161,7 @@ def test_losses_are_those_of_the_protocol() -> None:
 def test_a_loss_has_its_own_parameters_only() -> None:
     with pytest.raises(UserError, match="expected one of cross_entropy"):
         loss_of("gspo", {})
-    with pytest.raises(UserError, match="beta is no parameter of ppo"):
+    with pytest.raises(UserError, match="beta: not a parameter of ppo"):
         loss_of("ppo", {"beta": 1.0})
     with pytest.raises(UserError, match="dro needs beta"):
         loss_of("dro", {})
@@ -175,7 +175,7 @@ def datum(**changes: list[float]) -> Datum:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (datum(target_tokens=[2, 96]), "target_tokens has the id 96, the vocabulary 96 ids"),
+        (datum(target_tokens=[2, 96]), "target_tokens has the id 96, expected 0 to 95"),
         (datum(target_tokens=[2, -1]), "target_tokens has the id -1"),
         (datum(target_tokens=[2.0, 3.0]), "target_tokens are not integers"),
         (datum(weights=[1.0]), "1 weights for 2 tokens"),
@@ -220,7 +220,7 @@ def test_what_an_engine_would_die_of_does_not_reach_it() -> None:
         ([128], {}, "token id 128 is outside"),
         ([-1], {}, "token id -1 is outside"),
         ([1], {"stop": [500]}, "token id 500 is outside"),
-        ([1] * 30, {"max_tokens": 3}, "30 tokens and 3 new ones, 32 is the longest"),
+        ([1] * 30, {"max_tokens": 3}, "30 tokens and max_tokens = 3: expected at most 32"),
         ([1], {"top_k": 0}, "top_k = 0"),
     ):
         with pytest.raises(UserError, match=told):

@@ -105,13 +105,13 @@ async def test_samples_by_page_and_token_by_token(reader: TestClient) -> None:
     ("path", "words"),
     [
         ("samples?run=7", "run 7: there are 2"),
-        ("samples?step=9", "step 9: the run has taken the steps 1 to 2"),
+        ("samples?step=9", "step 9: no such train step; the run has steps 1 to 2"),
         ("samples?step=x", "step x: expected a whole number"),
         pytest.param("samples?step=1" + 18 * "0" + "1", "expected a whole number", id="20 digits"),
         pytest.param("samples?step=" + 5000 * "9", "expected a whole number", id="5,000 digits"),
         ("samples?order=odd", "order odd: expected one of newest"),
         ("samples?grep=(", "not a regular expression"),
-        ("sample?sample=99", "sample 99: the run has no such sample"),
+        ("sample?sample=99", "sample 99: no such sample in the run"),
     ],
 )
 async def test_what_cannot_be_is_one_line(reader: TestClient, path: str, words: str) -> None:
@@ -440,6 +440,6 @@ async def test_no_page_is_wider_than_the_screen(page: Page, width: int, dark: bo
 @pytest.mark.gate
 async def test_a_refusal_is_told_and_the_page_stays(page: Page) -> None:
     await page.open(f"{page.home}#/samples?run=0&step=9")
-    assert await page.text("#trouble") == "step 9: the run has taken the steps 1 to 2"
+    assert await page.text("#trouble") == "step 9: no such train step; the run has steps 1 to 2"
     assert "400" in page.complaints[0]
     page.forget_complaints()

@@ -152,7 +152,7 @@ async def test_an_engine_that_was_cut_off_in_a_push_gets_all_tensors_once_more()
     async with routing(ScriptedEngine("http://e0:1"), ScriptedEngine("http://e1:1")) as stage:
         await asyncio.sleep(2)
         await stage.push()
-        await stage.push(left_out={"http://e0:1": "http://e0:1/update_weights_from_tensor: connection reset"})
+        await stage.push(excluded={"http://e0:1": "http://e0:1/update_weights_from_tensor: connection reset"})
         assert stage.router.engine_states() == {"http://e0:1": "dead", "http://e1:1": "version 2"}
         while not stage.router.stale_engines:
             await asyncio.sleep(0.1)
@@ -172,7 +172,7 @@ async def test_an_engine_that_always_refuses_the_tensors_is_given_up_with_its_wo
             for _ in range(100):
                 await asyncio.sleep(1)
                 if stage.version == 0 or stage.router.stale_engines:
-                    await stage.push(only_stale=stage.version > 0, left_out=refused)
+                    await stage.push(only_stale=stage.version > 0, excluded=refused)
     assert stage.version == 1
 
 

@@ -138,7 +138,7 @@ def test_only_a_run_of_this_config_can_be_repeated(tmp_path: Path) -> None:
     first = tmp_path / "first"
     first.mkdir()
     Rig(make_config(tmp_path, run={"dir": first}), length, length_reward).buffer.close()
-    with pytest.raises(UserError, match=r"rollout.repeat = .*first: the run has another config"):
+    with pytest.raises(UserError, match=r"rollout.repeat = .*first: the config of that run differs"):
         RunRecord(first, make_config(tmp_path, rollout={"group_size": 3}))
     with pytest.raises(UserError, match="no such file"):
         RunRecord(tmp_path / "none", make_config(tmp_path))
@@ -168,6 +168,6 @@ async def test_a_sample_may_stop_twice_in_a_step_but_its_trainer_never_went_back
         assert stops[0].trained_steps == stops[1].trained_steps < stops[2].trained_steps
         spans([new, 0, 2], [old, 2, 3])
         with pytest.raises(
-            UserError, match=f"its trainer was restored to a step before tokens of sample {sample}$"
+            UserError, match=f"its trainer went back to an earlier checkpoint while sample {sample} ran; "
         ):
             RunRecord(first, config)

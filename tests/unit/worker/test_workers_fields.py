@@ -108,7 +108,7 @@ async def test_engines_join_workers_and_leave_them(tmp_path: Path) -> None:
 
         async def until(step: int, serving: set[str]) -> int:
             """Steps are trained until these engines serve. The next step."""
-            while {u for u, told in r.workers.engines.engine_figures().items() if told["serving"]} != serving:
+            while {u for u, told in r.workers.engines.engine_metrics().items() if told["serving"]} != serving:
                 members.update()
                 check_step(tmp_path, await r.take(step), seen)
                 await r.push()

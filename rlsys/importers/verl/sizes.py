@@ -1,0 +1,65 @@
+"""Reads the sizes of batches, sequences and parallel groups."""
+
+from __future__ import annotations
+
+from rlsys.importers.draft import Draft
+from rlsys.importers.sizes import Sizes
+from rlsys.importers.verl.distillation import has_task_rewards
+from rlsys.importers.verl.names import ACTOR, ASYNC_FLOW, FULLY_ASYNC, ONE_STEP_OFF, PROGRAM, ROLLOUT
+
+
+def layout_names(section: str) -> dict[str, tuple[str, ...]]:
+    """Return attribute of Sizes -> setting of a Megatron section."""
+    figures = {
+        "tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context",
+        "ep": "expert_model", "etp": "expert_tensor",
+    }  # fmt: skip
+    return {figure: (f"{section}.{name}_parallel_size",) for figure, name in figures.items()}
+
+
+def read_sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
+    m = f"{ACTOR}.megatron"
+    names: dict[str, tuple[str, ...]] = {
+        "groups": ("data.train_batch_size",), "group_size": (f"{ROLLOUT}.n",),
+        "response": ("data.max_response_length",), "prompt": ("data.max_prompt_length",),
+        "update": (f"{ACTOR}.ppo_mini_batch_size",),
+        "micro": (f"{ACTOR}.ppo_max_token_len_per_gpu",), "nodes": ("trainer.nnodes",),
+        "gpus": ("trainer.n_gpus_per_node",), "engine_tp": (f"{ROLLOUT}.tensor_model_parallel_size",),
+        **layout_names(m),
+    }  # fmt: skip
+    n = d.integer(f"{ROLLOUT}.n", 1)
+    if (
+        n == 1
+        and not d.is_unresolved(f"{ROLLOUT}.n")
+        and d.get_field("algo.advantage", "") in ("grpo", "dr_grpo", "rloo")
+        and has_task_rewards(d)
+    ):
+        d.mark_unresolved(f"{ROLLOUT}.n", "a group of one sample has no baseline")
+    engine_gpus = None
+    if d.get(PROGRAM) in (*ONE_STEP_OFF, *FULLY_ASYNC, *ASYNC_FLOW):
+        engine_gpus = d.integer("rollout.nnodes", 1) * d.integer("rollout.n_gpus_per_node", 8)
+        names["engine_gpus"] = ("rollout.nnodes", "rollout.n_gpus_per_node")
+        if d.get(PROGRAM) in ONE_STEP_OFF:
+            d.set_field("rollout.max_staleness", 1)
+    groups = d.integer("data.train_batch_size", 1024)
+    if d.is_present("data.gen_batch_size") and d.get(PROGRAM) not in FULLY_ASYNC:
+        generated = d.integer("data.gen_batch_size", groups)
+        if not d.flag("algorithm.filter_groups.enable") and generated != groups:
+            groups = generated
+            names["groups"] = ("data.gen_batch_size", "data.train_batch_size")
+            d.warnings.append(
+                f"rollout.groups_per_step = {groups}: without filter_groups a step trains data.gen_batch_size prompts"
+            )
+    sizes = Sizes(
+        engine_gpus=engine_gpus, groups=groups, group_size=n,
+        update=d.integer(f"{ACTOR}.ppo_mini_batch_size", 256) * n, prompt=d.integer("data.max_prompt_length", 512),
+        response=d.integer("data.max_response_length", 512),
+        micro=d.integer(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384), nodes=d.integer("trainer.nnodes", 1),
+        gpus=d.integer("trainer.n_gpus_per_node", 8), tp=d.integer(f"{m}.tensor_model_parallel_size", 1),
+        pp=d.integer(f"{m}.pipeline_model_parallel_size", 1),
+        vpp=d.integer(f"{m}.virtual_pipeline_model_parallel_size", 0), cp=d.integer(f"{m}.context_parallel_size", 1),
+        ep=d.integer(f"{m}.expert_model_parallel_size", 1),
+        etp=d.integer(f"{m}.expert_tensor_parallel_size", 0) or None,
+        engine_tp=d.integer(f"{ROLLOUT}.tensor_model_parallel_size", 2),
+    )  # fmt: skip
+    return sizes, names
