@@ -119,6 +119,7 @@ def test_the_shipped_list_is_read_and_gives_reasons() -> None:
     shipped = Equivalents.read()
     assert all(shipped.entries.values()) and all(shipped.anywhere.values())
     assert all((ROOT / place).exists() for place in PLACES)
+    assert shipped.stale(ROOT) == []
 
 
 @pytest.mark.parametrize("operator", [DropStatement(), CatchNothing()])

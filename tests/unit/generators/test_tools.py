@@ -18,7 +18,7 @@ from rlsys.core.types import Prompt, Sample, Segment, Status
 from rlsys.data import Tokenizer
 from rlsys.data.quickstart_model import write_model
 from rlsys.generators import tools
-from rlsys.generators.calculator import evaluate, refusal
+from rlsys.generators.calculator import evaluate, forbidden_node
 from rlsys.generators.generator import build_generator
 from rlsys.generators.parser_client import ToolFailed
 from rlsys.generators.tools import CALCULATOR, Calculator, ToolTurns, answer_template
@@ -58,7 +58,7 @@ def test_names_lead_nowhere() -> None:
     assert evaluate("[sum][0]").startswith("error: Subscript")
     assert evaluate("sum") == "<built-in function sum>"
     assert evaluate("__builtins__") == "{}"
-    assert refusal(ast.parse("f'{1}'").body[0]) == "JoinedStr"
+    assert forbidden_node(ast.parse("f'{1}'").body[0]) == "JoinedStr"
 
 
 async def test_each_call_has_a_process_with_limits() -> None:
