@@ -20,7 +20,7 @@ from rlsys.rollout.manager import RolloutManager
 from rlsys.segments.records import FOLDER
 from rlsys.worker.scoring import Scorer
 from rlsys.worker.workers import remote_workers
-from tests.helpers.engine_server import expected, served
+from tests.helpers.engine_server import check_sample, serve_engines
 from tests.helpers.loaded import loaded
 from tests.helpers.rollout_rig import Numbers, make_config
 from tests.helpers.scripted_engine import ScriptedEngine, canary_logprobs
@@ -111,7 +111,7 @@ async def run(
         for i in range(engines + joiners)
     ]
     (folder / FOLDER).mkdir(exist_ok=True)
-    async with served(*scripted_engines):
+    async with serve_engines(*scripted_engines):
         run_instance = Run(config, scripted_engines)
         try:
             await run_instance.begin()
@@ -130,5 +130,5 @@ def check_step(folder: Path, taken: TrainBatch, seen: set[int]) -> None:
         assert group.group_id not in seen
         seen.add(group.group_id)
         for sample in group.samples:
-            expected(sample)
+            check_sample(sample)
             assert sample.reward == float(sample.tokens % 2)

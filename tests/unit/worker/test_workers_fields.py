@@ -14,7 +14,7 @@ from rlsys.core.types import Sample, SampleGroup, TrainBatch
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.rollout.members import Members
-from tests.helpers.engine_server import expected
+from tests.helpers.engine_server import check_sample
 from tests.helpers.loaded import loaded
 from tests.helpers.scripted_engine import logprob, token
 from tests.helpers.several_turns import MARKS
@@ -149,7 +149,7 @@ async def test_samples_of_several_sequences_outlive_a_worker(tmp_path: Path) -> 
                 assert [q.aside for q in sample.sequences] == [False, True, False]
                 assert [q.last_turn for q in sample.sequences] == [1, 2, 3]
                 for sequence in sample.sequences:
-                    expected(sequence)
+                    check_sample(sequence)
                 assert sample.turn_rewards == MARKS
                 judged = sum(q.tokens for q in sample.sequences if not q.aside)
                 assert sample.reward == float(judged % 2)
