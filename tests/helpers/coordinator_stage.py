@@ -35,7 +35,7 @@ from rlsys.worker.worker_engines import WorkerEngines
 from rlsys.worker.worker_process import WorkerProcess
 from rlsys.worker.workers import Workers, remote_workers
 from tests.helpers.engine_server import check_sample
-from tests.helpers.loaded import loaded
+from tests.helpers.loaded import load_tokens
 from tests.helpers.rollout_rig import Numbers
 from tests.helpers.scripted_engine import canary_logprobs
 
@@ -169,7 +169,7 @@ class Stage:
         while (batch := await self.manager.take(step)) is None:
             await self.push()
         self.takes += 1
-        groups = loaded(self.config.run.dir, batch.groups)
+        groups = load_tokens(self.config.run.dir, batch.groups)
         for group in groups:
             for sample in group.samples:
                 check_sample(sample)

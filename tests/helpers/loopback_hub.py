@@ -1,4 +1,4 @@
-"""A Hugging Face hub on loopback with one repository: what huggingface_hub asks for, and nothing else."""
+"""A fake Hugging Face hub on loopback with one repository. It answers the requests of huggingface_hub only."""
 
 from __future__ import annotations
 
@@ -20,8 +20,14 @@ def hub(
     kind: Literal["datasets", "models"] = "datasets",
     revisions: dict[str, str] | None = None,
 ) -> Iterator[tuple[str, list[str]]]:
-    """Its URL, and the paths that it was asked for, as they come. All `revisions`, commits by their names, have the
-    same files; `revisions` may change meanwhile."""
+    """Serve a hub. Yield its URL and a list of the requested paths, which grows.
+
+    Args:
+        name: name of the repository.
+        files: path -> content, the same in all revisions.
+        kind: kind of the repository.
+        revisions: revision -> commit; may change while the hub runs. None: `main` only.
+    """
     requested_paths: list[str] = []
     commits = {"main": COMMIT} if revisions is None else revisions
     prefix = "datasets/" if kind == "datasets" else ""

@@ -42,7 +42,7 @@ from rlsys.router.router import Router
 from rlsys.worker.scoring import Scorer
 from rlsys.worker.workers import direct_workers
 from tests.helpers.history import CheckpointRecord, StepRecord
-from tests.helpers.loaded import loaded
+from tests.helpers.loaded import load_tokens
 from tests.helpers.nemesis_engine import BUCKETS, EngineNetwork, NemesisEngine, RunEnvironment, weights_state
 from tests.helpers.rollout_rig import Numbers, abandon
 from tests.helpers.scripted_engine import EOS, LATENCY, canary_logprobs, checksums
@@ -157,7 +157,7 @@ class TrainerRole:
                 await self._save(step)
 
     def _learn(self, batch: TrainBatch) -> None:
-        batch_groups = loaded(self._environment.config.run.dir, batch.groups)
+        batch_groups = load_tokens(self._environment.config.run.dir, batch.groups)
         groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in batch_groups}
         previous_weights, self._weights = (
             self._weights,

@@ -43,7 +43,7 @@ from rlsys.obs.role import run_role
 from rlsys.rollout.client import RolloutClient
 from tests.helpers.file_locks import flock_on_shared_folders
 from tests.helpers.history import CheckpointRecord, RequestRecord, StepRecord, to_line
-from tests.helpers.loaded import loaded
+from tests.helpers.loaded import load_tokens
 from tests.helpers.nemesis_engine import BUCKETS, INITIAL, weights_state
 from tests.helpers.scripted_engine import Request, ScriptedEngine, canary_logprobs, checksums, logprob
 from tests.helpers.supervisor_stage import StageSupervisor
@@ -189,7 +189,7 @@ class Trainer:
         metrics.write("run", step, event="end")
 
     def _learn(self, batch: TrainBatch) -> None:
-        batch_groups = loaded(self._config.run.dir, batch.groups)
+        batch_groups = load_tokens(self._config.run.dir, batch.groups)
         groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in batch_groups}
         time.sleep(1.0)
         previous_weights, self._weights = (
