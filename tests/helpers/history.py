@@ -3,11 +3,11 @@
 Each engine logs its requests and the weights that computed each token. Each trainer logs its steps and their batches.
 `check_history` reads the rollout file with its own SQL queries and reports contradictions of five kinds:
 
-    lost     a missing group, sample or token; a step that no trainer trained
-    twice    a group in two steps; two different versions of one step; a checkpoint of another history
-    wrong    a token that no engine sampled, or that weights other than those of its version sampled
-    torn     an inconsistent file
-    poison   a sample that was resubmitted too often although engines died while they sampled it
+    lost       a missing group, sample or token; a step that no trainer trained
+    duplicate  a group in two steps; two different versions of one step; a checkpoint of another history
+    wrong      a token that no engine sampled, or that weights other than those of its version sampled
+    torn       an inconsistent file
+    poison     a sample that was resubmitted too often although engines died while they sampled it
 
 An integer identifies a state of the weights. States are only compared for equality.
 """
@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-KINDS = ("lost", "twice", "wrong", "torn", "poison")
+KINDS = ("lost", "duplicate", "wrong", "torn", "poison")
 MAX_LISTED_FAULTS = 5
 """Number of faults of one kind that a report lists."""
 RID = re.compile(r"(\w+)-(-?\d+)-\d+\.")
@@ -274,27 +274,29 @@ def _check_steps(file: _File, history: History, steps: int, verdict: Verdict) ->
             f"steps in the last checkpoint: {[t.step for t in lineage]}, expected 1 to {steps}"
         )
     counts = Counter(g for t in lineage for g in t.groups)
-    faults["twice"] += [
+    faults["duplicate"] += [
         f"group {g} is in {n} steps of the last checkpoint" for g, n in counts.items() if n > 1
     ]
     journal = Counter(g for ids in file.takes.values() for g in ids)
-    faults["twice"] += [f"group {g} is in {n} steps of the journal" for g, n in journal.items() if n > 1]
+    faults["duplicate"] += [f"group {g} is in {n} steps of the journal" for g, n in journal.items() if n > 1]
     for step in range(1, steps + 1):
         if step not in file.takes:
             faults["lost"].append(f"step {step} is not in the journal")
     for t in history.trained_steps:
         step_label = f"step {t.step} of launch {t.launch}, start {t.start}"
         if sorted(t.groups) != sorted(file.takes.get(t.step, [])):
-            faults["twice"].append(f"{step_label} trained groups {sorted(t.groups)}, the journal has others")
+            faults["duplicate"].append(
+                f"{step_label} trained groups {sorted(t.groups)}, the journal has others"
+            )
         trained_ids = {s: ids for samples in t.groups.values() for s, ids in samples.items()}
         first = next((x for x in lineage if x.step == t.step), t)
         if trained_ids != {s: ids for samples in first.groups.values() for s, ids in samples.items()}:
-            faults["twice"].append(
+            faults["duplicate"].append(
                 f"{step_label} trained other tokens than the same step of the last checkpoint's history"
             )
     for s in history.checkpoints:
         if states.get(s.step) != s.weights:
-            faults["twice"].append(
+            faults["duplicate"].append(
                 f"the checkpoint of step {s.step} by launch {s.launch}, start {s.start} is of another history"
             )
     return states

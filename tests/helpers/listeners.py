@@ -39,7 +39,7 @@ class Listener:
 def listeners(root: int) -> set[Listener]:
     """Return the listening sockets of process `root` and its descendants."""
     endpoints: set[Listener] = set()
-    for process in _tree(root):
+    for process in _process_tree(root):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, FileNotFoundError):
             command = " ".join(process.cmdline())
             if not command:  # it is exiting
@@ -49,19 +49,19 @@ def listeners(root: int) -> set[Listener]:
                 if bound and c.laddr:
                     kind = "tcp" if c.status == psutil.CONN_LISTEN else "udp"
                     endpoints.add(Listener(kind, command, f"{c.laddr.ip}:{c.laddr.port}"))
-            for path in _unix(process.pid):
+            for path in _unix_sockets(process.pid):
                 endpoints.add(Listener("unix", command, path, _reached_by(path)))
     return endpoints
 
 
-def _tree(root: int) -> list[psutil.Process]:
+def _process_tree(root: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         first = psutil.Process(root)
         return [first, *first.children(recursive=True)]
     return []
 
 
-def _unix(pid: int) -> Iterator[str]:
+def _unix_sockets(pid: int) -> Iterator[str]:
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):

@@ -34,12 +34,12 @@ def hub(
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._answer(with_body=True)
+            self._answer(include_body=True)
 
         def do_HEAD(self) -> None:
-            self._answer(with_body=False)
+            self._answer(include_body=False)
 
-        def _answer(self, *, with_body: bool) -> None:
+        def _answer(self, *, include_body: bool) -> None:
             path = self.path.partition("?")[0]
             requested_paths.append(path)
             body, headers = find(path)
@@ -47,7 +47,7 @@ def hub(
             for key, value in {**headers, "Content-Length": str(len(body or b""))}.items():
                 self.send_header(key, value)
             self.end_headers()
-            if with_body and body is not None:
+            if include_body and body is not None:
                 self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:
@@ -61,15 +61,15 @@ def hub(
         if path == api or path.startswith(f"{api}/revision/"):
             revision = path.removeprefix(api).removeprefix("/revision/") or "main"
             if (commit := commits.get(revision)) is None:
-                return (None, {}) if revision not in commits.values() else about(revision)
-            return about(commit)
+                return (None, {}) if revision not in commits.values() else repository_info(revision)
+            return repository_info(commit)
         if path.startswith(resolve_prefix):
             commit, _, file = path.removeprefix(resolve_prefix).partition("/")
             if commit in commits.values() and (body := files.get(file)) is not None:
                 return body, {"ETag": f'"{digest(body)}"', "X-Repo-Commit": commit}
         return None, {}
 
-    def about(commit: str) -> tuple[bytes, dict[str, str]]:
+    def repository_info(commit: str) -> tuple[bytes, dict[str, str]]:
         siblings = [{"rfilename": f} for f in files]
         return json.dumps({"id": name, "sha": commit, "siblings": siblings, "tags": []}).encode(), {}
 

@@ -103,7 +103,7 @@ class RolloutRole:
         self.app = None
         if self.buffer is not None:
             abandon(self.buffer)
-        self._environment.history.unobserved_deaths += process.exit != "in order"
+        self._environment.history.unobserved_deaths += process.exit != "clean exit"
 
     async def shut_down(self) -> None:
         """Shut down cleanly, as on SIGTERM."""
@@ -112,7 +112,7 @@ class RolloutRole:
         self.buffer.close()
         self.buffer = None
         self._environment.history.last_session = self.router._sender.run_id
-        self.process.end("in order")
+        self.process.end("clean exit")
 
     async def answer(
         self, connection: Connection, method: str, path: str, headers: dict[str, str], body: bytes

@@ -161,7 +161,7 @@ def test_it_sees_a_trainer_that_comes_back(folder: Path, monkeypatch: pytest.Mon
         access.check_key(request)
 
     monkeypatch.setattr(Access, "check_trainer", only_the_key)
-    assert seen(folder, ZOMBIES, "twice", "wrong")
+    assert seen(folder, ZOMBIES, "duplicate", "wrong")
 
 
 def test_it_sees_a_sample_that_kills_engines_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
