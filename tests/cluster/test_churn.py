@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.obs.metrics import read_metrics
-from tests.helpers.churn import Churn, deeds
+from tests.helpers.churn import Churn, draw_events
 from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.runs import RLSYS, ROOT, TINY, checked_ledger, logs_of
 from tests.helpers.slurm_cluster import SlurmCluster
@@ -25,7 +25,7 @@ from tests.helpers.slurm_cluster import SlurmCluster
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 STEPS = int(os.environ.get("RLSYS_CHURN_STEPS", "40"))
 EVERY = 6
-"""Steps between two deeds, on average."""
+"""Steps between two events, on average."""
 PATIENCE = 3600.0
 GROUPS = 2
 CHURNED = (
@@ -45,17 +45,17 @@ def check(run: Path, churn: Churn, began: float) -> None:
     ledger = checked_ledger(run)
     last = steps[-1]
     figures = {
-        "steps": len(steps), **churn.happened, "tokens_lost": last["lost"], "trained": ledger["trained"],
+        "steps": len(steps), **churn.event_counts, "tokens_lost": last["lost"], "trained": ledger["trained"],
         "engine_deaths": last["engine_deaths"], "seconds": round(time.monotonic() - began),
     }  # fmt: skip
-    print(json.dumps(figures), *churn.told, sep="\n")
+    print(json.dumps(figures), *churn.log, sep="\n")
     assert [s["step"] for s in steps] == list(range(1, STEPS + 1)), "every step once"
     assert ledger["trained"] == STEPS * GROUPS
     assert last["lost"] == 0
     assert [r["event"] for r in read_metrics(run).runs] == ["start", "end"], (
         "the trainer has not been restarted"
     )
-    assert churn.happened["join"] and churn.happened["kill"], churn.told
+    assert churn.event_counts["join"] and churn.event_counts["kill"], churn.log
 
 
 def test_slurm(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +79,9 @@ def test_slurm(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         )
 
     churn = Churn(run, join, going)
-    churn.go_through(deeds(0, STEPS, EVERY))
+    churn.run_events(draw_events(0, STEPS, EVERY))
     slurm.wait(lambda: not going())
-    assert slurm.job_state(job) == "COMPLETED", "\n".join([*churn.told, logs_of(run)])
+    assert slurm.job_state(job) == "COMPLETED", "\n".join([*churn.log, logs_of(run)])
     check(run, churn, began)
     slurm.wait(lambda: not churn.joiners(), "engines that joined end with the run")
 
@@ -102,7 +102,7 @@ def test_ray(ray_cluster: RayCluster, tmp_path: Path) -> None:
         with subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT) as process:
             try:
                 churn = Churn(run, join, lambda: process.poll() is None)
-                churn.go_through(deeds(1, STEPS, EVERY))
+                churn.run_events(draw_events(1, STEPS, EVERY))
                 process.wait(timeout=PATIENCE)
             finally:
                 process.kill()  # its actors end with it

@@ -1,4 +1,4 @@
-"""One made-up train step with every signal there is, cut into parts in any way: what the algorithm tests share."""
+"""A synthetic train step with all signals, divided into arbitrary parts, for the tests of algorithms."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rlsys.config.algo import AlgoSection
 from rlsys.core.types import Sample, SampleGroup
 
 DOUBLE = torch.float64
-PASSED = ("old", "current", "ewma", "ref", "entropy", "values", "sum_pi_squared")
-"""Fields of a part that come out of forward passes."""
+PASS_FIELDS = ("old", "current", "ewma", "ref", "entropy", "values", "sum_pi_squared")
+"""Fields of a part that forward passes compute."""
 LEAVES = ("logp", "entropy", "values", "divergence")
-"""What has gradients."""
+"""Inputs of the loss with gradients."""
 
 
 def section(**fields: object) -> AlgoSection:
@@ -40,7 +40,7 @@ def table(
 
 
 def packed(lengths: Sequence[int], mu: Sequence[float] | None = None, **fields: Sequence[float]) -> Batch:
-    """Sequences without prompts, mask 1; every field is float64 `[T]`, row i is sequence i."""
+    """Return a batch of sequences without prompts: mask 1, fields float64 `[T]`, row i is sequence i."""
     total = sum(lengths)
     values = {name: torch.tensor(v, dtype=DOUBLE) for name, v in {"rewards": [0.0] * total, **fields}.items()}
     return Batch(
@@ -56,8 +56,10 @@ def packed(lengths: Sequence[int], mu: Sequence[float] | None = None, **fields: 
 
 @dataclass
 class World:
-    """`groups` groups of `size` samples with `kinds` rewards: prompts of 2 tokens, responses of 1 to 9, weights of
-    versions 4 to 7."""
+    """A random step: `groups` groups of `size` samples with `kinds` rewards each.
+
+    Prompts have 2 tokens, responses 1 to 9 tokens; the weight versions are 4 to 7.
+    """
 
     seed: int = 0
     groups: int = 4
@@ -65,13 +67,14 @@ class World:
     scale: float = 0.3
     kinds: int = 1
     device: str = "cpu"
-    """Where the loss is computed, as in the trainer: plans and bounds are made on the CPU."""
-    graded: bool = False  # rewards between 0 and 1: with plain ones few groups have one best sample
+    """Device of the loss. As in the trainer, plans and bounds are computed on the CPU."""
+    graded: bool = False
+    """Whether rewards are continuous in [0, 1]; binary rewards rarely have a unique best sample."""
     samples: Samples = field(init=False)
     sequences: list[dict[str, Tensor]] = field(init=False)
-    """The tokens of each sample, all its sequences one behind the other."""
+    """Token fields of each sample. Its sequences are concatenated."""
     spans: list[list[int]] = field(init=False)
-    """The lengths of each sample's sequences."""
+    """Lengths of each sample's sequences."""
 
     def __post_init__(self) -> None:
         g = torch.Generator().manual_seed(self.seed)
@@ -83,9 +86,9 @@ class World:
         lengths = torch.randint(1, 10, (count,), generator=g)
         self.sequences = [self._sequence(int(n), randn, g) for n in lengths]
         self.spans = [[len(s["mask"])] for s in self.sequences]
-        won = torch.rand((count, self.kinds), generator=g, dtype=DOUBLE)
+        scores = torch.rand((count, self.kinds), generator=g, dtype=DOUBLE)
         self.samples = Samples(
-            rewards=(won if self.graded else (won > 0.5).to(DOUBLE)).squeeze(1),
+            rewards=(scores if self.graded else (scores > 0.5).to(DOUBLE)).squeeze(1),
             group_ids=torch.arange(count) // self.size,
             lengths=lengths,
             step=3,
@@ -122,7 +125,7 @@ class World:
         }  # fmt: skip
 
     def records(self) -> list[SampleGroup]:
-        """The groups, as the trainer takes them; a sample's id is its row."""
+        """Return the groups as records. A sample's ID is its row."""
         rewards = self.samples.reward.tolist()
         rows = [range(g * self.size, (g + 1) * self.size) for g in range(self.groups)]
         return [
@@ -131,8 +134,10 @@ class World:
         ]
 
     def part(self, rows: Sequence[int]) -> Batch:
-        picked = [self.sequences[r] for r in rows]
-        fields = {k: torch.cat([s[k] for s in picked]) for k in picked[0] if k not in ("logp", "divergence")}
+        selected = [self.sequences[r] for r in rows]
+        fields = {
+            k: torch.cat([s[k] for s in selected]) for k in selected[0] if k not in ("logp", "divergence")
+        }
         lengths = [n for r in rows for n in self.spans[r]]
         return Batch(
             tokens=torch.zeros(sum(lengths), dtype=torch.long),
@@ -155,11 +160,11 @@ class Outcome:
 
 
 Share = Callable[[Batch, Tensor], Tensor]
-"""(part, values `[T]` of its tokens) -> the same values, of which a context-parallel rank computed only its share."""
+"""(part, values `[T]` of its tokens) -> the same values, of which a context-parallel rank computed its share only."""
 
 
-def all_of_it(part: Batch, values: Tensor) -> Tensor:
-    """The Share of one rank."""
+def unsharded(part: Batch, values: Tensor) -> Tensor:
+    """Return `values` unchanged: the Share without context parallelism."""
     return values
 
 
@@ -168,11 +173,16 @@ def run(
     algo: AlgoSection,
     cut: Callable[[list[int]], list[list[int]]],
     reduce: Reduce = single_rank,
-    share: Share = all_of_it,
+    share: Share = unsharded,
 ) -> Outcome:
-    """One train step: its updates, and the extra one on what was put off, if that is due.
+    """Run one train step, with the extra update on deferred samples if it is due.
 
-    `cut`: rows of an update -> rows of each of this rank's parts. `share`: see Share.
+    Args:
+        world: samples of the step.
+        algo: algorithm.
+        cut: rows of an update -> rows of each part of this rank.
+        reduce: sums a tensor over all ranks.
+        share: see Share.
     """
     objective = Objective(algo)
     plan = objective.plan(world.samples)
@@ -195,7 +205,7 @@ def run(
 
 @dataclass
 class _Step:
-    """What rlsys.trainer.step does, on a world; adds to `outcome`."""
+    """The counterpart of rlsys.trainer.step for a World. Adds the results to `outcome`."""
 
     world: World
     objective: Objective
@@ -208,22 +218,30 @@ class _Step:
         plan: StepPlan,
         updates: list[list[int]],
         cuts: list[list[list[int]]],
-        known: list[int],
+        world_rows: list[int],
         epochs: int = 1,
     ) -> None:
-        """An update for each list of rows of the plan's table, cut into parts. `known`: their rows in the world."""
-        batches = [[self.part(rows, known) for rows in cut] for cut in cuts]
+        """Run an update for each list of rows.
+
+        Args:
+            plan: plan of the step.
+            updates: rows of the plan's table for each update.
+            cuts: rows of each part for each update.
+            world_rows: row of the plan's table -> row of the world.
+            epochs: number of passes over the updates.
+        """
+        batches = [[self.part(rows, world_rows) for rows in cut] for cut in cuts]
         self.objective.finish(plan, [part for batch in batches for part in batch], self.reduce)
         for i, (batch, rows) in enumerate(list(zip(batches, updates, strict=True)) * epochs):
             if i:
-                self.rescore(batch, known)
+                self.rescore(batch, world_rows)
             if not self.objective.trains(batch, self.reduce):
                 continue
             if self.objective.requirements.prepares:
                 self.objective.prepare(batch, self.reduce)
             sums: Sums = {}
             for part in batch:
-                part_sums = self.backward(part, plan.denominator / len(updates), known)
+                part_sums = self.backward(part, plan.denominator / len(updates), world_rows)
                 sums = {k: v + sums.get(k, 0) for k, v in part_sums.items()}
             summed = {name: self.reduce(sums[name].double()) for name in sorted(sums)}
             self.outcome.loss += float(summed.pop("loss"))
@@ -231,22 +249,22 @@ class _Step:
             self.outcome.sums = {k: v + self.outcome.sums.get(k, 0) for k, v in summed.items()}
             self.outcome.lr_factor *= self.objective.lr_factor(plan, rows)
 
-    def part(self, rows: list[int], known: list[int]) -> Batch:
-        part = self.world.part([known[r] for r in rows])
-        part.rows = torch.tensor([r for r in rows for _ in self.world.spans[known[r]]])
-        for name in PASSED:
+    def part(self, rows: list[int], world_rows: list[int]) -> Batch:
+        part = self.world.part([world_rows[r] for r in rows])
+        part.rows = torch.tensor([r for r in rows for _ in self.world.spans[world_rows[r]]])
+        for name in PASS_FIELDS:
             setattr(part, name, self.share(part, part.signal(name)))
         return part
 
-    def rescore(self, batch: list[Batch], known: list[int]) -> None:
-        """Other weights than at the start of the step."""
+    def rescore(self, batch: list[Batch], world_rows: list[int]) -> None:
+        """Recompute `current` as with weights that have changed since the start of the step."""
         for part in batch:
-            moved = [self.world.sequences[known[r]]["logp"] + 0.1 for r in _once(part)]
-            part.current = self.share(part, torch.cat(moved))
+            shifted = [self.world.sequences[world_rows[r]]["logp"] + 0.1 for r in _unique_rows(part)]
+            part.current = self.share(part, torch.cat(shifted))
 
-    def backward(self, part: Batch, denominator: float, known: list[int]) -> Sums:
+    def backward(self, part: Batch, denominator: float, world_rows: list[int]) -> Sums:
         device = torch.device(self.world.device)
-        leaves = {known[r]: _leaves(self.world.sequences[known[r]]) for r in _once(part)}
+        leaves = {world_rows[r]: _leaves(self.world.sequences[world_rows[r]]) for r in _unique_rows(part)}
         current = {
             k: self.share(part, torch.cat([leaf[k] for leaf in leaves.values()])).to(device) for k in LEAVES
         }
@@ -261,8 +279,8 @@ class _Step:
         return {k: v.cpu() for k, v in {**sums, "loss": total.detach() / denominator}.items()}
 
 
-def _once(part: Batch) -> list[int]:
-    """The rows of a part, each once."""
+def _unique_rows(part: Batch) -> list[int]:
+    """Return the distinct rows of a part."""
     return list(dict.fromkeys(part.rows.tolist()))
 
 
@@ -275,29 +293,29 @@ def _gradient(leaf: Tensor) -> Tensor:
 
 
 def on_ranks(count: int, work: Callable[[int, Reduce], Outcome]) -> list[Outcome]:
-    """`work(rank, reduce)` on threads whose reduce adds up what all of them give at the same call."""
-    barrier, box = threading.Barrier(count), [torch.zeros(())] * count
+    """Run `work(rank, reduce)` on one thread per rank; `reduce` sums the values of all threads."""
+    barrier, contributions = threading.Barrier(count), [torch.zeros(())] * count
     results: list[Outcome | None] = [None] * count
     errors: list[BaseException] = []
 
     def reducer(rank: int) -> Reduce:
         def reduce(value: Tensor) -> Tensor:
-            box[rank] = value
+            contributions[rank] = value
             barrier.wait()
-            total = torch.stack([b.clone() for b in box]).sum(0)
+            total = torch.stack([b.clone() for b in contributions]).sum(0)
             barrier.wait()
             return total
 
         return reduce
 
-    def body(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         try:
             results[rank] = work(rank, reducer(rank))
-        except Exception as e:  # noqa: BLE001 - told to the test's thread below
+        except Exception as e:  # noqa: BLE001 - raised in the test's thread below
             errors.append(e)
             barrier.abort()
 
-    threads = [threading.Thread(target=body, args=(r,)) for r in range(count)]
+    threads = [threading.Thread(target=run_rank, args=(r,)) for r in range(count)]
     for t in threads:
         t.start()
     for t in threads:

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its DevTools protocol with what we have: no driver, no package."""
+"""A headless Chromium, controlled through the DevTools protocol without a driver or further packages."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from typing import Any
 import aiohttp
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PATIENCE = 60.0
+TIMEOUT_SECONDS = 60.0
 
 
 class Page:
-    """The browser's one tab."""
+    """The only tab of the browser."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
         self._numbers = itertools.count(1)
         self._events: list[dict[str, Any]] = []
         self.home = ""
-        """Where a test begins."""
+        """URL at which a test starts."""
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._numbers)
         await self._socket.send_json({"id": number, "method": method, "params": params})
         while True:
             message = await self._socket.receive_json(
-                timeout=PATIENCE + 10
-            )  # a condition says "never" itself
+                timeout=TIMEOUT_SECONDS + 10
+            )  # `until` has a shorter timeout
             if message.get("id") == number:
                 if "error" in message:
                     raise AssertionError(f"{method}: {message['error']}")
@@ -44,7 +44,7 @@ class Page:
             self._events.append(message)
 
     async def evaluate(self, code: str) -> Any:
-        """The value of an expression, awaited."""
+        """Return the value of a JavaScript expression; a promise is awaited."""
         response = await self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in response:
             raise AssertionError(f"{code}: {response['exceptionDetails']}")
@@ -63,10 +63,10 @@ class Page:
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def open(self, url: str) -> None:
-        """And wait until the page has drawn what the address names."""
+        """Open a URL and wait until the page has drawn its content."""
         drawn_before = await self.evaluate("document.body ? Number(document.body.dataset.drawn ?? 0) : 0")
         same_document = await self.evaluate("location.href.split('#')[0]") == url.split("#")[0]
-        if await self.evaluate("location.href") == url:  # a page that is there already does not draw again
+        if await self.evaluate("location.href") == url:  # the same URL does not trigger another drawing
             await self.evaluate("dispatchEvent(new HashChangeEvent('hashchange')) && null")
         else:
             await self.call("Page.navigate", url=url)
@@ -76,15 +76,15 @@ class Page:
 
     async def until(self, condition: str) -> None:
         code = (
-            f"new Promise((done, late) => {{ const end = Date.now() + {PATIENCE * 1000:.0f}; const look = () => "
-            f"{{ if ({condition}) done(true); else if (Date.now() > end) late(new Error('never')); "
-            "else setTimeout(look, 20); }; look(); })"
+            f"new Promise((resolve, reject) => {{ const end = Date.now() + {TIMEOUT_SECONDS * 1000:.0f}; "
+            f"const check = () => {{ if ({condition}) resolve(true); "
+            "else if (Date.now() > end) reject(new Error('timeout')); else setTimeout(check, 20); }; check(); })"
         )
         while True:
             try:
                 await self.evaluate(code)
                 return
-            except AssertionError as e:  # the page before went away while it was asked
+            except AssertionError as e:  # the previous page was unloaded during the evaluation
                 if "navigated" not in str(e) and "context" not in str(e):
                     raise
 
@@ -96,24 +96,24 @@ class Page:
         path.write_bytes(base64.b64decode(screenshot["data"]))
 
     @property
-    def complaints(self) -> list[str]:
-        """What the console said of errors, and what was refused."""
-        errors = []
+    def errors(self) -> list[str]:
+        """Return exceptions, error messages of the console and refused requests."""
+        messages = []
         for event in self._events:
             params = event.get("params", {})
             if event.get("method") == "Runtime.exceptionThrown":
-                errors.append(json.dumps(params["exceptionDetails"])[:300])
+                messages.append(json.dumps(params["exceptionDetails"])[:300])
             if event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
-                errors.append(params["entry"]["text"])
-        return errors
+                messages.append(params["entry"]["text"])
+        return messages
 
-    def forget_complaints(self) -> None:
+    def clear_errors(self) -> None:
         self._events.clear()
 
 
 @asynccontextmanager
 async def browser(folder: Path) -> AsyncIterator[Page]:
-    """`folder`: for its profile. It reaches this machine only."""
+    """Start Chromium with a profile in `folder`. It can connect to 127.0.0.1 only."""
     assert CHROMIUM is not None
     profile = folder / "chromium"
     command = [
@@ -126,7 +126,7 @@ async def browser(folder: Path) -> AsyncIterator[Page]:
     )
     try:
         port = profile / "DevToolsActivePort"
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             while not (port.exists() and len(port.read_text().split()) == 2):
                 assert process.poll() is None, "Chromium ended"
                 await asyncio.sleep(0.05)

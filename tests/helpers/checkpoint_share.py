@@ -1,6 +1,6 @@
-"""Under torchrun: saves a checkpoint, loads it, and writes what this rank wrote and read.
+"""Save and load a checkpoint, and record the bytes that this rank writes and the ranges that it reads.
 
-torchrun ... -m tests.helpers.checkpoint_share MODEL WORKPLACE LAYOUT
+Under torchrun: torchrun ... -m tests.helpers.checkpoint_share MODEL WORKSPACE LAYOUT
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from rlsys.trainer.trainer import Trainer
 from tests.helpers import trainer_cases as cases
 
 
-def main(model: Path, workplace: Path, layout: str) -> None:
-    read: list[tuple[str, int, int]] = []
-    plain = FileSystemReader.read_data
+def main(model: Path, workspace: Path, layout: str) -> None:
+    ranges_read: list[tuple[str, int, int]] = []
+    original_read_data = FileSystemReader.read_data
 
     def read_data(self: Any, plan: Any, planner: Any) -> Any:
         for item in plan.items:
             info = self.storage_data[item.storage_index]
-            read.append((info.relative_path, info.offset, info.length))
-        return plain(self, plan, planner)
+            ranges_read.append((info.relative_path, info.offset, info.length))
+        return original_read_data(self, plan, planner)
 
     FileSystemReader.read_data = read_data  # type: ignore[method-assign]
-    config = cases.config_of(model, workplace / "run", **cases.sections(layout))
+    config = cases.config_of(model, workspace / "run", **cases.sections(layout))
     trainer = Trainer(config)
     cases.steps(trainer, 1)
     expected = cases.weight_sums(trainer), cases.steps(trainer, 1)
@@ -39,9 +39,11 @@ def main(model: Path, workplace: Path, layout: str) -> None:
     assert trainer.load_checkpoint() == 1
     is_equal = (cases.weight_sums(trainer), cases.steps(trainer, 1)) == expected
     rank = dist.get_rank()
-    folder = workplace / "run" / "checkpoints" / "step-000001"
-    wrote = sum(p.stat().st_size for p in folder.glob(f"__{rank}_*.distcp"))
-    (workplace / f"rank{rank}.json").write_text(json.dumps({"wrote": wrote, "read": read, "same": is_equal}))
+    folder = workspace / "run" / "checkpoints" / "step-000001"
+    bytes_written = sum(p.stat().st_size for p in folder.glob(f"__{rank}_*.distcp"))
+    (workspace / f"rank{rank}.json").write_text(
+        json.dumps({"wrote": bytes_written, "read": ranges_read, "same": is_equal})
+    )
     trainer.close()
 
 

@@ -1,12 +1,12 @@
-"""Clocks that only a test moves."""
+"""Fake clocks."""
 
 from __future__ import annotations
 
 import time
 
 
-class FalseClock:
-    """In the place of the module `time`: a sleep takes none, and `now` is as many seconds later."""
+class FakeClock:
+    """A fake of the module `time`: `sleep` returns at once and advances `now` by its seconds."""
 
     strftime, time = staticmethod(time.strftime), staticmethod(time.time)
 

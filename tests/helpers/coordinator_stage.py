@@ -1,9 +1,9 @@
-"""A rollout with workers and its trainer, as a process to be killed:
+"""A coordinator of rollout workers with a trainer, in a process that kills itself at a given point:
 
     python -m tests.helpers.coordinator_stage CONFIG.json STEPS BOUNDARY TIMES URL ...
 
-It trains on from its last checkpoint and writes down in the run's folder what each step was given. At the boundary
-of this name (BOUNDARIES; `-`: none), reached for so many times, it ends itself with kill -9.
+The process continues from its last checkpoint and logs the groups of each step in the run folder. When it reaches
+BOUNDARY (a key of BOUNDARIES; `-`: none) for the TIMES-th time, it sends itself SIGKILL.
 """
 
 from __future__ import annotations
@@ -34,106 +34,114 @@ from rlsys.worker.scoring import Scorer
 from rlsys.worker.worker_engines import WorkerEngines
 from rlsys.worker.worker_process import WorkerProcess
 from rlsys.worker.workers import Workers, remote_workers
-from tests.helpers.engine_server import expected
-from tests.helpers.loaded import loaded
+from tests.helpers.engine_server import check_sample
+from tests.helpers.loaded import load_tokens
 from tests.helpers.rollout_rig import Numbers
 from tests.helpers.scripted_engine import canary_logprobs
 
-TOLD, SAVED = "told.jsonl", "saved"
+STEP_LOG, CHECKPOINT_FILE = "steps.jsonl", "saved"
 CHECKPOINT_EVERY = 2
 
 
 def saved_step(folder: Path) -> int:
-    """Of the trainer's last checkpoint."""
-    file = folder / SAVED
+    """Return the step of the trainer's last checkpoint, or 0."""
+    file = folder / CHECKPOINT_FILE
     return int(file.read_text()) if file.exists() else 0
 
 
 class Boundary(NamedTuple):
-    """Before or after a call of this method. `call`: of WorkerEngines.all and WorkerProcess.call, those alone."""
+    """A point before or after a method call."""
 
     owner: type
     method: str
     side: str
+    """`before` or `after`."""
     call: str | None = None
-    at_once: bool = False
-    """Not from the second take on, but from the beginning."""
-    kills: bool = False
-    """A worker must have died for it."""
+    """First argument of the calls that count, for WorkerEngines.call_all and WorkerProcess.call; None: all calls."""
+    from_start: bool = False
+    """Whether calls count from the start of the process, not only from the second take on."""
+    needs_worker_death: bool = False
+    """Whether calls count only after the death of a worker."""
 
 
 BOUNDARIES = {
-    "the segments are cut, nothing is committed": Boundary(SegmentTable, "open", "after", at_once=True),
-    "a worker has a name": Boundary(RolloutBuffer, "new_writer", "after", at_once=True),
-    "a worker has begun": Boundary(WorkerProcess, "start", "after", at_once=True),
-    "a step is given back": Boundary(RolloutBuffer, "restore", "after", at_once=True),
-    "a group is issued": Boundary(RolloutBuffer, "issue", "after"),
-    "a sample is sent": Boundary(RemoteWorker, "_send_sample", "after"),
-    "rows have come": Boundary(RolloutBuffer, "save_from_workers", "before"),
-    "rows are written": Boundary(RolloutBuffer, "save_from_workers", "after"),
-    "a group is decided": Boundary(RolloutBuffer, "finish", "after"),
+    "segments truncated, nothing committed": Boundary(SegmentTable, "open", "after", from_start=True),
+    "worker named": Boundary(RolloutBuffer, "new_writer", "after", from_start=True),
+    "worker started": Boundary(WorkerProcess, "start", "after", from_start=True),
+    "step restored": Boundary(RolloutBuffer, "restore", "after", from_start=True),
+    "group issued": Boundary(RolloutBuffer, "issue", "after"),
+    "sample sent": Boundary(RemoteWorker, "_send_sample", "after"),
+    "rows received": Boundary(RolloutBuffer, "save_from_workers", "before"),
+    "rows written": Boundary(RolloutBuffer, "save_from_workers", "after"),
+    "group finished": Boundary(RolloutBuffer, "finish", "after"),
     "before a commit": Boundary(RolloutBuffer, "flush", "before"),
-    "tokens last, their rows do not": Boundary(SegmentTable, "sync", "after"),
-    "rows last, old files are there": Boundary(SegmentTable, "remove_unused", "before"),
+    "tokens synced, rows not committed": Boundary(SegmentTable, "sync", "after"),
+    "rows committed, old files not removed": Boundary(SegmentTable, "remove_unused", "before"),
     "after a commit": Boundary(RolloutBuffer, "flush", "after"),
-    "a take is in the journal": Boundary(RolloutBuffer, "take", "after"),
-    "a take is told": Boundary(RolloutManager, "take", "after"),
-    "an interrupt goes out": Boundary(Workers, "interrupt", "before"),
-    "one worker has answered an interrupt": Boundary(WorkerProcess, "call", "after", "interrupt"),
-    "all have answered an interrupt": Boundary(Workers, "interrupt", "after"),
-    "interrupts are written": Boundary(ReplayLog, "record_interrupts", "after"),
-    "a push begins": Boundary(WorkerEngines, "call_all", "before", "begin_push"),
-    "a push has begun at one worker": Boundary(WorkerProcess, "call", "after", "begin_push"),
-    "a push has begun": Boundary(WorkerEngines, "call_all", "after", "begin_push"),
-    "a push ends": Boundary(WorkerEngines, "call_all", "before", "end_push"),
-    "a push has ended at one worker": Boundary(WorkerProcess, "call", "after", "end_push"),
-    "a push has ended": Boundary(WorkerEngines, "call_all", "after", "end_push"),
-    "tokens are pruned": Boundary(RolloutBuffer, "prune", "after"),
-    "a checkpoint is committed": Boundary(RolloutManager, "commit", "after"),
-    "a dead worker is found": Boundary(RolloutBuffer, "retire", "before", kills=True),
-    "a dead worker's files are cut": Boundary(RolloutBuffer, "retire", "after", kills=True),
-    "a dead worker has a successor": Boundary(WorkerProcess, "start", "after", kills=True),
+    "take in the journal": Boundary(RolloutBuffer, "take", "after"),
+    "take answered": Boundary(RolloutManager, "take", "after"),
+    "before an interrupt": Boundary(Workers, "interrupt", "before"),
+    "interrupt answered by one worker": Boundary(WorkerProcess, "call", "after", "interrupt"),
+    "interrupt answered by all workers": Boundary(Workers, "interrupt", "after"),
+    "interrupts recorded": Boundary(ReplayLog, "record_interrupts", "after"),
+    "before begin_push": Boundary(WorkerEngines, "call_all", "before", "begin_push"),
+    "after begin_push at one worker": Boundary(WorkerProcess, "call", "after", "begin_push"),
+    "after begin_push": Boundary(WorkerEngines, "call_all", "after", "begin_push"),
+    "before end_push": Boundary(WorkerEngines, "call_all", "before", "end_push"),
+    "after end_push at one worker": Boundary(WorkerProcess, "call", "after", "end_push"),
+    "after end_push": Boundary(WorkerEngines, "call_all", "after", "end_push"),
+    "tokens pruned": Boundary(RolloutBuffer, "prune", "after"),
+    "checkpoint committed": Boundary(RolloutManager, "commit", "after"),
+    "before a dead worker is retired": Boundary(RolloutBuffer, "retire", "before", needs_worker_death=True),
+    "after a dead worker is retired": Boundary(RolloutBuffer, "retire", "after", needs_worker_death=True),
+    "successor of a dead worker started": Boundary(WorkerProcess, "start", "after", needs_worker_death=True),
 }
 
 
 class Stage:
-    """The coordinator and what a trainer does with it."""
+    """The coordinator and its trainer."""
 
     def __init__(self, config: Config, steps: int, urls: list[str]) -> None:
         self.config, self.steps, self.urls = config, steps, urls
         self.takes = 0
-        self.kills = self.killed = False
-        """Whether the boundary needs a dead worker, and whether there is one."""
+        self.needs_worker_death = self.worker_killed = False
+        """Whether the boundary needs the death of a worker, and whether a worker was killed."""
 
-    def arm(self, name: str, times: int) -> None:
-        """Die there."""
-        boundary, left = BOUNDARIES[name], times
+    def set_boundary(self, name: str, times: int) -> None:
+        """Patch the method of a boundary so that this process sends itself SIGKILL there."""
+        boundary, remaining = BOUNDARIES[name], times
         original = getattr(boundary.owner, boundary.method)
 
-        def reached(side: str, args: tuple[Any, ...]) -> None:
-            nonlocal left
-            armed = boundary.at_once or (self.takes > 1 and (not boundary.kills or self.killed))
+        def count_call(side: str, args: tuple[Any, ...]) -> None:
+            nonlocal remaining
+            armed = boundary.from_start or (
+                self.takes > 1 and (not boundary.needs_worker_death or self.worker_killed)
+            )
             if side == boundary.side and armed and (boundary.call is None or args[0] == boundary.call):
-                left -= 1
-                if left == 0:
+                remaining -= 1
+                if remaining == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         @functools.wraps(original)
-        async def awaited(self: Any, *args: Any, **kwargs: Any) -> Any:
-            reached("before", args)
+        async def async_wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            count_call("before", args)
             result = await original(self, *args, **kwargs)
-            reached("after", args)
+            count_call("after", args)
             return result
 
         @functools.wraps(original)
-        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            reached("before", args)
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            count_call("before", args)
             result = original(self, *args, **kwargs)
-            reached("after", args)
+            count_call("after", args)
             return result
 
-        setattr(boundary.owner, boundary.method, awaited if inspect.iscoroutinefunction(original) else called)
-        self.kills = boundary.kills
+        setattr(
+            boundary.owner,
+            boundary.method,
+            async_wrapper if inspect.iscoroutinefunction(original) else wrapper,
+        )
+        self.needs_worker_death = boundary.needs_worker_death
 
     async def run(self) -> None:
         config, folder = self.config, self.config.run.dir
@@ -161,21 +169,21 @@ class Stage:
         while (batch := await self.manager.take(step)) is None:
             await self.push()
         self.takes += 1
-        groups = loaded(self.config.run.dir, batch.groups)
+        groups = load_tokens(self.config.run.dir, batch.groups)
         for group in groups:
             for sample in group.samples:
-                expected(sample)
+                check_sample(sample)
                 assert sample.reward == float(sample.tokens % 2)
         assert batch.metrics["lost"] == 0
         group_rows = [[g.group_id, *(list(s.response_ids) for s in g.samples)] for g in groups]
-        with (self.config.run.dir / TOLD).open("a") as log_file:
+        with (self.config.run.dir / STEP_LOG).open("a") as log_file:
             log_file.write(json.dumps([step, group_rows]) + "\n")
-        if self.kills and self.takes > 1 and not self.killed:
-            self.killed = True
+        if self.needs_worker_death and self.takes > 1 and not self.worker_killed:
+            self.worker_killed = True
             self.processes[step % len(self.processes)].kill()
         await self.push()
         if step % CHECKPOINT_EVERY == 0:
-            file = self.config.run.dir / SAVED
+            file = self.config.run.dir / CHECKPOINT_FILE
             file.with_suffix(".new").write_text(str(step))
             file.with_suffix(".new").replace(file)
             await self.manager.commit(step)
@@ -196,7 +204,7 @@ def main() -> None:
     config, steps, boundary, times, *urls = sys.argv[1:]
     stage = Stage(Config.model_validate_json(Path(config).read_text()), int(steps), urls)
     if boundary != "-":
-        stage.arm(boundary, int(times))
+        stage.set_boundary(boundary, int(times))
     asyncio.run(stage.run())
 
 

@@ -1,5 +1,7 @@
-"""Steps of a policy with a critic of its own on the recorded batch, alone and, under torchrun, in other layouts:
-`critic_cases.py WORKPLACE LAYOUT...`."""
+"""Train steps of a policy with a separate critic on the recorded batch.
+
+Under torchrun in several layouts: `critic_cases.py WORKSPACE LAYOUT...`.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from rlsys.trainer.trainer import Trainer
 from tests.helpers import signal_cases
 
 WARM_UP = 1
-OF_LAYOUT = ("padding_share", "shared_share")
-"""Metrics of how a layout packs its samples: ranks pad and share prefixes within their own micro-batches."""
+LAYOUT_METRICS = ("padding_share", "shared_share")
+"""Metrics that depend on the layout: ranks pad and share prefixes within their own micro-batches."""
 
 
 def start(run: Path, *overrides: str) -> tuple[Trainer, Critic, Objective]:
-    """The recipe's policy and critic. In its first step the critic learns alone."""
+    """Return trainer, critic and objective of the recipe. In the first step only the critic learns."""
     config = signal_cases.config_of(
         "gae_critic", run, "trainer.lr=1e-3", "trainer.warmup_steps=0", *overrides
     )
@@ -34,10 +36,10 @@ def start(run: Path, *overrides: str) -> tuple[Trainer, Critic, Objective]:
 
 
 def step(trainer: Trainer, objective: Objective, number: int) -> dict[str, Any]:
-    """Metrics of one train step on the recorded batch."""
+    """Run one train step on the recorded batch and return its metrics."""
     batch = signal_cases.single_rewards(signal_cases.stale(signal_cases.recorded()))
     metrics = train_step(trainer, objective, replace(batch, train_step=number))
-    return {k: v for k, v in metrics.items() if isinstance(v, float | int) and k not in OF_LAYOUT}
+    return {k: v for k, v in metrics.items() if isinstance(v, float | int) and k not in LAYOUT_METRICS}
 
 
 def save(trainer: Trainer, objective: Objective, number: int) -> None:
@@ -45,18 +47,21 @@ def save(trainer: Trainer, objective: Objective, number: int) -> None:
     trainer.finish_checkpoint(wait=True)
 
 
-def main(workplace: Path, layouts: list[str]) -> None:
-    """Three steps of each layout, and a fourth that goes on from the checkpoint of one process, for `seen.json`."""
+def main(workspace: Path, layouts: list[str]) -> None:
+    """Run three steps in each layout, load the checkpoint of a single process, and run a fourth step.
+
+    The metrics are written to `seen.json`.
+    """
     results: dict[str, Any] = {}
     for layout in layouts:
         trainer, _, objective = start(
-            workplace / "alone", *(f"parallel.{pair}" for pair in layout.split(","))
+            workspace / "alone", *(f"parallel.{pair}" for pair in layout.split(","))
         )
         steps = [step(trainer, objective, n) for n in (1, 2, 3)]
         assert trainer.load_checkpoint(objective) == 3
         results[layout] = [*steps, step(trainer, objective, 4)]
         if trainer.is_main:
-            (workplace / "seen.json").write_text(json.dumps(results))
+            (workspace / "seen.json").write_text(json.dumps(results))
         trainer.close()
 
 

@@ -1,4 +1,4 @@
-"""An "engine" that joins the group of a broadcast and dies when the first bucket comes. Prints its port."""
+"""A fake engine that joins a broadcast group and exits at the first bucket. It prints its port."""
 
 import json
 import os

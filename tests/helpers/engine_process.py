@@ -1,4 +1,4 @@
-"""Arguments and environment of an engine that a test or a bench starts: those of the product, on this host."""
+"""Arguments and environment of engines that tests and benchmarks start on this host."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from rlsys.core.devices import VARIABLE
 from rlsys.planner.layout import on_cuda
 
 ENGINE_ARGS = "RLSYS_BENCH_ENGINE_ARGS"
-"""Environment variable: further arguments of every engine that tests and benches start, such as an attention backend
-that this node has."""
+"""Environment variable with further arguments of engines, such as an attention backend of this host."""
 
 
 def engine_arguments() -> list[str]:
-    """Arguments that this host asks for."""
+    """Return the further arguments of ENGINE_ARGS."""
     return shlex.split(os.environ.get(ENGINE_ARGS, ""))
 
 
-def engine_environment(config: Config, own: dict[str, str]) -> dict[str, str]:
-    """This process's environment with that of an engine on this host. `own`: what its command asks for (launch_args).
+def engine_environment(config: Config, variables: dict[str, str]) -> dict[str, str]:
+    """Return the environment of an engine on this host: this process's, the product's and `variables`.
 
-    On a GPU host the variables that a test session sets for a CPU host are left out.
+    On a GPU host it lacks the variables that a test session sets for CPU hosts. `variables` come with the engine's
+    command (launch_args).
     """
     cuda = on_cuda(config)
-    of_a_cpu = CPU_HOST.keys() - EVERYWHERE.keys() - {VARIABLE} if cuda else set[str]()
-    inherited = {k: v for k, v in os.environ.items() if k not in of_a_cpu}
-    return inherited | environment(config, "engine", cuda=cuda) | own
+    cpu_variables = CPU_HOST.keys() - EVERYWHERE.keys() - {VARIABLE} if cuda else set[str]()
+    inherited = {k: v for k, v in os.environ.items() if k not in cpu_variables}
+    return inherited | environment(config, "engine", cuda=cuda) | variables

@@ -1,4 +1,4 @@
-"""Scripted engines on real sockets, for rollout workers in processes of their own."""
+"""HTTP servers of scripted engines, for rollout workers in separate processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.helpers.scripted_engine import ScriptedEngine, logprob, token
 
 
 @asynccontextmanager
-async def served(*engines: ScriptedEngine) -> AsyncIterator[None]:
-    """At free ports; each engine's `url` says where."""
+async def serve_engines(*engines: ScriptedEngine) -> AsyncIterator[None]:
+    """Serve engines at free ports of 127.0.0.1, and set their `url`."""
     runners = []
     try:
         for engine in engines:
@@ -57,8 +57,8 @@ def _handler(engine: ScriptedEngine):  # type: ignore[no-untyped-def]
     return handle
 
 
-def expected(sample: Sample) -> None:
-    """Each token, log-prob and route is the one that the engine makes at its place under its weights."""
+def check_sample(sample: Sample) -> None:
+    """Assert that each token and log-prob is the scripted one for its position and weight version."""
     first = len(sample.prompt_ids)
     ids, mu = list(sample.response_ids), list(sample.mu)
     assert len(ids) == sample.tokens > 0

@@ -1,4 +1,4 @@
-"""One real engine and a router before it, as the rollout process has them; and what transformers says of a text."""
+"""A real engine with a router, as in the rollout process, and reference log-probs from transformers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ EOS = TINY_MOE["eos_token_id"]
 LAYERS, TOP_K = TINY_MOE["num_hidden_layers"], TINY_MOE["num_experts_per_tok"]
 PROMPT = [1, 4, 20, 40, 21, 40, 22, 30, 23, 5, 6]
 CANARIES = [[9 + (7 * i * j) % 100 for j in range(40)] for i in range(1, 5)]
-SLOW = 0.03  # seconds for a forward pass: long enough to interrupt in the middle
+SLOW = 0.03
+"""Seconds per forward pass, long enough to interrupt a request."""
 ENGINE_TENSORS = 3 + LAYERS * 9
-"""Embedding, head and norm; in each layer two norms, four of attention, a router and two of all experts."""
+"""Number of the engine's tensors: embedding, head and final norm; per layer two norms, four of attention, router, and
+two that stack all experts."""
 _models: dict[int, Any] = {}
 
 
@@ -44,13 +46,13 @@ def model(seed: int) -> Any:
     return _models[seed]
 
 
-def keep_model(seed: int, made: Any) -> None:
-    """From now on model `seed` is this one."""
-    _models[seed] = made
+def set_model(seed: int, value: Any) -> None:
+    """Use `value` as the model of `seed`."""
+    _models[seed] = value
 
 
 def logprobs(seed: int, ids: list[int]) -> list[float]:
-    """Of `ids[1:]`, by transformers."""
+    """Return transformers' log-probs of `ids[1:]`."""
     with torch.no_grad():
         logits = model(seed)(torch.tensor([ids])).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
@@ -61,7 +63,7 @@ def canaries(seed: int) -> list[Canary]:
 
 
 def tensors(seed: int) -> Iterable[tuple[str, Tensor]]:
-    """Under the names that a checkpoint has on disk: one tensor for each expert."""
+    """Yield the tensors of a model under their checkpoint names, one tensor per expert."""
     for name, tensor in model(seed).state_dict().items():
         if name.endswith("experts.gate_up_proj"):
             for e, gate_up in enumerate(tensor):
@@ -77,7 +79,7 @@ def tensors(seed: int) -> Iterable[tuple[str, Tensor]]:
 
 
 def transport_of(config: Config) -> GatheredTransport:
-    """What weights.method names, in a process that is every trainer rank."""
+    """Return the transport of weights.method, in a process that stands for all trainer ranks."""
     kind = transport_class(config)
     assert issubclass(kind, GatheredTransport)
     return kind(config)
@@ -88,7 +90,7 @@ def sample(sample_id: int, seed: int = 7) -> Sample:
 
 
 class Stack:
-    """One engine and a router of its own, as the rollout process has them; versions count up over all tests."""
+    """An engine and its own router, as in the rollout process. Weight versions increase over all tests."""
 
     _versions = iter(range(1, 1000))
 
@@ -107,19 +109,28 @@ class Stack:
         self._hf = HFConfig.read(config.model.path)
 
     async def push(
-        self, seed: int, claimed_seed: int | None = None, hurt: Callable[[str, Tensor], Tensor] | None = None
+        self,
+        seed: int,
+        claimed_seed: int | None = None,
+        corrupt: Callable[[str, Tensor], Tensor] | None = None,
     ) -> tuple[int, dict[str, float]]:
-        """Push the weights of `seed`, with canaries of `claimed_seed`; the new version and the metrics.
+        """Push the weights of a model to the engine.
 
-        `hurt`: what becomes of a tensor between the trainer and the engine.
+        Args:
+            seed: seed of the model.
+            claimed_seed: seed of the model that computes the canaries; None: `seed`.
+            corrupt: (name, tensor) -> the tensor that the engine receives; None: unchanged tensors.
+
+        Returns:
+            The new weight version and the metrics of the push.
         """
         version = next(self._versions)
         addresses = await begin_push(self.router, version)
         ticket = WeightUpdate(version, addresses, CANARIES)
         checksums = EngineChecksums(self._hf, self.client.tp)
         named_tensors = checksums.watch(tensors(seed))
-        if hurt is not None:
-            named_tensors = ((name, hurt(name, tensor)) for name, tensor in named_tensors)
+        if corrupt is not None:
+            named_tensors = ((name, corrupt(name, tensor)) for name, tensor in named_tensors)
         self.bytes_sent = await asyncio.to_thread(self.sync.push, named_tensors, ticket)
         claimed = canaries(seed if claimed_seed is None else claimed_seed)
         metrics = await self.router.end_push(version, claimed, checksums.digests())
@@ -144,14 +155,14 @@ async def stack(config: Config, url: str) -> AsyncIterator[Stack]:
             await client.slow_down(None)
 
 
-async def until(true: Callable[[], bool], task: asyncio.Future[Any]) -> None:
-    while not true():
-        assert not task.done(), "ended too early to be interrupted"
+async def wait_until(condition: Callable[[], bool], task: asyncio.Future[Any]) -> None:
+    while not condition():
+        assert not task.done(), "the task ended before the condition was met"
         await asyncio.sleep(0.002)
 
 
 def routes(s: Sample, run: Path) -> bytes:
-    """Of all positions, one byte each: there are few experts. `run`: where engines write them."""
+    """Return the expert IDs of all positions, one byte each. `run`: run folder with the segments."""
     assert [r.start for r in s.routes] == [0, *(r.end for r in s.routes[:-1])]
     with SegmentReader(run) as segments:
         return b"".join(r.experts for r in load_with_routes(segments, s).routes)

@@ -1,5 +1,4 @@
-"""Rollouts split into sequences: the same tokens behind the same tokens, so that nothing they give may change. And a
-generator whose samples have several."""
+"""Samples that are split into several sequences, and generators whose samples have several sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +15,10 @@ from rlsys.generators.turns import GenerateTurn
 
 
 def split(sample: Sample, cuts: Sequence[int]) -> Sample:
-    """The sample as an episode: each sequence has all that came before it as its prompt. Without routes."""
+    """Split a sample into sequences at the response offsets `cuts`.
+
+    The prompt of each sequence is all that precedes it, so losses must not change. Routes are dropped.
+    """
     token_ids = [*sample.prompt_ids, *sample.response_ids]
     bounds = list(pairwise([0, *cuts, sample.tokens]))
     first = _part(replace(sample, extra_sequences=[]), *bounds[0], sample)
@@ -26,59 +28,63 @@ def split(sample: Sample, cuts: Sequence[int]) -> Sample:
     return first
 
 
-def _part(into: Sample, start: int, end: int, sample: Sample) -> Sample:
-    """Response tokens [start, end)."""
+def _part(template: Sample, start: int, end: int, sample: Sample) -> Sample:
+    """Return `template` with the response tokens [start, end) of `sample`."""
     mu = sample.mu[start:end]
     return replace(
-        into, response_ids=sample.response_ids[start:end], mu=mu, mu_sum=sum(mu), status=sample.status, routes=[],
+        template, response_ids=sample.response_ids[start:end], mu=mu, mu_sum=sum(mu), status=sample.status, routes=[],
         behaviour=sample.behaviour[start:end],
-        spans=[VersionSpan(x.version, *bounds) for x in sample.spans if (bounds := _within(x.start, x.end, start, end))],
+        spans=[
+            VersionSpan(x.version, *bounds)
+            for x in sample.spans if (bounds := _within(x.start, x.end, start, end))
+        ],
         observed=[TokenSpan(*bounds) for x in sample.observed if (bounds := _within(x.start, x.end, start, end))],
     )  # fmt: skip
 
 
 def _within(start: int, end: int, a: int, b: int) -> tuple[int, int] | None:
+    """Return the overlap of [start, end) and [a, b) relative to `a`, or None."""
     overlap = max(start, a) - a, min(end, b) - a
     return overlap if overlap[0] < overlap[1] else None
 
 
-def split_groups(groups: Iterable[SampleGroup], every: int = 2) -> list[SampleGroup]:
-    """Every second sample with at least three tokens becomes two sequences, those with more than nine three."""
+def split_groups(groups: Iterable[SampleGroup], interval: int = 2) -> list[SampleGroup]:
+    """Split each `interval`-th sample of a group: 3 to 9 tokens into two sequences, more tokens into three."""
 
     def of(sample: Sample) -> Sample:
         n = sample.tokens
-        if sample.index % every or n < 3:
+        if sample.index % interval or n < 3:
             return sample
         return split(sample, [n // 3, n // 2] if n > 9 else [n // 2])
 
     return [replace(g, samples=[of(s) for s in g.samples]) for g in groups]
 
 
-def three_at_once(config: Config, tokenizer: object, speak: GenerateTurn) -> Generator:
-    """A generator: the sample's own response and, at the same time, those to two prompts of its own."""
+def concurrent_sequences(config: Config, tokenizer: object, generate_turn: GenerateTurn) -> Generator:
+    """Return a generator that samples a response and, concurrently, responses to two further prompts."""
 
     async def turn(q: Sample) -> Status:
-        await speak(q)
-        status, q.status = q.status, Status.PARKED  # at once: the sample has ended when all have
+        await generate_turn(q)
+        status, q.status = q.status, Status.PARKED  # the sample ends when all sequences have ended
         return status
 
     async def generate(sample: Sample, prompt: Prompt) -> None:
         while len(sample.extra_sequences) < 2:
             sample.begin([7, 8, 9 + len(sample.extra_sequences)])
-        ends = [asyncio.ensure_future(turn(q)) for q in sample.sequences]
+        turns = [asyncio.ensure_future(turn(q)) for q in sample.sequences]
         try:
-            statuses = await asyncio.gather(*ends)
+            statuses = await asyncio.gather(*turns)
         except asyncio.CancelledError:
-            await asyncio.gather(*ends, return_exceptions=True)
+            await asyncio.gather(*turns, return_exceptions=True)
             raise
-        for q, end in zip(sample.sequences, statuses, strict=True):
-            q.status = end
+        for q, status in zip(sample.sequences, statuses, strict=True):
+            q.status = status
 
     return generate
 
 
-def one_after_the_other(config: Config, tokenizer: object, speak: GenerateTurn) -> Generator:
-    """The same conversations in turn; each begins when the one before it has ended."""
+def consecutive_sequences(config: Config, tokenizer: object, generate_turn: GenerateTurn) -> Generator:
+    """Return a generator that samples the same three sequences one after another."""
 
     async def generate(sample: Sample, prompt: Prompt) -> None:
         for number in range(3):
@@ -87,7 +93,7 @@ def one_after_the_other(config: Config, tokenizer: object, speak: GenerateTurn) 
                 if number <= len(sample.extra_sequences)
                 else sample.begin([7, 8, 8 + number])
             )
-            await speak(q)
+            await generate_turn(q)
             if number < 2:
                 q.status = Status.PARKED
         sample.status = Status.FINISHED

@@ -1,4 +1,4 @@
-"""A launch with the real supervisor and exporter, and a trainer that waits: `... exporter_stage.py FOLDER PORT`."""
+"""A launch with the real supervisor and exporter, and an idle trainer: `... exporter_stage.py FOLDER PORT`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""NCCL without a GPU: a backend of torch.distributed that refuses, as NCCL does, a group of two ranks of one GPU.
+"""A fake of NCCL for hosts without a GPU: a torch.distributed backend that refuses two ranks on one GPU.
 
-One process plays one rank of a planned run at a time. Every group that it makes, of the trainer's or with engines, is
-torch's own down to the backend; its members' GPUs are those that the plan gives their processes. NCCL refuses at the
-first collective, this backend when the group is made. Nothing is sent; engines are stood in for.
+One process acts as one rank of a planned run at a time. Its process groups, with or without engines, are torch's own
+down to the backend. The launch plan determines the GPUs of the members. NCCL refuses a group at the first collective,
+this backend refuses it at its creation. The backend sends nothing, and the engines are fakes.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ from rlsys.trainer import setup
 from rlsys.weights import receivers, transports
 
 Gpu = tuple[int, int]
-"""Node, index on that node."""
-BACKEND = "one_rank_a_gpu"
+"""Node, index of the GPU on that node."""
+BACKEND = "one_rank_per_gpu"
 
 
 @dataclass(frozen=True)
 class Group:
-    """One of NCCL. `watched`: whether NCCL's watchdog would end this process with it; `engines`: whether some of its
-    ranks are engines'."""
+    """An NCCL process group."""
 
     members: list[Gpu]
+    """GPU of each rank."""
     watched: bool
+    """Whether NCCL's watchdog would end this process on an error of the group."""
     engines: bool
+    """Whether engine ranks are members."""
 
 
 _NAMES = {"nccl": BACKEND, "gloo": "fake"}
 
 
-class _Renamed(distributed_c10d.BackendConfig):
-    """Who asks for NCCL gets ours, who asks for gloo gets torch's fake one; each keeps the name that it asked for."""
+class _FakeBackendConfig(distributed_c10d.BackendConfig):
+    """Replaces NCCL by `BACKEND` and Gloo by torch's fake backend. Groups keep the requested backend's name."""
 
     def get_device_backend_map(self) -> dict[str, dist.Backend]:
         backends: dict[str, str] = dict(super().get_device_backend_map())
@@ -60,72 +62,80 @@ class _Renamed(distributed_c10d.BackendConfig):
 
 
 @dataclass
-class Machines:
-    """The GPUs of a planned run, and what this process does there. `events`: requests to engines, broadcasts, and
-    ends of groups."""
+class FakeMachines:
+    """The GPUs of a planned run, and a record of what this process does as one of its ranks."""
 
     config: Config
     trainer: list[Gpu]
+    """GPU of each trainer rank."""
     engines: list[EngineAddress]
     gpus: dict[str, list[Gpu]]
-    """Of an engine's ranks, by its URL."""
+    """URL of an engine -> GPUs of its ranks."""
     groups: list[Group] = field(default_factory=list)
-    """That this process is in."""
+    """Groups of which this process is a member."""
     events: list[str] = field(default_factory=list)
-    bodies: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+    """Requests to engines, broadcasts, and destroyed or aborted groups, in order."""
+    requests: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     """URL, path and body of each request to an engine."""
     rank: int = 0
-    dies: str = ""
-    """URL of an engine that dies when it is asked to receive weights from a group: the broadcast then hangs."""
-    fails: bool = False
-    """Whether NCCL notices that, which ends the work with an error that waiting for it does not raise."""
-    _joining: dict[str, dict[int, Gpu]] = field(default_factory=dict)
-    _joined: threading.Condition = field(default_factory=threading.Condition)
+    failing_engine: str = ""
+    """URL of an engine that dies at its next request to receive weights from a group; the broadcast then hangs."""
+    failure_is_detected: bool = False
+    """Whether NCCL detects the death: the broadcast completes with an exception that `wait` does not raise."""
+    _member_gpus: dict[str, dict[int, Gpu]] = field(default_factory=dict)
+    _members_changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
-    def mine(self) -> Gpu:
+    def own_gpu(self) -> Gpu:
         return self.trainer[self.rank]
 
-    def answer(self, request: Any, timeout: float) -> Any:
-        """What an engine does with a POST: the ranks of one that is to join a group name their GPUs."""
+    def handle_request(self, request: Any, timeout: float) -> Any:
+        """Handle a POST request as an engine. An engine that joins a group registers the GPUs of its ranks."""
         parts = urlsplit(request.full_url)
         url, body = f"{parts.scheme}://{parts.netloc}", json.loads(request.data)
         self.events.append(request.full_url)
-        self.bodies.append((url, parts.path, body))
-        if url == self.dies and parts.path == "/update_weights_from_distributed":
+        self.requests.append((url, parts.path, body))
+        if url == self.failing_engine and parts.path == "/update_weights_from_distributed":
             raise ConnectionResetError("the engine has died")
         if parts.path == "/init_weights_update_group":
-            with self._joined:
-                ranks = self._joining.setdefault(body["group_name"], {})
+            with self._members_changed:
+                ranks = self._member_gpus.setdefault(body["group_name"], {})
                 ranks |= {body["rank_offset"] + i: gpu for i, gpu in enumerate(self.gpus[url])}
-                self._joined.notify_all()
+                self._members_changed.notify_all()
         return BytesIO(b'{"success": true}')
 
-    def communicator(self, made: Any, _: Any) -> Any:
-        """Raises DistBackendError, with NCCL's words, where two members name one GPU."""
-        if with_engines := made.group_id.startswith("rlsys-"):
-            members = self._with_engines(made.group_id, made.group_size)
+    def create_backend(self, spec: Any, _: Any) -> Any:
+        """Create the backend of a group.
+
+        Raises:
+            DistBackendError: two members are on one GPU. The text is NCCL's.
+        """
+        if with_engines := spec.group_id.startswith("rlsys-"):
+            members = self._with_engines(spec.group_id, spec.group_size)
         else:
-            members = [self.trainer[rank] for rank in made.global_ranks_in_group or range(made.group_size)]
+            members = [self.trainer[rank] for rank in spec.global_ranks_in_group or range(spec.group_size)]
         gpu_ranks: dict[Gpu, int] = {}
         for rank, (node, device) in enumerate(members):
             if (first_rank := gpu_ranks.setdefault((node, device), rank)) != rank:
                 raise dist.DistBackendError(
-                    f"Duplicate GPU detected : rank {rank} and rank {first_rank} both on CUDA device {device}, node {node}"
+                    f"Duplicate GPU detected : rank {rank} and rank {first_rank} both on CUDA device {device}, "
+                    f"node {node}"
                 )
         watched = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"  # 3 is torch's default
         self.groups.append(Group(members, watched, with_engines))
-        return FakeProcessGroup._create_internal(made.group_rank, made.group_size)
+        return FakeProcessGroup._create_internal(spec.group_rank, spec.group_size)
 
     def _with_engines(self, name: str, size: int) -> list[Gpu]:
-        """Members of a group whose rank 0 is this process, once all have come."""
-        with self._joined:
-            assert self._joined.wait_for(lambda: len(self._joining.get(name, ())) == size - 1, timeout=60)
-            return [self.mine, *(self._joining[name][rank] for rank in range(1, size))]
+        """Wait for the engine ranks of a group whose rank 0 is this process. Return the GPUs of all members."""
+        with self._members_changed:
+            assert self._members_changed.wait_for(
+                lambda: len(self._member_gpus.get(name, ())) == size - 1, timeout=60
+            )
+            return [self.own_gpu, *(self._member_gpus[name][rank] for rank in range(1, size))]
 
 
 def gpus_of(config: Config) -> tuple[list[Gpu], list[list[Gpu]]]:
-    """Of the trainer's ranks and of each engine's, by the processes that a launch would start."""
+    """Return the GPUs of the trainer's ranks and those of each engine's ranks, according to the launch plan."""
     nodes = [Node(f"node-{i}", f"10.0.0.{i + 1}") for i in range(config.launch.nodes)]
     ports = Ports([5000] * config.engine.count, 7000, (8000,) * config.engine.count)
     plan = build_plan(config, lay_out(config), nodes, ports, lambda *_: (["engine"], {}))
@@ -141,13 +151,16 @@ def gpus_of(config: Config) -> tuple[list[Gpu], list[list[Gpu]]]:
     return trainer, engines
 
 
-def machines(config: Config, patch: pytest.MonkeyPatch) -> Machines:
-    """The run's machines, with this process on them. Groups must be left before the patch ends."""
+def machines(config: Config, patch: pytest.MonkeyPatch) -> FakeMachines:
+    """Patch torch.distributed and torch.cuda with fakes of the run's machines.
+
+    Destroy all groups before `patch` is undone.
+    """
     trainer, engines = gpus_of(config)
     addresses = [
         EngineAddress(f"http://127.0.0.1:{5000 + i}", len(g), index=i) for i, g in enumerate(engines)
     ]
-    fake_machines = Machines(
+    fake_machines = FakeMachines(
         config, trainer, addresses, {a.url: g for a, g in zip(addresses, engines, strict=True)}
     )
     _on_cuda(fake_machines, patch)
@@ -155,53 +168,56 @@ def machines(config: Config, patch: pytest.MonkeyPatch) -> Machines:
         patch.setitem(
             dist.Backend._plugins,
             BACKEND.upper(),
-            dist.Backend._BackendPlugin(fake_machines.communicator, True),
+            dist.Backend._BackendPlugin(fake_machines.create_backend, True),
         )
     else:
         dist.Backend.register_backend(
-            BACKEND, fake_machines.communicator, extended_api=True, devices=["cpu", "cuda"]
+            BACKEND, fake_machines.create_backend, extended_api=True, devices=["cpu", "cuda"]
         )
-    patch.setattr(distributed_c10d, "BackendConfig", _Renamed)
-    patch.setattr(receivers.opener, "open", fake_machines.answer)
-    _watch_ends(fake_machines, patch)
+    patch.setattr(distributed_c10d, "BackendConfig", _FakeBackendConfig)
+    patch.setattr(receivers.opener, "open", fake_machines.handle_request)
+    _record_group_ends(fake_machines, patch)
     patch.setattr(dist, "broadcast", _broadcast(fake_machines))
     return fake_machines
 
 
 @dataclass
 class _Work:
-    """A broadcast. One that an engine will never take part in is completed by NCCL's noticing that, or never."""
+    """The work of a broadcast.
 
-    alive: bool
-    noticed: bool
+    If a member is dead, the broadcast completes only if NCCL detects the failure.
+    """
+
+    members_alive: bool
+    failure_is_detected: bool
 
     def is_completed(self) -> bool:
-        return self.alive or self.noticed
+        return self.members_alive or self.failure_is_detected
 
     def exception(self) -> Exception | None:
-        return None if self.alive else dist.DistBackendError("ncclRemoteError")
+        return None if self.members_alive else dist.DistBackendError("ncclRemoteError")
 
     def wait(self) -> None: ...
 
 
-def _broadcast(made: Machines) -> Callable[..., _Work]:
+def _broadcast(machines: FakeMachines) -> Callable[..., _Work]:
     def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, **_: Any) -> _Work:
-        made.events.append(f"broadcast {dist.get_backend(group)}")
-        dead = set(made.gpus.get(made.dies, ()))
-        return _Work(dead.isdisjoint(made.groups[-1].members), made.fails)
+        machines.events.append(f"broadcast {dist.get_backend(group)}")
+        dead = set(machines.gpus.get(machines.failing_engine, ()))
+        return _Work(dead.isdisjoint(machines.groups[-1].members), machines.failure_is_detected)
 
     return broadcast
 
 
-def _on_cuda(made: Machines, patch: pytest.MonkeyPatch) -> None:
+def _on_cuda(machines: FakeMachines, patch: pytest.MonkeyPatch) -> None:
     def set_device(device: torch.device) -> None:
-        assert made.trainer[made.rank][1] == visible()[device.index or 0], (
-            "the rank computes where it was planned"
+        assert machines.trainer[machines.rank][1] == visible()[device.index or 0], (
+            "the rank uses another GPU than planned"
         )
 
     def visible() -> list[int]:
-        node = made.mine[0]
-        return [gpu for n, gpu in made.trainer if n == node]
+        node = machines.own_gpu[0]
+        return [gpu for n, gpu in machines.trainer if n == node]
 
     patch.setattr(shutil, "which", lambda name, *_: name)  # nvidia-smi
     patch.setattr(torch.cuda, "is_available", lambda: True)
@@ -211,29 +227,31 @@ def _on_cuda(made: Machines, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(transports, "prepare_sglang", lambda: None)
 
 
-def _watch_ends(made: Machines, patch: pytest.MonkeyPatch) -> None:
-    def watched(what: str, end: Callable[..., None]) -> Callable[..., None]:
-        def ending(group: dist.ProcessGroup | None = None) -> None:
+def _record_group_ends(machines: FakeMachines, patch: pytest.MonkeyPatch) -> None:
+    def recorded(action: str, end: Callable[..., None]) -> Callable[..., None]:
+        def call(group: dist.ProcessGroup | None = None) -> None:
             if group is not None:
-                made.events.append(f"{what} {dist.get_backend(group)}")
+                machines.events.append(f"{action} {dist.get_backend(group)}")
             end(group)
 
-        return ending
+        return call
 
-    patch.setattr(dist, "destroy_process_group", watched("destroy", dist.destroy_process_group))
-    abort = watched("abort", distributed_c10d._abort_process_group)
+    patch.setattr(dist, "destroy_process_group", recorded("destroy", dist.destroy_process_group))
+    abort = recorded("abort", distributed_c10d._abort_process_group)
     patch.setattr(distributed_c10d, "_abort_process_group", abort)
 
 
-def as_rank(made: Machines, rank: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process is that rank, started by torchrun, in groups of its own; they are left at the end."""
-    if dist.is_initialized():  # a trainer of another test has left its layout, and not its group of one rank
+def as_rank(machines: FakeMachines, rank: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Act as trainer rank `rank` as if started by torchrun. All groups are destroyed at the end."""
+    if dist.is_initialized():  # another test left the layout but not its group of one rank
         dist.destroy_process_group()
-    node = made.trainer[rank][0]
-    made.rank = rank
-    patch.setenv("LOCAL_RANK", str([r for r, gpu in enumerate(made.trainer) if gpu[0] == node].index(rank)))
+    node = machines.trainer[rank][0]
+    machines.rank = rank
+    patch.setenv(
+        "LOCAL_RANK", str([r for r, gpu in enumerate(machines.trainer) if gpu[0] == node].index(rank))
+    )
     begin = dist.init_process_group
-    world: dict[str, Any] = {"store": FakeStore(), "rank": rank, "world_size": len(made.trainer)}
+    world: dict[str, Any] = {"store": FakeStore(), "rank": rank, "world_size": len(machines.trainer)}
     patch.setattr(dist, "init_process_group", lambda backend, **_: begin(backend, **world))
     try:
         yield

@@ -1,7 +1,7 @@
-"""SGLang's own reading of an engine's command line, on a host that seems to have eight H100.
+"""Resolve an engine's command line with SGLang's own parser, on a host with eight fake H100 GPUs.
 
-Run as a script `faked_h100.py CONFIG...`: prints a line of JSON for each, the settings that SGLang resolves or the
-error that it ends with. Kernels that need CUDA to be imported are stood in for: none of them runs.
+As a script: `faked_h100.py CONFIG...` prints one line of JSON per config: the settings that SGLang resolves, or its
+error. Kernel packages whose import needs CUDA are mocks; no kernel runs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ KERNELS = (
     "sgl_kernel", "pynvml", "flashinfer", "deep_gemm", "cutlass", "quack", "flash_attn", "tilelang", "humming",
     "deep_ep", "flash_mla",
 )  # fmt: skip
-TOLD = (
+REPORTED_FIELDS = (
     "dtype", "attention_backend", "sampling_backend", "load_format", "quantization", "max_total_tokens", "tp_size",
     "enable_memory_saver", "enable_deterministic_inference", "disable_radix_cache", "moe_runner_backend",
 )  # fmt: skip
 
 
-class _Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _KernelImporter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -59,10 +59,10 @@ def fake_gpus() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
     torch.version.cuda = "13.0"
-    sys.meta_path.insert(0, _Kernels())
+    sys.meta_path.insert(0, _KernelImporter())
 
 
-def resolved(path: Path) -> dict[str, Any]:
+def resolve_settings(path: Path) -> dict[str, Any]:
     from rlsys.config import load_config
     from rlsys.engine import launch_args
 
@@ -75,9 +75,9 @@ def resolved(path: Path) -> dict[str, Any]:
         arguments = prepare_server_args(argv[argv.index("-m") + 2 :])
         arguments.resolve_once()
         settings = arguments.resolved_dict()
-    except (Exception, SystemExit) as e:  # noqa: BLE001 - whatever it ends with is the answer
+    except (Exception, SystemExit) as e:  # noqa: BLE001 - the error is the result
         return {"config": path.stem, "error": f"{type(e).__name__}: {e}"}
-    return {"config": path.stem, **{name: settings.get(name) for name in TOLD}}
+    return {"config": path.stem, **{name: settings.get(name) for name in REPORTED_FIELDS}}
 
 
 if __name__ == "__main__":
@@ -86,4 +86,4 @@ if __name__ == "__main__":
     declare_torchvision_ops()
     fake_gpus()
     for name in sys.argv[1:]:
-        print(json.dumps(resolved(Path(name)), default=str), flush=True)
+        print(json.dumps(resolve_settings(Path(name)), default=str), flush=True)

@@ -1,4 +1,4 @@
-"""The samples of one group, as a tree's generator sees them, without a ledger."""
+"""A fake of the interface through which tree generators access the samples of a group, without a ledger."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rlsys.core.types import Sample
 
 
 class Siblings:
-    """`kept`: how often the generator had them written."""
+    """The samples of one group. `keep_count`: number of calls to `keep`."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
-        self.samples, self.kept = samples, 0
+        self.samples, self.keep_count = samples, 0
 
     async def siblings(self, sample: Sample) -> Sequence[Sample]:
         return self.samples
@@ -22,4 +22,4 @@ class Siblings:
         yield
 
     def keep(self, samples: Iterable[Sample]) -> None:
-        self.kept += 1
+        self.keep_count += 1

@@ -1,7 +1,7 @@
-"""Run under torchrun: `family_cases.py WORKPLACE CASE...`, a case being FAMILY:FOLDER:LAYOUT.
+"""Train models of several families. Under torchrun: `family_cases.py WORKSPACE FAMILY:FOLDER:LAYOUT...`.
 
-The trainer begins from WORKPLACE/FAMILY/FOLDER (a Hugging Face folder or a converted checkpoint) in that layout; rank
-0 writes what it saw to WORKPLACE/seen.jsonl.
+The trainer starts from WORKSPACE/FAMILY/FOLDER (a Hugging Face folder or a converted checkpoint) in LAYOUT; rank 0
+appends its results to WORKSPACE/seen.jsonl.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rlsys.trainer.trainer import Trainer
 from tests.helpers import trainer_cases as cases
 
 
-def look(folder: Path, run: Path, layout: str) -> dict[str, Any]:
-    """Log-probs, weights under Hugging Face names, and two optimizer steps."""
+def measure(folder: Path, run: Path, layout: str) -> dict[str, Any]:
+    """Return log-probs, digests of the weights by Hugging Face names, and the metrics of two optimizer steps."""
     trainer = Trainer(cases.config_of(folder, run, **cases.sections(layout)))
     results = {"logps": cases.canary_logps(trainer), "weights": digests(trainer)}
     results["steps"] = cases.steps(trainer, 2, cases.LR)
@@ -28,7 +28,7 @@ def look(folder: Path, run: Path, layout: str) -> dict[str, Any]:
 
 
 def digests(trainer: Trainer) -> dict[str, str]:
-    """SHA-256 of each tensor's bytes."""
+    """Return the SHA-256 of each tensor."""
     out = {}
     for name, tensor in trainer.named_hf_tensors():
         data = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
@@ -36,12 +36,12 @@ def digests(trainer: Trainer) -> dict[str, str]:
     return out
 
 
-def main(workplace: Path, todo: list[str]) -> None:
-    for case in todo:
+def main(workspace: Path, case_names: list[str]) -> None:
+    for case in case_names:
         family, folder, layout = case.split(":")
-        results = look(workplace / family / folder, workplace / "run", layout)
+        results = measure(workspace / family / folder, workspace / "run", layout)
         if torch.distributed.get_rank() == 0:
-            with (workplace / "seen.jsonl").open("a") as file:
+            with (workspace / "seen.jsonl").open("a") as file:
                 file.write(json.dumps([case, results]) + "\n")
 
 

@@ -1,8 +1,8 @@
-"""One fault at one call: first every call that a piece of code makes to the disk is counted, then each fails once.
+"""Fault injection into file operations: a first pass records all calls, then each further pass fails one of them.
 
-Python's own calls are those of `os` and what files opened by `open` do. SQLite's are those of its virtual file
-system: a copy of the system's one (sqlite3_vfs, sqlite3_io_methods: https://www.sqlite.org/c3ref/vfs.html) whose
-functions fail as SQLite's own tests let them fail, below the pager and above the kernel.
+The recorded calls of Python are functions of `os` and methods of files that `open` returns. Those of SQLite are the
+functions of its virtual file system: a copy of the default one (sqlite3_vfs, sqlite3_io_methods:
+https://www.sqlite.org/c3ref/vfs.html) fails below the pager and above the kernel, as in SQLite's own tests.
 """
 
 from __future__ import annotations
@@ -18,30 +18,32 @@ from ctypes import POINTER, Structure, c_char_p, c_int, c_int64, c_void_p
 from dataclasses import dataclass, field
 from typing import Any
 
-KINDS: dict[str, tuple[str, ...]] = {
+FAULT_KINDS: dict[str, tuple[str, ...]] = {
     "open": ("EIO", "ENOSPC", "EMFILE"),
     "write": ("EIO", "ENOSPC", "torn"),
     **dict.fromkeys(("fsync", "rename", "mkdir", "unlink", "truncate"), ("EIO", "ENOSPC")),
 }
-"""How a call of each sort can fail. torn: half of it is written, then EIO."""
+"""Operation -> errnos with which it can fail. torn: half of the data is written, then EIO."""
 
 
 @dataclass
 class Sites:
-    """Calls in the order in which they come. `fail`: which of them fails, and how; None: only count."""
+    """A record of calls, and the fault to inject."""
 
-    fail: tuple[int, str] | None = None
-    seen: list[str] = field(default_factory=list)
+    fault: tuple[int, str] | None = None
+    """Index of the call that fails and the kind of fault; None: no call fails."""
+    calls: list[str] = field(default_factory=list)
+    """Operations of the calls, in order."""
 
-    def next(self, sort: str) -> str | None:
-        """Count a call; the kind of fault that it meets."""
-        index = len(self.seen)
-        self.seen.append(sort)
-        return self.fail[1] if self.fail is not None and self.fail[0] == index else None
+    def record(self, operation: str) -> str | None:
+        """Record a call. Return the kind of fault to inject, or None."""
+        index = len(self.calls)
+        self.calls.append(operation)
+        return self.fault[1] if self.fault is not None and self.fault[0] == index else None
 
     def faults(self) -> list[tuple[int, str]]:
-        """Every call, with every way in which it can fail."""
-        return [(i, kind) for i, sort in enumerate(self.seen) for kind in KINDS[sort]]
+        """Return all possible faults of the recorded calls, as values of `fault`."""
+        return [(i, kind) for i, operation in enumerate(self.calls) for kind in FAULT_KINDS[operation]]
 
 
 def failure(kind: str) -> OSError:
@@ -59,13 +61,13 @@ _OS = {
 
 
 class _File:
-    """A file open for writing, unbuffered as far as faults go: each write meets its own."""
+    """A file that is open for writing. Each `write` is a recorded call."""
 
     def __init__(self, file: Any, sites: Sites) -> None:
         self._file, self._sites = file, sites
 
     def write(self, data: Any) -> int:
-        if kind := self._sites.next("write"):
+        if kind := self._sites.record("write"):
             if kind == "torn":
                 self._file.write(data[: len(data) // 2])
                 self._file.flush()
@@ -84,27 +86,27 @@ class _File:
 
 @contextlib.contextmanager
 def python_calls(sites: Sites) -> Iterator[None]:
-    """Calls of this process through `os` and `open` are counted, and the one of `sites` fails."""
-    plain_open, plain = io.open, {name: getattr(os, name) for name in _OS}
+    """Record the calls of this process to `os` and `open`, and inject the fault of `sites`."""
+    original_open, originals = io.open, {name: getattr(os, name) for name in _OS}
 
     def faulty(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if kind := sites.next(_OS[name]):
+            if kind := sites.record(_OS[name]):
                 if kind == "torn":
                     fd, data, *rest = args
-                    plain[name](fd, data[: len(data) // 2], *rest)
+                    originals[name](fd, data[: len(data) // 2], *rest)
                 raise failure(kind)
-            return plain[name](*args, **kwargs)
+            return originals[name](*args, **kwargs)
 
         return call
 
     def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if isinstance(file, int):  # a descriptor that is open already
-            opened = plain_open(file, mode, *args, **kwargs)
-        elif kind := sites.next("open"):
+        if isinstance(file, int):  # an open descriptor
+            opened = original_open(file, mode, *args, **kwargs)
+        elif kind := sites.record("open"):
             raise failure(kind)
         else:
-            opened = plain_open(file, mode, *args, **kwargs)
+            opened = original_open(file, mode, *args, **kwargs)
         return opened if set(mode) <= set("rbt") else _File(opened, sites)
 
     io.open = builtins.open = open_  # type: ignore[assignment]
@@ -113,8 +115,8 @@ def python_calls(sites: Sites) -> Iterator[None]:
     try:
         yield
     finally:
-        io.open = builtins.open = plain_open
-        for name, function in plain.items():
+        io.open = builtins.open = original_open
+        for name, function in originals.items():
             setattr(os, name, function)
 
 
@@ -124,7 +126,7 @@ _OK, _IOERR, _FULL, _CANTOPEN = 0, 10, 13, 14
 _NAME = b"rlsys-faults"
 _OPEN = ctypes.CFUNCTYPE(
     c_int, c_void_p, c_void_p, c_void_p, c_int, POINTER(c_int)
-)  # the name is kept: no copy
+)  # c_void_p: SQLite keeps the name, so it must not be a copy
 _DELETE = ctypes.CFUNCTYPE(c_int, c_void_p, c_char_p, c_int)
 _WRITE = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int, c_int64)
 _TRUNCATE = ctypes.CFUNCTYPE(c_int, c_void_p, c_int64)
@@ -146,7 +148,7 @@ class _Methods(Structure):
 
 
 def sqlite_library() -> ctypes.CDLL | None:
-    """The one that Python's sqlite3 uses; None where that is built into it, out of our reach."""
+    """Return the SQLite library of Python's sqlite3, or None if it is linked statically."""
     import _sqlite3
 
     with open("/proc/self/maps") as maps:
@@ -160,57 +162,60 @@ def _code(kind: str) -> int:
 
 @contextlib.contextmanager
 def sqlite_calls(sites: Sites, library: ctypes.CDLL) -> Iterator[None]:
-    """Calls for files that SQLite opens meanwhile are counted; one fails. Connections close before the end."""
+    """Record the calls of SQLite to files that it opens in the body, and inject the fault of `sites`.
+
+    Close all connections before the end of the body.
+    """
     library.sqlite3_vfs_find.restype = c_void_p
     library.sqlite3_vfs_find.argtypes = [c_char_p]
     library.sqlite3_vfs_register.argtypes = library.sqlite3_vfs_unregister.argtypes = [c_void_p]
     system = library.sqlite3_vfs_find(None)
     faulty_vfs = _VFS.from_buffer_copy(ctypes.string_at(system, ctypes.sizeof(_VFS)))
     tables: dict[int, _Methods] = {}
-    references: list[Any] = []  # callbacks live as long as SQLite may call them
+    kept_callbacks: list[Any] = []  # SQLite may call them until the end
 
-    def patched(address: int) -> int:
-        """A copy of a file's methods that meets the faults."""
+    def faulty_methods(address: int) -> int:
+        """Return the address of a copy of a file's method table that injects faults."""
         if address not in tables:
             table = _Methods.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(_Methods)))
             write, truncate, sync = _WRITE(table.xWrite), _TRUNCATE(table.xTruncate), _SYNC(table.xSync)
 
-            def on_write(file: int, data: int, size: int, at: int) -> int:
-                if kind := sites.next("write"):
+            def on_write(file: int, data: int, size: int, offset: int) -> int:
+                if kind := sites.record("write"):
                     if kind == "torn":
-                        write(file, data, size // 2, at)
+                        write(file, data, size // 2, offset)
                     return _code(kind)
-                return int(write(file, data, size, at))
+                return int(write(file, data, size, offset))
 
             def on_truncate(file: int, size: int) -> int:
-                return _code(kind) if (kind := sites.next("truncate")) else int(truncate(file, size))
+                return _code(kind) if (kind := sites.record("truncate")) else int(truncate(file, size))
 
             def on_sync(file: int, flags: int) -> int:
-                return _code(kind) if (kind := sites.next("fsync")) else int(sync(file, flags))
+                return _code(kind) if (kind := sites.record("fsync")) else int(sync(file, flags))
 
             callbacks = _WRITE(on_write), _TRUNCATE(on_truncate), _SYNC(on_sync)
-            references.extend((*callbacks, write, truncate, sync))
+            kept_callbacks.extend((*callbacks, write, truncate, sync))
             table.xWrite, table.xTruncate, table.xSync = (ctypes.cast(c, c_void_p).value for c in callbacks)
             tables[address] = table
         return ctypes.addressof(tables[address])
 
-    plain_open, plain_delete = _OPEN(faulty_vfs.xOpen), _DELETE(faulty_vfs.xDelete)
+    original_open, original_delete = _OPEN(faulty_vfs.xOpen), _DELETE(faulty_vfs.xDelete)
 
     def on_open(_: int, name: int, file: int, flags: int, out: Any) -> int:
-        if kind := sites.next("open"):
+        if kind := sites.record("open"):
             c_void_p.from_address(file).value = None  # "no methods": nothing to close
             return _code(kind) if kind != "ENOSPC" else _CANTOPEN
-        result = int(plain_open(system, name, file, flags, out))
+        result = int(original_open(system, name, file, flags, out))
         methods = c_void_p.from_address(file)
         if methods.value:
-            methods.value = patched(methods.value)
+            methods.value = faulty_methods(methods.value)
         return result
 
     def on_delete(_: int, name: bytes, sync: int) -> int:
-        return _code(kind) if (kind := sites.next("unlink")) else int(plain_delete(system, name, sync))
+        return _code(kind) if (kind := sites.record("unlink")) else int(original_delete(system, name, sync))
 
     callbacks = _OPEN(on_open), _DELETE(on_delete)
-    references.extend(callbacks)
+    kept_callbacks.extend(callbacks)
     faulty_vfs.xOpen, faulty_vfs.xDelete = (ctypes.cast(c, c_void_p).value for c in callbacks)
     faulty_vfs.zName, faulty_vfs.pNext = _NAME, None
     library.sqlite3_vfs_register(ctypes.byref(faulty_vfs), 1)

@@ -1,4 +1,4 @@
-"""File locks as on a shared file system that keeps those of one machine from another."""
+"""A fake of file locks on a shared file system where they do not work between machines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _flock = fcntl.flock
 
 
 def flock_on_shared_folders(file: Any, operation: int) -> None:
-    """Lock folders of sockets, which are local; everywhere else no lock excludes anybody. Replaces fcntl.flock."""
+    """Lock files in socket folders, which are local; elsewhere do nothing. Replaces fcntl.flock."""
     descriptor = file if isinstance(file, int) else file.fileno()
     folder = Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent.name
     if folder.startswith(("rlsys-", ".rlsys-")):

@@ -1,4 +1,4 @@
-"""The HTTP front of a stand-alone router, before small servers in this process."""
+"""The HTTP front of a stand-alone router with fake engines in this process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from tests.helpers.http_engine import HttpEngine, token_at
 
 PROMPT = [1, 2, 3, 4]
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "quickstart-moe"
-"""Its tokenizer has an id for each ASCII character, and ids below 10 for the special tokens."""
+"""Its tokenizer has one ID per ASCII character, and special tokens below 10."""
 
 
 class Rig:
+    """A front, its fake engines and an HTTP client."""
+
     def __init__(self, engines: list[HttpEngine], urls: list[str], fleet: Fleet, client: TestClient) -> None:
         self.engines, self.urls, self.fleet, self.client = engines, urls, fleet, client
 
@@ -31,9 +33,9 @@ class Rig:
             text = await answer.text()
             return answer.status, json.loads(text) if text.startswith(("{", "[")) else text
 
-    async def until(self, true: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
-            while not true():
+            while not condition():
                 await asyncio.sleep(0.001)
 
 
@@ -72,12 +74,12 @@ async def serving(
             yield rig
         watch.cancel()
     for engine in fakes:
-        engine.free.set()
+        engine.release.set()
         await engine.stop()
 
 
-def made(n: int, prompt: int = len(PROMPT)) -> list[int]:
-    return [token_at(prompt + i - 1) for i in range(n)]
+def expected_ids(n: int, prompt_length: int = len(PROMPT)) -> list[int]:
+    return [token_at(prompt_length + i - 1) for i in range(n)]
 
 
 def generate(n: int = 8, **more: Any) -> dict[str, Any]:

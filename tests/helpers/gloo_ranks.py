@@ -1,4 +1,4 @@
-"""Work on several ranks of a gloo group, each a process of its own."""
+"""Run a function on several ranks of a Gloo group, one process per rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ T = TypeVar("T")
 
 
 def on_gloo_ranks(ranks: int, work: Callable[[int, int], T], folder: Path) -> list[T]:
-    """What `work(ranks, rank)` gave on each rank. It is a function of a module, so that processes find it."""
+    """Run `work(ranks, rank)` on each rank and return the results.
+
+    Args:
+        ranks: number of processes.
+        work: function at module level, so that the processes can import it.
+        folder: folder of the results.
+    """
     mp.spawn(_rank, args=(ranks, free_ports("127.0.0.1", 1)[0], folder, work), nprocs=ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 

@@ -1,4 +1,4 @@
-"""Hashes of SGLang's kernel. The GPU drill uses them, too: nothing here imports pytest."""
+"""Reference hashes of SGLang's kernel. The module does not import pytest, because the GPU drill uses it too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# What SGLang 0.5.23's own kernel gives in Triton's interpreter for `sample(n, dtype)`;
-# tests/integration/test_gpu_hash.py runs it.
+# Hashes of `sample(n, dtype)` by SGLang 0.5.23's kernel in Triton's interpreter, which
+# tests/integration/test_gpu_hash.py runs.
 GOLDEN = {
     (1, "uint8"): "ec41b5cf3048f8a6",
     (7, "bfloat16"): "ea2abefe28008dce",

@@ -1,16 +1,15 @@
-"""What happened in a run, as those who did it wrote it down, held against its ledger. Imports nothing of rlsys.
+"""Check the ledger of a run against the logs of its engines and trainers. The checker imports nothing of rlsys.
 
-Engines and trainers each keep a log of their own: an engine every request and the weights behind each token, a
-trainer every step and what it was given. `judge` reads the rollout file with its own queries, and says what
-contradicts:
+Each engine logs its requests and the weights that computed each token. Each trainer logs its steps and their batches.
+`check_history` reads the rollout file with its own SQL queries and reports contradictions of five kinds:
 
-    lost     a group, a sample or a token that is gone; a step that nobody trained
-    twice    a group in two steps; two trainings of one step that differ; a checkpoint beside the one history
-    wrong    a token that no engine made, or that other weights made than those of its version
-    torn     a file that does not add up
-    poison   a sample that was sent again and again although engines died of it
+    lost       a missing group, sample or token; a step that no trainer trained
+    duplicate  a group in two steps; two different versions of one step; a checkpoint of another history
+    wrong      a token that no engine sampled, or that weights other than those of its version sampled
+    torn       an inconsistent file
+    poison     a sample that was resubmitted too often although engines died while they sampled it
 
-Weights are compared as equal or not, whatever they are: a number stands for the state that a trainer was in.
+An integer identifies a state of the weights. States are only compared for equality.
 """
 
 from __future__ import annotations
@@ -27,61 +26,68 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-KINDS = ("lost", "twice", "wrong", "torn", "poison")
-FEW = 5
-"""Contradictions of a kind that are told."""
+KINDS = ("lost", "duplicate", "wrong", "torn", "poison")
+MAX_LISTED_FAULTS = 5
+"""Number of faults of one kind that a report lists."""
 RID = re.compile(r"(\w+)-(-?\d+)-\d+\.")
-"""How the router names a request: its process, the sample, a number."""
-DEATHS_IN_A_ROW = 4
-"""Engine deaths without a token in between, after which a sample may not be sent again."""
+"""Request ID of the router: rollout process, sample, counter."""
+MAX_CONSECUTIVE_DEATHS = 4
+"""Engine deaths without a new token in between, after which a sample must not be resubmitted."""
 
 
 @dataclass
-class Emission:
-    """One request in one process of an engine. Lists are of equal length, one entry a token that it made."""
+class RequestRecord:
+    """One request in one process of an engine. `output_ids`, `mu` and `weights` have one entry per sampled token."""
 
     engine: str
+    """URL of the engine."""
     rid: str
-    ids: list[int]
-    """What it was asked with: prompt and the response so far."""
-    made: list[int]
+    """Request ID."""
+    input_ids: list[int]
+    """Prompt and the response up to this request."""
+    output_ids: list[int]
     mu: list[float]
+    """Log-probs."""
     weights: list[int]
-    """The state that computed each token, whatever it was called."""
+    """State of the weights that computed each token, independent of the version that the engine reports."""
     delivered: int
-    """Tokens that the client is known to have read."""
+    """Number of tokens that the client has read for certain."""
     died: bool
-    """It ended because the engine's process did."""
+    """Whether the request ended because the engine's process ended."""
 
     @property
     def session(self) -> str:
-        """The process that asked."""
+        """Return the ID of the rollout process that sent the request."""
         match = RID.fullmatch(self.rid)
         return match[1] if match else ""
 
     @property
     def sample(self) -> int:
-        """-1: of an evaluation, or nobody's."""
+        """Return the sample's number; -1 for requests of an evaluation or of a foreign client."""
         match = RID.fullmatch(self.rid)
         return int(match[2]) if match else -1
 
 
 @dataclass
-class Training:
-    """A step as a trainer did it. `groups`: group -> sample -> response ids."""
+class StepRecord:
+    """One train step of one trainer process."""
 
     launch: int
+    """Epoch of the launch."""
     start: int
+    """Start number of the trainer process within the launch."""
     step: int
     before: int
+    """State of the weights before the step."""
     after: int
-    """States: equal ones were reached by the same steps on the same tokens."""
+    """State of the weights after the step. Equal states result from equal steps on equal tokens."""
     groups: dict[int, dict[int, list[int]]]
+    """Group -> sample -> response IDs."""
 
 
 @dataclass
-class Saved:
-    """A checkpoint that was published."""
+class CheckpointRecord:
+    """A published checkpoint. The fields are those of `StepRecord`."""
 
     launch: int
     start: int
@@ -91,46 +97,48 @@ class Saved:
 
 @dataclass
 class History:
-    """`deaths_unseen`: rollout processes that ended without warning; each may have missed the death of an engine."""
+    """The logs of all engines and trainers of a run."""
 
     initial: int
-    emissions: list[Emission] = field(default_factory=list)
-    trainings: list[Training] = field(default_factory=list)
-    saved: list[Saved] = field(default_factory=list)
-    deaths_unseen: int = 0
+    """State of the weights before the first step."""
+    requests: list[RequestRecord] = field(default_factory=list)
+    trained_steps: list[StepRecord] = field(default_factory=list)
+    checkpoints: list[CheckpointRecord] = field(default_factory=list)
+    unobserved_deaths: int = 0
+    """Number of rollout processes that were killed. Each may have missed the death of one engine."""
     last_session: str = ""
-    """The rollout process that ended in order, after everything."""
+    """ID of the last rollout process, which shut down cleanly."""
 
 
-def to_line(record: Emission | Training | Saved) -> str:
+def to_line(record: RequestRecord | StepRecord | CheckpointRecord) -> str:
     return json.dumps({"kind": type(record).__name__, **asdict(record)})
 
 
 def add_lines(history: History, lines: Iterable[str]) -> None:
-    """What one process wrote; a last line that its end cut short is left out."""
+    """Add the log lines of one process to `history`. An incomplete last line of a killed process is ignored."""
     for line in lines:
         if not line.endswith("\n"):
             return
         record = json.loads(line)
         kind = record.pop("kind")
-        if kind == "Emission":
-            history.emissions.append(Emission(**record))
-        elif kind == "Training":
+        if kind == "RequestRecord":
+            history.requests.append(RequestRecord(**record))
+        elif kind == "StepRecord":
             groups = {
                 int(g): {int(s): ids for s, ids in samples.items()} for g, samples in record["groups"].items()
             }
-            history.trainings.append(Training(**{**record, "groups": groups}))
+            history.trained_steps.append(StepRecord(**{**record, "groups": groups}))
         else:
-            history.saved.append(Saved(**record))
+            history.checkpoints.append(CheckpointRecord(**record))
 
 
 @dataclass
 class Verdict:
-    """What contradicts, by kind; and how much was looked at."""
+    """The result of a check: faults by kind, and the number of checked tokens and steps."""
 
     faults: dict[str, list[str]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     tokens: int = 0
-    """Each found in an engine's log."""
+    """Number of tokens that an engine's log confirms."""
     steps: int = 0
 
     @property
@@ -138,53 +146,58 @@ class Verdict:
         return not any(self.faults.values())
 
     def __str__(self) -> str:
-        lines = [f"{kind}: {text}" for kind, texts in self.faults.items() for text in texts[:FEW]]
-        return (
-            "\n".join(lines) or f"nothing lost, twice or wrong in {self.steps} steps and {self.tokens} tokens"
-        )
+        lines = [
+            f"{kind}: {text}" for kind, texts in self.faults.items() for text in texts[:MAX_LISTED_FAULTS]
+        ]
+        return "\n".join(lines) or f"no fault in {self.steps} steps and {self.tokens} tokens"
 
 
 @dataclass
 class _Sample:
     group: int
     prompt: list[int]
-    """What it was drawn from."""
+    """Prompt IDs."""
     tokens: int
     spans: list[tuple[int, int, int]]
+    """Weight version, start and end (exclusive)."""
     observed: list[tuple[int, int]]
+    """Start and end (exclusive) of tokens that come from a tool."""
     ids: list[int] = field(default_factory=list)
     mu: list[float] = field(default_factory=list)
 
-    def version(self, place: int) -> int | None:
-        return next((v for v, start, end in self.spans if start <= place < end), None)
+    def version(self, position: int) -> int | None:
+        return next((v for v, start, end in self.spans if start <= position < end), None)
 
-    def from_tool(self, place: int) -> bool:
-        return any(start <= place < end for start, end in self.observed)
+    def is_observed(self, position: int) -> bool:
+        return any(start <= position < end for start, end in self.observed)
 
 
 @dataclass
 class _File:
-    """The rollout file, read once."""
+    """The content of the rollout file."""
 
     meta: dict[str, Any]
     groups: dict[int, tuple[str, int | None, int]]
-    """State, train step, size."""
+    """Group -> state, train step, size."""
     samples: dict[int, _Sample]
     takes: dict[int, list[int]]
+    """Train step -> groups."""
     pushes: dict[int, int]
+    """Weight version -> train step."""
     damage: list[str]
+    """Descriptions of corrupt parts."""
 
 
-def judge(path: Path, history: History, steps: int) -> Verdict:
-    """Of a run that was to train so many steps and has ended, its rollout file at `path`."""
+def check_history(path: Path, history: History, steps: int) -> Verdict:
+    """Check a finished run of `steps` steps, whose rollout file is at `path`."""
     verdict = Verdict()
     file = _read(path)
     verdict.faults["torn"] += file.damage
-    states = _judge_steps(file, history, steps, verdict)
-    _judge_rows(file, verdict)
-    _judge_tokens(file, history, states, verdict)
-    _judge_delivered(file, history, states, verdict)
-    _judge_poison(history, verdict)
+    states = _check_steps(file, history, steps, verdict)
+    _check_rows(file, verdict)
+    _check_tokens(file, history, states, verdict)
+    _check_delivered(file, history, states, verdict)
+    _check_poison(history, verdict)
     return verdict
 
 
@@ -193,12 +206,12 @@ def _read(path: Path) -> _File:
         damage = [row[0] for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]
         meta = dict(db.execute("SELECT key, value FROM meta"))
         rows = db.execute("SELECT group_id, state, train_step, size, prompt_ids FROM groups").fetchall()
-        prompts = {row[0]: _ints(row[4]) for row in rows}
+        prompts = {row[0]: _unpack_int32(row[4]) for row in rows}
         columns = "sample_id, group_id, tokens, spans, observed, prompt_ids"
         samples = {
             sample: _Sample(
                 group,
-                prompts.get(group, []) if drawn is None else _ints(drawn),
+                prompts.get(group, []) if drawn is None else _unpack_int32(drawn),
                 tokens,
                 [(v, a, b) for v, a, b in json.loads(spans)],
                 [(a, b) for a, b in json.loads(observed)],
@@ -211,7 +224,7 @@ def _read(path: Path) -> _File:
                 file.seek(start)
                 record = _record(file.read(length))
             if record is None or record[0] != sample:
-                damage.append(f"sample {sample}: no whole record at {start} of {name}")
+                damage.append(f"sample {sample}: no complete record at offset {start} of {name}")
             else:
                 samples[sample].ids += record[1]
                 samples[sample].mu += record[2]
@@ -221,75 +234,86 @@ def _read(path: Path) -> _File:
 
 
 def _record(data: bytes) -> tuple[int, list[int], list[float]] | None:
-    """Sample, ids and log-probs of a record of tokens, read without the product's code; None: it is not whole."""
+    """Return sample, IDs and log-probs of a token record, or None if the record is incomplete.
+
+    The parser is independent of the product's code.
+    """
     if len(data) < 44 or data[:4] != b"rlsg" or zlib.crc32(data[8:]) != int.from_bytes(data[4:8], "little"):
         return None
     sample, tokens = int.from_bytes(data[12:20], "little"), int.from_bytes(data[32:36], "little")
     if data[8] != 1:
         return sample, [], []
     ids, mu = data[44 : 44 + 4 * tokens], data[44 + 4 * tokens : 44 + 12 * tokens]
-    return sample, _ints(ids), [x for (x,) in struct.iter_unpack("<d", mu)]
+    return sample, _unpack_int32(ids), [x for (x,) in struct.iter_unpack("<d", mu)]
 
 
-def _ints(blob: bytes) -> list[int]:
+def _unpack_int32(blob: bytes) -> list[int]:
     return [x for (x,) in struct.iter_unpack("<i", blob)]
 
 
-def _judge_steps(file: _File, history: History, steps: int, verdict: Verdict) -> dict[int, int]:
-    """Every step once, in one line of descent that ends in the last checkpoint. The state after each step."""
+def _check_steps(file: _File, history: History, steps: int, verdict: Verdict) -> dict[int, int]:
+    """Check that the last checkpoint descends from each step exactly once. Return the state after each step."""
     faults = verdict.faults
-    by_result = {t.after: t for t in history.trainings}
-    final = max(history.saved, key=lambda s: (s.step, s.launch, s.start), default=None)
-    states, line = {0: history.initial}, list[Training]()
+    steps_by_result = {t.after: t for t in history.trained_steps}
+    final = max(history.checkpoints, key=lambda s: (s.step, s.launch, s.start), default=None)
+    states, lineage = {0: history.initial}, list[StepRecord]()
     state = history.initial if final is None else final.weights
     while state != history.initial:
-        if state not in by_result or len(line) > steps:
-            faults["lost"].append(f"no trainer says how it came to the state of step {steps - len(line)}")
+        if state not in steps_by_result or len(lineage) > steps:
+            faults["lost"].append(
+                f"no trainer logged the step that led to the state of step {steps - len(lineage)}"
+            )
             break
-        line.append(by_result[state])
-        states[line[-1].step] = state
-        state = line[-1].before
-    line.reverse()
-    verdict.steps = len(line)
-    if [t.step for t in line] != list(range(1, steps + 1)):
-        faults["lost"].append(f"steps in the last checkpoint: {[t.step for t in line]}, not 1 to {steps}")
-    counts = Counter(g for t in line for g in t.groups)
-    faults["twice"] += [
+        lineage.append(steps_by_result[state])
+        states[lineage[-1].step] = state
+        state = lineage[-1].before
+    lineage.reverse()
+    verdict.steps = len(lineage)
+    if [t.step for t in lineage] != list(range(1, steps + 1)):
+        faults["lost"].append(
+            f"steps in the last checkpoint: {[t.step for t in lineage]}, expected 1 to {steps}"
+        )
+    counts = Counter(g for t in lineage for g in t.groups)
+    faults["duplicate"] += [
         f"group {g} is in {n} steps of the last checkpoint" for g, n in counts.items() if n > 1
     ]
     journal = Counter(g for ids in file.takes.values() for g in ids)
-    faults["twice"] += [f"group {g} is in {n} steps of the journal" for g, n in journal.items() if n > 1]
+    faults["duplicate"] += [f"group {g} is in {n} steps of the journal" for g, n in journal.items() if n > 1]
     for step in range(1, steps + 1):
         if step not in file.takes:
             faults["lost"].append(f"step {step} is not in the journal")
-    for t in history.trainings:
+    for t in history.trained_steps:
         step_label = f"step {t.step} of launch {t.launch}, start {t.start}"
         if sorted(t.groups) != sorted(file.takes.get(t.step, [])):
-            faults["twice"].append(f"{step_label} trained groups {sorted(t.groups)}, the journal has others")
+            faults["duplicate"].append(
+                f"{step_label} trained groups {sorted(t.groups)}, the journal has others"
+            )
         trained_ids = {s: ids for samples in t.groups.values() for s, ids in samples.items()}
-        first = next((x for x in line if x.step == t.step), t)
+        first = next((x for x in lineage if x.step == t.step), t)
         if trained_ids != {s: ids for samples in first.groups.values() for s, ids in samples.items()}:
-            faults["twice"].append(f"{step_label} trained other tokens than the step that counts")
-    for s in history.saved:
+            faults["duplicate"].append(
+                f"{step_label} trained other tokens than the same step of the last checkpoint's history"
+            )
+    for s in history.checkpoints:
         if states.get(s.step) != s.weights:
-            faults["twice"].append(
+            faults["duplicate"].append(
                 f"the checkpoint of step {s.step} by launch {s.launch}, start {s.start} is of another history"
             )
     return states
 
 
-def _judge_rows(file: _File, verdict: Verdict) -> None:
-    """Every group issued is there with all its samples, in one state, and the journal and it agree."""
+def _check_rows(file: _File, verdict: Verdict) -> None:
+    """Check that each issued group exists with all its samples, and that the groups agree with the journal."""
     issued = int(file.meta["issued"])
     if sorted(file.groups) != list(range(issued)):
-        verdict.faults["lost"].append(f"{issued} groups were issued, {len(file.groups)} are there")
+        verdict.faults["lost"].append(f"{issued} groups were issued, the file has {len(file.groups)}")
     members = Counter(s.group for s in file.samples.values())
     for group, (state, _, size) in file.groups.items():
         if members[group] != size:
             verdict.faults["lost"].append(f"group {group} ({state}) has {members[group]} of {size} samples")
     in_step = {g: step for g, (_, step, _) in file.groups.items() if step is not None}
     if in_step != {g: step for step, ids in file.takes.items() for g in ids}:
-        verdict.faults["torn"].append("journal and groups disagree on who was trained when")
+        verdict.faults["torn"].append("journal and groups disagree on the train steps of groups")
     pruned = int(file.meta["pruned_to"])
     for number, sample in file.samples.items():
         state, step, _ = file.groups.get(sample.group, ("missing", None, 0))
@@ -300,77 +324,89 @@ def _judge_rows(file: _File, verdict: Verdict) -> None:
                 f"{len(sample.mu)} log-probs"
             )
     if file.meta["lost"]:
-        verdict.faults["lost"].append(f"{file.meta['lost']} tokens by the run's own count")
+        verdict.faults["lost"].append(f"{file.meta['lost']} tokens according to the run's own counter")
 
 
-def _judge_tokens(file: _File, history: History, states: dict[int, int], verdict: Verdict) -> None:
-    """Each token of a sample, at its place, was made there by an engine that held the weights of its version."""
+def _check_tokens(file: _File, history: History, states: dict[int, int], verdict: Verdict) -> None:
+    """Check that an engine with the weights of its version sampled each token at its position."""
     log = _by_sample(history)
     trained_ids: dict[int, list[int]] = {}
-    for training in history.trainings:
+    for training in history.trained_steps:
         for samples in training.groups.values():
             trained_ids |= samples
     for number, sample in file.samples.items():
         ids = sample.ids or trained_ids.get(number, [])
         for position, token in enumerate(ids):
-            if sample.from_tool(position):
+            if sample.is_observed(position):
                 continue
             step = file.pushes.get(version) if (version := sample.version(position)) is not None else None
             state = None if step is None else states.get(step)
             mu = sample.mu[position] if position < len(sample.mu) else None
-            makers = [e for e, offset in _makers(log[number], sample.prompt, ids, position, token, mu)]
-            if not makers:
-                verdict.faults["wrong"].append(f"sample {number}, token {position}: no engine made it there")
-                break
-            if state not in {e.weights[position - len(e.ids) + len(sample.prompt)] for e in makers}:
+            matches = [e for e, _ in _matching_requests(log[number], sample.prompt, ids, position, token, mu)]
+            if not matches:
                 verdict.faults["wrong"].append(
-                    f"sample {number}, token {position}: version {version}, of step {step}, and other weights made it"
+                    f"sample {number}, token {position}: no engine sampled it there"
+                )
+                break
+            if state not in {e.weights[position - len(e.input_ids) + len(sample.prompt)] for e in matches}:
+                verdict.faults["wrong"].append(
+                    f"sample {number}, token {position}: not sampled by version {version} (step {step})"
                 )
                 break
             verdict.tokens += 1
 
 
-def _by_sample(history: History) -> dict[int, list[Emission]]:
-    log = defaultdict[int, list[Emission]](list)
-    for emission in history.emissions:
+def _by_sample(history: History) -> dict[int, list[RequestRecord]]:
+    log = defaultdict[int, list[RequestRecord]](list)
+    for emission in history.requests:
         log[emission.sample].append(emission)
     return log
 
 
-def _makers(
-    log: list[Emission], prompt: list[int], ids: list[int], place: int, token: int, mu: float | None
-) -> Iterable[tuple[Emission, int]]:
-    """Requests that went on from what precedes, and made this token with this log-prob at this place."""
+def _matching_requests(
+    log: list[RequestRecord], prompt: list[int], ids: list[int], position: int, token: int, mu: float | None
+) -> Iterable[tuple[RequestRecord, int]]:
+    """Yield the requests that continued the same prefix and sampled this token with this log-prob at this position.
+
+    Each comes with the offset of the token in its output.
+    """
     for e in log:
-        start = len(e.ids) - len(prompt)
-        offset = place - start
-        made_it = 0 <= offset < len(e.made) and e.made[offset] == token and (mu is None or e.mu[offset] == mu)
-        if made_it and e.ids == prompt + ids[:start]:
+        start = len(e.input_ids) - len(prompt)
+        offset = position - start
+        is_match = (
+            0 <= offset < len(e.output_ids)
+            and e.output_ids[offset] == token
+            and (mu is None or e.mu[offset] == mu)
+        )
+        if is_match and e.input_ids == prompt + ids[:start]:
             yield e, offset
 
 
-def _judge_delivered(file: _File, history: History, states: dict[int, int], verdict: Verdict) -> None:
-    """What the last rollout process read of the right weights is in the file, for it ended in order."""
-    right = set(states.values())
-    for e in history.emissions:
+def _check_delivered(file: _File, history: History, states: dict[int, int], verdict: Verdict) -> None:
+    """Check that the file has each token of correct weights that the last rollout process read.
+
+    That process shut down cleanly and must have committed them.
+    """
+    valid_states = set(states.values())
+    for e in history.requests:
         sample = file.samples.get(e.sample)
         if e.session != history.last_session or sample is None or not sample.ids:
             continue
-        start = len(e.ids) - len(sample.prompt)
-        read = e.made[: e.delivered]
-        if set(e.weights[: e.delivered]) <= right and sample.ids[start : start + len(read)] != read:
+        start = len(e.input_ids) - len(sample.prompt)
+        read = e.output_ids[: e.delivered]
+        if set(e.weights[: e.delivered]) <= valid_states and sample.ids[start : start + len(read)] != read:
             verdict.faults["lost"].append(
-                f"sample {e.sample}: {len(read)} tokens came from {e.engine} at {start}, the file has "
+                f"sample {e.sample}: {e.engine} delivered {len(read)} tokens at {start}, the file has "
                 f"{len(sample.ids)}"
             )
 
 
-def _judge_poison(history: History, verdict: Verdict) -> None:
-    limit = DEATHS_IN_A_ROW + history.deaths_unseen
+def _check_poison(history: History, verdict: Verdict) -> None:
+    limit = MAX_CONSECUTIVE_DEATHS + history.unobserved_deaths
     for number, log in _by_sample(history).items():
-        in_row = longest = 0
+        consecutive = longest = 0
         for e in log:
-            in_row = in_row + 1 if e.died and not e.delivered else 0
-            longest = max(longest, in_row)
+            consecutive = consecutive + 1 if e.died and not e.delivered else 0
+            longest = max(longest, consecutive)
         if number >= 0 and longest > limit:
-            verdict.faults["poison"].append(f"sample {number}: {longest} engines died of it in a row")
+            verdict.faults["poison"].append(f"sample {number}: {longest} consecutive engine deaths")

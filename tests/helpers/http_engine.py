@@ -1,6 +1,6 @@
-"""An SGLang server of a few lines, on a real socket of this process: for tests of bytes that pass through the front.
+"""A fake SGLang server on a TCP socket of this process, for tests of the bytes that the front forwards.
 
-The token at a position is the position's successor, so a response is the same however it is cut into requests.
+A token is a function of its position, so that a response does not depend on its division into requests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 CONTEXT = 200
-"""Tokens of prompt and response, with which an engine ends it."""
+"""Maximal number of tokens of prompt and response."""
 
 
 def token_at(position: int) -> int:
@@ -25,40 +25,47 @@ def letters(ids: list[int]) -> str:
 
 
 class HttpEngine:
-    """`hold`: while it is set, requests stop after `hold_at` tokens, until they are aborted or it is cleared."""
+    """A fake engine that records its requests."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
         self.requests: list[tuple[str, dict[str, Any]]] = []
-        self.raw: list[bytes] = []
+        """Path and body of each generation request."""
+        self.raw_bodies: list[bytes] = []
         self.hold_at: int | None = None
-        self.free = asyncio.Event()
+        """Number of output tokens after which a request waits for `release`; None: requests do not wait."""
+        self.release = asyncio.Event()
         self.aborts = 0
         self.fail_with: int | None = None
+        """Status of all generation requests; None: they succeed."""
         self.loads: list[str] = []
-        self.calls: list[str] = []  # of what changes the server, in order
+        """Folders of loaded weights."""
+        self.calls: list[str] = []
+        """Names of calls that change the state of the server, in order."""
         self.may_load = asyncio.Event()
         self.may_load.set()
-        self.keys: dict[str, set[str]] = {}  # that came with requests, by path
-        self.secrets: dict[str, str] = {}  # among what it tells of itself
+        self.keys: dict[str, set[str]] = {}
+        """Path -> Authorization headers of the requests."""
+        self.secrets: dict[str, str] = {}
+        """Secret fields of /server_info."""
         self._server: TestServer | None = None
 
     async def start(self) -> str:
         @web.middleware
-        async def heard(request: web.Request, handler: Any) -> web.StreamResponse:
+        async def record_key(request: web.Request, handler: Any) -> web.StreamResponse:
             self.keys.setdefault(request.path, set()).add(request.headers.get("Authorization", ""))
             answer: web.StreamResponse = await handler(request)
             return answer
 
-        app = web.Application(middlewares=[heard])
+        app = web.Application(middlewares=[record_key])
         for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/update_weights_from_disk", self._load)
         app.router.add_post("/tokenize", self._tokenize)
-        app.router.add_get("/health", self._healthy)
+        app.router.add_get("/health", self._health)
         for path in ("/flush_cache", "/pause_generation", "/continue_generation"):
-            app.router.add_post(path, self._nothing)
+            app.router.add_post(path, self._accept)
         app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/server_info", self._server_info)
         self._server = TestServer(app)
@@ -69,11 +76,11 @@ class HttpEngine:
         if self._server is not None:
             await self._server.close()
 
-    async def _nothing(self, request: web.Request) -> web.Response:
+    async def _accept(self, request: web.Request) -> web.Response:
         self.calls.append(request.path.strip("/"))
         return web.Response()
 
-    async def _healthy(self, _: web.Request) -> web.Response:
+    async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
 
     async def _model_info(self, _: web.Request) -> web.Response:
@@ -94,7 +101,7 @@ class HttpEngine:
 
     async def _abort(self, _: web.Request) -> web.Response:
         self.aborts += 1
-        self.free.set()
+        self.release.set()
         return web.Response()
 
     async def _load(self, request: web.Request) -> web.Response:
@@ -108,8 +115,8 @@ class HttpEngine:
         return web.json_response({"success": True, "message": ""})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        self.raw.append(await request.read())
-        body = json.loads(self.raw[-1])
+        self.raw_bodies.append(await request.read())
+        body = json.loads(self.raw_bodies[-1])
         self.requests.append((request.path, body))
         if self.fail_with is not None:
             return web.json_response({"error": {"message": "broken"}}, status=self.fail_with)
@@ -124,7 +131,7 @@ class HttpEngine:
         reason: str | None = None
         while reason is None:
             if self.hold_at is not None and len(output_ids) >= self.hold_at:
-                await self.free.wait()
+                await self.release.wait()
             output_ids.append(token_at(len(prompt) + len(output_ids) - 1))
             aborted = self.aborts != aborts
             reason = "abort" if aborted else "length" if len(output_ids) == budget else None
@@ -138,9 +145,9 @@ class HttpEngine:
         return response
 
     def _answer(
-        self, path: str, prompt: list[int], made: list[int], reason: str | None, only_last: bool = False
+        self, path: str, prompt: list[int], output_ids: list[int], reason: str | None, only_last: bool = False
     ) -> dict[str, Any]:
-        ids = made[-1:] if only_last else made
+        ids = output_ids[-1:] if only_last else output_ids
         if path != "/generate":
             content = (
                 {"text": letters(ids)} if path == "/v1/completions" else {"delta": {"content": letters(ids)}}
@@ -150,7 +157,7 @@ class HttpEngine:
             "id": f"id{len(self.requests)}",
             "finish_reason": {"type": reason} if reason else None,
             "prompt_tokens": len(prompt),
-            "completion_tokens": len(made),
+            "completion_tokens": len(output_ids),
             "cached_tokens": 0,
             "weight_version": str(self.version),
             "output_token_logprobs": [[-i / 8, i, None] for i in ids],

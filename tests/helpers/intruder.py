@@ -1,13 +1,13 @@
-"""Attacks of another user of the machine on servers of rlsys: a script of the standard library.
+"""Attack the servers of rlsys as another user of the machine. The script uses the standard library only.
 
-Reads a Target as JSON on stdin, gives up root for `uid`, and prints a list of Attack as JSON.
+It reads a Target as JSON from stdin, changes its user from root to `uid`, and prints one Attack per line as JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import encodings.idna  # noqa: F401  (before the files of Python may be out of reach)
+import encodings.idna  # noqa: F401  (imported before the user changes: the new one may not read Python's files)
 import errno
 import http.client
 import json
@@ -26,16 +26,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 10.0
-BIG = 64 * 2**10
-"""Bytes of an answer or a file that are looked at."""
+REQUEST_SECONDS = 10.0
+"""Timeout of one HTTP request."""
+MAX_READ_BYTES = 64 * 2**10
+"""Number of bytes that are read of a response or a file."""
 PTRACE_ATTACH, PTRACE_SEIZE = 16, 0x4206
 SYS_PIDFD_OPEN, SYS_PIDFD_GETFD = 434, 438
-FORGED = "x" * 43
-"""In the place of any key."""
-
-
-IN_A_RUN = [
+FORGED_KEY = "x" * 43
+"""Invalid value for every kind of key."""
+RUN_ENTRIES = [
     "config.yaml",
     "rollouts.sqlite",
     "metrics.jsonl",
@@ -48,18 +47,18 @@ IN_A_RUN = [
     "checkpoints",
     "weights",
 ]
-"""Files and folders."""
+"""Files and folders in a run folder."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A listener on TCP.
+    """A TCP server under attack.
 
     Attributes:
-        name: of its process.
-        host: address.
-        port: on it.
-        open_paths: that anybody may read.
+        name: name of the server's process.
+        host: IP address on which the server listens.
+        port: TCP port.
+        open_paths: HTTP paths that are readable without a key.
     """
 
     name: str
@@ -70,17 +69,17 @@ class Server:
 
 @dataclass(frozen=True)
 class Target:
-    """Who is attacked.
+    """The processes, servers and files under attack.
 
     Attributes:
-        uid: of the attacker.
-        processes: ids.
-        servers: listeners on TCP.
+        uid: user ID of the attacker.
+        processes: IDs of the processes under attack.
+        servers: TCP servers.
         sockets: paths of Unix sockets.
-        folders: that belong to the user alone.
-        files: that the processes hold open or have mapped.
+        folders: folders that only their owner may access.
+        files: files that the processes have open or mapped.
         temporary: folders of temporary files.
-        secrets: that appear in nothing that others read.
+        secrets: keys that no other user may see.
     """
 
     uid: int
@@ -103,23 +102,23 @@ class Target:
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack, and its outcome.
+    """The result of one attack.
 
     Attributes:
-        name: what was tried.
-        expected: outcome without a fault.
-        seen: outcomes, with the number of each.
-        hits: outcomes that are faults.
+        name: description of the attack.
+        expected: outcome that a protected target has.
+        outcomes: number of attempts by outcome.
+        faults: descriptions of the attempts with another outcome.
     """
 
     name: str
     expected: str
-    seen: dict[str, int]
-    hits: list[str]
+    outcomes: dict[str, int]
+    faults: list[str]
 
 
 def outcome(call: Callable[[], Any]) -> str:
-    """The name of the error that the system answers; `done` without one."""
+    """Return the name of the errno that `call` raises, or `done` if it raises none."""
     try:
         call()
     except OSError as e:
@@ -128,15 +127,18 @@ def outcome(call: Callable[[], Any]) -> str:
 
 
 def attack(name: str, expected: Iterable[str], call: Callable[..., Any], subjects: Iterable[Any]) -> Attack:
-    """Call it with each subject, or with the values of each tuple; an outcome that is not expected is a fault."""
-    allowed, outcome_counts, hits = set(expected), dict[str, int](), []
+    """Run `call` on each subject; an outcome that is not in `expected` is a fault.
+
+    A subject that is a tuple holds several arguments.
+    """
+    allowed, outcome_counts, faults = set(expected), dict[str, int](), []
     for subject in subjects:
         arguments = subject if type(subject) is tuple else (subject,)
         result = outcome(partial(call, *arguments))
         outcome_counts[result] = outcome_counts.get(result, 0) + 1
         if result not in allowed:
-            hits.append(f"{subject}: {result}")
-    return Attack(name, " or ".join(sorted(allowed)), outcome_counts, hits)
+            faults.append(f"{subject}: {result}")
+    return Attack(name, " or ".join(sorted(allowed)), outcome_counts, faults)
 
 
 # Files
@@ -144,7 +146,7 @@ def attack(name: str, expected: Iterable[str], call: Callable[..., Any], subject
 
 def read(path: str | Path) -> bytes:
     with open(path, "rb") as file:
-        return file.read(BIG)
+        return file.read(MAX_READ_BYTES)
 
 
 def write(path: str | Path) -> None:
@@ -153,23 +155,27 @@ def write(path: str | Path) -> None:
 
 def attack_folders(target: Target) -> Iterator[Attack]:
     folders = [Path(folder) for folder in target.folders]
-    files = [folder / name for folder in folders for name in IN_A_RUN]
-    yield attack("list a run's folder", ["EACCES"], os.listdir, folders)
-    yield attack("read its files", ["EACCES"], read, files)
-    yield attack("write to them", ["EACCES"], write, files)
-    yield attack("delete them", ["EACCES"], os.unlink, files)
-    yield attack("create one", ["EACCES"], Path.touch, [folder / "intruder" for folder in folders])
-    yield attack("rename the folder", ["EACCES", "EPERM"], os.rename, [(f, f"{f}.old") for f in folders])
+    files = [folder / name for folder in folders for name in RUN_ENTRIES]
+    yield attack("list a run folder", ["EACCES"], os.listdir, folders)
+    yield attack("read a file of a run", ["EACCES"], read, files)
+    yield attack("write to a file of a run", ["EACCES"], write, files)
+    yield attack("delete a file of a run", ["EACCES"], os.unlink, files)
+    yield attack(
+        "create a file in a run folder", ["EACCES"], Path.touch, [folder / "intruder" for folder in folders]
+    )
+    yield attack("rename a run folder", ["EACCES", "EPERM"], os.rename, [(f, f"{f}.old") for f in folders])
 
 
 def attack_files(target: Target) -> Iterator[Attack]:
-    """What processes hold open, and what lies in folders that all users share."""
+    """Attack the open files of the processes and the files in shared temporary folders."""
     refusal_errnos = ["EACCES", "EPERM", "ENOENT", "ENXIO"]
     tops = [entry for top in target.temporary for entry in os.walk(top)]
     temporary_files = [str(Path(folder) / name) for folder, _, names in tops for name in names]
     yield attack("read an open file", refusal_errnos, read, target.files)
     yield attack("read a temporary file", refusal_errnos, read, temporary_files)
-    yield attack("write to one", refusal_errnos, write, [*target.files, *temporary_files])
+    yield attack(
+        "write to an open or temporary file", refusal_errnos, write, [*target.files, *temporary_files]
+    )
 
 
 # Processes
@@ -186,7 +192,7 @@ def attack_processes(target: Target) -> Iterator[Attack]:
             raise OSError(ctypes.get_errno(), "")
         return result
 
-    def take_descriptor(pid: int) -> None:
+    def copy_descriptor(pid: int) -> None:
         descriptor = system(libc.syscall, SYS_PIDFD_OPEN, pid, 0)
         try:
             system(libc.syscall, SYS_PIDFD_GETFD, descriptor, 3, 0)
@@ -208,7 +214,7 @@ def attack_processes(target: Target) -> Iterator[Attack]:
         )
     descriptors = [f"/proc/{pid}/fd/{n}" for pid in pids for n in (0, 3, 5, 9, 20)]
     yield attack("open /proc/PID/fd/N", denied, read, descriptors)
-    yield attack("pidfd_getfd", ["EPERM", *missing_errnos], take_descriptor, pids)
+    yield attack("pidfd_getfd", ["EPERM", *missing_errnos], copy_descriptor, pids)
     limits = [(pid, resource.RLIMIT_NOFILE, (0, 0)) for pid in pids]
     yield attack("prlimit", ["EPERM", *missing_errnos], resource.prlimit, limits)
     yield attack("renice", denied, os.setpriority, [(os.PRIO_PROCESS, pid, 19) for pid in pids])
@@ -219,8 +225,8 @@ def attack_processes(target: Target) -> Iterator[Attack]:
     for pid in pids:
         with contextlib.suppress(OSError):
             lines[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
-    hits = [str(pid) for pid, line in lines.items() if any(secret in line for secret in secrets)]
-    yield Attack("keys on command lines", "none", {"lines": len(lines)}, hits)
+    faults = [str(pid) for pid, line in lines.items() if any(secret in line for secret in secrets)]
+    yield Attack("keys on command lines", "none", {"lines": len(lines)}, faults)
 
 
 # Sockets
@@ -238,14 +244,14 @@ def attack_unix_sockets(target: Target) -> Iterator[Attack]:
 
     refusal_errnos = ["EACCES", "ENOENT"]
     yield attack("connect to a Unix socket", refusal_errnos, connect, target.sockets)
-    yield attack("listen in its place", refusal_errnos, replace, target.sockets)
+    yield attack("replace a Unix socket", refusal_errnos, replace, target.sockets)
 
 
-def listen_beside(server: Server) -> None:
-    """At the port of a server, by every option that lets sockets share one."""
-    reuse, share = socket.SO_REUSEADDR, socket.SO_REUSEPORT
+def bind_server_port(server: Server) -> None:
+    """Try to listen at the port of a server, with every socket option that lets sockets share a port."""
+    reuse_address, reuse_port = socket.SO_REUSEADDR, socket.SO_REUSEPORT
     for address in {server.host, "0.0.0.0"}:
-        for options in ((), (reuse,), (share,), (reuse, share)):
+        for options in ((), (reuse_address,), (reuse_port,), (reuse_address, reuse_port)):
             with socket.socket() as s:
                 for option in options:
                     s.setsockopt(socket.SOL_SOCKET, option, 1)
@@ -326,8 +332,9 @@ POSTS = [
 HEADERS: tuple[dict[str, str], ...] = (
     {},
     {
-        "Authorization": f"Bearer {FORGED}", "X-API-Key": FORGED, "X-Rlsys-Key": FORGED,
-        "Cookie": f"rlsys-dash={FORGED}", "rlsys-relay-token": FORGED, "rlsys-piece": "[0, 0]", "rlsys-push": "9",
+        "Authorization": f"Bearer {FORGED_KEY}", "X-API-Key": FORGED_KEY, "X-Rlsys-Key": FORGED_KEY,
+        "Cookie": f"rlsys-dash={FORGED_KEY}", "rlsys-relay-token": FORGED_KEY, "rlsys-piece": "[0, 0]",
+        "rlsys-push": "9",
     },
     {
         "Authorization": "Bearer ", "X-API-Key": "", "X-Rlsys-Key": "", "Host": "127.0.0.1/health?",
@@ -347,11 +354,11 @@ def speaks_http(server: Server) -> bool:
 def request(
     server: Server, method: str, path: str, headers: dict[str, str], body: bytes | None
 ) -> tuple[str, bytes]:
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=PATIENCE)
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=REQUEST_SECONDS)
     try:
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
-        return str(answer.status), answer.read(BIG)
+        return str(answer.status), answer.read(MAX_READ_BYTES)
     except (OSError, http.client.HTTPException) as e:
         return type(e).__name__, b""
     finally:
@@ -359,10 +366,10 @@ def request(
 
 
 def attack_http(server: Server, secrets: Iterable[str]) -> Iterator[Attack]:
-    """Requests without a key, and with wrong ones: refused, except paths that anybody may read."""
-    status_counts, hits = dict[str, int](), []
+    """Send requests without a key and with wrong keys. The server must refuse all except those to open paths."""
+    status_counts, faults = dict[str, int](), []
     body = json.dumps(
-        {"token": FORGED, "line": [], "seconds": 9, "files": 0, "prompt": "x", "text": "x"}
+        {"token": FORGED_KEY, "line": [], "seconds": 9, "files": 0, "prompt": "x", "text": "x"}
     ).encode()
     requests: list[tuple[str, str, bytes | None]] = [("GET", path, None) for path in PATHS]
     requests += [("POST", path, body) for path in POSTS]
@@ -376,14 +383,14 @@ def attack_http(server: Server, secrets: Iterable[str]) -> Iterator[Attack]:
             status_counts[status] = status_counts.get(status, 0) + 1
             allowed = method in ("GET", "OPTIONS") and path in server.open_paths
             if not (status.startswith("4") or (allowed and status == "200")):
-                hits.append(f"{method} {path} {sorted(headers)}: {status} {answer[:80]!r}")
+                faults.append(f"{method} {path} {sorted(headers)}: {status} {answer[:80]!r}")
             if any(secret.encode() in answer for secret in secrets):
-                hits.append(f"{method} {path}: the answer has a key")
-    yield Attack(f"{server.name}: requests", "4xx, but 200 for what is open", status_counts, hits)
+                faults.append(f"{method} {path}: the response contains a key")
+    yield Attack(f"{server.name}: requests", "4xx, or 200 for an open path", status_counts, faults)
 
 
-def odd_bytes(rng: random.Random) -> Iterator[bytes]:
-    """Messages for a server of an unknown protocol: HTTP, TLS, torch's store, gloo, ZMQ, and noise."""
+def malformed_messages(rng: random.Random) -> Iterator[bytes]:
+    """Yield malformed messages of HTTP, TLS, torch's store, Gloo and ZMQ, and random bytes."""
     yield b"GET / HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n"
     yield b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFF\r\n"
     yield b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 5000
@@ -392,30 +399,36 @@ def odd_bytes(rng: random.Random) -> Iterator[bytes]:
     for value in (0, 1, 2**31, 2**63, 2**64 - 1):
         yield struct.pack("<Q", value) * 64
     yield from (bytes([code]) + struct.pack("<Q", 2**40) + b"key" for code in range(16))
-    yield from (rng.randbytes(size) for size in (1, 7, 8, 64, 4096, BIG))
+    yield from (rng.randbytes(size) for size in (1, 7, 8, 64, 4096, MAX_READ_BYTES))
 
 
-def attack_bytes(server: Server) -> Iterator[Attack]:
-    """Messages that are no requests. Nobody has to answer them."""
+def attack_protocol(server: Server) -> Iterator[Attack]:
+    """Send malformed messages. The server need not answer them, but it must survive."""
     result_counts = dict[str, int]()
-    for message in odd_bytes(random.Random(server.port)):
+    for message in malformed_messages(random.Random(server.port)):
         result = "closed"
         try:
             with socket.create_connection((server.host, server.port), 3) as s:
                 s.settimeout(0.3)
                 s.sendall(message)
-                while s.recv(BIG):
+                while s.recv(MAX_READ_BYTES):
                     result = "answered"
         except TimeoutError:
             result = "silent"
         except OSError as e:
             result = errno.errorcode.get(e.errno or 0, "OSError")
         result_counts[result] = result_counts.get(result, 0) + 1
-    yield Attack(f"{server.name}: bytes of other protocols", "the server lives", result_counts, [])
+    yield Attack(f"{server.name}: malformed messages", "the server survives", result_counts, [])
 
 
-def flood(servers: Iterable[Server], each: int, seconds: float) -> Iterator[Attack]:
-    """Connections that are idle, or send a head or a body slowly, to all servers at once, and are opened again."""
+def flood(servers: Iterable[Server], connection_count: int, seconds: float) -> Iterator[Attack]:
+    """Hold idle and slow connections (Slowloris) to all servers at once, and reopen those that a server closes.
+
+    Args:
+        servers: servers under attack.
+        connection_count: number of connections per server.
+        seconds: duration of the attack.
+    """
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     starts = (b"", b"GET / HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nContent-Length: 1000\r\n\r\n{")
     open_connections: dict[Server, list[socket.socket]] = {server: [] for server in servers}
@@ -430,7 +443,7 @@ def flood(servers: Iterable[Server], each: int, seconds: float) -> Iterator[Atta
                     continue
                 s.close()
             open_connections[server] = alive
-            for i in range(min(each - len(alive), 100)):
+            for i in range(min(connection_count - len(alive), 100)):
                 s = socket.socket()
                 s.setblocking(False)
                 with contextlib.suppress(OSError):
@@ -440,10 +453,15 @@ def flood(servers: Iterable[Server], each: int, seconds: float) -> Iterator[Atta
                 alive.append(s)
                 opened += 1
         time.sleep(0.2)
-    most = {server.name: len(connections) for server, connections in open_connections.items()}
+    final_counts = {server.name: len(connections) for server, connections in open_connections.items()}
     for s in (s for connections in open_connections.values() for s in connections):
         s.close()
-    yield Attack(f"{each} idle and slow connections to each server", "served", {"opened": opened, **most}, [])
+    yield Attack(
+        f"{connection_count} idle and slow connections to each server",
+        "served",
+        {"opened": opened, **final_counts},
+        [],
+    )
 
 
 def attacks(target: Target) -> Iterator[Attack]:
@@ -451,12 +469,12 @@ def attacks(target: Target) -> Iterator[Attack]:
     yield from attack_files(target)
     yield from attack_processes(target)
     yield from attack_unix_sockets(target)
-    yield attack("listen at a server's port", ["EADDRINUSE"], listen_beside, target.servers)
+    yield attack("listen at a server's port", ["EADDRINUSE"], bind_server_port, target.servers)
     http_servers = [server for server in target.servers if speaks_http(server)]
 
     def attack_server(server: Server) -> list[Attack]:
         requests = attack_http(server, target.secrets) if server in http_servers else ()
-        return [*requests, *attack_bytes(server)]
+        return [*requests, *attack_protocol(server)]
 
     with ThreadPoolExecutor(len(target.servers)) as threads:
         for server_attacks in threads.map(attack_server, target.servers):
@@ -464,7 +482,7 @@ def attacks(target: Target) -> Iterator[Attack]:
     yield from flood(http_servers, 400, 12.0)
 
 
-def give_up_root(uid: int) -> None:
+def drop_root(uid: int) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
@@ -472,7 +490,7 @@ def give_up_root(uid: int) -> None:
 
 def main() -> None:
     target = Target.decode(sys.stdin.read())
-    give_up_root(target.uid)
+    drop_root(target.uid)
     for attack_result in attacks(target):
         print(json.dumps(asdict(attack_result)), flush=True)
 

@@ -1,6 +1,6 @@
-"""Listening sockets of a process and everything that it started: TCP, UDP and Unix, as the kernel shows them.
+"""Listening TCP, UDP and Unix sockets of a process and its descendants, according to the kernel.
 
-psutil names no listening state for Unix sockets, so /proc/net/unix is read here.
+psutil does not report the listening state of Unix sockets, which is read from /proc/PID/net/unix.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ _ACCEPTS = 0x10000
 
 @dataclass(frozen=True)
 class Listener:
-    """`command`: the process's arguments. `address`: HOST:PORT, or the path of a Unix socket; `@...`: an abstract
-    one, which has no permissions. `reached_by`: who can connect to a Unix socket besides its user, in words."""
+    """A listening socket."""
 
     kind: str
+    """`tcp`, `udp` or `unix`."""
     command: str
+    """Command line of the process."""
     address: str
+    """HOST:PORT, or the path of a Unix socket; `@...` is an abstract one, which has no permissions."""
     reached_by: str = ""
+    """Description of the other users who can connect to a Unix socket; empty if none can."""
 
     @property
     def host(self) -> str:
@@ -34,31 +37,31 @@ class Listener:
 
 
 def listeners(root: int) -> set[Listener]:
-    """Of process `root` and its descendants."""
+    """Return the listening sockets of process `root` and its descendants."""
     endpoints: set[Listener] = set()
-    for process in _tree(root):
+    for process in _process_tree(root):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess, FileNotFoundError):
             command = " ".join(process.cmdline())
-            if not command:  # it is ending, and still holds what was seen of it before
+            if not command:  # it is exiting
                 continue
             for c in process.net_connections("inet"):
                 bound = c.status == psutil.CONN_LISTEN or (c.type.name == "SOCK_DGRAM" and not c.raddr)
                 if bound and c.laddr:
                     kind = "tcp" if c.status == psutil.CONN_LISTEN else "udp"
                     endpoints.add(Listener(kind, command, f"{c.laddr.ip}:{c.laddr.port}"))
-            for path in _unix(process.pid):
+            for path in _unix_sockets(process.pid):
                 endpoints.add(Listener("unix", command, path, _reached_by(path)))
     return endpoints
 
 
-def _tree(root: int) -> list[psutil.Process]:
+def _process_tree(root: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         first = psutil.Process(root)
         return [first, *first.children(recursive=True)]
     return []
 
 
-def _unix(pid: int) -> Iterator[str]:
+def _unix_sockets(pid: int) -> Iterator[str]:
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -71,7 +74,7 @@ def _unix(pid: int) -> Iterator[str]:
 
 
 def _reached_by(path: str) -> str:
-    """Empty when one of the folders above a Unix socket lets nobody else in."""
+    """Describe who can connect to a Unix socket; empty if a folder above it is closed to other users."""
     if not path or path.startswith("@"):
         return "everybody: an abstract socket has no permissions"
     if not Path(

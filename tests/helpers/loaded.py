@@ -1,4 +1,4 @@
-"""What a take answered, with the tokens that a trainer reads from the run's segments."""
+"""The groups of a take with their tokens, which a trainer reads from the run's segments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rlsys.core.types import SampleGroup
 from rlsys.segments.records import SegmentReader
 
 
-def loaded(run: Path, groups: Iterable[SampleGroup]) -> list[SampleGroup]:
-    """`run`: its folder. The samples of `groups` have no tokens in hand yet."""
+def load_tokens(run: Path, groups: Iterable[SampleGroup]) -> list[SampleGroup]:
+    """Return `groups`, whose samples have no tokens yet, with the tokens from the segments of run folder `run`."""
     groups = list(groups)
     assert not any(s.response_ids or s.mu or s.routes or s.behaviour for g in groups for s in g.samples)
     with SegmentReader(run) as segments:

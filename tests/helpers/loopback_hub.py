@@ -1,4 +1,4 @@
-"""A Hugging Face hub on loopback with one repository: what huggingface_hub asks for, and nothing else."""
+"""A fake Hugging Face hub on loopback with one repository. It answers the requests of huggingface_hub only."""
 
 from __future__ import annotations
 
@@ -20,20 +20,26 @@ def hub(
     kind: Literal["datasets", "models"] = "datasets",
     revisions: dict[str, str] | None = None,
 ) -> Iterator[tuple[str, list[str]]]:
-    """Its URL, and the paths that it was asked for, as they come. All `revisions`, commits by their names, have the
-    same files; `revisions` may change meanwhile."""
+    """Serve a hub. Yield its URL and a list of the requested paths, which grows.
+
+    Args:
+        name: name of the repository.
+        files: path -> content, the same in all revisions.
+        kind: kind of the repository.
+        revisions: revision -> commit; may change while the hub runs. None: `main` only.
+    """
     requested_paths: list[str] = []
     commits = {"main": COMMIT} if revisions is None else revisions
     prefix = "datasets/" if kind == "datasets" else ""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._answer(with_body=True)
+            self._answer(include_body=True)
 
         def do_HEAD(self) -> None:
-            self._answer(with_body=False)
+            self._answer(include_body=False)
 
-        def _answer(self, *, with_body: bool) -> None:
+        def _answer(self, *, include_body: bool) -> None:
             path = self.path.partition("?")[0]
             requested_paths.append(path)
             body, headers = find(path)
@@ -41,7 +47,7 @@ def hub(
             for key, value in {**headers, "Content-Length": str(len(body or b""))}.items():
                 self.send_header(key, value)
             self.end_headers()
-            if with_body and body is not None:
+            if include_body and body is not None:
                 self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:
@@ -55,15 +61,15 @@ def hub(
         if path == api or path.startswith(f"{api}/revision/"):
             revision = path.removeprefix(api).removeprefix("/revision/") or "main"
             if (commit := commits.get(revision)) is None:
-                return (None, {}) if revision not in commits.values() else about(revision)
-            return about(commit)
+                return (None, {}) if revision not in commits.values() else repository_info(revision)
+            return repository_info(commit)
         if path.startswith(resolve_prefix):
             commit, _, file = path.removeprefix(resolve_prefix).partition("/")
             if commit in commits.values() and (body := files.get(file)) is not None:
                 return body, {"ETag": f'"{digest(body)}"', "X-Repo-Commit": commit}
         return None, {}
 
-    def about(commit: str) -> tuple[bytes, dict[str, str]]:
+    def repository_info(commit: str) -> tuple[bytes, dict[str, str]]:
         siblings = [{"rfilename": f} for f in files]
         return json.dumps({"id": name, "sha": commit, "siblings": siblings, "tags": []}).encode(), {}
 

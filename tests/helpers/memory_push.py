@@ -1,7 +1,7 @@
-"""One of two trainer ranks that serve one engine of two ranks by memory; rank 0 is the engine's HTTP server as well.
+"""Two trainer ranks push to one engine of two ranks through shared memory; rank 0 is also the engine's HTTP server.
 
-Run by torchrun: `memory_push.py FOLDER`. The tensors of a rank are full of its number, so that the engine sees whose
-memory it opens. At its second request the engine dies.
+Under torchrun: `memory_push.py FOLDER`. The tensors of a rank are filled with its number, which identifies the owner
+of the memory that the engine opens. The engine closes the connection of its second request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlsys.core.weight_updates import EngineAddress, WeightUpdate
 from rlsys.weights.gathered_push import GatheredPush
 from rlsys.weights.push_plan import PushPlan
 
-SEEN: list[list[float]] = []
+RECEIVED: list[list[float]] = []
 
 
 class Engine(BaseHTTPRequestHandler):
@@ -30,12 +30,12 @@ class Engine(BaseHTTPRequestHandler):
         from sglang.srt.utils import MultiprocessingSerializer
 
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if SEEN:
+        if RECEIVED:
             self.connection.close()  # without an answer
             return
         for handle in body["serialized_named_tensors"]:
             tensors: Any = MultiprocessingSerializer.deserialize(base64.b64decode(handle))
-            SEEN.append(tensors["flattened_tensor"].view(torch.float32).tolist())
+            RECEIVED.append(tensors["flattened_tensor"].view(torch.float32).tolist())
         answer = json.dumps({"success": True}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
@@ -61,7 +61,7 @@ def main(folder: Path) -> None:
     ticket = WeightUpdate(1, [EngineAddress(f"http://127.0.0.1:{port[0]}", 2, index=0)], [])
     tensors = [(f"t{i}", torch.full((3,), float(rank))) for i in range(4)]  # a bucket each
     bytes_sent = sync.push(iter(tensors), ticket)
-    (folder / f"rank-{rank}.json").write_text(json.dumps({"sent": bytes_sent, "seen": SEEN}))
+    (folder / f"rank-{rank}.json").write_text(json.dumps({"sent": bytes_sent, "seen": RECEIVED}))
     dist.barrier()
 
 

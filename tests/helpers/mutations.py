@@ -1,6 +1,6 @@
-"""Bad input, drawn from a seed: configs and config.json files with something wrong in them, and what must not happen.
+"""Fuzz configs and config.json files with seeded mutations, and find failures other than a one-line error.
 
-As a script it draws many: `python tests/helpers/mutations.py 20000`.
+As a script: `python tests/helpers/mutations.py COUNT [SEED]`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*.yaml") if p.name != "base.yaml")
 QUICKSTART = ROOT / "configs/quickstart.yaml"
 MODELS = sorted((ROOT / "configs/models").glob("*/config.json"))
-SECONDS = 30
-"""Of processor time, after which a case counts as one that hangs: a busy machine makes none."""
+CPU_SECONDS = 30
+"""CPU time after which a case counts as hung. CPU time does not depend on the load of the machine."""
 LONG = "a" * 300
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 64, 1000, 10**6, 10**9, 2**31, 2**63, 10**30, -(10**30), 10**400,
@@ -52,20 +52,23 @@ VALUES: tuple[Any, ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """`files`: name -> content in a folder of the case's own, `{folder}` in overrides."""
+    """One mutated input."""
 
     config: Path
+    """Absolute path, or the name of one of `files`."""
     overrides: tuple[str, ...]
+    """Config overrides. `{folder}` stands for the folder of `files`."""
     files: dict[str, bytes]
+    """Name -> content of files in a temporary folder."""
 
 
-def settings(fields: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Every dotted name of a config that a user can set, with those of sections, and its value."""
+def dotted_fields(fields: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Return the dotted names of all fields and sections of a config, with their values."""
     entries = {}
     for name, value in fields.items():
         entries[path + name] = value
         if isinstance(value, dict) and value:
-            entries |= settings(value, f"{path}{name}.")
+            entries |= dotted_fields(value, f"{path}{name}.")
     return entries
 
 
@@ -74,7 +77,7 @@ MODEL_FIELDS = (
     "n_shared_experts", "quantization_config", "num_key_value_heads", "head_dim", "eos_token_id", "norm_topk_prob",
     "num_nextn_predict_layers", "first_k_dense_replace", "tie_word_embeddings",
 )  # fmt: skip
-DATA = (
+DATA_PARAMS = (
     "task",
     "args",
     "size",
@@ -86,13 +89,13 @@ DATA = (
     "heldout_path",
     "shuffle_seed",
 )
-NAMES = settings(load_config(QUICKSTART).model_dump(mode="json")) | {
-    f"data.params.{name}": 5 for name in DATA
+FIELDS = dotted_fields(load_config(QUICKSTART).model_dump(mode="json")) | {
+    f"data.params.{name}": 5 for name in DATA_PARAMS
 }
 
 
-def near(random: Random, value: Any) -> Any:
-    """Something that could be meant, now and then."""
+def perturb(random: Random, value: Any) -> Any:
+    """Return a value near `value`, which may be valid."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -103,8 +106,8 @@ def near(random: Random, value: Any) -> Any:
     return random.choice(VALUES)
 
 
-def draw(random: Random) -> Case:
-    """One case: fields of the config, the text of its file, or the model's config.json."""
+def draw_case(random: Random) -> Case:
+    """Return a random case that mutates config fields, the config's text, a plug-in or the model's config.json."""
     kind = random.choice(["field", "field", "field", "text", "model", "model", "plugin"])
     config = random.choice([QUICKSTART, QUICKSTART, random.choice(CONFIGS)])
     if kind == "field":
@@ -112,22 +115,22 @@ def draw(random: Random) -> Case:
     if kind == "plugin":
         return Case(QUICKSTART, (_plugin(random),), {})
     if kind == "text":
-        return Case(Path("config.yaml"), (), {"config.yaml": _torn(random, config.read_bytes())})
+        return Case(Path("config.yaml"), (), {"config.yaml": _mutate_bytes(random, config.read_bytes())})
     raw = random.choice(MODELS).read_bytes()
     if random.random() < 0.15:
-        changed = _torn(random, raw)
+        changed = _mutate_bytes(random, raw)
     else:
         model_config = json.loads(raw)
         for _ in range(random.choice([1, 1, 2])):
-            _change(random, model_config)
+            _mutate_fields(random, model_config)
         changed = json.dumps(model_config).encode("utf-8", "surrogatepass")
     overrides = ["model.path={folder}", *random.choice([[], [], [_override(random)]])]
     return Case(random.choice([QUICKSTART, config]), tuple(overrides), {"config.json": changed})
 
 
 def _override(random: Random) -> str:
-    name = random.choice(list(NAMES))
-    value = near(random, NAMES[name]) if random.random() < 0.4 else random.choice(VALUES)
+    name = random.choice(list(FIELDS))
+    value = perturb(random, FIELDS[name]) if random.random() < 0.4 else random.choice(VALUES)
     if random.random() < 0.1:
         name = name[:-1] if random.random() < 0.5 else name + ".x"
     if isinstance(value, str) and random.random() < 0.5:
@@ -142,27 +145,27 @@ def _yaml(value: Any) -> str:
 
 
 def _plugin(random: Random) -> str:
-    """A plug-in with parameters that it may not like."""
+    """Return an override that sets a plug-in with one or two mutated parameters."""
     field, kind = random.choice(list(SECTION_KINDS.items()))
     name = random.choice(list(TABLE[kind]))
     spec: dict[str, Any] = {"name": name}
     fields = load(field, TABLE[kind][name]).model_fields
     for param in random.sample(list(fields), min(len(fields), random.choice([1, 1, 2]))):
-        usual = fields[param].default
-        spec[param] = near(random, usual) if random.random() < 0.6 else random.choice(VALUES)
-    value: Any = [spec] if isinstance(NAMES[f"algo.{field}"], list) else spec
+        default = fields[param].default
+        spec[param] = perturb(random, default) if random.random() < 0.6 else random.choice(VALUES)
+    value: Any = [spec] if isinstance(FIELDS[f"algo.{field}"], list) else spec
     return f"algo.{field}={_yaml(value)}"
 
 
-def _torn(random: Random, text: bytes) -> bytes:
-    """Bytes taken out, put in or changed; lines twice."""
+def _mutate_bytes(random: Random, text: bytes) -> bytes:
+    """Delete, insert, replace or repeat bytes at random offsets."""
     out = bytearray(text)
     for _ in range(random.choice([1, 2, 8])):
         offset = random.randrange(len(out))
-        how = random.randrange(5)
-        if how == 0:
+        mutation = random.randrange(5)
+        if mutation == 0:
             del out[offset : offset + random.choice([1, 5, 50])]
-        elif how == 1:
+        elif mutation == 1:
             out[offset:offset] = random.choice(
                 [
                     b":",
@@ -181,9 +184,9 @@ def _torn(random: Random, text: bytes) -> bytes:
                     b'"',
                 ]
             )
-        elif how == 2:
+        elif mutation == 2:
             out[offset] = random.randrange(256)
-        elif how == 3:
+        elif mutation == 3:
             out[offset:offset] = out[offset : offset + 40]
         else:
             out[offset:offset] = random.choice(
@@ -194,20 +197,20 @@ def _torn(random: Random, text: bytes) -> bytes:
     return bytes(out)
 
 
-def _change(random: Random, found: dict[str, Any]) -> None:
-    """One field of config.json, also of an object in it."""
-    name = random.choice([*found, *MODEL_FIELDS])
-    inner = found.get(name)
+def _mutate_fields(random: Random, fields: dict[str, Any]) -> None:
+    """Mutate one field of config.json or of an object in it."""
+    name = random.choice([*fields, *MODEL_FIELDS])
+    inner = fields.get(name)
     if isinstance(inner, dict) and random.random() < 0.7:
-        _change(random, inner)
+        _mutate_fields(random, inner)
     elif random.random() < 0.15:
-        found.pop(name, None)
+        fields.pop(name, None)
     else:
-        found[name] = near(random, inner) if random.random() < 0.5 else random.choice(VALUES)
+        fields[name] = perturb(random, inner) if random.random() < 0.5 else random.choice(VALUES)
 
 
 def run(case: Case, folder: Path) -> None:
-    """What `rlsys explain` does with it, all but the reward's process. Raises what it raises."""
+    """Run the checks of `rlsys explain` on a case, except the reward process."""
     for name, content in case.files.items():
         (folder / name).write_bytes(content)
     overrides = [text.replace("{folder}", str(folder)) for text in case.overrides]
@@ -226,17 +229,17 @@ def run(case: Case, folder: Path) -> None:
 
 
 def outcome(case: Case) -> str:
-    """`passes`, `refused`, or what is wrong with how it fails."""
+    """Return `passes`, `refused` (a UserError of one line), or a description of the failure."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with at_most(SECONDS):
+            with cpu_time_limit(CPU_SECONDS):
                 run(case, Path(folder))
         except UserError as e:
             lines = str(e).splitlines()
             return "refused" if len(lines) == 1 and lines[0].strip() else f"not one line: {str(e)!r:.300}"
         except TimeoutError:
             return "hangs"
-        except Exception as e:  # noqa: BLE001  (that is what is looked for)
+        except Exception as e:  # noqa: BLE001  (each such exception is a finding)
             frames = traceback.extract_tb(e.__traceback__)
             project_frame = next(
                 (f for f in reversed(frames) if "/rlsys/" in f.filename or "/launch/" in f.filename),
@@ -247,13 +250,13 @@ def outcome(case: Case) -> str:
 
 
 @contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """TimeoutError in what takes longer, where Python gets a turn."""
+def cpu_time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the body after `seconds` of CPU time, as soon as Python code runs."""
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def on_timeout(number: int, frame: FrameType | None) -> None:
         raise TimeoutError
 
-    previous_handler = signal.signal(signal.SIGPROF, stop)
+    previous_handler = signal.signal(signal.SIGPROF, on_timeout)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
@@ -263,17 +266,17 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def cases(seed: int, count: int) -> Iterator[tuple[Case, str]]:
-    """Cases with their outcomes."""
+    """Yield `count` random cases with their outcomes."""
     random = Random(seed)
     for _ in range(count):
-        case = draw(random)
+        case = draw_case(random)
         yield case, outcome(case)
 
 
 def main(count: int, seed: int) -> None:
     counts: Counter[str] = Counter()
     for case, result in cases(seed, count):
-        counts[result.split(" ")[0] if result in ("passes", "refused") else "bad"] += 1
+        counts[result.split(" ")[0] if result in ("passes", "refused") else "failed"] += 1
         if result not in ("passes", "refused"):
             print(
                 result,

@@ -1,4 +1,4 @@
-"""A scripted engine as a process on virtual wires, and what an engine client takes for aiohttp's session."""
+"""A scripted engine as a process on virtual wires, and a fake of aiohttp's session for engine clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlsys.config import Config
 from rlsys.core.identity import Identity
 from rlsys.core.types import Prompt
 from rlsys.ledger.buffer import RolloutBuffer
-from tests.helpers.history import Emission, History
+from tests.helpers.history import History, RequestRecord
 from tests.helpers.scripted_engine import Request, ScriptedEngine, logprob
 from tests.helpers.virtual_processes import (
     Connection,
@@ -32,29 +32,36 @@ from tests.helpers.virtual_processes import (
 )
 
 INITIAL = 0
-"""The state of the weights that everybody starts with."""
+"""State of the weights before the first step."""
 BUCKETS = 3
-"""In which a push comes."""
+"""Number of buckets of a push."""
 
 
-def mixed(*parts: object) -> int:
-    """A state of weights: equal for equal parts only, as far as anybody will see."""
+def weights_state(*parts: object) -> int:
+    """Return a state of the weights: a hash of `parts`."""
     return 1 + int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") % 999_983
 
 
 class NemesisEngine(ScriptedEngine):
-    """Loads a push in buckets: an engine that got some of one and some of another holds a mixture of its own."""
+    """A scripted engine that loads a push in buckets. Buckets of different pushes result in a state of their own."""
 
     def __init__(self, url: str, identity: Identity, poison: int | None) -> None:
-        """`identity`: whose it is; who has not its key is refused."""
+        """Set up the engine.
+
+        Args:
+            url: URL of the engine.
+            identity: its key and label; requests without the key are refused.
+            poison: seed of a sample that kills the engine; None: no such sample.
+        """
         self._poison = poison
         self._identity = identity
-        self.deaf = False
-        """It says that it has loaded tensors, and has not."""
+        self.drops_tensors = False
+        """Whether the engine reports success for tensors without loading them."""
         self.process: Process | None = None
-        self.poisoned = 0
-        """How often it died of that sample."""
-        self.nonsense: random.Random | None = None
+        self.poison_deaths = 0
+        """Number of deaths that the poison sample caused."""
+        self.corruption_rng: random.Random | None = None
+        """Generator of corrupted responses; None: responses are valid."""
         super().__init__(url, ends_at=lambda seed: 10 + seed % 100, label=identity.label(0))
 
     def _boot(self) -> None:
@@ -64,10 +71,10 @@ class NemesisEngine(ScriptedEngine):
 
     def start(self) -> None:
         self.restart()
-        self.nonsense, self.deaf = None, False
-        self.process = Process("engine", self._ended)
+        self.corruption_rng, self.drops_tensors = None, False
+        self.process = Process("engine", self._on_exit)
 
-    def _ended(self, _: Process) -> None:
+    def _on_exit(self, _: Process) -> None:
         self.die()
         self.process = None
 
@@ -77,59 +84,64 @@ class NemesisEngine(ScriptedEngine):
     def _tensors(self, body: dict[str, Any]) -> tuple[int, str]:
         if not self.update_open:
             return 400, json.dumps({"success": False, "message": "no weight-update session is open"})
-        if not self.deaf:
+        if not self.drops_tensors:
             self._buckets[body["bucket"]] = body["weights"]
         is_uniform = len(set(self._buckets)) == 1
-        self.weights = self._buckets[0] if is_uniform else mixed(*self._buckets)
+        self.weights = self._buckets[0] if is_uniform else weights_state(*self._buckets)
         return 200, json.dumps({"success": True, "message": ""})
 
     async def serve(
         self, connection: Connection, path: str, body: dict[str, Any], headers: dict[str, str]
     ) -> None:
-        """As its process: the status and the text, or the lines of a stream."""
+        """Answer a request in the engine's process: send status and text, or status and the lines of a stream."""
         key = self._identity.headers(path).get("Authorization")
-        if path != "/health" and headers.get("Authorization") != key:  # beside it, the epoch of a push
+        # `headers` may have others, such as the epoch of a push.
+        if path != "/health" and headers.get("Authorization") != key:
             connection.send((401, "Unauthorized"))
             return
         if not body.get("stream"):
             status, text = await self.answer(path, body)
-            connection.send(self._garbled(status, text))
+            connection.send(self._corrupt_response(status, text))
             return
         connection.send((200, ""))
         stream, clean = self.stream(body), True
         try:
             async for line in stream:
                 if body["sampling_params"]["sampling_seed"] == self._poison and self.process is not None:
-                    self.poisoned += 1
+                    self.poison_deaths += 1
                     self.process.end("poison")
                     return
                 request = (
-                    self.history[-1] if self.history[-1].rid == body["rid"] else self._asked(body["rid"])
+                    self.history[-1]
+                    if self.history[-1].rid == body["rid"]
+                    else self._find_request(body["rid"])
                 )
-                delivered_line = self._garbled_line(line)
+                delivered_line = self._corrupt_chunk(line)
                 clean = clean and delivered_line == line
                 connection.send((delivered_line, request, request.sent if clean else 0))
             connection.send(None)
         finally:
             await stream.aclose()
 
-    def _asked(self, rid: str) -> Request:
+    def _find_request(self, rid: str) -> Request:
         return next(r for r in reversed(self.history) if r.rid == rid)
 
-    def _garbled(self, status: int, text: str) -> tuple[int, str]:
-        if self.nonsense is None:
+    def _corrupt_response(self, status: int, text: str) -> tuple[int, str]:
+        if self.corruption_rng is None:
             return status, text
-        return self.nonsense.choice([
+        return self.corruption_rng.choice([
             (status, text), (500, "Internal Server Error"), (200, "<html>"), (200, "[]"), (200, "{}"), (302, ""),
             (200, '{"weight_version": null, "ranks": 3, "meta_info": {}, "success": true}'),
             (200, "sglang:generation_tokens_total many\n"),
         ])  # fmt: skip
 
-    def _garbled_line(self, line: bytes) -> bytes:
-        if self.nonsense is None or not line.startswith(b"data: {"):
+    def _corrupt_chunk(self, line: bytes) -> bytes:
+        if self.corruption_rng is None or not line.startswith(b"data: {"):
             return line
         chunk = json.loads(line[6:])
-        kind = self.nonsense.choice(["none", "cut", "no meta", "fewer", "more", "words", "error", "version"])
+        kind = self.corruption_rng.choice(
+            ["none", "cut", "no meta", "fewer", "more", "words", "error", "version"]
+        )
         meta = chunk["meta_info"]
         if kind == "cut":
             return line[: len(line) // 2] + b"\n"
@@ -144,12 +156,12 @@ class NemesisEngine(ScriptedEngine):
         elif kind == "error":
             chunk = {"error": {"message": "out of memory", "code": 503}}
         elif kind == "version":
-            meta["weight_version"] = "none of yours"
+            meta["weight_version"] = "foreign"
         return b"data: " + json.dumps(chunk).encode() + b"\n"
 
-    def emissions(self) -> list[Emission]:
+    def request_records(self) -> list[RequestRecord]:
         return [
-            Emission(
+            RequestRecord(
                 self.url, r.rid, r.ids, r.made,
                 [logprob(r.seed, len(r.ids) + i, w) for i, w in enumerate(r.weights)],
                 r.weights, r.delivered, r.died,
@@ -159,13 +171,13 @@ class NemesisEngine(ScriptedEngine):
 
 
 @dataclass
-class Ground:
-    """What all launches of a run share: the folder, the wires, the disk, and the logs."""
+class RunEnvironment:
+    """The state that all launches of a run share: folder, wires, disk, checkpoints and logs."""
 
     config: Config
     steps: int
     poison: int | None = None
-    """Seed of a sample that kills engines."""
+    """Seed of the sample that kills engines; None: no such sample."""
     wires: Wires = field(default_factory=Wires)
     engines: dict[str, NemesisEngine] = field(default_factory=dict)
     history: History = field(default_factory=lambda: History(INITIAL))
@@ -173,7 +185,9 @@ class Ground:
     """Step -> state of the weights."""
     disk_full: bool = False
     done: bool = False
-    bug: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    handler_error: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     def newest_checkpoint(self) -> tuple[int, int]:
         return max(self.checkpoints.items(), default=(0, INITIAL))
@@ -183,18 +197,18 @@ class Ground:
         return float(len(text) % 2)
 
     def limit_disk(self, buffer: RolloutBuffer) -> None:
-        """SQLite's own limit on pages stands in for that of the disk."""
+        """Stop the growth of the database while the disk is full. SQLite's page limit replaces the disk's."""
         if self.disk_full:
             pages = buffer.read(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
             buffer.read(lambda db: db.execute(f"PRAGMA max_page_count={pages}"))
 
-    def watch_for_bugs(self, task: asyncio.Task[Any]) -> None:
-        """A handler that breaks is a server's bare 500, or an engine's assertion."""
-        if not task.cancelled() and (error := task.exception()) is not None and not self.bug.done():
-            self.bug.set_exception(error)
+    def report_handler_error(self, task: asyncio.Task[Any]) -> None:
+        """Record the first exception of a request handler; it fails the test."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self.handler_error.done():
+            self.handler_error.set_exception(error)
 
 
-class _Answer:
+class _Response:
     def __init__(self, status: int, text: str, stream: AsyncIterator[bytes] | None = None) -> None:
         self.status = status
         self._text = text
@@ -211,10 +225,10 @@ class _Answer:
 
 
 class EngineNetwork:
-    """Stands in for aiohttp's session, in whatever process uses it."""
+    """A fake of aiohttp's session that connects the current process to an engine."""
 
-    def __init__(self, ground: Ground) -> None:
-        self._ground = ground
+    def __init__(self, environment: RunEnvironment) -> None:
+        self._environment = environment
 
     def request(
         self, method: str, url: str, *, json: dict[str, Any] | None = None,
@@ -225,19 +239,19 @@ class EngineNetwork:
     @asynccontextmanager
     async def _send(
         self, url: str, body: dict[str, Any], headers: dict[str, str], seconds: float | None
-    ) -> AsyncIterator[_Answer]:
+    ) -> AsyncIterator[_Response]:
         parts = urlsplit(url)
-        engine = self._ground.engines[f"{parts.scheme}://{parts.netloc}"]
+        engine = self._environment.engines[f"{parts.scheme}://{parts.netloc}"]
         async with asyncio.timeout(seconds):
             try:
-                connection = await self._ground.wires.connect(current_process(), engine.process)
+                connection = await self._environment.wires.connect(current_process(), engine.process)
             except Refused as e:
                 key = ConnectionKey(parts.hostname or "", parts.port, False, True, None, None, None)
                 raise aiohttp.ClientConnectorError(key, e) from None
             assert engine.process is not None
             work = engine.serve(connection, url.removeprefix(engine.url), body, headers)
             connection.task = engine.process.spawn(work)
-            connection.task.add_done_callback(self._ground.watch_for_bugs)
+            connection.task.add_done_callback(self._environment.report_handler_error)
             try:
                 status, text = await connection.read()
             except Reset:
@@ -247,13 +261,13 @@ class EngineNetwork:
                 connection.close()
                 raise
         try:
-            yield _Answer(status, text, _read_stream(connection))
+            yield _Response(status, text, _read_stream(connection))
         finally:
             connection.close()
 
 
 async def _read_stream(connection: Connection) -> AsyncIterator[bytes]:
-    """In pieces that do not follow the lines. Counts what was delivered."""
+    """Yield the stream in chunks that do not end at line ends, and count the delivered tokens."""
     try:
         async for line, request, sent_count in lines(connection):
             yield line[:7]

@@ -1,5 +1,6 @@
-"""One launch of a run in virtual time: the real service, manager, router, buffer and owner; a trainer and a
-supervisor of a few lines.
+"""One launch of a run in virtual time.
+
+Rollout service, manager, router, buffer and owner are the product's; trainer and supervisor are short stand-ins.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 from rlsys.worker.scoring import Scorer
 from rlsys.worker.workers import direct_workers
-from tests.helpers.history import Saved, Training
-from tests.helpers.loaded import loaded
-from tests.helpers.nemesis_engine import BUCKETS, EngineNetwork, Ground, NemesisEngine, mixed
+from tests.helpers.history import CheckpointRecord, StepRecord
+from tests.helpers.loaded import load_tokens
+from tests.helpers.nemesis_engine import BUCKETS, EngineNetwork, NemesisEngine, RunEnvironment, weights_state
 from tests.helpers.rollout_rig import Numbers, abandon
 from tests.helpers.scripted_engine import EOS, LATENCY, canary_logprobs, checksums
 from tests.helpers.virtual_processes import Connection, Process, Refused, Reset
@@ -53,17 +54,17 @@ BOOT_SECONDS = 2.0
 SEND_SECONDS = 60.0
 
 
-_BLANK = make_mocked_request("GET", "/")
-"""Making one costs more than answering it."""
+_REQUEST_TEMPLATE = make_mocked_request("GET", "/")
+"""A request to clone: building one costs more than handling it."""
 
 
 class RolloutRole:
-    """The rollout process of a launch: what rlsys.rollout.service puts together, on virtual wires."""
+    """The rollout process of a launch: the parts of rlsys.rollout.service on virtual wires."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._ground = launch.ground
-        self.process = Process("rollout", self._ended)
+        self._environment = launch.environment
+        self.process = Process("rollout", self._on_exit)
         self.app: web.Application | None = None
         self.buffer: RolloutBuffer | None = None
         self.manager: RolloutManager
@@ -71,13 +72,13 @@ class RolloutRole:
         self.process.main(self._serve())
 
     async def _serve(self) -> None:
-        config, ground = self._ground.config, self._ground
+        config, environment = self._environment.config, self._environment
         planning = Planning(config, Numbers(), None)
         self.buffer = RolloutBuffer(
             config.run.dir / FILE_NAME, identity(config), planning.largest, self._launch.owner
         )
-        ground.limit_disk(self.buffer)
-        network: Any = EngineNetwork(ground)
+        environment.limit_disk(self.buffer)
+        network: Any = EngineNetwork(environment)
         clients = [
             EngineClient(e.url, network, index=i, identity=engine_identity(self._launch.owner, e.url))
             for i, e in enumerate(self._launch.engines)
@@ -87,7 +88,7 @@ class RolloutRole:
             interruption=config.router.interruption, push_timeout_s=100,
         )  # fmt: skip
         scorer = Scorer(
-            lambda: nullcontext(ground.reward), lambda ids: "x" * len(ids), config.rollout.reward_timeout
+            lambda: nullcontext(environment.reward), lambda ids: "x" * len(ids), config.rollout.reward_timeout
         )
         workers = direct_workers(config, router, scorer)
         self.manager = RolloutManager(config, self.buffer, workers, Numbers(), scorer, planning)
@@ -97,27 +98,27 @@ class RolloutRole:
         self.app = app
         await watch.run()
 
-    def _ended(self, process: Process) -> None:
-        """What a kernel does: what was not committed is gone, locks are free."""
+    def _on_exit(self, process: Process) -> None:
+        """Discard uncommitted data and release locks, as the kernel does."""
         self.app = None
         if self.buffer is not None:
             abandon(self.buffer)
-        self._ground.history.deaths_unseen += process.exit != "in order"
+        self._environment.history.unobserved_deaths += process.exit != "clean exit"
 
-    async def leave(self) -> None:
-        """SIGTERM."""
+    async def shut_down(self) -> None:
+        """Shut down cleanly, as on SIGTERM."""
         await self.manager.close()
         assert self.buffer is not None
         self.buffer.close()
         self.buffer = None
-        self._ground.history.last_session = self.router._sender.run_id
-        self.process.end("in order")
+        self._environment.history.last_session = self.router._sender.run_id
+        self.process.end("clean exit")
 
     async def answer(
         self, connection: Connection, method: str, path: str, headers: dict[str, str], body: bytes
     ) -> None:
         assert self.app is not None
-        request = _BLANK.clone(method=method, rel_url=path, headers=headers)
+        request = _REQUEST_TEMPLATE.clone(method=method, rel_url=path, headers=headers)
         request._read_bytes = body
         try:
             response = cast("web.Response", await self.app._handle(request))
@@ -128,11 +129,11 @@ class RolloutRole:
 
 
 class TrainerRole:
-    """rlsys.train without tensors: its weights are a number that follows from all tokens it was trained on."""
+    """rlsys.train without tensors: an integer, computed from all trained tokens, stands for the weights."""
 
     def __init__(self, launch: Launch, start: int) -> None:
         self._launch = launch
-        self._ground = launch.ground
+        self._environment = launch.environment
         self._start = start
         self._headers = {KEY_HEADER: launch.owner.key, START_HEADER: str(start)}
         self._commands = 0
@@ -140,33 +141,33 @@ class TrainerRole:
         self.process.main(self._train())
 
     async def _train(self) -> None:
-        ground = self._ground
-        step, self._weights = ground.newest_checkpoint()
+        environment = self._environment
+        step, self._weights = environment.newest_checkpoint()
         await self._wait_ready()
         await self._command("restore", StepRequest(step), type(None))
         await self._push()
-        while step < ground.steps:
+        while step < environment.steps:
             step += 1
             while (batch := await self._take(step)) is None:
                 await self._push()
             await asyncio.sleep(TRAIN_SECONDS)
             self._learn(batch)
             await self._push()
-            if step % ground.config.trainer.checkpoint_every == 0 or step == ground.steps:
+            if step % environment.config.trainer.checkpoint_every == 0 or step == environment.steps:
                 await self._save(step)
 
-    def _learn(self, taken: TrainBatch) -> None:
-        batch_groups = loaded(self._ground.config.run.dir, taken.groups)
+    def _learn(self, batch: TrainBatch) -> None:
+        batch_groups = load_tokens(self._environment.config.run.dir, batch.groups)
         groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in batch_groups}
         previous_weights, self._weights = (
             self._weights,
-            mixed(self._weights, taken.train_step, sorted(groups.items())),
+            weights_state(self._weights, batch.train_step, sorted(groups.items())),
         )
-        self._ground.history.trainings.append(
-            Training(
+        self._environment.history.trained_steps.append(
+            StepRecord(
                 self._launch.owner.epoch,
                 self._start,
-                taken.train_step,
+                batch.train_step,
                 previous_weights,
                 self._weights,
                 groups,
@@ -174,15 +175,17 @@ class TrainerRole:
         )
 
     async def _save(self, step: int) -> None:
-        """Written, then published, if the launch still owns the run; a process may be stopped in between."""
-        weights, ground = self._weights, self._ground
+        """Write and publish a checkpoint if the launch still owns the run. The process may be paused in between."""
+        weights, environment = self._weights, self._environment
         await asyncio.sleep(0.3)
-        if ground.disk_full:
+        if environment.disk_full:
             raise RunError("checkpoint: No space left on device")
         self._launch.owner.check()
         await asyncio.sleep(LATENCY)
-        ground.checkpoints[step] = weights
-        ground.history.saved.append(Saved(self._launch.owner.epoch, self._start, step, weights))
+        environment.checkpoints[step] = weights
+        environment.history.checkpoints.append(
+            CheckpointRecord(self._launch.owner.epoch, self._start, step, weights)
+        )
         await self._command("commit", StepRequest(step), type(None))
 
     async def _take(self, step: int) -> TrainBatch | None:
@@ -195,23 +198,23 @@ class TrainerRole:
         while pending:
             ticket = await self._command("begin_push", BeginPushRequest(), WeightUpdate)
             send_errors = await asyncio.gather(*(self._send(e, weights) for e in ticket.engines))
-            excluded = {e.url: why for e, why in zip(ticket.engines, send_errors, strict=True) if why}
+            excluded = {e.url: error for e, error in zip(ticket.engines, send_errors, strict=True) if error}
             canaries = [Canary(ids, canary_logprobs(ids, weights)) for ids in ticket.canaries]
             request = EndPushRequest(ticket, canaries, [checksums(weights)], excluded)
             metrics = await self._command("end_push", request, dict[str, float])
             pending = bool(metrics["push_left"])
 
     async def _send(self, engine: EngineAddress, weights: int) -> str:
-        """Why the engine is left out; empty when it has all. As rlsys.weights.receivers."""
-        network = EngineNetwork(self._ground)
+        """Send the weights to an engine. Return the error that excludes it from the push, or an empty string."""
+        network = EngineNetwork(self._environment)
         for bucket in range(BUCKETS):
             body = {"bucket": bucket, "weights": weights}
-            how: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "json": body, "timeout": aiohttp.ClientTimeout(SEND_SECONDS), "allow_redirects": False,
                 "headers": {"Authorization": f"Bearer {engine.key}"} if engine.key else {},
             }  # fmt: skip
             try:
-                async with network.request("POST", engine.url + "/tensors", **how) as answer:
+                async with network.request("POST", engine.url + "/tensors", **options) as answer:
                     text = await answer.text()
             except (OSError, aiohttp.ClientError) as e:
                 return str(e) or type(e).__name__
@@ -223,7 +226,7 @@ class TrainerRole:
     async def _wait_ready(self) -> None:
         while True:
             try:
-                code, body = await self._ask("GET", "/status", b"")
+                code, body = await self._request("GET", "/status", b"")
                 if code == 200 and json.loads(body)["engines_ready"]:
                     return
             except ConnectionBroken:
@@ -231,36 +234,36 @@ class TrainerRole:
             await asyncio.sleep(1.0)
 
     async def _command(self, name: str, request: object, kind: type[Any]) -> Any:
-        """Asked again under one name when the connection breaks, as by rlsys.rollout.client."""
-        loop, give_up = asyncio.get_running_loop(), None
+        """Send a command; retry it under one request ID if the connection breaks, as rlsys.rollout.client does."""
+        loop, deadline = asyncio.get_running_loop(), None
         self._commands += 1
         headers = {REQUEST_HEADER: f"{self._start}-{self._commands}"}
         while True:
             start_time = loop.time()
             try:
-                code, body = await self._ask("POST", f"/{name}", encode(request), headers)
+                code, body = await self._request("POST", f"/{name}", encode(request), headers)
                 break
             except ConnectionBroken as e:
-                if give_up is None or loop.time() - start_time > RECONNECT_SECONDS:
-                    give_up = loop.time() + RECONNECT_SECONDS
-                if loop.time() >= give_up:
+                if deadline is None or loop.time() - start_time > RECONNECT_SECONDS:
+                    deadline = loop.time() + RECONNECT_SECONDS
+                if loop.time() >= deadline:
                     raise RunError(f"rollout process is gone ({e})") from None
             await asyncio.sleep(POLL_SECONDS)
         if code == 200:
             return decode(body, kind)
         raise decode_error(body) or RunError(f"rollout: {name} failed with {code} {body!r}")
 
-    async def _ask(
+    async def _request(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str] = {}
     ) -> tuple[int, bytes]:
         rollout, connection = self._launch.rollout, None
         try:
             server = rollout.process if rollout.app is not None else None
-            connection = await self._ground.wires.connect(self.process, server)
+            connection = await self._environment.wires.connect(self.process, server)
             connection.task = rollout.process.spawn(
                 rollout.answer(connection, method, path, {**self._headers, **headers}, body)
             )
-            connection.task.add_done_callback(self._ground.watch_for_bugs)
+            connection.task.add_done_callback(self._environment.report_handler_error)
             answer: tuple[int, bytes] = await connection.read()
             return answer
         except (Refused, Reset) as e:
@@ -271,15 +274,16 @@ class TrainerRole:
 
 
 class Launch:
-    """One `rlsys train` on the folder: it owns the run from now on. Its supervisor restarts what dies."""
+    """One `rlsys train` on the run folder. It claims the run, and its supervisor restarts dead processes."""
 
-    def __init__(self, ground: Ground) -> None:
-        self.ground = ground
-        self.owner = claim(ground.config.run.dir)
-        number = self.owner.epoch
-        urls = [f"http://l{number}e{i}:1" for i in range(ENGINES)]
-        self.engines = [NemesisEngine(url, engine_identity(self.owner, url), ground.poison) for url in urls]
-        ground.engines |= {e.url: e for e in self.engines}
+    def __init__(self, environment: RunEnvironment) -> None:
+        self.environment = environment
+        self.owner = claim(environment.config.run.dir)
+        urls = [f"http://l{self.owner.epoch}e{i}:1" for i in range(ENGINES)]
+        self.engines = [
+            NemesisEngine(url, engine_identity(self.owner, url), environment.poison) for url in urls
+        ]
+        environment.engines |= {e.url: e for e in self.engines}
         self._starts = 0
         self.rollout: RolloutRole
         self.trainer: TrainerRole
@@ -296,12 +300,12 @@ class Launch:
         return [self.process, self.rollout.process, self.trainer.process, *engines]
 
     def state(self) -> dict[str, object]:
-        """For whoever wonders why it does not go on."""
-        of_processes = {p.name: "stopped" if p.paused else p.exit for p in self.processes()}
-        return {**of_processes, **(self.rollout.manager.status() if self.rollout.app is not None else {})}
+        """Return the state of the processes and of the rollout, for error messages."""
+        process_states = {p.name: "stopped" if p.paused else p.exit for p in self.processes()}
+        return {**process_states, **(self.rollout.manager.status() if self.rollout.app is not None else {})}
 
     async def _supervise(self) -> None:
-        """Until the trainer is done, or a role says itself why it cannot go on."""
+        """Run until the trainer completes all steps or a role ends with an exception."""
         for engine in self.engines:
             engine.start()
         self.rollout = RolloutRole(self)
@@ -316,8 +320,8 @@ class Launch:
                 if self.rollout.process.dead or self.trainer.process.exit not in (None, 0):
                     await asyncio.sleep(1.0)  # a dying role is often noticed by the others first
                     self._restart()
-            self.ground.done = True
-            await self.rollout.process.spawn(self.rollout.leave())
+            self.environment.done = True
+            await self.rollout.process.spawn(self.rollout.shut_down())
         finally:
             self._end()
 
@@ -326,7 +330,11 @@ class Launch:
         self.trainer = TrainerRole(self, self._starts)
 
     def _restart(self) -> None:
-        """Raises what a role said about its own end."""
+        """Restart the trainer, and the rollout process if it is dead.
+
+        Raises:
+            BaseException: the exception with which a role ended.
+        """
         for role in (self.rollout.process, self.trainer.process):
             if role.dead:
                 if isinstance(role.exit, BaseException):
@@ -341,4 +349,4 @@ class Launch:
     def _end(self) -> None:
         for process in self.processes()[1:]:
             if not process.dead:
-                process.end("its launch is over")
+                process.end("end of its launch")

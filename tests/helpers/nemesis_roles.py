@@ -1,12 +1,12 @@
-"""Processes of a run for the nemesis on the real stack: `python -m tests.helpers.nemesis_roles ROLE ...`.
+"""Processes of a run for fault injection on the real stack: `python -m tests.helpers.nemesis_roles ROLE ...`.
 
-    launch   `rlsys train` with the plan of a file: the real supervisor, keepers and rollout process
-    engine   a scripted engine on a real port, whose trainer sends numbers
-    trainer  the real client, owner and metrics, around weights that are a number
-    rollout  rlsys.rollout.service as it is
+    launch   `rlsys train` with the plan of a file: the product's supervisor, keepers and rollout process
+    engine   a scripted engine on a TCP port; an integer stands for its weights
+    trainer  the product's client, owner and metrics; an integer stands for the weights
+    rollout  rlsys.rollout.service, unchanged
 
-Locks do not reach, as on a file system where flock knows one machine only: every role here has none. Engine and
-trainer write what they did to history/*.jsonl beside the run folder (history.py), before anybody hears of it.
+File locks have no effect in any role, as on a file system where flock works on one machine only. Engine and trainer
+log to history/*.jsonl beside the run folder (history.py) before any other process sees the result.
 """
 
 from __future__ import annotations
@@ -42,26 +42,27 @@ from rlsys.obs.metrics import MetricsWriter
 from rlsys.obs.role import run_role
 from rlsys.rollout.client import RolloutClient
 from tests.helpers.file_locks import flock_on_shared_folders
-from tests.helpers.history import Emission, Saved, Training, to_line
-from tests.helpers.loaded import loaded
-from tests.helpers.nemesis_engine import BUCKETS, INITIAL, mixed
+from tests.helpers.history import CheckpointRecord, RequestRecord, StepRecord, to_line
+from tests.helpers.loaded import load_tokens
+from tests.helpers.nemesis_engine import BUCKETS, INITIAL, weights_state
 from tests.helpers.scripted_engine import Request, ScriptedEngine, canary_logprobs, checksums, logprob
 from tests.helpers.supervisor_stage import StageSupervisor
 
 FOLDER = "history"
 BUCKET_SECONDS = 0.2
-"""Between two buckets of a push: long enough to be stopped there."""
+"""Pause between two buckets of a push, long enough for a fault in between."""
 SEND_SECONDS = 60.0
 
 
-def module(role: str, *args: str) -> list[str]:
+def role_command(role: str, *args: str) -> list[str]:
+    """Return the command line of a role."""
     return [sys.executable, "-m", "tests.helpers.nemesis_roles", role, *args]
 
 
 # -- launch -------------------------------------------------------------------------------------------------------
 
 
-class Silent:
+class SilentDisplay:
     def phase(self, text: str) -> None:
         print(text, flush=True)
 
@@ -71,8 +72,14 @@ class Silent:
 
 
 def launch(config_file: str, plan_file: str) -> None:
-    """`plan_file`: JSON [[role, kind, argv, ready_url], ...]. As if on a machine of its own: what another launch left
-    in control groups is not seen, nor its sockets. `plan_file`.socket gets the path of the rollout process's."""
+    """Run a launch as if on a machine of its own: it does not see the control groups and sockets of other launches.
+
+    The path of the rollout process's socket is written to `plan_file`.socket.
+
+    Args:
+        config_file: path of the run's config.
+        plan_file: path of a JSON file [[role, kind, argv, ready_url], ...].
+    """
     vars(owner_module)["_remove_sockets"] = lambda *_: None
     vars(cgroup)["group_name"] = lambda _, role: f"rlsys-nemesis-{os.getpid()}-{role}"
     config = load_config(Path(config_file))
@@ -84,14 +91,14 @@ def launch(config_file: str, plan_file: str) -> None:
         Path(f"{plan_file}.socket").write_text(str(run_dir.owner.rollout_socket))
         plan = LaunchPlan(roles, run_dir=config.run.dir)
         backend = LocalBackend(config, run_dir.lock_fd)
-        StageSupervisor(config, plan, backend, run_dir, Silent(), stop).run()
+        StageSupervisor(config, plan, backend, run_dir, SilentDisplay(), stop).run()
 
 
 # -- engine -------------------------------------------------------------------------------------------------------
 
 
 class LoggedEngine(ScriptedEngine):
-    """Logs each request as it grows, before its client reads of it."""
+    """A scripted engine that logs each request after every token, before the client reads it."""
 
     def __init__(self, url: str, identity: Identity, log: Path) -> None:
         super().__init__(url, ends_at=lambda seed: 40 + seed % 30, label=identity.label(0))
@@ -107,12 +114,12 @@ class LoggedEngine(ScriptedEngine):
             return 400, json.dumps({"success": False, "message": "no weight-update session is open"})
         self._buckets[body["bucket"]] = body["weights"]
         is_uniform = len(set(self._buckets)) == 1
-        self.weights = self._buckets[0] if is_uniform else mixed(*self._buckets)
+        self.weights = self._buckets[0] if is_uniform else weights_state(*self._buckets)
         return 200, json.dumps({"success": True, "message": ""})
 
     def write(self, r: Request) -> None:
         mu = [logprob(r.seed, len(r.ids) + i, w) for i, w in enumerate(r.weights)]
-        emission = Emission(self.url, r.rid, r.ids, r.made, mu, r.weights, r.delivered, r.died)
+        emission = RequestRecord(self.url, r.rid, r.ids, r.made, mu, r.weights, r.delivered, r.died)
         self._log.write(to_line(emission) + "\n")
         self._log.flush()
 
@@ -134,7 +141,7 @@ class LoggedEngine(ScriptedEngine):
 
 
 def engine(port: int, url: str, run_dir: Path, log: Path) -> None:
-    """`url`: as the rollout process calls it."""
+    """Serve a scripted engine on `port`. `url`: its URL for the rollout process."""
     owner, _ = owner_of_process(run_dir)
     app = web.Application()
     scripted = LoggedEngine(url, engine_identity(owner, url), log)
@@ -146,10 +153,10 @@ def engine(port: int, url: str, run_dir: Path, log: Path) -> None:
 
 
 class Trainer:
-    """The loop of rlsys.train around a number."""
+    """The loop of rlsys.train with an integer for the weights."""
 
     def __init__(self, config: Config, rollout_socket: str, proxies: dict[str, str]) -> None:
-        """`proxies`: engine as the rollout process calls it -> as it is reached from here."""
+        """Set up the trainer. `proxies`: an engine's URL for the rollout process -> its URL for the trainer."""
         self._config = config
         self._proxies = proxies
         self._owner, self._start = owner_of_process(config.run.dir)
@@ -181,18 +188,18 @@ class Trainer:
                 self._save(step)
         metrics.write("run", step, event="end")
 
-    def _learn(self, taken: TrainBatch) -> None:
-        batch_groups = loaded(self._config.run.dir, taken.groups)
+    def _learn(self, batch: TrainBatch) -> None:
+        batch_groups = load_tokens(self._config.run.dir, batch.groups)
         groups = {g.group_id: {s.sample_id: list(s.response_ids) for s in g.samples} for g in batch_groups}
         time.sleep(1.0)
         previous_weights, self._weights = (
             self._weights,
-            mixed(self._weights, taken.train_step, sorted(groups.items())),
+            weights_state(self._weights, batch.train_step, sorted(groups.items())),
         )
         epoch = self._owner.epoch
-        self._write(Training(epoch, self._start, taken.train_step, previous_weights, self._weights, groups))
+        self._write(StepRecord(epoch, self._start, batch.train_step, previous_weights, self._weights, groups))
 
-    def _write(self, record: Training | Saved) -> None:
+    def _write(self, record: StepRecord | CheckpointRecord) -> None:
         self._log.write(to_line(record) + "\n")
         self._log.flush()
 
@@ -201,13 +208,13 @@ class Trainer:
         while pending:
             ticket = self._rollout.begin_push()
             send_errors = {address.url: self._send(address) for address in ticket.engines}
-            excluded = {url: why for url, why in send_errors.items() if why}
+            excluded = {url: error for url, error in send_errors.items() if error}
             canaries = [Canary(ids, canary_logprobs(ids, self._weights)) for ids in ticket.canaries]
             sums = [checksums(self._weights)]
             pending = bool(self._rollout.end_push(ticket, canaries, sums, excluded)["push_left"])
 
     def _send(self, address: EngineAddress) -> str:
-        """Why the engine is left out, as by rlsys.weights.receivers; empty when it has all."""
+        """Send the weights to an engine. Return the error that excludes it from the push, or an empty string."""
         for bucket in range(BUCKETS):
             body = json.dumps({"bucket": bucket, "weights": self._weights}).encode()
             url = self._proxies.get(address.url, address.url) + "/tensors"
@@ -230,7 +237,7 @@ class Trainer:
             f.flush()
             os.fsync(f.fileno())
         self._owner.check()
-        self._write(Saved(self._owner.epoch, self._start, step, self._weights))
+        self._write(CheckpointRecord(self._owner.epoch, self._start, step, self._weights))
         part.rename(self._checkpoints / f"step-{step}.json")
         self._rollout.commit(step)
 
@@ -243,24 +250,24 @@ def main() -> None:
         sys.argv = ["rlsys.rollout.service", *rest]
         runpy.run_module("rlsys.rollout.service", run_name="__main__")
         return
-    begin: Callable[[argparse.Namespace], None]
+    run_selected: Callable[[argparse.Namespace], None]
     if role == "launch":
         parser.add_argument("config")
         parser.add_argument("plan")
-        begin = lambda a: launch(a.config, a.plan)  # noqa: E731
+        run_selected = lambda a: launch(a.config, a.plan)  # noqa: E731
     elif role == "engine":
         parser.add_argument("port", type=int)
         parser.add_argument("url")
         parser.add_argument("run_dir", type=Path)
         parser.add_argument("log", type=Path)
-        begin = lambda a: engine(a.port, a.url, a.run_dir, a.log)  # noqa: E731
+        run_selected = lambda a: engine(a.port, a.url, a.run_dir, a.log)  # noqa: E731
     else:
         parser.add_argument("config", type=Path)
         parser.add_argument("rollout")
         parser.add_argument("proxies", type=json.loads)
-        begin = lambda a: Trainer(load_config(a.config), a.rollout, a.proxies).run()  # noqa: E731
+        run_selected = lambda a: Trainer(load_config(a.config), a.rollout, a.proxies).run()  # noqa: E731
     args = parser.parse_args(rest)
-    run_role(lambda: begin(args))
+    run_role(lambda: run_selected(args))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The recorded step, trained in other layouts, for what is written of its tokens.
+"""Train the recorded step in several layouts and write its token logs.
 
-Under torchrun: `notes_cases.py WORKPLACE LAYOUT...`; a layout's run folder is WORKPLACE/LAYOUT.
+Under torchrun: `notes_cases.py WORKSPACE LAYOUT...`; a layout's run folder is WORKSPACE/LAYOUT.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from rlsys.trainer.token_log import MicroBatchRecord, write_token_log
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import signal_cases as cases
 
-KEPT = 3
+KEEP_GROUPS = 3
 
 
 def train_recorded(run: Path, *overrides: str) -> None:
-    config = cases.config_of(None, run, *overrides, f"rollout.keep_groups={KEPT}")
+    config = cases.config_of(None, run, *overrides, f"rollout.keep_groups={KEEP_GROUPS}")
     objective = Objective(config.algo)
     trainer = Trainer(config, objective.requirements.passes)
-    batch, notes = cases.single_rewards(cases.recorded()), list[MicroBatchRecord]()
-    train_step(trainer, objective, batch, records=notes)
-    write_token_log(trainer, batch, notes)
+    batch, records = cases.single_rewards(cases.recorded()), list[MicroBatchRecord]()
+    train_step(trainer, objective, batch, records=records)
+    write_token_log(trainer, batch, records)
     trainer.close()
 
 

@@ -22,7 +22,7 @@ from rlsys.rewards.judges import JudgeWithTimeout
 from rlsys.rollout.manager import RolloutManager
 from rlsys.worker.scoring import Scorer
 from rlsys.worker.workers import direct_workers
-from tests.helpers.loaded import loaded
+from tests.helpers.loaded import load_tokens
 from tests.helpers.scripted_router import ScriptedRouter
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class Rig:
         """Ticks until there are enough groups. As a trainer has them that reads all tokens."""
         batch = await self.until(self.manager.take(step))
         assert batch is not None
-        return replace(batch, groups=loaded(self.folder, batch.groups))
+        return replace(batch, groups=load_tokens(self.folder, batch.groups))
 
     async def until(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.create_task(work)

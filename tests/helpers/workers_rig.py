@@ -20,8 +20,8 @@ from rlsys.rollout.manager import RolloutManager
 from rlsys.segments.records import FOLDER
 from rlsys.worker.scoring import Scorer
 from rlsys.worker.workers import remote_workers
-from tests.helpers.engine_server import expected, served
-from tests.helpers.loaded import loaded
+from tests.helpers.engine_server import check_sample, serve_engines
+from tests.helpers.loaded import load_tokens
 from tests.helpers.rollout_rig import Numbers, make_config
 from tests.helpers.scripted_engine import ScriptedEngine, canary_logprobs
 
@@ -111,7 +111,7 @@ async def run(
         for i in range(engines + joiners)
     ]
     (folder / FOLDER).mkdir(exist_ok=True)
-    async with served(*scripted_engines):
+    async with serve_engines(*scripted_engines):
         run_instance = Run(config, scripted_engines)
         try:
             await run_instance.begin()
@@ -126,9 +126,9 @@ async def run(
 
 
 def check_step(folder: Path, taken: TrainBatch, seen: set[int]) -> None:
-    for group in loaded(folder, taken.groups):
+    for group in load_tokens(folder, taken.groups):
         assert group.group_id not in seen
         seen.add(group.group_id)
         for sample in group.samples:
-            expected(sample)
+            check_sample(sample)
             assert sample.reward == float(sample.tokens % 2)

@@ -110,7 +110,7 @@ def test_every_layout_loads_the_same_model_and_trains_it_alike(tmp_path: Path) -
         folder = cases.write_model(tmp_path / family / "hf", family)
         layout = {"pp": 2} if family == "Qwen2ForCausalLM" else {"pp": 2, "ep": 4}
         hf_to_megatron(folder, tmp_path / family / "megatron", layout, quiet)
-        alone[family] = family_cases.look(folder, tmp_path / "run", "")
+        alone[family] = family_cases.measure(folder, tmp_path / "run", "")
     todo = [f"{family}:{case}" for family, some in CASES.items() for case in some]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}

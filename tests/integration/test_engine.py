@@ -41,7 +41,7 @@ from tests.helpers.engine_stack import (
     sample,
     stack,
     tensors,
-    until,
+    wait_until,
     worst_gap,
 )
 from tests.helpers.ready_push import begin_push
@@ -64,7 +64,7 @@ async def test_interrupted_three_times_equals_unbroken(
         task = asyncio.create_task(s.generate(broken, tokens=80))
         lengths = []
         for at_least in (5, 20, 45):
-            await until(lambda n=at_least: len(broken.response_ids) >= n, task)  # type: ignore[misc]
+            await wait_until(lambda n=at_least: len(broken.response_ids) >= n, task)  # type: ignore[misc]
             await s.router.interrupt()
             assert broken.status is Status.PARKED
             lengths.append(len(broken.response_ids))
@@ -114,10 +114,10 @@ async def test_a_full_engine_interrupted_gives_back_every_token(engine_config: C
         await s.client.slow_down(4 * SLOW)  # a busy machine looks late: the queue must not be empty by then
         broken = [sample(i, seed=i) for i in range(n)]
         tasks = [asyncio.create_task(s.generate(b, 40)) for b in broken]
-        await until(lambda: s.router.stats()["in_flight"] == n, tasks[0])
+        await wait_until(lambda: s.router.stats()["in_flight"] == n, tasks[0])
         await s.router.interrupt()  # perhaps before they are registered: then they come back empty
         s.router.resume()
-        await until(lambda: any(len(b.response_ids) > 4 for b in broken), tasks[0])
+        await wait_until(lambda: any(len(b.response_ids) > 4 for b in broken), tasks[0])
         await s.router.interrupt()
         assert s.router.stats()["in_flight"] == 0
         assert s.router.stats()["lost"] == 0
@@ -200,10 +200,10 @@ async def test_an_engine_keeps_its_requests_through_a_push(
         kept = sample(2, seed=11)
         await s.client.slow_down(SLOW)
         task = asyncio.create_task(s.generate(kept, tokens=80))
-        await until(lambda: len(kept.response_ids) >= 20, task)
+        await wait_until(lambda: len(kept.response_ids) >= 20, task)
         second, _ = await s.push(0)
         assert kept.status is Status.IN_FLIGHT
-        await until(lambda: len(kept.spans) > 1, task)
+        await wait_until(lambda: len(kept.spans) > 1, task)
         seen = [(v.version, v.start) for v in kept.spans]
         await s.client.slow_down(None)
         await task
@@ -240,7 +240,7 @@ async def test_one_wrong_bit_in_one_tensor_is_found(engine_config: Config, engin
     async with stack(engine_config, engine) as s:
         told = r"holds other values in 1 tensor\(s\), first: model.layers.1.mlp.experts.w2_weight"
         with pytest.raises(RunError, match=told):
-            await s.push(0, hurt=flip)
+            await s.push(0, corrupt=flip)
         agreement = s.router._dispatcher.pool.engines[0].agreement
         assert agreement is not None
         assert agreement.within(Bounds.of(engine_config))
@@ -261,7 +261,7 @@ async def test_a_router_that_comes_after_another_counts_its_own_tokens(
         await s.push(0)
         await s.client.slow_down(SLOW)
         task = asyncio.create_task(s.generate(sample(1), 400))
-        await until(lambda: bool(s.router.stats()["received_tokens"]), task)
+        await wait_until(lambda: bool(s.router.stats()["received_tokens"]), task)
         task.cancel()
     async with stack(engine_config, engine) as s:
         await s.push(0)

@@ -89,7 +89,7 @@ def test_router_gradients_with_replayed_routes(folder: Path, start: Callable[...
     for sample in samples:
         ids = [*map(int, sample.prompt_ids), *map(int, sample.response_ids)]
         routes = decode(sample.routes, len(ids) - 1, LAYERS, TOPK) if sample.routes else None
-        logp = model.of_tokens(ids, routes)[len(sample.prompt_ids) - 1 :]
+        logp = model.token_logprobs(ids, routes)[len(sample.prompt_ids) - 1 :]
         total = total - row_weight(sample.row) * logp.sum()
     total.backward()
     mine = gradients_of(trainer)
@@ -188,6 +188,6 @@ def test_adapters_merged_from_tensor_and_expert_parallel_ranks(folder: Path) -> 
         assert adapted == len(held) // 2 and adapted >= LAYERS * (4 + 3 * 8)
         model = Float64Model(folder, expected)
         with torch.no_grad():
-            logps = [x for ids in cases.SEQUENCES for x in model.of_tokens(ids).tolist()]
+            logps = [x for ids in cases.SEQUENCES for x in model.token_logprobs(ids).tolist()]
         seen = json.loads((folder.parent / f"logps-{layout}.json").read_text())
         assert seen == pytest.approx(logps, abs=1e-5), layout

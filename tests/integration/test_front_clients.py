@@ -22,7 +22,7 @@ import pytest
 from rlsys.config import Config
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
-from tests.helpers.engine_stack import EOS, PROMPT, SLOW, Stack, routes, sample, until, worst_gap
+from tests.helpers.engine_stack import EOS, PROMPT, SLOW, Stack, routes, sample, wait_until, worst_gap
 from tests.helpers.servers import running_engine, running_router
 
 pytestmark = pytest.mark.integration
@@ -287,7 +287,7 @@ async def test_interrupted_five_times_and_moved_equals_unbroken(
         task = asyncio.create_task(both.generate(broken, tokens=100))
         homes = []
         for n, at_least in enumerate(places):
-            await until(lambda n=at_least: len(broken.response_ids) >= n, task)  # type: ignore[misc]
+            await wait_until(lambda n=at_least: len(broken.response_ids) >= n, task)  # type: ignore[misc]
             await both.router.interrupt()
             homes.append(broken.engine)
             if n == 2:

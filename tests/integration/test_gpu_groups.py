@@ -97,7 +97,8 @@ def test_a_group_with_engines_has_one_rank_on_a_gpu(path: Path, monkeypatch: pyt
     assert [group.members for group in machines.groups if group.engines] == [[machines.trainer[0], *theirs]]
     urls = [engine.url for engine in machines.engines]
     asked = [
-        sorted(url for url, path, _ in machines.bodies if path == wanted) for wanted in (JOIN, RECEIVE, LEAVE)
+        sorted(url for url, path, _ in machines.requests if path == wanted)
+        for wanted in (JOIN, RECEIVE, LEAVE)
     ]
     assert asked == [sorted(urls)] * 3
     assert machines.events.count("broadcast nccl") == 1
@@ -116,10 +117,10 @@ def test_each_engine_rank_opens_memory_of_its_own_gpu(path: Path, monkeypatch: p
             list(ranks.map(lambda r: push(everywhere[r], machines.engines, r), range(len(everywhere))))
     opened = {
         url: [machines.trainer[int(base64.b64decode(handle))] for handle in body["serialized_named_tensors"]]
-        for url, path, body in machines.bodies if path == "/update_weights_from_tensor"
+        for url, path, body in machines.requests if path == "/update_weights_from_tensor"
     }  # fmt: skip
     assert opened == machines.gpus
-    assert not any(path == JOIN for _, path, _ in machines.bodies)
+    assert not any(path == JOIN for _, path, _ in machines.requests)
 
 
 @of(COLOCATED)
@@ -144,7 +145,7 @@ def test_a_group_with_an_engine_that_died_is_aborted(noticed: bool, monkeypatch:
     The others get the weights by a new group, which they and the trainer leave together: each side waits for the
     other. Nor does the watchdog end the trainer for what happens to an engine."""
     machines = fake_nccl.machines(load_config(DISAGGREGATED[-1]), monkeypatch)
-    machines.dies, machines.fails = machines.engines[0].url, noticed
+    machines.failing_engine, machines.failure_is_detected = machines.engines[0].url, noticed
     left = [engine.url for engine in machines.engines[1:]]
     with as_rank(machines, 0, monkeypatch):
         setup.init_distributed(machines.config)

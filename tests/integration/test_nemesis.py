@@ -23,9 +23,9 @@ from launch.ports import free_ports
 from rlsys.config import Config, dump_config
 from rlsys.core.sockets import make_folder, remove_folder
 from rlsys.ledger.store import FILE_NAME
-from tests.helpers.history import History, add_lines, judge
+from tests.helpers.history import History, add_lines, check_history
 from tests.helpers.nemesis_engine import INITIAL
-from tests.helpers.nemesis_roles import FOLDER, module
+from tests.helpers.nemesis_roles import FOLDER, role_command
 from tests.helpers.proxy import Proxy
 from tests.helpers.servers import ROOT
 from tests.helpers.sessions import command_line
@@ -63,7 +63,7 @@ class Launch:
             (
                 f"engine-{i}",
                 "engine",
-                module(
+                role_command(
                     "engine",
                     str(port),
                     urls[i],
@@ -75,15 +75,15 @@ class Launch:
             for i, port in enumerate(engines)
         ]
         serve = ["--config", file, *(w for u in urls for w in ("--engine", u))]
-        roles.append(("rollout", "rollout", module("rollout", *serve), "/status"))
-        train = module("trainer", file, str(at), json.dumps(to_engines))
+        roles.append(("rollout", "rollout", role_command("rollout", *serve), "/status"))
+        train = role_command("trainer", file, str(at), json.dumps(to_engines))
         plan.write_text(json.dumps([*roles, ("trainer", "trainer", train, None)]))
         own_config = config.run.dir.parent / "config.yaml"
         own_config.write_text(dump_config(config))
         self.log = config.run.dir.parent / f"launch-{number}.log"
         with self.log.open("w") as out:
             self.process = psutil.Popen(
-                module("launch", str(own_config), str(plan)),
+                role_command("launch", str(own_config), str(plan)),
                 cwd=ROOT,
                 stdout=out,
                 stderr=out,
@@ -181,8 +181,8 @@ class Stage:
         for file in sorted((self._folder / FOLDER).glob("*.jsonl")):
             with file.open() as f:
                 add_lines(history, f)
-        latest = {(e.engine, e.rid): e for e in history.emissions}
-        history.emissions = list(latest.values())
+        latest = {(e.engine, e.rid): e for e in history.requests}
+        history.requests = list(latest.values())
         return history
 
     def told(self) -> str:
@@ -258,7 +258,7 @@ def test_nothing_is_lost_trained_twice_or_made_by_other_weights(stage: Stage, se
     _, alive = psutil.wait_procs([launch.process for launch in stage.launches], timeout=120)
     assert not alive, "a launch that was deposed ends by itself\n" + stage.told()
     codes = [launch.process.poll() for launch in stage.launches]
-    verdict = judge(stage.config.run.dir / FILE_NAME, stage.history(), STEPS)
+    verdict = check_history(stage.config.run.dir / FILE_NAME, stage.history(), STEPS)
     print(f"{seed}: {len(codes)} launches, exit codes {codes}; {verdict}")
     assert verdict.clean, f"{verdict}\n{stage.told()}"
     assert codes.count(0) == 1

@@ -247,9 +247,9 @@ def check_attack(stage: Stage) -> None:
         owner.join()
     print(f"{time.monotonic() - start:.0f} s of attack; slowest requests of the owner: {slowest}")
     for one in found:
-        seen = ", ".join(f"{count} {name}" for name, count in sorted(one.seen.items()))
-        print(f"| {one.name} | {one.expected} | {seen} | {len(one.hits)} |")
-    hits = [f"{one.name}: {hit}" for one in found for hit in one.hits]
+        seen = ", ".join(f"{count} {name}" for name, count in sorted(one.outcomes.items()))
+        print(f"| {one.name} | {one.expected} | {seen} | {len(one.faults)} |")
+    hits = [f"{one.name}: {hit}" for one in found for hit in one.faults]
     assert not hits, "\n".join(hits[:60])
     assert not refused, refused[:20]
     after = {(p.pid, p.create_time()) for p in stage.trees()}

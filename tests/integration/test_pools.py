@@ -20,9 +20,9 @@ from tests.helpers.engine_stack import (
     CANARIES,
     PROMPT,
     canaries,
-    keep_model,
     logprobs,
     model,
+    set_model,
     tensors,
     transport_of,
     worst_gap,
@@ -41,7 +41,7 @@ async def test_engines_of_one_and_of_two_ranks_take_the_same_push(
 ) -> None:
     for version in (1, 2):
         # SGLang on a CPU pads each rank's part of an expert to 32 units, which no checksum could foretell.
-        keep_model(SEED + version, tiny_moe_model(SEED + version, moe_intermediate_size=64))
+        set_model(SEED + version, tiny_moe_model(SEED + version, moe_intermediate_size=64))
     data = engine_config.model_dump()
     data["run"]["dir"] = tmp_path / "run"
     data["engine"] |= {

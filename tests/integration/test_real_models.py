@@ -30,7 +30,7 @@ from rlsys.trainer.trainer import Trainer
 from rlsys.weights.checksums import EngineChecksums
 from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases
-from tests.helpers.engine_stack import ENGINE_TENSORS, keep_model, model, stack
+from tests.helpers.engine_stack import ENGINE_TENSORS, model, set_model, stack
 from tests.helpers.runs import SYNCHRONOUS, train_locally
 from tests.helpers.servers import ROOT, running_engine, tiny_moe_model
 from tests.helpers.tiny import TINY
@@ -135,7 +135,7 @@ def test_a_push_reaches_every_rank_of_an_engine(engine_config: Config, tmp_path:
     """Each method, to an engine of two tensor-parallel ranks; checksums of both. On a CPU a rank pads its part of an
     expert to 32 units, so the experts are wide enough."""
     for seed in WIDE:
-        keep_model(seed, tiny_moe_model(seed, moe_intermediate_size=64))
+        set_model(seed, tiny_moe_model(seed, moe_intermediate_size=64))
     model(WIDE[0]).save_pretrained(tmp_path / "model")
     changed = {
         "model": {"path": tmp_path / "model"},
@@ -162,7 +162,7 @@ def test_an_engine_that_computes_another_model_of_the_same_tensors_never_serves(
     wrong: dict[str, float], engine_config: Config, tmp_path: Path
 ) -> None:
     """Its first push is refused, by canaries alone. Two layers, where such a fault shows least."""
-    keep_model(WIDE[0], made := tiny_moe_model(WIDE[0]))
+    set_model(WIDE[0], made := tiny_moe_model(WIDE[0]))
     made.save_pretrained(tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     raw = json.loads(file.read_text())

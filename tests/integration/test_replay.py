@@ -24,7 +24,7 @@ from rlsys.trainer.pack import MicroBatch, TrainSample
 from rlsys.trainer.step import score_parked
 from rlsys.trainer.trainer import Trainer
 from tests.helpers import trainer_cases as cases
-from tests.helpers.engine_stack import keep_model, stack
+from tests.helpers.engine_stack import set_model, stack
 from tests.helpers.servers import TINY_MOE, running_engine, tiny_moe_model
 
 pytestmark = pytest.mark.integration
@@ -102,7 +102,7 @@ def exact_samples(engine_config: Config, engine: str, engine_run: Path) -> list[
 
     async def body() -> list[Sample]:
         async with stack(engine_config, engine) as s:
-            keep_model(ROUNDED, rounded())
+            set_model(ROUNDED, rounded())
             await s.push(ROUNDED)
             return await generated(engine, SAMPLES)
 

@@ -30,7 +30,7 @@ from rlsys.weights.gathered_push import GatheredPush
 from rlsys.worker.scoring import Scorer
 from rlsys.worker.workers import direct_workers
 from tests.helpers.engine_stack import ENGINE_TENSORS, logprobs, tensors, worst_gap
-from tests.helpers.loaded import loaded
+from tests.helpers.loaded import load_tokens
 from tests.helpers.servers import running_engine
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -151,7 +151,7 @@ async def test_one_engine_generates_while_the_other_takes_weights(
             for step in range(1, PUSHES + 1):
                 found = await run.manager.take(step)
                 assert found is not None
-                taken.append(replace(found, groups=loaded(config.run.dir, found.groups)))
+                taken.append(replace(found, groups=load_tokens(config.run.dir, found.groups)))
                 pushing = True
                 await run.push()
                 pushing = False

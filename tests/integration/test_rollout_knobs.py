@@ -43,16 +43,16 @@ from tests.helpers.engine_stack import (
     PROMPT,
     SLOW,
     Stack,
-    keep_model,
     logprobs,
     model,
     sample,
+    set_model,
     stack,
     tensors,
-    until,
+    wait_until,
     worst_gap,
 )
-from tests.helpers.loaded import loaded
+from tests.helpers.loaded import load_tokens
 
 pytestmark = pytest.mark.integration
 
@@ -129,7 +129,7 @@ class Run:
             self._step += 1
             taken = await self.manager.take(self._step)
             assert taken is not None
-            out.append(replace(taken, groups=loaded(self.config.run.dir, taken.groups)))
+            out.append(replace(taken, groups=load_tokens(self.config.run.dir, taken.groups)))
             await self.push(self._step % models)
         return out
 
@@ -297,7 +297,7 @@ def nudged() -> Any:
 
 async def test_the_error_of_keys_and_values_kept_through_a_push(engine_config: Config, engine: str) -> None:
     """|logp - mu| of tokens sampled after the push, `logp` by transformers under the new weights."""
-    keep_model(NUDGED, nudged())
+    set_model(NUDGED, nudged())
 
     async def gaps(plain: Stack, how: Interruption) -> torch.Tensor:
         s = Stack(engine_config, plain.client, how)
@@ -306,7 +306,7 @@ async def test_the_error_of_keys_and_values_kept_through_a_push(engine_config: C
         await s.client.slow_down(SLOW)
         tasks = [asyncio.create_task(s.generate(r, tokens=160)) for r in running]
         everything = asyncio.gather(*tasks)
-        await until(lambda: sum(len(r.response_ids) >= 40 for r in running) >= 8, everything)
+        await wait_until(lambda: sum(len(r.response_ids) >= 40 for r in running) >= 8, everything)
         version, _ = await s.push(NUDGED)
         await s.client.slow_down(None)
         await everything
@@ -373,7 +373,7 @@ async def test_a_tool_turn_interrupted_in_its_middle_equals_the_unbroken_one(
         broken = sample(first.sample_id, seed=first.seed)
         task: asyncio.Future[None] = asyncio.ensure_future(talk(broken, prompt))
         middle = first.observed[0].end + 4
-        await until(lambda: len(broken.response_ids) >= middle, task)
+        await wait_until(lambda: len(broken.response_ids) >= middle, task)
         await s.router.interrupt()
         assert not broken.status.terminal
         assert first.observed[0].end < len(broken.response_ids) < len(first.response_ids)

@@ -22,7 +22,7 @@ from rlsys.router.router import Router
 from rlsys.trainer.step import pack_rows
 from rlsys.trainer.trainer import Trainer
 from rlsys.worker.assembly import build_router
-from tests.helpers.engine_stack import SLOW, until
+from tests.helpers.engine_stack import SLOW, wait_until
 from tests.helpers.servers import ROOT, running_engine
 
 pytestmark = pytest.mark.integration
@@ -67,7 +67,7 @@ async def interrupted(
     samples = [s for g in groups for s in g.samples]
     every = asyncio.gather(*(speak(s) for s in samples))
     for tokens in (4, 16):
-        await until(lambda n=tokens: max(s.tokens for s in samples) >= n, every)  # type: ignore[misc]
+        await wait_until(lambda n=tokens: max(s.tokens for s in samples) >= n, every)  # type: ignore[misc]
         await router.interrupt()
         router.resume()
     await client.slow_down(None)

@@ -154,7 +154,7 @@ async def test_a_real_run_live_killed_and_resumed(tmp_path: Path, monkeypatch: p
             assert code == 0, output[-3000:]
             await asyncio.to_thread(wait_until, lambda: ask("up") == [])  # ended: not down
             await what_was_trained_is_shown(page, run, pictures)
-            assert page.complaints == []
+            assert page.errors == []
     check_ledger(run)
     told = told_first(run)
     assert {s for kind, s in told if kind == "step"} == set(range(1, STEPS + 1))

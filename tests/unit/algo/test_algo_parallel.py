@@ -21,7 +21,7 @@ from rlsys.config import read_layers
 from rlsys.config.algo import AlgoSection
 from rlsys.trainer.logprobs import align_to_tokens
 from rlsys.trainer.model.context_parallel import Share
-from tests.helpers.algo_world import Outcome, World, all_of_it, run
+from tests.helpers.algo_world import Outcome, World, run, unsharded
 from tests.helpers.gloo_ranks import on_gloo_ranks
 
 RECIPES = sorted((Path(__file__).resolve().parents[3] / "configs/algorithms").glob("*.yaml"))
@@ -139,7 +139,7 @@ def test_every_recipe_and_plug_in_is_the_same_on_one_process_dp2_and_cp2(tmp_pat
     loaded = on_gloo_ranks(2, on_rank, tmp_path)
     wrong, moved = {}, 0
     for name, algo in cases().items():
-        one = run(world(name), algo, whole, share=all_of_it)
+        one = run(world(name), algo, whole, share=unsharded)
         moved += any(g.abs().sum() > 0 for g in one.gradients.values())
         for layout in ("dp2", "cp2"):
             found = gaps(one, [rank[name][layout] for rank in loaded])

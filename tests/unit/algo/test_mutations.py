@@ -9,7 +9,7 @@ import pytest
 
 from rlsys.cli import main
 from rlsys.core.errors import UserError
-from tests.helpers.mutations import MODELS, QUICKSTART, SECONDS, at_most, cases
+from tests.helpers.mutations import CPU_SECONDS, MODELS, QUICKSTART, cases, cpu_time_limit
 
 CASES, CHUNK = 2000, 50
 FIRST = 10
@@ -61,7 +61,7 @@ def test_values_that_are_too_large_or_no_path(
     override: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(QUICKSTART.parents[1])
-    with at_most(SECONDS):
+    with cpu_time_limit(CPU_SECONDS):
         assert main.main(["explain", str(QUICKSTART), override]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"rlsys: error: {told}")
@@ -91,7 +91,7 @@ def test_a_field_of_config_json_is_named(
 ) -> None:
     (quickstart,) = (path for path in MODELS if path.parent.name == "quickstart-moe")
     (tmp_path / "config.json").write_text(json.dumps(json.loads(quickstart.read_text()) | changes))
-    with at_most(SECONDS):
+    with cpu_time_limit(CPU_SECONDS):
         assert main.main(["explain", str(QUICKSTART), f"model.path={tmp_path}"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"rlsys: error: {tmp_path}/config.json: {told}")

@@ -196,7 +196,7 @@ async def test_what_ran_beside_it_is_answered(monkeypatch: pytest.MonkeyPatch) -
             engine.hold_at = None
         await asyncio.sleep(0.2)
         for engine in rig.engines:
-            engine.free.set()
+            engine.release.set()
         assert (await killer)[0] == 422
         assert [(await one)[0] for one in neighbours] == [200] * 6
 

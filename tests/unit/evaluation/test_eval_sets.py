@@ -32,7 +32,7 @@ from rlsys.evaluation.results import EvalResult, EvalStatus
 from rlsys.obs.progress import PlainProgress, evaluation_lines
 from rlsys.router.router import PinLost
 from tests.helpers.http_engine import HttpEngine
-from tests.helpers.loaded import loaded
+from tests.helpers.loaded import load_tokens
 from tests.helpers.rollout_rig import Rig, length_reward, make_config, rig
 from tests.helpers.scripted_router import ScriptedRouter
 from tests.unit.worker.test_repeat import random_clock, trained, what
@@ -211,7 +211,7 @@ async def test_evaluations_change_no_trained_batch(tmp_path: Path, april: bool) 
         result = await done(r.manager.evaluate())
         assert result.sets == {"hard": {"accuracy": 0.25}}
         got = await done(r.manager.take(step))
-        taken.append(replace(got, groups=loaded(r.folder, got.groups)))
+        taken.append(replace(got, groups=load_tokens(r.folder, got.groups)))
         await r.manager.end_push(await done(r.manager.begin_push()), [])
     await r.manager.close()
     r.buffer.close()
@@ -270,7 +270,7 @@ async def test_an_evaluation_in_the_background_changes_no_trained_batch(tmp_path
             assert await done(r.manager.begin_evaluation())
             begun = r.router.version
         got = await done(r.manager.take(step))
-        taken.append(replace(got, groups=loaded(r.folder, got.groups)))
+        taken.append(replace(got, groups=load_tokens(r.folder, got.groups)))
         await r.manager.end_push(await done(r.manager.begin_push()), [])
         if step % 3 != 0:
             assert not (await done(r.manager.end_evaluation(False))).done

@@ -19,7 +19,7 @@ from rlsys.gateway.generation import DeathHistory, Generation
 from rlsys.gateway.response_text import ResponseText
 from rlsys.gateway.served_model import ServedModel
 from rlsys.generators.parser_client import Call, Turn
-from tests.helpers.front_rig import MODEL, PROMPT, Rig, generate, made, parse, serving
+from tests.helpers.front_rig import MODEL, PROMPT, Rig, expected_ids, generate, parse, serving
 from tests.helpers.http_engine import HttpEngine
 
 QUESTION = [{"role": "user", "content": "12+30="}]
@@ -57,12 +57,16 @@ async def test_an_engine_gets_token_ids_a_seed_and_the_sampling_parameters() -> 
         body = generate()
         body["sampling_params"] |= sampling
         status, answer = await rig.post("/generate", body)
-        assert (status, answer["output_ids"], answer["text"]) == (200, made(8), text_of(made(8)))
+        assert (status, answer["output_ids"], answer["text"]) == (
+            200,
+            expected_ids(8),
+            text_of(expected_ids(8)),
+        )
         _, sent = rig.engines[0].requests[0]
         assert sent["input_ids"] == PROMPT and sent["sampling_params"]["sampling_seed"] == 3
         assert {name: sent["sampling_params"][name] for name in sampling} == sampling
         assert (await rig.post("/generate", {**body, "anything": {"new": [1]}}))[0] == 400
-        assert len(rig.engines[0].raw) == 1
+        assert len(rig.engines[0].raw_bodies) == 1
 
 
 async def test_a_chat_is_rendered_with_the_models_template() -> None:
@@ -70,7 +74,7 @@ async def test_a_chat_is_rendered_with_the_models_template() -> None:
         status, answer = await rig.post(CHAT, {"messages": QUESTION, "max_tokens": 3, "seed": 5})
         _, sent = rig.engines[0].requests[0]
         assert sent["input_ids"] == chat_ids() and sent["sampling_params"]["sampling_seed"] == 5
-        tokens = made(3, len(chat_ids()))
+        tokens = expected_ids(3, len(chat_ids()))
         assert answer["choices"][0]["message"]["content"] == text_of(tokens) and status == 200
         prompt = len(chat_ids())
         usage = {"prompt_tokens": prompt, "completion_tokens": 3, "total_tokens": prompt + 3}
@@ -117,7 +121,7 @@ async def test_what_cannot_be_continued_exactly_is_refused(path: str, change: di
 async def test_a_router_without_the_models_folder_serves_token_ids() -> None:
     async with serving(model_path=None) as rig:
         status, answer = await rig.post("/generate", generate())
-        assert (status, answer["output_ids"], "text" in answer) == (200, made(8), False)
+        assert (status, answer["output_ids"], "text" in answer) == (200, expected_ids(8), False)
         for path, body in (
             ("/generate", {"text": "a"}),
             ("/generate", {"input_ids": PROMPT, "sampling_params": {"stop": "a"}}),
@@ -152,11 +156,13 @@ async def test_a_stream_comes_as_the_tokens_arrive() -> None:
         rig.engines[0].hold_at = 3
         async with rig.client.post("/generate", json=generate(stream=True)) as answer:
             first = await answer.content.readuntil(b"\n\n")
-            assert json.loads(first[6:])["output_ids"][0] == made(1)[0], "before the answer is complete"
-            rig.engines[0].free.set()
+            assert json.loads(first[6:])["output_ids"][0] == expected_ids(1)[0], (
+                "before the answer is complete"
+            )
+            rig.engines[0].release.set()
             rest = (first + await answer.read()).decode()
-        assert [i for c in parse(rest) for i in c["output_ids"]] == made(8)
-        assert "".join(c["text"] for c in parse(rest)) == text_of(made(8))
+        assert [i for c in parse(rest) for i in c["output_ids"]] == expected_ids(8)
+        assert "".join(c["text"] for c in parse(rest)) == text_of(expected_ids(8))
 
 
 async def test_a_stream_repeats_all_tokens_where_the_engines_do() -> None:
@@ -165,8 +171,8 @@ async def test_a_stream_repeats_all_tokens_where_the_engines_do() -> None:
         rig.fleet.model.incremental = False
         body = generate(stream=True, return_logprob=True)
         chunks = parse((await rig.post("/generate", body))[1])
-        assert chunks[-1]["output_ids"] == made(8) and chunks[-1]["text"] == text_of(made(8))
-        assert [e[1] for e in chunks[-1]["meta_info"]["output_token_logprobs"]] == made(8)
+        assert chunks[-1]["output_ids"] == expected_ids(8) and chunks[-1]["text"] == text_of(expected_ids(8))
+        assert [e[1] for e in chunks[-1]["meta_info"]["output_token_logprobs"]] == expected_ids(8)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -204,8 +210,8 @@ async def test_a_server_that_was_started_without_arguments_serves(monkeypatch: p
     monkeypatch.setattr("tests.helpers.front_rig.HttpEngine", Stock)
     async with serving() as rig:
         status, answer = await rig.post("/generate", generate(return_logprob=True))
-        assert (status, answer["output_ids"]) == (200, made(8))
-        assert [e[1] for e in answer["meta_info"]["output_token_logprobs"]] == made(8)
+        assert (status, answer["output_ids"]) == (200, expected_ids(8))
+        assert [e[1] for e in answer["meta_info"]["output_token_logprobs"]] == expected_ids(8)
         assert answer["meta_info"]["weight_version"] == "default"
         assert rig.fleet.pool.engines[0].deaths == 0
 
@@ -238,7 +244,7 @@ async def test_an_interrupted_generate_continues_from_its_tokens(stream: bool, t
             body["text"] = "four"
             del body["input_ids"]
         answer = await interrupted(rig, "/generate", body)
-        tokens = made(12, len(prompt))
+        tokens = expected_ids(12, len(prompt))
         if stream:
             chunks = parse(answer)
             assert [i for c in chunks for i in c["output_ids"]] == tokens
@@ -269,16 +275,16 @@ async def test_openais_requests_continue_from_their_tokens_too(path: str, stream
         answer = await interrupted(rig, path, {"max_tokens": 9, "stream": stream, **asked})
         first, second = (body for _, body in rig.engines[0].requests)
         prompt = first["input_ids"]
-        assert second["input_ids"] == prompt + made(6, len(prompt))
+        assert second["input_ids"] == prompt + expected_ids(6, len(prompt))
         assert second["sampling_params"]["sampling_seed"] == first["sampling_params"]["sampling_seed"]
-        assert written(path, answer) == text_of(made(9, len(prompt)))
+        assert written(path, answer) == text_of(expected_ids(9, len(prompt)))
 
 
 async def test_the_last_token_before_an_abort_may_be_the_end() -> None:
     async with serving() as rig:
         rig.engines[0].hold_at = 5
         body = generate(20)
-        body["sampling_params"]["stop_token_ids"] = [made(6)[-1]]
+        body["sampling_params"]["stop_token_ids"] = [expected_ids(6)[-1]]
         tasks = [
             asyncio.create_task(rig.post("/generate", one))
             for one in (body, {**body, "stream": True}, generate(6))
@@ -286,24 +292,24 @@ async def test_the_last_token_before_an_abort_may_be_the_end() -> None:
         await rig.until(lambda: rig.fleet.router.stats()["received_tokens"] == 15)
         await rig.post("/update_weights_from_disk", {"model_path": "next"})
         whole, stream, _ = [(await t)[1] for t in tasks]
-        reason = {"type": "stop", "matched": made(6)[-1]}
-        assert (whole["output_ids"], whole["meta_info"]["finish_reason"]) == (made(6), reason)
+        reason = {"type": "stop", "matched": expected_ids(6)[-1]}
+        assert (whole["output_ids"], whole["meta_info"]["finish_reason"]) == (expected_ids(6), reason)
         chunks = parse(stream)
-        assert [i for c in chunks for i in c["output_ids"]] == made(6)
-        assert "".join(c["text"] for c in chunks) == whole["text"] == text_of(made(5))
+        assert [i for c in chunks for i in c["output_ids"]] == expected_ids(6)
+        assert "".join(c["text"] for c in chunks) == whole["text"] == text_of(expected_ids(5))
         assert chunks[-1]["meta_info"]["finish_reason"] == reason
         assert len(rig.engines[0].requests) == 3, "nothing is written past the end"
 
 
 async def test_a_stop_text_ends_a_response_across_an_interruption() -> None:
     """It is in the tokens of both requests, so no engine finds it."""
-    stop = text_of(made(9)[4:8])
+    stop = text_of(expected_ids(9)[4:8])
     async with serving() as rig:
         body = generate(20, stream=True)
         body["sampling_params"]["stop"] = [stop]
         chunks = parse(await interrupted(rig, "/generate", body))
-        assert [i for c in chunks for i in c["output_ids"]] == made(8)
-        assert "".join(c["text"] for c in chunks) == text_of(made(4))
+        assert [i for c in chunks for i in c["output_ids"]] == expected_ids(8)
+        assert "".join(c["text"] for c in chunks) == text_of(expected_ids(4))
         assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
@@ -318,15 +324,15 @@ async def test_a_dead_engine_costs_no_request() -> None:
         await rig.until(lambda: all(len(e.requests) == 2 for e in rig.engines))
         await rig.until(lambda: rig.fleet.router.stats()["received_tokens"] == 20)
         rig.engines[1].hold_at = None
-        rig.engines[1].free.set()
+        rig.engines[1].release.set()
         state = rig.fleet.pool.find(rig.urls[0])
         assert state is not None
         state.mark_dead()
         for task in tasks:
             _, text = await task
-            assert [i for c in parse(text) for i in c["output_ids"]] == made(12)
+            assert [i for c in parse(text) for i in c["output_ids"]] == expected_ids(12)
         assert len(rig.engines[1].requests) == 4
-        rig.engines[0].free.set()
+        rig.engines[0].release.set()
 
 
 async def test_a_server_fault_is_retried_on_another_engine() -> None:
@@ -334,7 +340,7 @@ async def test_a_server_fault_is_retried_on_another_engine() -> None:
         rig.engines[0].fail_with = 500
         for i in range(4):
             status, answer = await rig.post("/generate", generate(session_id=str(i)))
-            assert (status, answer["output_ids"]) == (200, made(8))
+            assert (status, answer["output_ids"]) == (200, expected_ids(8))
         assert rig.fleet.pool.engines[0].breaker.failures
         assert not rig.fleet.pool.engines[1].breaker.failures
 
@@ -357,7 +363,7 @@ async def test_an_error_after_the_first_event_ends_the_stream() -> None:
         _, text = await task
         error = json.loads(text.rstrip().rsplit("\n\n", 1)[1][6:])["error"]
         assert error["code"] == 503 and error["type"] == "server_error"
-        rig.engines[0].free.set()
+        rig.engines[0].release.set()
 
 
 def test_deaths_are_forgotten_after_a_while() -> None:

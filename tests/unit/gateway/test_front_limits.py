@@ -157,7 +157,7 @@ async def test_too_large_too_many_and_nobody_there() -> None:
         status, answer = await rig.post("/generate", generate())
         assert (status, answer["error"]["type"]) == (429, "invalid_request_error")
         assert len(rig.engines[0].requests) == 1, "one at a time"
-        rig.engines[0].free.set()
+        rig.engines[0].release.set()
         assert [(await t)[0] for t in tasks] == [200, 200]
 
     async with serving(queue_seconds=0.05) as rig:
@@ -212,7 +212,7 @@ async def test_one_request_does_not_get_round_the_limits() -> None:
         )
         tasks[1].cancel()
         await rig.until(lambda: len(rig.engines[0].requests) == 5)
-        rig.engines[0].free.set()
+        rig.engines[0].release.set()
         assert [(await t)[0] for t in (tasks[0], tasks[2])] == [200, 200]
         assert rig.fleet.pool.in_flight == 0
 

@@ -203,7 +203,7 @@ async def test_the_others_wait_for_the_tree_and_all_go_on_by_themselves() -> Non
     generate.attach(family := Siblings(samples), model.look)
     await asyncio.gather(*(generate(s, Prompt(0, "", [3, 4], {})) for s in samples))
     assert sorted(order) == sorted(s.tokens for s in samples) and max(order) > 50
-    assert family.kept >= 3
+    assert family.keep_count >= 3
     # One that comes later (a planner's), and one after a restart, grow no tree.
     late = Sample(4, 0, 4, [3, 4], seed=4)
     samples.append(late)

@@ -27,7 +27,7 @@ from launch.supervisor import Supervisor
 from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.core.owner import Owner
 from rlsys.obs import coordinator
-from tests.helpers.clocks import FalseClock
+from tests.helpers.clocks import FakeClock
 from tests.helpers.supervisor_stage import SERVE_FOREVER, Stage, wait_until
 
 
@@ -174,7 +174,7 @@ def test_a_server_that_samples_again_has_its_engines_restarts_forgiven(stage: St
     assert len([n for n in stage.notes if n.startswith("engine-0 began")]) == 3
 
 
-class Clock(FalseClock):
+class Clock(FakeClock):
     """It goes on only while the supervisor sleeps; the roles, which are real, get a moment then."""
 
     def sleep(self, seconds: float) -> None:

@@ -24,8 +24,8 @@ from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.store import FILE_NAME
 from rlsys.segments.records import FOLDER
-from tests.helpers.coordinator_stage import BOUNDARIES, CHECKPOINT_EVERY, TOLD, saved_step
-from tests.helpers.engine_server import served
+from tests.helpers.coordinator_stage import BOUNDARIES, CHECKPOINT_EVERY, STEP_LOG, saved_step
+from tests.helpers.engine_server import serve_engines
 from tests.helpers.rollout_rig import abandon, make_config
 from tests.helpers.scripted_engine import ScriptedEngine
 
@@ -97,7 +97,7 @@ class Killed:
             assert not self._not_committed(db)
 
     def _told(self) -> list[tuple[int, list[Any]]]:
-        file = self.folder / TOLD
+        file = self.folder / STEP_LOG
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         return [tuple(json.loads(line)) for line in lines if line.endswith("\n")]
 
@@ -118,7 +118,7 @@ async def run(folder: Path, workers: int, engines: int = 4) -> AsyncIterator[Kil
         )
         for i in range(engines)
     ]
-    async with served(*made):
+    async with serve_engines(*made):
         yield Killed(folder, made, folder / "config.json")
 
 
@@ -160,7 +160,9 @@ async def test_a_coordinator_that_is_killed_at_each_boundary_costs_nothing_twice
     rng = random.Random(part)
     async with run(tmp_path, 2) as killed:
         for name in list(BOUNDARIES)[part::PARTS]:
-            process = await killed.begin(name, times=1 if BOUNDARIES[name].kills else rng.choice((1, 1, 2)))
+            process = await killed.begin(
+                name, times=1 if BOUNDARIES[name].needs_worker_death else rng.choice((1, 1, 2))
+            )
             begun: list[psutil.Process] = []
             while process.returncode is None:
                 begun = workers_of(process) or begun

@@ -50,14 +50,14 @@ def sweep(tmp_path: Path, scenario: Scenario, check: Callable[[Path, str], None]
     for number, kind in clean.faults():
         sites, folder = Sites((number, kind)), tmp_path / f"{number}-{kind}"
         folder.mkdir()
-        what = f"{kind} in call {number}, {clean.seen[number]}"
+        what = f"{kind} in call {number}, {clean.calls[number]}"
         try:
             scenario(folder, sites)
         except RlsysError as e:
             assert "\n" not in str(e), what
         except OSError as e:
             raise AssertionError(f"{what}: not told in a line of ours: {e!r}") from e
-        assert len(sites.seen) > number, f"{what}: not reached"
+        assert len(sites.calls) > number, f"{what}: not reached"
         check(folder, what)
         shutil.rmtree(folder)
     return clean
@@ -127,9 +127,9 @@ def test_each_of_sqlites_calls_fails_once(
             write_ledger(folder)
 
     clean = sweep(tmp_path, scenario, check_ledger)
-    assert {"open", "write", "fsync"} <= set(clean.seen)
+    assert {"open", "write", "fsync"} <= set(clean.calls)
     assert len(clean.faults()) > 100
-    print(f"{len(clean.seen)} sites, {len(clean.faults())} faults")
+    print(f"{len(clean.calls)} sites, {len(clean.faults())} faults")
 
 
 def test_each_call_of_ours_around_the_ledger_fails_once(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_each_call_of_ours_around_the_ledger_fails_once(tmp_path: Path) -> None:
             write_ledger(folder)
 
     clean = sweep(tmp_path, scenario, check_ledger)
-    print(f"{len(clean.seen)} sites, {len(clean.faults())} faults")
+    print(f"{len(clean.calls)} sites, {len(clean.faults())} faults")
 
 
 # -- the run folder ------------------------------------------------------------------------------------------
@@ -171,8 +171,8 @@ def test_each_call_for_the_run_folder_fails_once(tmp_path: Path, monkeypatch: py
         assert not published.exists() or coordinator.read_address(config.run.dir) is not None, what
 
     clean = sweep(tmp_path, scenario, check)
-    assert {"open", "write", "fsync", "rename", "mkdir", "unlink"} <= set(clean.seen)
-    print(f"{len(clean.seen)} sites, {len(clean.faults())} faults")
+    assert {"open", "write", "fsync", "rename", "mkdir", "unlink"} <= set(clean.calls)
+    print(f"{len(clean.calls)} sites, {len(clean.faults())} faults")
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -238,8 +238,8 @@ def test_each_call_for_a_checkpoint_fails_once(tmp_path: Path, monkeypatch: pyte
         assert again.finish(wait=True) == 9, what
 
     clean = sweep(tmp_path, scenario, check)
-    assert {"open", "write", "fsync", "rename", "mkdir", "unlink"} <= set(clean.seen)
-    print(f"{len(clean.seen)} sites, {len(clean.faults())} faults")
+    assert {"open", "write", "fsync", "rename", "mkdir", "unlink"} <= set(clean.calls)
+    print(f"{len(clean.calls)} sites, {len(clean.faults())} faults")
 
 
 def test_the_sweep_itself_finds_what_is_not_told(tmp_path: Path) -> None:

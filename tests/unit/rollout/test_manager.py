@@ -23,7 +23,7 @@ from rlsys.rollout.run_metrics import quantile
 from rlsys.rollout.schedule import admission_capacity
 from rlsys.segments.records import SegmentReader
 from rlsys.segments.route_records import load_with_routes, read_pointer
-from tests.helpers.loaded import loaded
+from tests.helpers.loaded import load_tokens
 from tests.helpers.rollout_rig import (
     APRIL,
     Numbers,
@@ -632,7 +632,7 @@ async def test_commit_keeps_the_routes_of_running_samples(tmp_path: Path) -> Non
             made.append(chosen(1), 0)
         await r.manager.commit(1)
         r.buffer.save([running])
-        (saved,) = (s for s in loaded(tmp_path, r.buffer.read_groups([0]))[0].samples if s.index == 0)
+        (saved,) = (s for s in load_tokens(tmp_path, r.buffer.read_groups([0]))[0].samples if s.index == 0)
         with SegmentReader(tmp_path) as reader:
             assert [s.end for s in load_with_routes(reader, saved).routes] == [positions]
 

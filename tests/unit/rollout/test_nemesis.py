@@ -32,8 +32,8 @@ from rlsys.router.attest import Agreement
 from rlsys.router.failure_policy import DEATHS_CENSORED
 from rlsys.router.push import WeightPush
 from tests.helpers import nemesis_launch
-from tests.helpers.history import History, judge
-from tests.helpers.nemesis import FAULTS, Fault, Outcome, draw, play
+from tests.helpers.history import History, check_history
+from tests.helpers.nemesis import FAULTS, Fault, Outcome, draw, run_schedule
 
 SCHEDULES, CHUNK = 200, 5
 SLICE, FIRST = 20, 5
@@ -59,7 +59,7 @@ def played(
 ) -> Outcome:
     place = folder / str(seed)
     place.mkdir()
-    return play(place, seed, schedule, poison)
+    return run_schedule(place, seed, schedule, poison)
 
 
 @pytest.mark.parametrize(
@@ -67,17 +67,17 @@ def played(
     [pytest.param(n, marks=tier(n)) for n in range(0, SCHEDULES, CHUNK)],
 )
 def test_nothing_is_lost_trained_twice_or_made_by_other_weights(folder: Path, first: int) -> None:
-    happened, bad = Counter[str](), []
+    fault_counts, bad = Counter[str](), []
     for seed in range(first, first + CHUNK):
         outcome = played(folder, seed)
-        happened += outcome.happened
+        fault_counts += outcome.fault_counts
         faults = {kind: len(found) for kind, found in outcome.verdict.faults.items()}
         print(
             f"{seed}: {', '.join(map(str, draw(Random(seed))))}: {len(outcome.launches)} launches, {faults}"
         )
         if not outcome.verdict.clean:
             bad.append(f"schedule {seed}: {outcome.verdict}")
-    print(f"faults: {dict(happened)}")
+    print(f"faults: {dict(fault_counts)}")
     assert not bad, "\n".join(bad)
 
 
@@ -103,7 +103,7 @@ SEEDS = (0, 1, 3)
 """Both placements, and both interruptions."""
 TWO_OWNERS = [Fault(9.0, "launch stopped", 8.0), Fault(28.0, "second owner", 0.0)]
 ZOMBIES = [Fault(at, "keeper killed", seconds) for at, seconds in ((7.0, 3.0), (18.0, 1.0), (27.0, 4.0))]
-STRANGERS = [Fault(at, "strange push", 2.0) for at in (6.0, 13.0, 21.0, 29.0)]
+STRANGERS = [Fault(at, "foreign push", 2.0) for at in (6.0, 13.0, 21.0, 29.0)]
 DEAF = [Fault(8.0, "push dropped", 9.0), Fault(30.0, "push dropped", 6.0)]
 POISON = sample_seed(0, 5, 1)
 
@@ -137,7 +137,7 @@ def test_it_sees_two_writers_of_one_ledger(folder: Path, monkeypatch: pytest.Mon
         buffer.flush()
         buffer.check_counts()
         buffer.close()
-    verdict = judge(path, History(0), steps=0)
+    verdict = check_history(path, History(0), steps=0)
     assert verdict.faults["torn"] == ["sample 0 (active): 2 tokens in its row, 5 ids, 5 log-probs"]
 
 
@@ -161,7 +161,7 @@ def test_it_sees_a_trainer_that_comes_back(folder: Path, monkeypatch: pytest.Mon
         access.check_key(request)
 
     monkeypatch.setattr(Access, "check_trainer", only_the_key)
-    assert seen(folder, ZOMBIES, "twice", "wrong")
+    assert seen(folder, ZOMBIES, "duplicate", "wrong")
 
 
 def test_it_sees_a_sample_that_kills_engines_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,4 +176,4 @@ def test_deaths_are_remembered_over_restarts(folder: Path) -> None:
     schedule = [Fault(at, "rollout killed", 0.0) for at in range(4, 64, 4)]
     outcome = played(folder, 1, schedule, POISON)
     assert outcome.verdict.clean
-    assert outcome.poisoned <= DEATHS_CENSORED + 2
+    assert outcome.poison_deaths <= DEATHS_CENSORED + 2

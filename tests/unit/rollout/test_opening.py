@@ -16,14 +16,14 @@ from rlsys.core.owner import claim
 from rlsys.rollout import client
 from rlsys.rollout.client import RolloutClient
 from rlsys.rollout.startup_progress import open_with_progress
-from tests.helpers.clocks import FalseClock
+from tests.helpers.clocks import FakeClock
 
 TIMEOUT = 240.0
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FalseClock:
-    clock = FalseClock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
     monkeypatch.setattr(client, "time", clock)
     return clock
 
@@ -33,7 +33,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, answers: object) -> RolloutClient
     return RolloutClient(Path("nowhere"), "key")
 
 
-def test_an_opening_that_goes_on_is_waited_for(clock: FalseClock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opening_that_goes_on_is_waited_for(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before: the trainer gave up after engine.start_timeout, however far the ledger was."""
     opening = ((503, f"opening the ledger: {i // 100} MiB".encode()) for i in range(5000))
     ready = (200, json.dumps({"engines_ready": True}).encode())
@@ -41,7 +41,7 @@ def test_an_opening_that_goes_on_is_waited_for(clock: FalseClock, monkeypatch: p
     assert clock.now > 4 * TIMEOUT
 
 
-def test_an_opening_that_does_not_go_on_is_not(clock: FalseClock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opening_that_does_not_go_on_is_not(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = answering(monkeypatch, itertools.repeat((503, b"opening the ledger: 7 MiB read")))
     with pytest.raises(RunError, match="not ready after 240 s: opening the ledger: 7 MiB read"):
         stuck.wait_ready(TIMEOUT)

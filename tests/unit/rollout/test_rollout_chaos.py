@@ -44,7 +44,7 @@ from rlsys.segments.records import FOLDER, SegmentReader
 from rlsys.segments.route_records import load_with_routes
 from rlsys.worker.scoring import Scorer
 from rlsys.worker.workers import direct_workers
-from tests.helpers.loaded import loaded
+from tests.helpers.loaded import load_tokens
 from tests.helpers.rollout_rig import Numbers, abandon, make_config
 from tests.helpers.scripted_engine import (
     EOS,
@@ -254,7 +254,7 @@ class World:
         return float(len(text) % 2)
 
     def check(self, taken: TrainBatch) -> None:
-        groups = loaded(self.config.run.dir, taken.groups)
+        groups = load_tokens(self.config.run.dir, taken.groups)
         told = [(g.group_id, *(q.response_ids for s in g.samples for q in s.sequences)) for g in groups]
         assert self.told.setdefault(taken.train_step, told) == told
         assert taken.metrics["staleness_max"] <= self.config.rollout.max_staleness
@@ -358,7 +358,7 @@ def test_a_hundred_steps_of_samples_of_three_sequences(folder: Path, sections: d
     """Each of their tokens is what the engine would have made undisturbed, whatever was killed between them."""
     rollout = {
         "over_provision": 2, "max_staleness": 3, "max_response_tokens": BUDGET, "flush_tokens": 50,
-        "stall_timeout": 600, "generator": "tests.helpers.episode_cases:three_at_once",
+        "stall_timeout": 600, "generator": "tests.helpers.episode_cases:concurrent_sequences",
     }  # fmt: skip
     kept = {"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2}
     config = make_config(folder, rollout=rollout, trainer=kept, **sections)
@@ -406,7 +406,7 @@ class Forest(World):
     """Its samples are branches: only the roots' own tokens are what the engine would have made undisturbed."""
 
     def check(self, taken: TrainBatch) -> None:
-        groups = loaded(self.config.run.dir, taken.groups)
+        groups = load_tokens(self.config.run.dir, taken.groups)
         told = [(g.group_id, *(s.response_ids for s in g.samples)) for g in groups]
         assert self.told.setdefault(taken.train_step, told) == told
         assert taken.metrics["lost"] == 0

@@ -26,7 +26,7 @@ from rlsys.core.weight_updates import Canary
 from rlsys.data.quickstart_model import write_model
 from rlsys.rollout.client import RolloutClient
 from rlsys.worker.assembly import read_model_limits
-from tests.helpers.loaded import loaded
+from tests.helpers.loaded import load_tokens
 from tests.helpers.rollout_rig import APRIL, ids, make_config, rig, settle, slow_group_zero
 from tests.helpers.service_rig import OWNER, served, ticking
 
@@ -45,7 +45,7 @@ async def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> Non
         again = await r.manager.take(1)
         assert again is not None and taken.groups == again.groups
         assert isinstance(taken.metrics["tokens"], int)
-        assert loaded(tmp_path, taken.groups)[0].samples[0].mu[1] == -1 / 7
+        assert load_tokens(tmp_path, taken.groups)[0].samples[0].mu[1] == -1 / 7
         await ticking(r, client.end_push, await ticking(r, client.begin_push), [], [])
         assert (await ticking(r, client.evaluate)).prompts == 4
         assert await ticking(r, client.begin_evaluation) is True

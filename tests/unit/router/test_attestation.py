@@ -35,7 +35,7 @@ from rlsys.router.engine_checksums import (
 from rlsys.router.push import raise_if_all_quarantined
 from rlsys.trainer.checkpoints.conversion import to_hf, to_megatron
 from rlsys.weights.checksums import EngineChecksums
-from tests.helpers.held_weights import HeldWeights
+from tests.helpers.held_weights import EngineWeights
 from tests.helpers.router_rig import CANARY_IDS, A, B, Rig, check, routing, sample
 from tests.helpers.scripted_engine import ScriptedEngine, canary_logprobs, checksums
 
@@ -95,7 +95,7 @@ def test_no_faulty_push_of_the_shipped_model_is_attested(dtype: str, tp: int, fi
     old, new = (weights(v, getattr(torch, dtype)) for v in (1, 2))
     assert all(not torch.equal(old[name], new[name]) for name in new)
     before, after = (expected(tensors, tp) for tensors in (old, new))
-    base = HeldWeights(old, tp)
+    base = EngineWeights(old, tp)
     assert base.report() == before
     bounds = Bounds.of(Config.model_validate({"model": {"path": MODEL, "dtype": dtype}}))
     passed, cases = [], 0
@@ -117,7 +117,7 @@ def test_a_tensor_that_the_trainer_itself_forgets_is_missed() -> None:
     old, new = (weights(v, torch.float32) for v in (1, 2))
     before, bounds = expected(old, 1), Bounds(1e-6, 1e-4)
     for name in {re.sub(r"\d+", "#", name): name for name in new}.values():
-        checksums, held = ChecksumVerifier(), HeldWeights(old)
+        checksums, held = ChecksumVerifier(), EngineWeights(old)
         checksums.compare("engine", before, held.report())
         rest = {n: t for n, t in new.items() if n != name}
         held.load(rest)

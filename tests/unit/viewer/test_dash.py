@@ -245,7 +245,7 @@ async def page(stranger: TestClient, tmp_path: Path) -> AsyncIterator[Page]:
         await page.open(str(stranger.make_url("/").with_query(token=TOKEN)))
         page.home = str(stranger.make_url("/"))
         yield page
-        assert page.complaints == []  # no error, nothing that the page's own policy refuses
+        assert page.errors == []  # no error, nothing that the page's own policy refuses
         loaded = "performance.getEntriesByType('resource').map(r => new URL(r.name).host === location.host)"
         assert set(await page.evaluate(loaded)) == {True}  # nothing comes from elsewhere
 
@@ -367,7 +367,7 @@ async def test_a_run_that_goes_on_after_its_end_is_seen(tmp_path: Path) -> None:
         with (run / "metrics.jsonl").open("a") as lines:
             print(json.dumps({"kind": "run", "event": "resume", "step": 4, "time": 200.0}), file=lines)
         await page.until("!document.querySelector('#runs').innerText.includes('ended')")
-        assert page.complaints == []
+        assert page.errors == []
 
 
 @needs_chromium
@@ -441,5 +441,5 @@ async def test_no_page_is_wider_than_the_screen(page: Page, width: int, dark: bo
 async def test_a_refusal_is_told_and_the_page_stays(page: Page) -> None:
     await page.open(f"{page.home}#/samples?run=0&step=9")
     assert await page.text("#trouble") == "step 9: no such train step; the run has steps 1 to 2"
-    assert "400" in page.complaints[0]
-    page.forget_complaints()
+    assert "400" in page.errors[0]
+    page.clear_errors()

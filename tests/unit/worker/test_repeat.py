@@ -19,7 +19,7 @@ from rlsys.core.errors import RunError, UserError
 from rlsys.core.types import Sample, TrainBatch
 from rlsys.ledger.store import FILE_NAME
 from rlsys.worker.run_replay import RunRecord
-from tests.helpers.loaded import loaded
+from tests.helpers.loaded import load_tokens
 from tests.helpers.rollout_rig import Rig, length_reward, make_config, settle
 
 STEPS = 8
@@ -52,7 +52,7 @@ async def trained(
         out = []
         for step in range(1, steps + 1):
             taken = await done(r, r.manager.take(step), clock)
-            out.append(replace(taken, groups=loaded(r.folder, taken.groups)))
+            out.append(replace(taken, groups=load_tokens(r.folder, taken.groups)))
             ticket = await done(r, r.manager.begin_push(), clock)
             await r.manager.end_push(ticket, [])
         await r.manager.close()
@@ -112,7 +112,7 @@ async def test_another_clock_repeats_every_sequence(tmp_path: Path, monkeypatch:
 
     def config(name: str, **more: Any) -> Config:
         (tmp_path / name).mkdir()
-        generator = "tests.helpers.episode_cases:one_after_the_other"
+        generator = "tests.helpers.episode_cases:consecutive_sequences"
         rollout = {"over_provision": 3, "max_staleness": 2, "generator": generator, **more}
         return make_config(tmp_path, rollout=rollout, run={"dir": tmp_path / name})
 

@@ -14,8 +14,8 @@ from rlsys.core.types import Sample, SampleGroup, TrainBatch
 from rlsys.engine.client import EngineClient
 from rlsys.engine.wire import make_session
 from rlsys.rollout.members import Members
-from tests.helpers.engine_server import expected
-from tests.helpers.loaded import loaded
+from tests.helpers.engine_server import check_sample
+from tests.helpers.loaded import load_tokens
 from tests.helpers.scripted_engine import logprob, token
 from tests.helpers.several_turns import MARKS
 from tests.helpers.workers_rig import Run, check_step, run
@@ -67,7 +67,7 @@ def what(folder: Path, steps: list[TrainBatch]) -> list[Any]:
     return [
         [
             (s.sample_id, list(s.response_ids), list(s.mu), s.versions(), s.status, s.reward)
-            for g in loaded(folder, t.groups)
+            for g in load_tokens(folder, t.groups)
             for s in g.samples
         ]
         for t in steps
@@ -144,12 +144,12 @@ async def test_samples_of_several_sequences_outlive_a_worker(tmp_path: Path) -> 
         await r.push()
         for step in range(1, 7):
             taken = await r.take(step)
-            for sample in (s for g in loaded(tmp_path, taken.groups) for s in g.samples):
+            for sample in (s for g in load_tokens(tmp_path, taken.groups) for s in g.samples):
                 assert [q.parent for q in sample.sequences] == [None, 0, 1]
                 assert [q.aside for q in sample.sequences] == [False, True, False]
                 assert [q.last_turn for q in sample.sequences] == [1, 2, 3]
                 for sequence in sample.sequences:
-                    expected(sequence)
+                    check_sample(sequence)
                 assert sample.turn_rewards == MARKS
                 judged = sum(q.tokens for q in sample.sequences if not q.aside)
                 assert sample.reward == float(judged % 2)
@@ -170,7 +170,7 @@ async def test_trees_and_repairs_outlive_a_worker(planners: list[str], tmp_path:
         await r.push()
         for step in range(1, 9):
             taken = await r.take(step)
-            for group in loaded(tmp_path, taken.groups):
+            for group in load_tokens(tmp_path, taken.groups):
                 assert len(group.samples) == (6 if planners else 4)
                 for sample in group.samples:
                     check_branch(group, sample)
