@@ -150,7 +150,7 @@ class NemesisEngine(ScriptedEngine):
     def emissions(self) -> list[Emission]:
         return [
             Emission(
-                self.url, r.rid, r.ids, r.made,
+                self.url, r.rid, r.ids, r.output_ids,
                 [logprob(r.seed, len(r.ids) + i, w) for i, w in enumerate(r.weights)],
                 r.weights, r.delivered, r.died,
             )

@@ -127,7 +127,7 @@ def test_a_step_and_its_export(
     trainer.export_hf(exported)
     assert gap(trainer, exported) < LOGPS
     there = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
-    weights = {n for n in there if n.endswith(".safetensors") or n in one.beside}
+    weights = {n for n in there if n.endswith(".safetensors") or n in one.unindexed}
     left = {str(p.relative_to(exported)) for p in exported.rglob("*") if p.is_file()}
     assert there - weights == left - {n for n in left if n.endswith(".safetensors")}
     old, new = (AutoTokenizer.from_pretrained(f, trust_remote_code=True) for f in (folder, exported))

@@ -38,7 +38,7 @@ async def test_what_was_streamed_before_a_death_is_kept(moment: float) -> None:
         tasks = [rig.start(s) for s in samples]
         await asyncio.sleep(moment)
         lengths = [len(s.response_ids) for s in samples]
-        next(e for e in rig.engines if e.started or moment < 0.01).die()
+        next(e for e in rig.engines if e.prompts or moment < 0.01).die()
         for s, task, length in zip(samples, tasks, lengths, strict=True):
             kept = s.response_ids[:length]
             check(await task, versions={1})

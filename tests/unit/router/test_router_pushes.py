@@ -58,7 +58,7 @@ async def test_an_engine_may_keep_its_requests_through_a_push(how: Interruption)
         ]  # fmt: skip
         assert s.status is Status.IN_FLIGHT
         check(await task, versions={1, 2})
-        assert (s.resumes, len(rig.engine.started)) == (0, 1)
+        assert (s.resumes, len(rig.engine.prompts)) == (0, 1)
         seam = len(PROMPT) + s.spans[1].start - 1
         last = len(PROMPT) + len(s.response_ids) - 1
         assert positions_with_routes(s) == list(range(seam, last)), "older routes left with the first pass"
