@@ -211,7 +211,7 @@ def test_a_job_that_may_lose_nodes_takes_a_spare_one(
             assert stage.log().splitlines()[-1] == after[1]
             assert len(set(backend.free_ports({0: 2, 1: 2})[1])) == 2
         finally:
-            slurm.revive(before[1])
+            slurm.start_node(before[1])
 
 
 @pytest.mark.full

@@ -107,7 +107,7 @@ def main(workplace: Path, layouts: list[str]) -> None:
         trainer = Trainer(
             cases.config_of(workplace / "model", workplace / f"run-{layout}", **cases.sections(layout))
         )
-        cases.stir(trainer)
+        cases.randomize_adapters(trainer)
         logps = cases.canary_logps(trainer)
         trainer.export_hf(workplace / f"merged-{layout}")
         trainer.export_adapter(workplace / f"adapter-{layout}")

@@ -123,7 +123,7 @@ def seen(trainer: Trainer, shared: bool) -> dict[str, Any]:
 
 def gaps(trainer: Trainer) -> dict[str, Any]:
     """How far the pass that shares is from the one that does not."""
-    cases.stir(trainer)
+    cases.randomize_adapters(trainer)
     return compare(seen(trainer, False), seen(trainer, True))
 
 
@@ -170,7 +170,7 @@ def trainer_of(workplace: Path, layout: str) -> Trainer:
     sections = cases.sections(layout)
     sections["trainer"]["token_budget"] = BUDGET
     kind = next((k for k in MODELS if k in layout), None)
-    folder = workplace / (kind or cases.model_of(layout))
+    folder = workplace / (kind or cases.model_name(layout))
     return Trainer(cases.config_of(folder, workplace / "run-prefixes", **sections), ("entropy",))
 
 

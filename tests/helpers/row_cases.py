@@ -27,7 +27,7 @@ def output_layers(trainer: Trainer) -> Iterator[OutputLayer]:
 
 
 def gaps(trainer: Trainer) -> dict[str, Any]:
-    cases.stir(trainer)
+    cases.randomize_adapters(trainer)
     reference = prefixes.seen(trainer, False)
     products = 0
     for layer in output_layers(trainer):

@@ -178,7 +178,7 @@ class Connection:
         server.connections.add(self)
 
     def send(self, item: Any) -> None:
-        """Send an item from the server; None ends the stream. Due times differ, because equal timers have no order."""
+        """Send an item from the server; None ends the stream. Due times differ: timers of one time have no order."""
         loop = asyncio.get_running_loop()
         self._due = max(self._due + 1e-9, self._wires.due(self.client, self.server))
         loop.call_at(self._due, self._deliver, item, context=_KERNEL)

@@ -76,7 +76,7 @@ async def test_a_request_aborted_in_the_queue_repeats_nothing() -> None:
     """SGLang answers it with its last token again; what it made and had not sent is made again."""
 
     async with routing(ScriptedEngine(A, chunk=4)) as rig:
-        (s,), (task,) = await rig.at_work()
+        (s,), (task,) = await rig.start_samples()
         rig.engine.preempt()
         await rig.router.interrupt()
         assert len(s.response_ids) in (4, 8)
@@ -91,7 +91,7 @@ async def test_a_request_aborted_in_the_queue_repeats_nothing() -> None:
 
 async def test_what_came_from_a_cache_is_counted_by_what_could_have_put_it_there() -> None:
     async with routing(ScriptedEngine(A)) as rig:
-        (s,), (task,) = await rig.at_work()
+        (s,), (task,) = await rig.start_samples()
         await rig.router.interrupt()
         before = len(s.response_ids)
         rig.engine.cached_tokens = 3

@@ -211,7 +211,7 @@ async def test_an_engine_that_dies_in_a_push_gets_the_next_one() -> None:
 async def test_an_engine_that_is_slow_to_give_back_is_not_dead() -> None:
     """Its aborts are lost for some seconds; within INTERRUPT_SECONDS that costs nothing."""
     async with routing() as rig:
-        samples, tasks = await rig.at_work(2)
+        samples, tasks = await rig.start_samples(2)
         abort, until = rig.engine._abort_request, asyncio.get_running_loop().time() + INTERRUPT_SECONDS / 2
         rig.engine._generate_token = lambda request: None  # type: ignore[method-assign]  # it makes no token either
         step = ScriptedEngine._generate_token
@@ -234,7 +234,7 @@ async def test_an_engine_that_is_slow_to_give_back_is_not_dead() -> None:
 async def test_an_interrupt_lasts_as_long_as_something_comes_back() -> None:
     """Before: 60 seconds for all of an engine's samples, however many it had; then it counted as dead."""
     async with routing() as rig:
-        samples, tasks = await rig.at_work(4)
+        samples, tasks = await rig.start_samples(4)
         abort, loop, rids = rig.engine._abort_request, asyncio.get_running_loop(), list(rig.engine.requests)
         rig.engine._generate_token = lambda request: None  # type: ignore[method-assign]
         step, start = ScriptedEngine._generate_token, loop.time()

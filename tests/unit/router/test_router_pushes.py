@@ -32,7 +32,7 @@ pytestmark = pytest.mark.virtual_clock
 
 async def test_a_push_keeps_its_order() -> None:
     async with routing() as rig:
-        _, (task,) = await rig.at_work()
+        _, (task,) = await rig.start_samples()
         rig.engine.calls.clear()
         await rig.push()
         assert rig.engine.calls == [
@@ -142,7 +142,7 @@ async def test_nothing_is_taken_from_an_engine_that_kept_requests_and_got_wrong_
 
 async def test_engines_rest_while_the_trainer_works_and_wake_in_two_parts() -> None:
     async with routing() as rig:
-        _, (task,) = await rig.at_work()
+        _, (task,) = await rig.start_samples()
         await rig.router.interrupt()
         rig.engine.calls.clear()
         await rig.router.release_memory()
