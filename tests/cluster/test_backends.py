@@ -227,7 +227,7 @@ def test_a_node_of_ray_that_comes_back_is_used_again(
         ray_cluster.kill(1)
         assert stage.end_of(handle) == 255
         stage.wait(lambda: backend.lost_nodes() == [1])
-        ray_cluster.revive(1)
+        ray_cluster.restart_node(1)
         stage.wait(lambda: backend.lost_nodes() == [])
         assert stage.end_of(stage.start("raise SystemExit(7)", 1)) == 7
 

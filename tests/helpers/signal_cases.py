@@ -165,7 +165,7 @@ def trainer_of(run: Path, *overrides: str) -> Trainer:
 
 
 def config_of(recipe: str | None, run: Path, *overrides: str) -> Config:
-    """Return the config of a recipe or, for None, of the quickstart. Its learning rate is too small to change weights."""
+    """Return the config of a recipe or, for None, the quickstart, with a learning rate that changes no weight."""
     path = ROOT / "configs" / (f"algorithms/{recipe}.yaml" if recipe else "quickstart.yaml")
     return load_config(path, [f"run.dir={run}", "trainer.lr=1e-30", "trainer.token_budget=512", *overrides])
 

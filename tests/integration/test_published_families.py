@@ -21,7 +21,7 @@ from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases
 from tests.helpers.published_families import FAMILIES, TOOLS, Published, write
 from tests.helpers.published_tokenizers import CODE_FORMS
-from tests.helpers.verdicts import REWARDS, judged
+from tests.helpers.verdicts import REWARDS, score_response
 
 pytestmark = pytest.mark.integration
 
@@ -107,7 +107,7 @@ def test_a_right_answer_has_its_reward(family: tuple[Published, Path]) -> None:
         for end in one.stops:
             ids = [*tokenizer.encode(text), *tokenizer.encode(end)]
             trusted = one.form in CODE_FORMS
-            if judged(folder, reward, ids, Status.FINISHED, tokenizer, trusted).reward != full:
+            if score_response(folder, reward, ids, Status.FINISHED, tokenizer, trusted).reward != full:
                 missed.append((reward, end))
     assert not missed
 

@@ -438,7 +438,7 @@ def test_a_hundred_steps_of_trees(folder: Path) -> None:
     """Forked, cut and pruned between kills: a token that an engine made is in the ledger, or counted as discarded."""
     rollout = {
         "over_provision": 2, "max_staleness": 3, "max_response_tokens": BUDGET, "flush_tokens": 50,
-        "group_size": 4, "stall_timeout": 600, "generator": "tests.helpers.tree_cases:bushes",
+        "group_size": 4, "stall_timeout": 600, "generator": "tests.helpers.tree_cases:fixed_trees",
     }  # fmt: skip
     kept = {"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2}
     world = Forest(make_config(folder, rollout=rollout, trainer=kept), 0, steps=100)
