@@ -1,8 +1,8 @@
 """One of four trainer ranks that push their own tensors, under torchrun: `sharded_ranks FOLDER A B DIES REFUSES`.
 
-The four URLs are those of tests.helpers.receiving_engine processes. Rank 0 writes FOLDER/seen.json. Per push: the case,
-the checksums of all tensors, the tensors that engines received, the excluded engines, and the number of groups that
-engine A has joined so far.
+The four URLs are those of tests.helpers.receiving_engine processes. Rank 0 writes FOLDER/seen.json. Each push has the
+case, the checksums of all tensors, the tensors that engines received, the excluded engines, and the number of groups
+that engine A has joined so far.
 """
 
 from __future__ import annotations

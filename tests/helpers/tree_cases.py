@@ -73,7 +73,8 @@ def depth_wise_advantages(rewards: Sequence[float], texts: Sequence[Sequence[str
     """Return BranchGRPO's advantage of each token of a group, divided by the number of samples that share the token.
 
     This float64 reference uses only the texts. A node is the set of samples with the same prefix, and its depth
-    is the number of changes of this set along the text. The advantage of a node is relative to all nodes of the same depth.
+    is the number of changes of this set along the text. The advantage of a node is relative to all nodes
+    of the same depth.
     """
     sample_range = range(len(texts))
 
