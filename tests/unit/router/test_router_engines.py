@@ -74,11 +74,8 @@ async def test_a_server_fault_costs_a_back_off_and_no_token() -> None:
     async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push()
         step = rig.engines[0]._generate_token
-        rig.engines[0]._generate_token = lambda request: {
-            "type": "abort",
-            "status_code": 500,
-            "message": "oom",
-        }  # type: ignore
+        fault = {"type": "abort", "status_code": 500, "message": "oom"}
+        rig.engines[0]._generate_token = lambda request: fault  # type: ignore
         samples = [sample(i) for i in range(4)]
         tasks = [rig.start(s) for s in samples]
         for task in tasks:
