@@ -70,7 +70,7 @@ class Sender:
         right = {
             n: hashlib.sha256(t.view(torch.uint8).numpy().data).hexdigest()[:16] for n, t in tensors.items()
         }
-        assert all(host.said()["tensors"] == right for host in self._hosts), "other tensors than were sent"
+        assert all(host.state()["tensors"] == right for host in self._hosts), "other tensors than were sent"
         return seconds, passed
 
     def close(self) -> None:

@@ -1,6 +1,4 @@
-"""What every session does: a run's environment without the Makefile too, the same examples of property tests on every
-run, and the tier of each test.
-"""
+"""Setup of every session: the environment of a run, deterministic property tests, and the tier of each test."""
 
 from __future__ import annotations
 
@@ -21,15 +19,15 @@ for variable in (
 ):
     os.environ.setdefault(variable, CPU_HOST[variable])  # before anything imports torch
 
-# In a script, `COMMAND &` and nohup start a session that ignores these. Our commands keep ignoring
-# what they were started to ignore, and tests send these signals.
-for number, usual in (
+# `COMMAND &` in a script and nohup start a session that ignores these signals. Child processes inherit ignored
+# signals, and tests send these signals to child processes.
+for number, handler in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGHUP, signal.SIG_DFL),
     (signal.SIGQUIT, signal.SIG_DFL),
 ):
     if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, usual)
+        signal.signal(number, handler)
 
 pytest_plugins = ["tests.gate.baseline", "tests.gate.budget", "tests.gate.counts"]
 
@@ -41,7 +39,7 @@ REAL_STACK = ("tests/integration/", "tests/cluster/")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test on the real stack that is not marked `gate` is `full`: a new one does not slow `make test` down."""
+    """Mark tests on the real stack without `gate` as `full`, so that new ones do not slow down `make test`."""
     for item in items:
         if item.nodeid.startswith(REAL_STACK) and not item.get_closest_marker("gate"):
             item.add_marker("full")

@@ -1,4 +1,4 @@
-"""One real Slurm cluster of three nodes and one Ray cluster of two, started by the first test that needs them."""
+"""A real Slurm cluster of three nodes and a Ray cluster of two, which the first test that needs them starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.slurm_cluster import SlurmCluster, missing
 
 @pytest.fixture
 def slurm(slurm_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
-    """The cluster, idle before and after."""
+    """Slurm cluster that is idle before and after the test."""
     yield slurm_cluster
     slurm_cluster.cancel_all()
 
@@ -37,7 +37,7 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
-    """Two nodes on this machine, each with a loopback address of its own."""
+    """Ray cluster of two nodes on this machine, each with its own loopback address."""
     pytest.importorskip("ray", reason="Ray is not installed (pip install 'rlsys[ray]')")
     with tempfile.TemporaryDirectory(prefix="ray") as folder, RayCluster(Path(folder), nodes=2) as cluster:
         yield cluster
@@ -45,7 +45,7 @@ def ray_cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture(scope="session")
 def local_curve(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the synchronous tiny run learns through the backend local."""
+    """Curve of the synchronous tiny run with the local backend."""
     run = tmp_path_factory.mktemp("local") / "run"
     train_locally(run, *SYNCHRONOUS)
     return curve(run)

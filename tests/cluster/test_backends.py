@@ -211,7 +211,7 @@ def test_a_job_that_may_lose_nodes_takes_a_spare_one(
             assert stage.log().splitlines()[-1] == after[1]
             assert len(set(backend.free_ports({0: 2, 1: 2})[1])) == 2
         finally:
-            slurm.revive(before[1])
+            slurm.start_node(before[1])
 
 
 @pytest.mark.full
@@ -227,7 +227,7 @@ def test_a_node_of_ray_that_comes_back_is_used_again(
         ray_cluster.kill(1)
         assert stage.end_of(handle) == 255
         stage.wait(lambda: backend.lost_nodes() == [1])
-        ray_cluster.revive(1)
+        ray_cluster.restart_node(1)
         stage.wait(lambda: backend.lost_nodes() == [])
         assert stage.end_of(stage.start("raise SystemExit(7)", 1)) == 7
 

@@ -73,7 +73,7 @@ def test_an_asynchronous_run_survives_its_cluster(slurm: SlurmCluster, tmp_path:
     slurm.kill_node("node3")
     slurm.wait(lambda: slurm.job_state(job) == "PENDING", "the job is not requeued")
     done = steps_done(run)
-    slurm.revive("node3")
+    slurm.start_node("node3")
     wait_for_step(slurm, job, run, done + 2)
     assert resumed_at(run, 0) >= done - 1
 
@@ -121,7 +121,7 @@ def test_a_run_outlives_the_node_of_an_engine(slurm: SlurmCluster, tmp_path: Pat
         slurm.wait(lambda: not slurm.job_processes(), "processes are left")
         checked_ledger(run)
     finally:
-        slurm.revive("node3")
+        slurm.start_node("node3")
 
 
 def test_a_spare_node_takes_the_place_of_a_trainers(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -137,4 +137,4 @@ def test_a_spare_node_takes_the_place_of_a_trainers(slurm: SlurmCluster, tmp_pat
         assert resumed_at(run, 0) >= done - 1
         checked_ledger(run)
     finally:
-        slurm.revive("node2")
+        slurm.start_node("node2")

@@ -12,7 +12,16 @@ from tests.cluster.test_slurm_runs import submit, wait_for_end
 from tests.helpers.runs import TINY
 from tests.helpers.sessions import command_line
 from tests.helpers.slurm_cluster import SlurmCluster
-from tests.helpers.socket_table import RAY, SLURM, TABLE, Entry, Watch, faults, table_of, watched
+from tests.helpers.socket_table import (
+    RAY,
+    SLURM,
+    TABLE,
+    Entry,
+    Watch,
+    format_table,
+    run_and_watch,
+    violations,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -35,8 +44,8 @@ def test_every_socket_of_a_run_on_two_nodes(slurm: SlurmCluster, tmp_path: Path)
     with watch.over(lambda: of_run(run)):
         job = submit(slurm, run, "launch.nodes=2", "trainer.steps=2", "weights.method=broadcast")
         wait_for_end(slurm, job, run)
-    print(table_of(watch.seen, NODES))
-    assert faults(watch.seen, table=NODES) == []
+    print(format_table(watch.seen, NODES))
+    assert violations(watch.seen, table=NODES) == []
     assert any("rlsys.engine.server" in one.command for one in watch.seen)
 
 
@@ -44,6 +53,6 @@ def test_every_socket_of_a_run_with_a_ray_of_its_own(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     table = (*TABLE, *RAY)
     words = (f"run.dir={tmp_path / 'run'}", "launch.backend=ray", "trainer.steps=2", *TINY)
-    found, _ = watched("train", "configs/quickstart.yaml", *words)
-    print(table_of(found, table))
-    assert faults(found, table=table) == []
+    found, _ = run_and_watch("train", "configs/quickstart.yaml", *words)
+    print(format_table(found, table))
+    assert violations(found, table=table) == []

@@ -1,14 +1,14 @@
-"""The last result of every test, kept in tests/baseline.json; the summary names a new test that is slow for its tier.
+"""pytest plug-in that records the last result of every test, for tests/baseline.json, and reports new slow tests.
 
-pytest plug-in. The file maps a test id to `[outcome, seconds, commit]`: the outcome of the last recorded run
+The file maps a test id to `[outcome, seconds, commit]`: the outcome of the last recorded run
 (`passed`, `failed`, `xfailed`, or `not run`), its duration, and the commit that it ran on. Seconds are those of a
-reference machine: wall-clock seconds, divided by the time that a fixed computation takes here relative to there.
-Every session leaves its results in pytest's cache; `make baseline` copies the results of this machine's sessions into
-the file. No test fails because of time.
+reference machine: wall-clock seconds, divided by the ratio of the times of a fixed computation on this machine and on
+the reference machine. Every session stores its results in pytest's cache; `make baseline` copies the results of this
+machine's sessions into the file. No test fails because of time.
 
 With `--baseline-failures-may-fail`, the last stage of `.ci/run`, a test whose recorded outcome is `failed` or
-`not run` does not fail the session: pytest counts it as `xfailed` or `xpassed`, and the summary names it. A test that
-the file does not have is new and must pass.
+`not run` does not fail the session: pytest counts it as `xfailed` or `xpassed`, and the summary lists it. A test that
+the file does not list is new and must pass.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ import pytest
 
 FILE = Path(__file__).resolve().parents[1] / "baseline.json"
 KEY = "rlsys/baseline"
-"""In pytest's cache."""
+"""Key in pytest's cache."""
 NOT_RUN = "not run"
 MAY_FAIL = ("failed", NOT_RUN)
 REFERENCE_SECONDS = 0.1
 """Seconds of `calibration` on the reference machine, the two-core server on which the file was first written."""
 LIMITS = {"check": 2.0, "test": 25.0}
-"""Seconds from which the summary names a new test of a tier. `make test-all` alone may take longer."""
-GROWN = 1.5
-"""A test is named, too, when it takes this many times its recorded seconds."""
+"""Seconds above which the summary lists a new test of a tier. Tests of `make test-all` have no limit."""
+MAX_GROWTH = 1.5
+"""The summary also lists a test that takes more than this many times its recorded seconds."""
 
 
 def tier(nodeid: str, marks: Mapping[str, Any]) -> str:
-    """The first of `make check`, `make test` and `make test-all` that runs the test."""
+    """Return the first of `make check`, `make test` and `make test-all` that runs the test."""
     if "full" in marks or "slow" in marks:
         return "test-all"
     return "check" if nodeid.startswith("tests/unit/") and "gate" not in marks else "test"
 
 
 def calibration() -> float:
-    """Seconds of a fixed computation, the least of five tries."""
-    tries = []
+    """Return the seconds of a fixed computation, the minimum of five repetitions."""
+    repetitions = []
     for _ in range(5):
         start = time.perf_counter()
         digest = b""
         for i in range(100_000):
             digest = hashlib.md5(digest + i.to_bytes(4, "little"), usedforsecurity=False).digest()
-        tries.append(time.perf_counter() - start)
-    return min(tries)
+        repetitions.append(time.perf_counter() - start)
+    return min(repetitions)
 
 
 class Result(NamedTuple):
@@ -64,24 +64,24 @@ class Result(NamedTuple):
 
 
 def read() -> dict[str, Result]:
-    """Test id -> its last recorded result."""
+    """Return the last recorded result of each test, by test id."""
     rows = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
     return {nodeid: Result(*row) for nodeid, row in rows.items()}
 
 
 def write(results: Mapping[str, Result]) -> None:
-    """One line per test, sorted."""
+    """Write the file with one line per test, sorted by test id."""
     lines = [f"{json.dumps(nodeid)}: {json.dumps(row)}" for nodeid, row in sorted(results.items())]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def durations() -> dict[str, float]:
-    """Test id -> reference seconds of tests whose last run passed."""
+    """Return the reference seconds of tests whose last run passed, by test id."""
     return {nodeid: row.seconds for nodeid, row in read().items() if row.outcome == "passed"}
 
 
 def head() -> str:
-    """The commit of the checkout, with `+` when files differ from it; empty outside of git."""
+    """Return the commit of the checkout, with `+` if files differ from it; empty outside of git."""
     root = FILE.parents[1]
     commit = subprocess.run(
         ["git", "rev-parse", "--short=9", "HEAD"], cwd=root, capture_output=True, text=True
@@ -95,11 +95,11 @@ def head() -> str:
 def slow_and_new(
     seconds: Mapping[str, float], tiers: Mapping[str, str], known: Mapping[str, float]
 ) -> list[str]:
-    """A line for each test above its tier's limit for which the file has no such duration."""
+    """Return a message for each test above its tier's limit and MAX_GROWTH times its recorded duration."""
     lines = []
     for nodeid, took in sorted(seconds.items(), key=lambda pair: -pair[1]):
         limit = LIMITS.get(tiers[nodeid])
-        if limit is None or took <= max(limit, GROWN * known.get(nodeid, 0.0)):
+        if limit is None or took <= max(limit, MAX_GROWTH * known.get(nodeid, 0.0)):
             continue
         remedy = {"check": "mark it `gate`", "test": "take its mark `gate` off, mark it `full`"}[
             tiers[nodeid]
@@ -112,7 +112,7 @@ def slow_and_new(
 
 
 class Recorder:
-    """Collects results in the process that reports: with xdist the one that distributes the tests."""
+    """Collects results in the controller process of xdist, or in the only process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -139,7 +139,7 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         commit = head()
-        # A skipped test is not a result: `--until` skips what does not fit.
+        # Skipped tests have no result: `--until` skips tests that do not fit.
         results = {
             nodeid: Result(outcome, round(self._seconds[nodeid], 1), commit)
             for nodeid, outcome in self._outcomes.items()
@@ -162,14 +162,14 @@ class Recorder:
 
 
 class BaselineFailures:
-    """Lets the tests fail whose recorded outcome is no pass."""
+    """Marks tests as xfail if their recorded outcome is `failed` or `not run`."""
 
     def __init__(self) -> None:
         self._ids = {nodeid for nodeid, row in read().items() if row.outcome in MAY_FAIL}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """These tests run first, so that a session with a time limit reaches them; files keep their order."""
+        """Run these tests first, so that a session with a time limit reaches them. Files keep their order."""
         for item in items:
             if item.nodeid in self._ids:
                 item.add_marker(

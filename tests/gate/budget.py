@@ -1,7 +1,7 @@
-"""`--until TIME`: a session that starts no test which would end after that moment, and names those it left out.
+"""pytest plug-in for `--until TIME`: start no test that would end after that time, and list the skipped tests.
 
-pytest plug-in. How long a test takes is what tests/baseline.json says of it, times how much slower than the
-reference this machine is. Nothing is cut off: a test that runs longer than expected still ends.
+The expected duration of a test is its duration in tests/baseline.json times the slowdown of this machine relative to
+the reference machine. A test that takes longer than expected is not interrupted.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ import pytest
 from tests.gate.baseline import REFERENCE_SECONDS, calibration, durations
 
 UNKNOWN_SECONDS = 60.0
-"""Expected of a test that is not in the file."""
+"""Expected seconds of a test that is not in the file."""
 
 
 class Budget:
-    """Skips what does not fit; `left` has the ids of what was skipped."""
+    """Skips tests that do not fit. `skipped`: their ids."""
 
     def __init__(self, until: float) -> None:
         self._until = until
-        self._slower = calibration() / REFERENCE_SECONDS
+        self._slowdown = calibration() / REFERENCE_SECONDS
         self._expected = durations()
-        self.left: list[str] = []
+        self.skipped: list[str] = []
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        expected = self._expected.get(item.nodeid, UNKNOWN_SECONDS) * self._slower
+        expected = self._expected.get(item.nodeid, UNKNOWN_SECONDS) * self._slowdown
         if time.time() + expected > self._until:
-            self.left.append(item.nodeid)
+            self.skipped.append(item.nodeid)
             pytest.skip("no time left for it")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self.left:
-            terminalreporter.section(f"{len(self.left)} tests did not run: no time left")
-            for nodeid in self.left:
+        if self.skipped:
+            terminalreporter.section(f"{len(self.skipped)} tests did not run: no time left")
+            for nodeid in self.skipped:
                 terminalreporter.line(nodeid)
 
 
@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--until",
         type=float,
         metavar="TIME",
-        help="start no test that would end after this moment (seconds since 1970), and name those left out",
+        help="start no test that would end after this time (seconds since 1970), and list the skipped tests",
     )
 
 

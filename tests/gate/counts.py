@@ -1,7 +1,6 @@
-"""Several sessions as one: each adds its counts to a file, and the last line of CI has their sums.
+"""pytest plug-in that sums the counts of several sessions: each appends its counts to the file RLSYS_TEST_COUNTS.
 
-pytest plug-in, with RLSYS_TEST_COUNTS set to a file's path; `python -m tests.gate.counts FILE` prints the sums as
-pytest ends a session.
+`python -m tests.gate.counts FILE` prints the sums in the form of pytest's last line.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import pytest
 
 VARIABLE = "RLSYS_TEST_COUNTS"
 SHOWN = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warnings", "error")
-"""pytest's own words, in its order."""
+"""pytest's names of outcomes, in pytest's order."""
 XPASSED_FILES = "xpassed_files"
-"""Test file -> number of its tests that passed although their recorded outcome is no pass."""
+"""Key of: test file -> number of its tests that passed although their recorded outcome is no pass."""
 
 
 class Counts:
@@ -39,7 +38,7 @@ class Counts:
 
 
 def unexpected_passes(lines: list[str]) -> str:
-    """`passed without a recorded pass: tests/a.py 3, tests/b.py 1` of all sessions, or nothing."""
+    """Return, for all sessions, `passed without a recorded pass: tests/a.py 3, tests/b.py 1`, or "" without any."""
     files: Counter[str] = Counter()
     for line in lines:
         files.update(json.loads(line).get(XPASSED_FILES, {}))
@@ -48,7 +47,7 @@ def unexpected_passes(lines: list[str]) -> str:
 
 
 def total(lines: list[str]) -> str:
-    """`12 failed, 900 passed in 631.20s` of all sessions."""
+    """Return the sums of all sessions, as `12 failed, 900 passed in 631.20s`."""
     sums: Counter[str] = Counter()
     for line in lines:
         row = json.loads(line)
@@ -66,8 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 if __name__ == "__main__":
-    given = Path(sys.argv[1])
-    sessions = given.read_text().splitlines() if given.exists() else []
+    counts_file = Path(sys.argv[1])
+    sessions = counts_file.read_text().splitlines() if counts_file.exists() else []
     if passes := unexpected_passes(sessions):
         print(passes)
     print(f" {total(sessions)} ".center(100, "="))

@@ -1,4 +1,4 @@
-"""Writes docs/files.md: the packages and their files, each with the first sentence of its docstring.
+"""Write docs/files.md: the packages and their files, each with the first paragraph of its docstring.
 
 python -m tests.gate.file_map
 """
@@ -19,20 +19,24 @@ What each file is for, from its docstring. `python -m tests.gate.file_map` write
 
 
 def summary(path: Path) -> str:
-    """The first paragraph of a module's docstring, as one line; empty where there is none."""
+    """Return the first paragraph of a module's docstring, as one line, or "" without a docstring."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(docstring.partition("\n\n")[0].split()).replace("|", "\\|")
 
 
 def page() -> str:
-    """The page, with one section for each package. Raises ValueError for a file without a docstring."""
+    """Return the page, with one section per package.
+
+    Raises:
+        ValueError: A file has no docstring.
+    """
     sections = [HEAD]
     folders = sorted({path.parent for top in PACKAGES for path in (ROOT / top).rglob("*.py")})
     for folder in folders:
         files = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
         missing = [path for path in (folder / "__init__.py", *files) if not summary(path)]
         if missing:
-            raise ValueError(f"{missing[0].relative_to(ROOT)}: no docstring says what it is for")
+            raise ValueError(f"{missing[0].relative_to(ROOT)}: the file has no docstring")
         rows = [f"| `{path.name}` | {summary(path)} |" for path in files]
         name = folder.relative_to(ROOT)
         table = ["| file | |", "| --- | --- |", *rows, ""] if rows else []

@@ -1,8 +1,8 @@
-"""Which mutants are tried: one change each of a line of code, the lines drawn with equal chances.
+"""Random choice of mutants: each changes one line of code, and all lines are equally likely.
 
-The changes are those of cosmic-ray, of its many pairs of operators those that a slip of the hand makes (`<` for
-`<=`, `+` for `-`), and statements left out. What is drawn hangs on the text of a line and of its function, not on
-where it stands: an edit elsewhere does not draw anew.
+The mutation operators are those of cosmic-ray, limited to replacements that occur as slips (`<` for `<=`, `+` for
+`-`), and the removal of statements. The choice depends on the text of a line and on its function, not on its line
+number, so that edits elsewhere do not change the choice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAIRS = {
     "ReplaceBinaryOperator": "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_Mul Pow_Mul BitOr_BitAnd BitAnd_BitOr",
     "ReplaceUnaryOperator": "USub_UAdd Delete_Not Delete_Invert",
 }
-"""Of cosmic-ray's operators that replace one sign by another, the pairs we use; of its others, those below."""
+"""cosmic-ray's replacements of one operator by another that are used."""
 OTHERS = [
     "AddNot",
     "ReplaceTrueWithFalse",
@@ -43,14 +43,14 @@ OTHERS = [
     "ZeroIterationForLoop",
 ]
 ARITHMETIC = ("arith_expr", "term", "power", "expr", "and_expr")
-"""Where a sign stands between values: cosmic-ray takes `f(*, a)` and `{**a}` for products and powers."""
+"""Node types of arithmetic, because cosmic-ray mistakes `f(*, a)` and `{**a}` for products and powers."""
 
 Position = tuple[tuple[int, int], tuple[int, int]]
-"""Line and column of the first and of the last letter."""
+"""Line and column of the first and of the last character."""
 
 
 class DropStatement(Operator):
-    """`pass` in the place of a call, or of a value put into an attribute or an item."""
+    """Replace a call, or an assignment to an attribute or an item, by `pass`."""
 
     def mutation_positions(self, node: Any) -> Iterator[Position]:
         if node.type != "simple_stmt":
@@ -74,7 +74,7 @@ class DropStatement(Operator):
 
 
 class CatchNothing(Operator):
-    """An empty tuple in the place of the exceptions of an `except`. cosmic-ray's own fails on dotted names."""
+    """Replace the exceptions of an `except` by an empty tuple. cosmic-ray's operator fails on dotted names."""
 
     def mutation_positions(self, node: Any) -> Iterator[Position]:
         if node.type == "except_clause" and len(node.children) > 1:
@@ -92,7 +92,7 @@ class CatchNothing(Operator):
 
 
 def operators() -> dict[str, list[Operator]]:
-    """Family -> its operators. A line's family is drawn before the operator in it."""
+    """Return the operators by family. The family of a line is chosen before the operator."""
     provider = OperatorProvider()
     families = {
         family: [provider[f"{family}_{pair}"]() for pair in pairs.split()] for family, pairs in PAIRS.items()
@@ -107,7 +107,16 @@ def operators() -> dict[str, list[Operator]]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """`function`: with its class, or "" outside; `before` and `after`: what changed, stripped, each in one line."""
+    """A changed file.
+
+    Attributes:
+        file: Path of the file relative to the root.
+        line: Line of the change.
+        function: Qualified name of the function, "" outside of functions.
+        before: The changed lines of the original, stripped and joined to one line.
+        after: The changed lines of the mutant, likewise.
+        mutated: Text of the changed file.
+    """
 
     file: str
     line: int
@@ -128,8 +137,7 @@ class Mutant:
 
 
 def meaning(source: str) -> str | None:
-    """The program without prose and what only types and schemas read (annotations, a Protocol's inside); None when it
-    is no program."""
+    """Return a dump of the program without annotations and the bodies of Protocols, or None for invalid syntax."""
     try:
         tree = _Types().visit(ast.parse(source))
     except SyntaxError:
@@ -147,14 +155,14 @@ def meaning(source: str) -> str | None:
 
 
 class _Types(ast.NodeTransformer):
-    """Leaves out what an attribute is said to be before it has a value."""
+    """Removes annotations of attributes without a value."""
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
         return ast.Pass() if node.value is None and isinstance(node.target, ast.Attribute) else node
 
 
 def functions(tree: ast.AST, inside: str = "") -> Iterator[tuple[range, str]]:
-    """Lines and name of each function or class, the outer ones first."""
+    """Yield the lines and the qualified name of each function or class, outer ones first."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = f"{inside}.{node.name}".lstrip(".")
@@ -166,7 +174,7 @@ def functions(tree: ast.AST, inside: str = "") -> Iterator[tuple[range, str]]:
 
 
 def statement_lines(source: str, line: int) -> range:
-    """Lines of the statement around a line: of an `if`, a loop or a function, its head alone."""
+    """Return the lines of the statement at a line. A compound statement has only the lines of its header."""
     statement_range = range(line, line + 1)
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.stmt):
@@ -175,23 +183,23 @@ def statement_lines(source: str, line: int) -> range:
         last = body[0].lineno - 1 if body else (node.end_lineno or node.lineno)
         lines = range(node.lineno, max(last, node.lineno) + 1)
         if line in lines:
-            statement_range = lines  # ast.walk goes inwards: the innermost is the last
+            statement_range = lines  # ast.walk visits inner statements last
     return statement_range
 
 
 def around(source: str, line: int) -> list[range]:
-    """Lines of the statement, of its function or class, of what that is in, and of the file."""
+    """Return the lines of the statement, of the enclosing functions and classes, innermost first, and of the file."""
     inside = [lines for lines, _ in functions(ast.parse(source)) if line in lines]
     return [statement_lines(source, line), *reversed(inside), range(1, source.count("\n") + 2)]
 
 
 def chance(*words: object) -> str:
-    """Sorting by it shuffles; the same words always have the same one."""
+    """Return a hash of the words. Sorting by it is a deterministic shuffle."""
     return hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()
 
 
 class Source:
-    """A file and every place at which it can be changed."""
+    """A source file and all positions of mutation operators in it."""
 
     def __init__(self, root: Path, file: str) -> None:
         self.file = file
@@ -213,7 +221,7 @@ class Source:
                         )
 
     def lines(self, seed: int) -> list[tuple[str, int]]:
-        """Chance and number of each line that can be changed."""
+        """Return the sort key and the number of each line with a mutation operator."""
         occurrences: dict[tuple[str, str], int] = {}
         chances = []
         for line in sorted(self._places):
@@ -226,7 +234,7 @@ class Source:
         return next((name for lines, name in reversed(self._functions) if line in lines), "")
 
     def mutant(self, line: int, luck: str) -> Mutant | None:
-        """Of the line's changes that mean something, the one that luck chooses."""
+        """Return the mutant of a line that `luck` chooses among those that change the program, or None."""
         for family in sorted(self._places[line], key=lambda name: chance(luck, name)):
             choices = self._places[line][family]
             for n in sorted(range(len(choices)), key=lambda n: chance(luck, family, n)):
@@ -240,7 +248,7 @@ class Source:
 
 
 def changed_lines(original: str, mutated: str) -> tuple[str, str]:
-    """What stood there and what stands there now, each in one line."""
+    """Return the changed lines of the original and of the mutant, each stripped and joined to one line."""
     old, new = original.splitlines(), mutated.splitlines()
     blocks = [b for b in difflib.SequenceMatcher(None, old, new, False).get_opcodes() if b[0] != "equal"]
     lines_before = [line.strip() for _, i, j, _, _ in blocks for line in old[i:j]]
@@ -250,7 +258,7 @@ def changed_lines(original: str, mutated: str) -> tuple[str, str]:
 
 @dataclass
 class Equivalents:
-    """What no test can notice, read from equivalent_mutants.yaml."""
+    """Equivalent mutants, which no test can kill, from equivalent_mutants.yaml."""
 
     entries: dict[tuple[str, str, str, str], str]
     anywhere: dict[str, str]
@@ -270,7 +278,7 @@ class Equivalents:
         return mutant.key in self.entries or any(removed_texts)
 
     def stale(self, root: Path) -> list[str]:
-        """A line for each entry whose line is no longer in its file."""
+        """Return a message for each entry whose line is no longer in its file."""
         stale_entries = []
         for file, function, old_line, _ in self.entries:
             path = root / file
@@ -281,7 +289,7 @@ class Equivalents:
 
 
 def files(root: Path, places: Iterable[str]) -> list[str]:
-    """Python files of folders and the files themselves, relative to the root."""
+    """Return the Python files of folders and single files, relative to the root."""
     paths = [
         path
         for entry in places
@@ -291,7 +299,7 @@ def files(root: Path, places: Iterable[str]) -> list[str]:
 
 
 def draw(root: Path, places: Iterable[str], count: int, seed: int, known: Equivalents) -> list[Mutant]:
-    """`count` mutants of different lines, or as many as there are, none of them known to be equivalent."""
+    """Return up to `count` mutants of different lines that are not known to be equivalent."""
     sources = {file: Source(root, file) for file in files(root, places)}
     lines = sorted(
         (luck, file, line) for file, source in sources.items() for luck, line in source.lines(seed)

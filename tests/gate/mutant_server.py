@@ -1,9 +1,10 @@
-"""Runs trials for mutants.py: imports the big packages of others once and forks for each trial.
+"""Server that runs the tests of mutants.py: it imports large packages once and forks for each trial.
 
     {"tests": {id: 30.0}, "start": 40.0}  ->  {"outcome": "killed", "by": "tests/unit/test_a.py::test"}
 
-One line of JSON each way. The numbers are seconds: for each test, and until the first one begins. A trial imports our
-own files anew, so it sees the file that was changed on disk. What it leaves running is ended before the next one.
+Requests and responses are lines of JSON. The numbers are time limits in seconds: of each test, and of the imports
+before the first test. A trial imports the modules of this repository again, and so reads the changed file. Processes
+that a trial leaves behind are killed before the next trial.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ HEAVY = (
     "transformers",
     "pytest_asyncio",
 )
-"""Not megatron, which our patches must meet before its first import."""
+"""Packages without megatron, which megatron_patches must patch at its first import."""
 OPTIONS = [
     "-q",
     "-x",
@@ -53,41 +54,46 @@ OPTIONS = [
 ]
 
 
-class Chosen:
-    """pytest plug-in: keeps the tests of a list, in its order, tells which one begins, and writes down the first that
-    fails."""
+class OrderedTests:
+    """pytest plug-in that runs a list of tests in order, reports the start of each, and records the first failure.
 
-    def __init__(self, tests: Collection[str], failed: Path, begun: int) -> None:
-        self._place = {test: n for n, test in enumerate(tests)}
+    Args:
+        tests: Test ids.
+        failed: File that receives the id of the first failed test.
+        start_fd: File descriptor that receives the id of each test that starts, one a line.
+    """
+
+    def __init__(self, tests: Collection[str], failed: Path, start_fd: int) -> None:
+        self._positions = {test: n for n, test in enumerate(tests)}
         self._failed = failed
-        self._begun = begun
+        self._start_fd = start_fd
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        chosen = [item for item in items if item.nodeid in self._place]
-        items[:] = sorted(chosen, key=lambda item: self._place[item.nodeid])
+        selected = [item for item in items if item.nodeid in self._positions]
+        items[:] = sorted(selected, key=lambda item: self._positions[item.nodeid])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        os.write(self._begun, f"{nodeid}\n".encode())
+        os.write(self._start_fd, f"{nodeid}\n".encode())
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed and not self._failed.exists():
             self._failed.write_text(report.nodeid, encoding="utf-8")
 
 
-def try_tests(tests: Collection[str], failed: Path, output: Path, begun: int) -> int:
-    """In the forked process: pytest's exit code."""
+def run_tests(tests: Collection[str], failed: Path, output: Path, start_fd: int) -> int:
+    """Run tests in the forked process and return pytest's exit code."""
     with output.open("w") as out:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(out.fileno(), stream.fileno())
     for name in [name for name in sys.modules if name.split(".")[0] in FOLDERS]:
         del sys.modules[name]
     files = dict.fromkeys(test.split("::")[0] for test in tests)
-    return int(pytest.main([*OPTIONS, *files], plugins=[Chosen(tests, failed, begun)]))
+    return int(pytest.main([*OPTIONS, *files], plugins=[OrderedTests(tests, failed, start_fd)]))
 
 
-def end_all() -> None:
-    """Whatever a trial started, also what is in a session of its own: it was adopted by this process."""
+def kill_descendants() -> None:
+    """Kill all processes of a trial. Those with another session are children of this subreaper."""
     while children := psutil.Process().children(recursive=True):
         for process in children:
             process.kill()
@@ -95,8 +101,17 @@ def end_all() -> None:
 
 
 def trial(limits: Mapping[str, float], start: float, folder: Path) -> dict[str, str]:
-    """`outcome`, and `by`: the test that failed or took too long, or how pytest ended without one (a file that cannot
-    be imported)."""
+    """Run tests in a forked process.
+
+    Args:
+        limits: Test id -> time limit in seconds, in the order of the tests.
+        start: Time limit in seconds of the imports before the first test.
+        folder: Folder for temporary files.
+
+    Returns:
+        `outcome`: survived, killed or timed out. `by`: the test that failed or exceeded its limit, or pytest's exit
+        code if no test failed, for example after an import error.
+    """
     failed, output = folder / "failed", folder / "output"
     failed.unlink(missing_ok=True)
     read_fd, write_fd = os.pipe()
@@ -104,20 +119,20 @@ def trial(limits: Mapping[str, float], start: float, folder: Path) -> dict[str, 
     if not child:
         code = int(pytest.ExitCode.INTERNAL_ERROR)
         try:
-            code = try_tests(limits, failed, output, write_fd)
+            code = run_tests(limits, failed, output, write_fd)
         finally:
             sys.stdout.flush()
             os._exit(code)
     os.close(write_fd)
     handle = os.pidfd_open(child)
-    late = _waited(handle, read_fd, limits, start)
+    late_test = _wait(handle, read_fd, limits, start)
     os.close(handle)
     os.close(read_fd)
-    if late is not None:
-        end_all()
-        return {"outcome": "timed out", "by": late}
+    if late_test is not None:
+        kill_descendants()
+        return {"outcome": "timed out", "by": late_test}
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    end_all()
+    kill_descendants()
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
         raise RuntimeError(output.read_text())
     if code == pytest.ExitCode.OK:
@@ -125,20 +140,30 @@ def trial(limits: Mapping[str, float], start: float, folder: Path) -> dict[str, 
     return {"outcome": "killed", "by": failed.read_text() if failed.exists() else f"exit code {code}"}
 
 
-def _waited(ended: int, told: int, limits: Mapping[str, float], start: float) -> str | None:
-    """Until the process `ended`, which tells of every test that begins: the test that takes too long, if one does."""
+def _wait(exit_fd: int, start_fd: int, limits: Mapping[str, float], start: float) -> str | None:
+    """Wait until the process exits or a test exceeds its limit.
+
+    Args:
+        exit_fd: pidfd of the process.
+        start_fd: File descriptor with the ids of started tests.
+        limits: Test id -> time limit in seconds.
+        start: Time limit in seconds of the imports.
+
+    Returns:
+        The test that exceeded its limit, with the limit, or None.
+    """
     test, limit = "the imports", start
     deadline = time.monotonic() + limit
     while True:
-        ready, _, _ = select.select([ended, told], [], [], max(0.0, deadline - time.monotonic()))
-        if ended in ready:
+        ready, _, _ = select.select([exit_fd, start_fd], [], [], max(0.0, deadline - time.monotonic()))
+        if exit_fd in ready:
             return None
         if not ready:
             return f"{test}: {limit:.0f} s"
-        if not (nodeids := os.read(told, 2**16).decode(errors="replace")):
-            continue  # it is about to end
+        if not (nodeids := os.read(start_fd, 2**16).decode(errors="replace")):
+            continue  # the process closed the pipe and is about to exit
         test = nodeids.splitlines()[-1]
-        limit = limits.get(test, start)  # half a name, where many were told at once
+        limit = limits.get(test, start)  # a read may end within an id
         deadline = time.monotonic() + limit
 
 
@@ -148,8 +173,8 @@ def serve() -> None:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         for line in sys.stdin:
-            order = json.loads(line)
-            print(json.dumps(trial(order["tests"], order["start"], Path(folder))), flush=True)
+            request = json.loads(line)
+            print(json.dumps(trial(request["tests"], request["start"], Path(folder))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""`make mutants`: small changes to the code, drawn from a seed. Unit tests must notice nine of ten.
+"""Mutation testing, `make mutants`: unit tests must detect at least 90% of random small changes to the code.
 
-    draw (mutant_drawing.py) -> a clean run that notes which test runs which line -> for each mutant the tests that
-    run its line, the nearest first, until one fails -> what lived, as diffs
+    choose mutants (mutant_drawing.py) -> a clean run that records the lines that each test runs -> for each mutant
+    the tests that run its line, the nearest first, until one fails -> the surviving mutants, as diffs
 
-Each worker has a copy of the working tree, in which it changes one file at a time, and a server that has the big
-packages imported and forks for each trial (mutant_server.py). Mutants that no test can notice are listed in
-equivalent_mutants.yaml with the reason; they are not drawn.
+Each worker has a copy of the working tree, in which it changes one file at a time, and a server with the large
+packages imported that forks for each trial (mutant_server.py). Equivalent mutants, which no test can detect, are
+listed in equivalent_mutants.yaml with the reason and are not chosen.
 """
 
 from __future__ import annotations
@@ -49,15 +49,23 @@ PLACES = (
 )
 UNIT = ("tests/unit",)
 FIRST = 40
-"""Tests tried first: they end most mutants, and few files are imported for them."""
+"""Number of tests in the first trial, which kills most mutants and imports few files."""
 LEAST_SECONDS = 10.0
-"""What a test, or the imports before the first one, counts as at least when its time limit is made."""
+"""Minimum of the duration of a test, or of the imports before the first one, from which its time limit follows."""
 PASS = 0.9
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`outcome`: killed, timed out or survived; `by`: the first test that failed, or what else ended it."""
+    """Result for a mutant.
+
+    Attributes:
+        mutant: The mutant.
+        outcome: killed, timed out or survived.
+        by: The first failed test, or another reason of the end.
+        tried: Number of tests that may run.
+        seconds: Duration.
+    """
 
     mutant: Mutant
     outcome: str
@@ -66,8 +74,8 @@ class Verdict:
     seconds: float
 
 
-def copied(folder: Path) -> Path:
-    """The working tree as git sees it, with a link to the same environment."""
+def copy_tree(folder: Path) -> Path:
+    """Copy the working tree without ignored files, link the same environment, and return the folder."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
@@ -85,21 +93,25 @@ def environment(copy: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class CleanRun:
-    """The unit tests without a mutant: `seconds` of each, and in `folder` which of them ran which line."""
+    """The unit tests without a mutant. `seconds`: duration of each. `folder`: coverage by test."""
 
     folder: Path
     seconds: dict[str, float]
 
     @classmethod
-    def made(cls, copy: Path, folder: Path, workers: int, tests: Sequence[str] = UNIT) -> CleanRun:
-        """Runs the tests, files and folders, in the copy. Raises SystemExit when one fails."""
+    def run(cls, copy: Path, folder: Path, workers: int, tests: Sequence[str] = UNIT) -> CleanRun:
+        """Run test files and folders in a copy of the tree.
+
+        Raises:
+            SystemExit: A test fails.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not full and not slow", *tests]
         command += ["-n", str(workers), "--dist", "worksteal", "-o", f"cache_dir={folder / 'cache'}"]
         command += ["--cov=rlsys", "--cov=launch", "--cov-context=test", "--cov-report="]
-        recorded = environment(copy) | {"COVERAGE_FILE": str(folder / "coverage")}
-        if subprocess.run(command, cwd=copy, env=recorded).returncode:
-            raise SystemExit("a test fails without any mutant: mend it first")
+        env = environment(copy) | {"COVERAGE_FILE": str(folder / "coverage")}
+        if subprocess.run(command, cwd=copy, env=env).returncode:
+            raise SystemExit("a test fails without a mutant: fix it first")
         return cls.read(folder)
 
     @classmethod
@@ -116,31 +128,32 @@ class CleanRun:
         return {file: data.contexts_by_lineno(file) for file in data.measured_files()}
 
     def running(self, file: str, lines: range) -> set[str]:
-        """Ids of the tests that ran one of the lines; none for what runs at import or in a process of its own."""
+        """Return the tests that ran one of the lines, without runs at import and in other processes."""
         line_contexts = self._lines.get(file, {})
         contexts = {context.rsplit("|", 1)[0] for line in lines for context in line_contexts.get(line, ())}
         return contexts & self.seconds.keys()
 
     def order(self, mutant: Mutant, original: str, reach: Reach) -> list[str]:
-        """Ids of the tests for a mutant: what runs its line, then whatever else is in the test files nearest to its
-        file. The nearest come first; of those, files of which most tests run the line; of these, the shortest tests.
+        """Return the tests for a mutant, in order.
+
+        Tests that run its line come first, then the other tests of the nearest test files. The order within both is
+        by distance to the file, then by the share of a test file's tests that run the line, then by duration.
         """
         steps = reach.steps([mutant.file])
         assert steps is not None
         running: set[str] = set()
-        for lines in around(
-            original, mutant.line
-        ):  # what runs at import is near to what runs the rest of its class
+        # For a line that runs at import, take the tests that run the rest of its class or file.
+        for lines in around(original, mutant.line):
             running = running or self.running(mutant.file, lines)
         files = {test: test.split("::")[0] for test in self.seconds}
         step = {test: steps.get(file, len(steps)) for test, file in files.items()}
         neighbor_tests = {test for test in step if step[test] == min(step.values())} - running
-        of_all, of_running = Counter(files.values()), Counter(files[test] for test in running)
+        all_counts, running_counts = Counter(files.values()), Counter(files[test] for test in running)
         sort_keys = {
             test: (
                 test in neighbor_tests,
                 step[test],
-                -of_running[file] / of_all[file],
+                -running_counts[file] / all_counts[file],
                 file,
                 self.seconds[test],
             )
@@ -150,8 +163,8 @@ class CleanRun:
 
 
 @dataclass
-class Bench:
-    """One worker: a copy of the tree, and a server of trials in it. `patience`: see `arguments`."""
+class MutantWorker:
+    """A worker with a copy of the tree and a server of trials. `patience`: see `arguments`."""
 
     copy: Path
     clean: CleanRun
@@ -176,23 +189,23 @@ class Bench:
         original, stat = path.read_bytes(), path.stat()
         tests = self.clean.order(mutant, original.decode(), self.reach)
         path.write_text(mutant.mutated, encoding="utf-8")
-        self.tried += 1  # Python tells compiled files apart by size and seconds, which two mutants may share
+        self.tried += 1  # Python identifies compiled files by size and seconds, which two mutants may share
         os.utime(path, (self.tried, self.tried))
         outcome, by = "survived", ""
-        for some in (tests[:FIRST], tests[FIRST:]):
-            if some and outcome == "survived":
-                outcome, by = self.trial(some)
+        for batch in (tests[:FIRST], tests[FIRST:]):
+            if batch and outcome == "survived":
+                outcome, by = self.trial(batch)
         path.write_bytes(original)
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         if outcome == "killed" and by not in self.clean.seconds and self.trial(tests[:1])[0] != "survived":
-            raise SystemExit(f"{tests[0]} fails here without any mutant: {by}")
+            raise SystemExit(f"{tests[0]} fails in the copy without a mutant: {by}")
         return Verdict(mutant, outcome, by, len(tests), time.monotonic() - start)
 
     def trial(self, tests: list[str]) -> tuple[str, str]:
         assert self.server.stdin is not None and self.server.stdout is not None
         limits = {test: max(LEAST_SECONDS, self.clean.seconds[test]) * self.patience for test in tests}
-        order = {"tests": limits, "start": LEAST_SECONDS * self.patience}
-        print(json.dumps(order), file=self.server.stdin, flush=True)
+        request = {"tests": limits, "start": LEAST_SECONDS * self.patience}
+        print(json.dumps(request), file=self.server.stdin, flush=True)
         if not (answer := self.server.stdout.readline()):
             raise SystemExit("the server of trials ended")
         result = json.loads(answer)
@@ -204,32 +217,32 @@ class Bench:
         self.server.wait()
 
 
-def judged(mutants: list[Mutant], benches: list[Bench]) -> Iterator[Verdict]:
-    """In the order of the mutants; each bench has one at a time."""
-    free: SimpleQueue[Bench] = SimpleQueue()
-    for bench in benches:
-        free.put(bench)
+def judge_all(mutants: list[Mutant], workers: list[MutantWorker]) -> Iterator[Verdict]:
+    """Yield the verdicts in the order of the mutants. Each worker has one mutant at a time."""
+    idle: SimpleQueue[MutantWorker] = SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
 
-    def one(mutant: Mutant) -> Verdict:
-        bench = free.get()
+    def judge(mutant: Mutant) -> Verdict:
+        worker = idle.get()
         try:
-            return bench.judge(mutant)
+            return worker.judge(mutant)
         finally:
-            free.put(bench)
+            idle.put(worker)
 
-    with ThreadPoolExecutor(len(benches)) as pool:
-        yield from pool.map(one, mutants)
+    with ThreadPoolExecutor(len(workers)) as pool:
+        yield from pool.map(judge, mutants)
 
 
 def earlier_verdicts(file: Path, mutants: Iterable[Mutant]) -> dict[Mutant, Verdict]:
-    """Of the mutants, those that an earlier run noticed, by their text: what survived it is tried again."""
+    """Return the verdicts of an earlier run on these mutants by their text, without survivors."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     rows = {tuple(row.pop("key")): row for row in map(json.loads, lines) if row["outcome"] != "survived"}
     return {mutant: Verdict(mutant, **rows[mutant.key]) for mutant in mutants if mutant.key in rows}
 
 
 def record(file: Path, verdict: Verdict) -> None:
-    """Append a line for `earlier_verdicts`."""
+    """Append a verdict to the file that `earlier_verdicts` reads."""
     row = {name: value for name, value in vars(verdict).items() if name != "mutant"}
     with file.open("a", encoding="utf-8") as out:
         print(json.dumps({"key": verdict.mutant.key, **row}), file=out)
@@ -237,9 +250,9 @@ def record(file: Path, verdict: Verdict) -> None:
 
 def report(verdicts: list[Verdict]) -> str:
     counts = Counter(verdict.outcome for verdict in verdicts)
-    noticed = 1 - counts["survived"] / max(1, len(verdicts))
+    detected = 1 - counts["survived"] / max(1, len(verdicts))
     summary = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("killed", "timed out", "survived"))
-    return f"{len(verdicts)} mutants: {summary}; {noticed:.1%} noticed, at least {PASS:.0%} expected"
+    return f"{len(verdicts)} mutants: {summary}; {detected:.1%} detected, at least {PASS:.0%} expected"
 
 
 def arguments() -> argparse.Namespace:
@@ -249,29 +262,34 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--part", default=":", metavar="A:B", help="only these of the drawn mutants, from 0")
+    parser.add_argument(
+        "--part", default=":", metavar="A:B", help="only this slice of the chosen mutants, from 0"
+    )
     parser.add_argument("--places", nargs="+", default=PLACES, help="files and folders to change")
     parser.add_argument(
         "--tests",
         nargs="+",
         default=UNIT,
         metavar="PATH",
-        help="files and folders of the tests that may notice",
+        help="files and folders of the tests to run",
     )
     parser.add_argument(
         "--verdicts",
         type=Path,
         metavar="FILE",
-        help="append each verdict, and do not repeat what a test noticed",
+        help="append each verdict, and skip mutants that a test has detected",
     )
     parser.add_argument(
-        "--clean", type=Path, metavar="FOLDER", help="keep the clean run there, and use one that is"
+        "--clean",
+        type=Path,
+        metavar="FOLDER",
+        help="store the clean run in this folder, or use the one that is there",
     )
     parser.add_argument(
         "--patience",
         type=float,
         default=4.0,
-        help="a test times out after so many times what it takes without a mutant; more on a busy machine",
+        help="time limit of a test as a multiple of its duration without a mutant; raise on a busy machine",
     )
     return parser.parse_args()
 
@@ -285,17 +303,17 @@ def main() -> int:
     earlier = earlier_verdicts(options.verdicts, mutants) if options.verdicts else {}
     verdicts = list(earlier.values())
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
-        copies = [copied(Path(name) / str(n)) for n in range(options.workers)]
+        copies = [copy_tree(Path(name) / str(n)) for n in range(options.workers)]
         clean_folder = options.clean or Path(name) / "clean"
         has_coverage = (clean_folder / "coverage").exists()
         clean = (
             CleanRun.read(clean_folder)
             if has_coverage
-            else CleanRun.made(copies[0], clean_folder, options.workers, options.tests)
+            else CleanRun.run(copies[0], clean_folder, options.workers, options.tests)
         )
         reach = Reach(ROOT)
-        benches = [Bench(copy, clean, reach, options.patience) for copy in copies]
-        for verdict in judged([mutant for mutant in mutants if mutant not in earlier], benches):
+        workers = [MutantWorker(copy, clean, reach, options.patience) for copy in copies]
+        for verdict in judge_all([mutant for mutant in mutants if mutant not in earlier], workers):
             verdicts.append(verdict)
             if options.verdicts:
                 record(options.verdicts, verdict)
@@ -307,8 +325,8 @@ def main() -> int:
             )
             if verdict.outcome != "killed":
                 print(mutant.diff((ROOT / mutant.file).read_text(encoding="utf-8")), flush=True)
-        for bench in benches:
-            bench.close()
+        for worker in workers:
+            worker.close()
     print(report(verdicts))
     return int(sum(verdict.outcome != "survived" for verdict in verdicts) < PASS * len(verdicts))
 

@@ -1,6 +1,6 @@
-"""Names and docstrings that are no technical terms: `python -m tests.gate.names [PATH ...]` lists them.
+"""Check of names and docstrings for technical terms: `python -m tests.gate.names [PATH ...]` lists the violations.
 
-A name that consists of one participle, pronoun or everyday word says how a value came about, not what it is
+A name that consists of one participle, pronoun or everyday word states the origin of a value, not its meaning
 (`checksums`, not `found`; `requested_samples`, not `asked`). A docstring starts with a verb in the imperative or with
 a noun phrase, not with a pronoun, a preposition or a relative clause. The remaining violations per package are
 recorded in tests/unit/test_names.py, and may only decrease.
@@ -54,7 +54,7 @@ class Violation(NamedTuple):
 
 
 def _names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Each name where it is defined or assigned."""
+    """Yield each name with the line at which it is defined or assigned."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name

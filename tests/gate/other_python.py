@@ -1,10 +1,10 @@
-"""Set-up and two steps of the quickstart on a further Python, in a folder of its own; part of `.ci/run`.
+"""Set-up and two steps of the quickstart on another Python version, in a separate folder; part of `.ci/run`.
 
     python -m tests.gate.other_python set-up FOLDER        mostly a download
     python -m tests.gate.other_python train FOLDER         afterwards
 
-The commit's hash chooses one of the Pythons of launch/bootstrap.py that is not the running one: commits take turns.
-Exit code 1: set-up or the quickstart failed. A Python that is not installed is reported.
+The commit's hash chooses one of the other Python versions of launch/bootstrap.py, so that commits alternate. The exit
+code is 1 if the set-up or the quickstart failed. A version that is not installed is reported.
 """
 
 from __future__ import annotations
@@ -23,30 +23,38 @@ from pathlib import Path
 from launch import bootstrap
 
 SETUP_SECONDS, TRAIN_SECONDS = 20 * 60, 10 * 60
-"""Limits. A download that takes longer is no failure of ours, and is reported; a quickstart that takes longer is."""
+"""Time limits. A set-up beyond the limit is reported but is no failure, because it downloads packages; a quickstart
+beyond the limit is a failure."""
 TRAIN = (".venv/bin/rlsys", "train", "configs/quickstart.yaml", "trainer.steps=2", "run.dir=runs/quickstart")
-_KEPT = 15
-"""Lines that are shown of a failure."""
+_TAIL_LINES = 15
+"""Number of last output lines to print after a failure."""
 
 
 def order(commit: str, running: tuple[int, int]) -> list[tuple[int, int]]:
-    """The other Pythons, the one whose turn it is first. `commit`: its hash."""
+    """Return the other Python versions, first the one that the hash of the commit chooses."""
     versions = [version for version in bootstrap.PYTHONS if version != running]
     turn = int(commit, 16) % len(versions)
     return versions[turn:] + versions[:turn]
 
 
 def find(version: tuple[int, int]) -> str | None:
-    """The path of a Python on PATH or among pyenv's; None where there is none."""
+    """Return the path of a Python version on PATH or of pyenv, or None."""
     name = "python{}.{}".format(*version)
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     candidates = [shutil.which(name), *map(str, root.glob("versions/{}.{}.*/bin/{}".format(*version, name)))]
     return next((real for c in candidates if c and (real := bootstrap.real_python(c))), None)
 
 
-def within(seconds: float, command: Sequence[str], folder: Path) -> str:
-    """What went wrong, with the last lines of the output; empty when nothing did. Raises TimeoutExpired."""
-    # A make that this process may run under passes its options and variables on, PYTHON among them.
+def run_within(seconds: float, command: Sequence[str], folder: Path) -> str:
+    """Run a command with a time limit.
+
+    Returns:
+        The exit code and the last lines of the output if the command failed, else "".
+
+    Raises:
+        TimeoutExpired: The command exceeded the limit.
+    """
+    # A parent make would pass its options and variables, such as PYTHON, to the child.
     environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     with tempfile.TemporaryFile("w+", errors="replace") as out:
         process = subprocess.Popen(
@@ -64,7 +72,7 @@ def within(seconds: float, command: Sequence[str], folder: Path) -> str:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         out.seek(0)
-        return f"exit code {code}\n" + "".join(out.readlines()[-_KEPT:]) if code else ""
+        return f"exit code {code}\n" + "".join(out.readlines()[-_TAIL_LINES:]) if code else ""
 
 
 def set_up(folder: Path) -> int:
@@ -81,30 +89,30 @@ def set_up(folder: Path) -> int:
         subprocess.run(clone, check=True)
         start = time.monotonic()
         try:
-            wrong = within(SETUP_SECONDS, ("make", "setup", f"PYTHON={python}"), folder / "clone")
+            failure = run_within(SETUP_SECONDS, ("make", "setup", f"PYTHON={python}"), folder / "clone")
         except subprocess.TimeoutExpired:
             print(f"{name}: NOT TRIED: its packages were not here after {SETUP_SECONDS} s", flush=True)
             return 0
-        verdict = f"set-up FAILED: {wrong}" if wrong else "set-up passed"
+        verdict = f"set-up FAILED: {failure}" if failure else "set-up passed"
         print(f"{name} ({python}): {verdict} in {time.monotonic() - start:.0f} s", flush=True)
-        return 1 if wrong else 0
+        return 1 if failure else 0
     print("NO FURTHER PYTHON was tried: none is installed", flush=True)
     return 0
 
 
 def train(folder: Path) -> int:
-    """After `set_up`, which has said why where there is nothing to train with."""
+    """Train two steps if `set_up` completed."""
     clone = folder / "clone"
     if not (clone / ".venv" / bootstrap.STAMP.name).is_file():
         return 0
     start = time.monotonic()
     try:
-        wrong = within(TRAIN_SECONDS, TRAIN, clone)
+        failure = run_within(TRAIN_SECONDS, TRAIN, clone)
     except subprocess.TimeoutExpired:
-        wrong = f"not done after {TRAIN_SECONDS} s"
-    verdict = f"FAILED: {wrong}" if wrong else "passed"
+        failure = f"not done after {TRAIN_SECONDS} s"
+    verdict = f"FAILED: {failure}" if failure else "passed"
     print(f"two steps of the quickstart {verdict} in {time.monotonic() - start:.0f} s", flush=True)
-    return 1 if wrong else 0
+    return 1 if failure else 0
 
 
 def main() -> int:
@@ -112,7 +120,7 @@ def main() -> int:
     parser.add_argument("stage", choices=("set-up", "train"))
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # lets run_within kill the command
     return (set_up if args.stage == "set-up" else train)(args.folder)
 
 

@@ -1,4 +1,4 @@
-"""Writes the generated references of docs/: all config fields, all commands with their options, all recipes.
+"""Write the generated references in docs/: all config fields, all commands with their options, all recipes.
 
 python -m tests.gate.reference
 """
@@ -70,7 +70,7 @@ _TYPES = {
     "object": "mapping",
 }
 _INT_LIMIT = 2**31
-"""The bound of every integer, which the page omits."""
+"""Bound of every integer, which the page omits."""
 
 
 def config_page() -> str:
@@ -142,7 +142,7 @@ def _type(schema: Mapping[str, Any]) -> str:
 
 
 def _default(field: Mapping[str, Any]) -> str:
-    """Return a default as YAML on one line. The schema omits the empty ones that a factory makes."""
+    """Return a default as YAML on one line. The schema omits empty defaults of factories."""
     if "$ref" in field and _type(field) == "section":
         return "as listed below"
     empty: dict[str, Any] = {"array": [], "object": {}}

@@ -1,10 +1,10 @@
-"""Which test files a change can reach: `python -m tests.gate.selection [BASE]` prints them, the nearest first.
+"""Select the test files that a change can affect: `python -m tests.gate.selection [BASE]` prints them, nearest first.
 
-One file reaches another when it imports it, or names it in a string: as a module (`-m rlsys.cli.main`,
+A file uses another if it imports it, or names it in a string: as a module (`-m rlsys.cli.main`,
 "tests.helpers.saboteur:reward") or as a path ("configs/quickstart.yaml"). Imports inside functions count. A
-change reaches a test file when a chain of such steps leads from the test file to what has changed. A changed file
-that no Python file names (Makefile, pyproject.toml) may change everything: then all test files are printed, as they
-are without history. Prose (*.md) changes only the tests that name it.
+change affects a test file if a chain of such uses leads from the test file to a changed file. A changed file that no
+Python file names (Makefile, pyproject.toml) may affect everything: then all test files are printed, as without a git
+history. A document (*.md) affects only the tests that name it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("rlsys", "launch", "megatron_patches", "bench", "tests", "examples")
-"""With Python files of ours."""
+"""Folders with Python files of the repository."""
 EVERY_RUN = ("tests/conftest.py", "tests/gate/")
-"""What every test runs with, though it names none of it."""
+"""Files that affect every test, although tests do not name them."""
 MODULE = re.compile(rf"\b(?:{'|'.join(FOLDERS)})(?:\.\w+)+")
 
 
 def sources(root: Path) -> list[str]:
-    """Python files of ours, relative to the root."""
+    """Return the Python files of the repository, relative to the root."""
     return sorted(str(path.relative_to(root)) for folder in FOLDERS for path in (root / folder).rglob("*.py"))
 
 
 def modules(files: Iterable[str]) -> dict[str, str]:
-    """Module name -> file."""
+    """Return the files by module name."""
     module_files: dict[str, str] = {}
     for file in files:
         path = Path(file).with_suffix("")
@@ -40,9 +40,11 @@ def modules(files: Iterable[str]) -> dict[str, str]:
     return module_files
 
 
-def named(tree: ast.AST) -> tuple[set[str], set[str]]:
-    """Module names, also of imports inside functions, of `from a import b` both `a` and `a.b`; and the strings of the
-    source, without its docstrings."""
+def used_names(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """Return the imported module names and the strings of a source, without docstrings.
+
+    Imports inside functions count. `from a import b` has the names `a` and `a.b`.
+    """
     module_names, words, prose = set[str](), list[ast.Constant](), set[int]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant):
@@ -59,13 +61,13 @@ def named(tree: ast.AST) -> tuple[set[str], set[str]]:
 
 
 def with_parents(module: str) -> list[str]:
-    """`a.b.c` runs `a`, `a.b` and `a.b.c`; the last word may be a name in the module before it."""
+    """Return `a`, `a.b` and `a.b.c` for `a.b.c`. The last part may be a name in the module before it."""
     parts = module.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 class Reach:
-    """What each file of the repository names, read once."""
+    """Uses among all files of the repository."""
 
     def __init__(self, root: Path) -> None:
         self._files = sources(root)
@@ -73,7 +75,7 @@ class Reach:
         self._words: dict[str, set[str]] = {}
         module_files = modules(self._files)
         for file in self._files:
-            module_names, words = named(ast.parse((root / file).read_text(encoding="utf-8"), file))
+            module_names, words = used_names(ast.parse((root / file).read_text(encoding="utf-8"), file))
             self._words[file] = words
             for module in module_names.union(*(MODULE.findall(word) for word in words)):
                 for name in with_parents(module):
@@ -81,7 +83,7 @@ class Reach:
                         self._users.setdefault(module_files[name], set()).add(file)
 
     def tests(self, changed: Iterable[str] | None) -> list[str]:
-        """Test files, the nearest to the change first. `changed` None: nobody knows what did."""
+        """Return the affected test files, nearest to the change first. `changed`: None if unknown."""
         steps = None if changed is None else self.steps(changed)
         tests = [f for f in self._files if f.startswith("tests/") and Path(f).name.startswith("test_")]
         if steps is None:
@@ -89,7 +91,7 @@ class Reach:
         return sorted((file for file in tests if file in steps), key=lambda file: (steps[file], file))
 
     def naming(self, path: str) -> set[str]:
-        """Files that name a path in a string, whole or its name; tests name a folder above it, and glob."""
+        """Return the files with a path or its file name in a string; for tests, also with a parent folder's name."""
         *folders, name = Path(path).parts
         return {
             file
@@ -99,7 +101,7 @@ class Reach:
         }
 
     def steps(self, changed: Iterable[str]) -> dict[str, int] | None:
-        """File -> the fewest steps from it to something changed. None: the change may reach everything."""
+        """Return the number of uses from each affected file to a changed one, or None if all may be affected."""
         distances: dict[str, int] = {}
         for path in changed:
             if path.startswith(EVERY_RUN):
@@ -126,7 +128,7 @@ def git(*words: str) -> str | None:
 
 
 def base() -> str | None:
-    """The commit that the change began at: where it left main; on main itself, the newest tag before it."""
+    """Return the base commit of the change: the merge base with main, or on main the newest tag before HEAD."""
     head = git("rev-parse", "HEAD")
     for main in ("origin/main", "main"):
         if (merge_base := git("merge-base", "HEAD", main)) not in (None, head):
@@ -134,14 +136,14 @@ def base() -> str | None:
     return git("describe", "--tags", "--abbrev=0", "HEAD~1")
 
 
-def main(given: str | None) -> None:
-    start = given or base()
-    listed = git("diff", "--name-only", start, "--") if start else None
-    if listed is None:
-        print("no history to compare with: every test file", file=sys.stderr)
+def main(base_commit: str | None) -> None:
+    start = base_commit or base()
+    changes = git("diff", "--name-only", start, "--") if start else None
+    if changes is None:
+        print("no history to compare with: all test files are selected", file=sys.stderr)
     else:
-        print(f"{len(listed.splitlines())} files changed since {start}", file=sys.stderr)
-    print("\n".join(Reach(ROOT).tests(None if listed is None else listed.splitlines())))
+        print(f"{len(changes.splitlines())} files changed since {start}", file=sys.stderr)
+    print("\n".join(Reach(ROOT).tests(None if changes is None else changes.splitlines())))
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def main(workspace: Path, layouts: list[str]) -> None:
         trainer = Trainer(
             cases.config_of(workspace / "model", workspace / f"run-{layout}", **cases.sections(layout))
         )
-        cases.stir(trainer)
+        cases.randomize_adapters(trainer)
         logps = cases.canary_logps(trainer)
         trainer.export_hf(workspace / f"merged-{layout}")
         trainer.export_adapter(workspace / f"adapter-{layout}")

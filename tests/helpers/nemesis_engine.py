@@ -162,7 +162,7 @@ class NemesisEngine(ScriptedEngine):
     def request_records(self) -> list[RequestRecord]:
         return [
             RequestRecord(
-                self.url, r.rid, r.ids, r.made,
+                self.url, r.rid, r.ids, r.output_ids,
                 [logprob(r.seed, len(r.ids) + i, w) for i, w in enumerate(r.weights)],
                 r.weights, r.delivered, r.died,
             )

@@ -119,8 +119,8 @@ class LoggedEngine(ScriptedEngine):
 
     def write(self, r: Request) -> None:
         mu = [logprob(r.seed, len(r.ids) + i, w) for i, w in enumerate(r.weights)]
-        emission = RequestRecord(self.url, r.rid, r.ids, r.made, mu, r.weights, r.delivered, r.died)
-        self._log.write(to_line(emission) + "\n")
+        record = RequestRecord(self.url, r.rid, r.ids, r.output_ids, mu, r.weights, r.delivered, r.died)
+        self._log.write(to_line(record) + "\n")
         self._log.flush()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:

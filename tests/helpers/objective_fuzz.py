@@ -1,8 +1,9 @@
-"""Random legal objectives on awkward batches, and what must not change their loss and gradients.
+"""Metamorphic fuzz test of objectives: random valid objectives on edge-case batches, and RULES that hold for them.
 
-A case is a function of its number. `violations` runs the objective as it is, and again after each change of RULES
-that applies to it; a method that a rule does not hold of stands in EXEMPT with the reason, and with a number worked
-out by hand in tests/unit/algo/test_objective_fuzz.py.
+Each rule transforms a case in a way that must not change its loss and gradients. A case is a function of its number.
+`violations` runs a case unchanged and after the transformation of each rule that applies to it. EXEMPT lists the
+methods for which a rule does not hold, with the reason; tests/unit/algo/test_objective_fuzz.py checks these
+exemptions against values computed by hand.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.helpers.algo_world import DOUBLE, Outcome, World, on_ranks, run
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs/quickstart.yaml"
 SEEDS = 20261126
 BOUND = 1e-7
-"""Of a gradient, as a share of the largest; of a loss, of the largest gradient."""
+"""Largest relative difference of losses and gradients, as a share of the largest gradient."""
 
 LOSSES = (
     "clip", "dual_clip", "gspo", "luspo", "gmpo", "cispo", "sapo", "reinforce", "m2po",
@@ -76,6 +77,8 @@ def name_of(spec: Any) -> str:
 
 @dataclass
 class Case:
+    """An objective (`algo`), the kind of its batch and the batch itself (`world`)."""
+
     number: int
     algo: dict[str, Any]
     batch: str
@@ -87,7 +90,7 @@ class Case:
 
     @property
     def methods(self) -> set[str]:
-        """Names of all plug-ins, with what of their parameters an exemption may go by."""
+        """Names of all plug-ins, and `NAME PARAMETER VALUE` of each parameter, for exemptions."""
         names = set()
         for entry in self.algo.values():
             for spec in entry if isinstance(entry, list) else [entry]:
@@ -107,8 +110,8 @@ def _base() -> dict[str, Any]:
     return read_layers(QUICKSTART)
 
 
-def drawn(number: int) -> Case:
-    """The first legal objective of this number's draws, on a batch."""
+def draw_case(number: int) -> Case:
+    """Draw objectives and batches with this number as the seed until the objective is valid."""
     r = random.Random(SEEDS * 1_000_003 + number)
     while True:
         algo = _algo(r)
@@ -117,14 +120,14 @@ def drawn(number: int) -> Case:
             check(_config(algo))
         except UserError:
             continue
-        except ValueError:  # pydantic's, of a whole config
+        except ValueError:  # pydantic refuses the config
             continue
         return Case(number, algo, batch, _world(batch, algo, r))
 
 
 def _algo(r: random.Random) -> dict[str, Any]:
-    def some(of: Sequence[Any], counts: Sequence[int]) -> list[Any]:
-        return copy.deepcopy(r.sample(list(of), r.choice(counts)))
+    def some(entries: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+        return copy.deepcopy(r.sample(list(entries), r.choice(counts)))
 
     loss, advantage = some(LOSSES, [1] * 9 + [2]), copy.deepcopy(r.choice(ADVANTAGES))
     loss += some(EXTRA, [0, 0, 0, 1, 1, 2])
@@ -195,7 +198,7 @@ def _world(batch: str, algo: dict[str, Any], r: random.Random) -> World:
 
 
 def with_holes(world: World, r: random.Random) -> World:
-    """Some response tokens were only read, as a tool's answer is, or are too old to be trained."""
+    """Mask some response tokens, as observations of tools and tokens above the staleness limit are."""
     out = _copy(world)
     for sequence in out.sequences:
         trained = (sequence["mask"] > 0).nonzero().flatten().tolist()
@@ -208,7 +211,7 @@ def with_holes(world: World, r: random.Random) -> World:
 
 
 def split(world: World, pieces: Sequence[int]) -> World:
-    """Each sample cut into up to so many sequences, whose prompts are of two tokens, as its own is."""
+    """Split each sample into at most `pieces[row]` sequences, each with the sample's two prompt tokens."""
     out = _copy(world)
     for row, piece_count in enumerate(pieces):
         sequence, length = out.sequences[row], len(out.sequences[row]["mask"])
@@ -239,11 +242,11 @@ def _take(world: World, rows: Sequence[int]) -> World:
 # -- rules --------------------------------------------------------------------------------------------------
 
 
-def whole(rows: list[int]) -> list[list[int]]:
+def one_micro_batch(rows: list[int]) -> list[list[int]]:
     return [rows]
 
 
-def in_pieces(k: int, rows: list[int]) -> list[list[int]]:
+def micro_batches(k: int, rows: list[int]) -> list[list[int]]:
     cuts = [len(rows) * i // k for i in range(k + 1)]
     return [rows[a:b] for a, b in pairwise(cuts) if b > a]
 
@@ -255,7 +258,14 @@ def singles(rows: list[int]) -> list[list[int]]:
 def differences(
     one: Outcome, other: Outcome, rows: Callable[[int], int] = lambda r: r, bound: float = BOUND
 ) -> str:
-    """Where loss or gradients of trained tokens differ; empty where they do not. rows: of the first in the other."""
+    """Return where the losses or the gradients of trained tokens differ, or "" if they are equal within the bound.
+
+    Args:
+        one: The outcome of the unchanged case.
+        other: The outcome after a transformation.
+        rows: Map a row of `one` to its row in `other`.
+        bound: Largest relative difference.
+    """
     scale = max((float(g.abs().max()) for g in one.gradients.values()), default=0.0) or 1.0
     if abs(one.loss - other.loss) > bound * max(1.0, abs(one.loss), scale):
         return f"loss {one.loss:.10g}, {other.loss:.10g}"
@@ -271,7 +281,7 @@ def differences(
 
 
 def with_algo(case: Case, **changes: Any) -> AlgoSection | None:
-    """The objective changed; None where that is refused."""
+    """Return the objective with these changes, or None if the changed objective is invalid."""
     algo = {**case.algo, **changes}
     try:
         check(_config(algo))
@@ -280,8 +290,8 @@ def with_algo(case: Case, **changes: Any) -> AlgoSection | None:
     return AlgoSection.model_validate(algo)
 
 
-def cut_anyhow(case: Case, one: Outcome) -> str:
-    cut = (partial(in_pieces, 2), partial(in_pieces, 5), singles)[case.number % 3]
+def other_micro_batches(case: Case, one: Outcome) -> str:
+    cut = (partial(micro_batches, 2), partial(micro_batches, 5), singles)[case.number % 3]
     return differences(one, run(case.world, case.section, cut))
 
 
@@ -299,7 +309,7 @@ def uneven_ranks(case: Case, one: Outcome) -> str:
     return differences(one, combined_outcome)
 
 
-def permuted(case: Case, one: Outcome) -> str:
+def permuted_rows(case: Case, one: Outcome) -> str:
     r, size = random.Random(case.number), case.world.size
     groups = list(range(case.world.groups))
     r.shuffle(groups)
@@ -310,7 +320,7 @@ def permuted(case: Case, one: Outcome) -> str:
             r.shuffle(members)
         order += members
     back = {old: new for new, old in enumerate(order)}
-    return differences(one, run(_take(case.world, order), case.section, whole), back.__getitem__)
+    return differences(one, run(_take(case.world, order), case.section, one_micro_batch), back.__getitem__)
 
 
 def term_of_weight_0(case: Case, one: Outcome) -> str:
@@ -322,24 +332,25 @@ def term_of_weight_0(case: Case, one: Outcome) -> str:
     if term["name"] in {name_of(x) for x in case.algo["loss"]}:
         return ""
     algo = with_algo(case, loss=[*case.algo["loss"], term])
-    return "" if algo is None else differences(one, run(case.world, algo, whole))
+    return "" if algo is None else differences(one, run(case.world, algo, one_micro_batch))
 
 
-def selector_that_drops_nothing(case: Case, one: Outcome) -> str:
+def selector_without_effect(case: Case, one: Outcome) -> str:
     selector = {"name": ("top_entropy", "unsure_turns")[case.number % 2], "share": 1.0}
     if selector["name"] in {name_of(x) for x in case.algo["selectors"]}:
         return ""
     algo = with_algo(case, selectors=[*case.algo["selectors"], selector])
-    return "" if algo is None else differences(one, run(case.world, algo, whole))
+    return "" if algo is None else differences(one, run(case.world, algo, one_micro_batch))
 
 
-def unrelated_late_signal(case: Case, one: Outcome) -> str:
+def kl_reward_of_weight_0(case: Case, one: Outcome) -> str:
+    """A KL reward of weight 0 needs a signal that arrives late, and changes nothing."""
     algo = with_algo(case, shaping=[*case.algo["shaping"], {"name": "kl_reward", "beta": 0.0}])
-    return "" if algo is None else differences(one, run(case.world, algo, whole))
+    return "" if algo is None else differences(one, run(case.world, algo, one_micro_batch))
 
 
 def duplicated_batch(case: Case, one: Outcome) -> str:
-    """Twice the batch has the same mean: each copy half of the gradient."""
+    """The batch twice has the same mean loss, and each copy has half of the gradient."""
     n = len(case.world.samples)
     world = _take(case.world, [*range(n), *range(n)])
     groups, ids = world.samples.group_ids.clone(), world.samples.sample_ids
@@ -347,16 +358,17 @@ def duplicated_batch(case: Case, one: Outcome) -> str:
     assert ids is not None
     world.samples = replace(world.samples, group_ids=groups, sample_ids=torch.cat([ids[:n], ids[:n] + 10**7]))
     world.groups = 2 * case.world.groups
-    outcome = run(world, case.section, whole)
+    outcome = run(world, case.section, one_micro_batch)
     outcome.gradients = {row: 2 * g for row, g in outcome.gradients.items() if row < n}
     return differences(one, outcome)
 
 
 def scaled_rewards(case: Case, one: Outcome) -> str:
-    """Four times the rewards: four times the gradient, or the same where a deviation divides, but for its eps."""
+    """Four times the rewards give four times the gradient, or the same gradient if the advantage is normalised by a
+    standard deviation, except for its eps."""
     world = _take(case.world, range(len(case.world.samples)))
     world.samples = replace(world.samples, rewards=4 * world.samples.rewards)
-    outcome = run(world, case.section, whole)
+    outcome = run(world, case.section, one_micro_batch)
     linear = name_of(case.algo["advantage"]) in LINEAR
     factor = 4.0 if linear else 1.0
     outcome.loss /= factor
@@ -369,60 +381,62 @@ def split_samples(case: Case, one: Outcome) -> str:
         return ""
     r = random.Random(case.number)
     pieces = [r.choice([1, 2, 3]) for _ in case.world.sequences]
-    return differences(one, run(split(case.world, pieces), case.section, whole))
+    return differences(one, run(split(case.world, pieces), case.section, one_micro_batch))
 
 
 LINEAR = ("dr_grpo", "rloo", "opo", "gpg", "optimal_token_baseline")
 BESIDE_EPS = 1e-3
 RULES: dict[str, Callable[[Case, Outcome], str]] = {
-    "cut": cut_anyhow,
+    "cut": other_micro_batches,
     "ranks": uneven_ranks,
-    "permutation": permuted,
+    "permutation": permuted_rows,
     "weight 0": term_of_weight_0,
-    "drops nothing": selector_that_drops_nothing,
-    "late": unrelated_late_signal,
+    "drops nothing": selector_without_effect,
+    "late": kl_reward_of_weight_0,
     "duplicate": duplicated_batch,
     "scale": scaled_rewards,
     "split": split_samples,
 }
 
-_N_MINUS_1 = "its deviation is over n - 1 samples or tokens of the step"
-_COUNT = "it takes a number of samples or tokens, which is rounded"
+_N_MINUS_1 = "its standard deviation divides by n - 1 samples or tokens of the step"
+_COUNT = "it selects a number of samples or tokens, which is rounded"
 _SUCCESS = "a success is a reward above its parameter `correct`"
-_APART = "it has a part without the advantage"
+_APART = "its loss has a term without the advantage"
 _SEQUENCE = "it compares engine and trainer on one sequence"
+_PACKED = "additional packed rows change the assignment to mini-batches"
 EXEMPT: dict[str, dict[str, str]] = {
-    "permutation": {"minibatches": "rows are dealt to mini-batches by their order, which is drawn"},
-    "weight 0": {"minibatches": "rows that are packed besides are dealt to mini-batches"},
-    "drops nothing": {"minibatches": "rows that are packed besides are dealt to mini-batches"},
-    "late": {"minibatches": "rows that are packed besides are dealt to mini-batches"},
+    "permutation": {"minibatches": "the order of rows, which is random, assigns them to mini-batches"},
+    "weight 0": {"minibatches": _PACKED},
+    "drops nothing": {"minibatches": _PACKED},
+    "late": {"minibatches": _PACKED},
     "duplicate": {
-        "minibatches": "rows are dealt to mini-batches by their order",
+        "minibatches": "the order of rows assigns them to mini-batches",
         "gae": _N_MINUS_1, "reinforce_pp": _N_MINUS_1, "reinforce_pp_baseline": _N_MINUS_1, "lite_ppo": _N_MINUS_1,
         "mssr": _N_MINUS_1, "mapo": _N_MINUS_1,
         "d3s": _COUNT, "top_entropy": _COUNT, "rorecomp": _COUNT, "clip_cov": _COUNT, "kl_cov": _COUNT,
-        "ttrl": "it draws", "grpo_roc": "it draws",
-        "m2po": "the largest token that is kept is found to 1e-9 of the range, and is one of twice as many",
-        "outcome_exploration": "what it has seen of a prompt counts",
+        "ttrl": "it is random", "grpo_roc": "it is random",
+        "m2po": "it finds the threshold to 1e-9 of the range, among twice as many tokens",
+        "outcome_exploration": "its bonus depends on the number of answers to a prompt so far",
     },
     "scale": {
         **dict.fromkeys(("mapo", "ui_s1"), "it uses the rewards of turns"),
-        **dict.fromkeys(("gae", "mssr"), "it takes a value off, which has a size of its own"),
-        "mc_grpo": "its eps of 1 stands beside the deviation",
+        **dict.fromkeys(("gae", "mssr"), "it subtracts a value that does not scale with rewards"),
+        "mc_grpo": "it adds an eps of 1 to the deviation",
         "puzzlecraft": "its weight is a polynomial of the mean reward",
-        "outcome_exploration": "its bonus has a size of its own",
+        "outcome_exploration": "its bonus does not scale with rewards",
         **dict.fromkeys(("positive_nll", "xrpo", "rorecomp", "grpo_roc"), _SUCCESS),
-        **dict.fromkeys(("overlong", "kl_reward"), "a penalty of its own size stands beside the reward"),
-        "reinforce_pp beta 0.1": "a penalty of its own size stands beside the reward",
+        **dict.fromkeys(("overlong", "kl_reward"), "it adds a penalty that does not scale with rewards"),
+        "reinforce_pp beta 0.1": "it adds a penalty that does not scale with rewards",
         **dict.fromkeys(("dro", "kimi", "kl", "adaptive_kl", "entropy", "adaptive_entropy", "value"), _APART),
-        **dict.fromkeys(("kl_cov", "clip_cov"), "its covariance is compared with numbers of a size of their own"),
+        **dict.fromkeys(("kl_cov", "clip_cov"), "it compares the covariance with fixed thresholds"),
     },
     "split": {
-        "gae": "each sequence is an episode", "branch_grpo": "forks are places in one sequence",
+        "gae": "each sequence is an episode", "branch_grpo": "forks are positions in one sequence",
         "tis level sequence": _SEQUENCE, "icepop level geometric": _SEQUENCE, "icepop veto 0.3": _SEQUENCE,
         "rejection level sequence_mean": _SEQUENCE, "opsm": _SEQUENCE,
-        "echo_clip": "the end of a sequence is what was generated last in one context",
-        "clip_cov": "it draws by the place in the sequence", "kl_cov": "it draws by the place in the sequence",
+        "echo_clip": "it depends on the last generated tokens of a sequence",
+        "clip_cov": "its random choice depends on the position in the sequence",
+        "kl_cov": "its random choice depends on the position in the sequence",
     },
 }  # fmt: skip
 
@@ -435,10 +449,10 @@ def applies(rule: str, case: Case) -> bool:
 
 
 def violations(number: int) -> list[str]:
-    """What does not hold of this case, a line each."""
-    case = drawn(number)
+    """Return one message per rule that this case violates."""
+    case = draw_case(number)
     try:
-        outcome = run(case.world, case.section, whole)
+        outcome = run(case.world, case.section, one_micro_batch)
         numbers = [outcome.loss, *(float(g.abs().max()) for g in outcome.gradients.values() if g.numel())]
         if not all(map(math.isfinite, numbers)):
             return [f"{case}: the loss {outcome.loss} or a gradient is not finite"]

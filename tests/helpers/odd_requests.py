@@ -1,7 +1,7 @@
-"""Odd requests to an engine's three APIs: each field with each odd value. Every one of them is to be refused.
+"""Invalid requests to the three APIs of an engine: each field with each invalid value. Every request must be refused.
 
-The same table goes to the rules alone, to the front before small servers, to the Tinker server, and to a real engine
-behind the router.
+Tests send the table to the request validation alone, to the gateway with small servers, to the Tinker server, and to
+a real engine behind the router. `edge_requests` are valid for the validation and have values at the limits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ VOCABULARY = 100
 PROMPT = [4, 12, 13, 14, 5]
 QUESTION = [{"role": "user", "content": "3+4="}]
 FEW = 3
-"""Tokens that a request asks for."""
+"""Number of tokens that a request asks for."""
 
 
 @dataclass(frozen=True)
 class OddRequest:
-    """`field`: the one whose value is odd. `raw`: the body."""
+    """A request whose `field` has the invalid `value`. `raw`: the request body."""
 
     path: str
     field: str
@@ -34,7 +34,7 @@ class OddRequest:
 
 
 class Raw(str):
-    """A value that only its JSON text has: NaN, 1e999, thousands of digits."""
+    """JSON text of a value that json.dumps cannot write: NaN, 1e999, thousands of digits."""
 
 
 NO_NUMBERS: Sequence[Any] = ("1", [], {}, True)
@@ -96,7 +96,7 @@ SAMPLING: Mapping[str, Sequence[Any]] = {
     "stop_strs": (5, ["a"]),
     "no_such_parameter": (1, None, {}),
 }  # fmt: skip
-"""By SGLang's names."""
+"""Invalid sampling parameters, by SGLang's names."""
 
 GENERATE: Mapping[str, Sequence[Any]] = {
     "input_ids": (
@@ -214,7 +214,7 @@ EDGES: Mapping[str, Sequence[Any]] = {
     "stream_interval": (1, 2**31 - 1),
     "custom_params": ({}, None),
 }  # fmt: skip
-"""Sampling parameters at the edges of their ranges: an engine gets them."""
+"""Sampling parameters at the limits of their ranges, which the validation passes to the engine."""
 
 GENERATE_EDGES: Sequence[Mapping[str, Any]] = (
     {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": VOCABULARY, "token_ids_logprob": []},
@@ -258,7 +258,7 @@ COMPLETION_EDGES: Sequence[Mapping[str, Any]] = (
 
 
 def edge_requests() -> list[OddRequest]:
-    """What the rules let through: right, or for the engine to refuse."""
+    """Return requests that the validation accepts; the engine answers or refuses them."""
     sampling = {"max_new_tokens": FEW}
     requests = [
         _odd("/generate", name, value, {"input_ids": PROMPT}, sampling)
@@ -277,7 +277,7 @@ def edge_requests() -> list[OddRequest]:
 
 
 def odd_requests() -> list[OddRequest]:
-    """The whole table."""
+    """Return the invalid requests of all fields and values."""
     sampling = {"max_new_tokens": FEW}
     requests = [
         _odd("/generate", name, value, {"input_ids": PROMPT}, sampling)
@@ -297,16 +297,16 @@ def odd_requests() -> list[OddRequest]:
     return requests
 
 
-def sampled(requests: Sequence[OddRequest], most: int) -> list[OddRequest]:
-    """About so many of them, of every field at least one, always the same."""
-    stride = max(1, len(requests) // most)
+def subset(requests: Sequence[OddRequest], limit: int) -> list[OddRequest]:
+    """Return a deterministic subset of about `limit` requests, with at least one of every field."""
+    stride = max(1, len(requests) // limit)
     first = {(r.path, r.field): i for i, r in reversed(list(enumerate(requests)))}
     chosen = {*first.values(), *range(0, len(requests), stride)}
     return [requests[i] for i in sorted(chosen)]
 
 
 def random_requests(count: int, seed: int) -> list[OddRequest]:
-    """Requests with several odd or extreme values at once, and bodies whose bytes are damaged."""
+    """Return requests that combine several invalid or extreme values, half of them with corrupted bytes."""
     rng = random.Random(seed)
     tables = {
         "/generate": (GENERATE, {"input_ids": PROMPT}),
@@ -335,7 +335,7 @@ def random_requests(count: int, seed: int) -> list[OddRequest]:
 
 
 def _damaged(raw: bytes, rng: random.Random) -> bytes:
-    """Cut, overwrite, repeat or re-encode a body."""
+    """Truncate, overwrite, repeat or re-encode a body."""
     start, end = sorted(rng.randrange(len(raw) + 1) for _ in "ab")
     changed = bytearray(raw)
     changed[rng.randrange(len(raw))] = rng.randrange(256)

@@ -1,7 +1,8 @@
-"""Megatron's own optimizer offload without a GPU: `offload_cases.py MODEL FOLDER FRACTION` prints what it saw (JSON).
+"""Megatron's optimizer offload without a GPU: `offload_cases.py MODEL FOLDER FRACTION` prints its results as JSON.
 
-Transformer Engine's stub is its GPU's half, torch's AdamW its host's half. Only where a tensor lives is stood in for,
-and only while Megatron shares out the parameters: there each tensor seems to be on a GPU until `.cpu()` is called.
+The stub of Transformer Engine is the GPU optimizer, and torch's AdamW is the host optimizer. Only the device of
+tensors is faked, and only while Megatron partitions the parameters: a tensor appears to be on a GPU until its copy by
+`.cpu()`.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ from torch import Tensor
 ROOT = Path(__file__).parents[2]
 
 
-class OnHost(Tensor):
-    """A tensor that was copied from the "GPU"; so is what is made of it."""
+class HostTensor(Tensor):
+    """A tensor that was copied from the fake GPU, or a result of one."""
 
     is_cuda = property(lambda self: False)  # type: ignore[assignment]
 
 
-def moved(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().as_subclass(OnHost)
+def copy_to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().as_subclass(HostTensor)
 
 
-def on_a_gpu(share_out: Callable[..., Any]) -> Callable[..., Any]:
-    """HybridDeviceOptimizer's choice of what it offloads, for parameters that seem to be on a GPU."""
+def with_fake_gpu(partition: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap HybridDeviceOptimizer's partition of parameters such that they appear to be on a GPU."""
 
-    def sharing_out(*args: Any) -> Any:
+    def partition_on_fake_gpu(*args: Any) -> Any:
         with (
             patch.object(Tensor, "is_cuda", property(lambda self: True)),
-            patch.object(Tensor, "cpu", moved),
+            patch.object(Tensor, "cpu", copy_to_host),
             patch.object(Tensor, "pin_memory", lambda tensor: tensor),
         ):
-            return share_out(*args)
+            return partition(*args)
 
-    return sharing_out
+    return partition_on_fake_gpu
 
 
-def kinds(trainer: Any) -> dict[str, Any]:
-    """Of the optimizers' parameters: how many elements each half steps, and in which precision."""
+def parameter_halves(trainer: Any) -> dict[str, Any]:
+    """Return the number of parameter elements of the host and the GPU optimizers, and their dtypes."""
     halves: dict[str, Any] = {"host": 0, "gpu": 0, "dtypes": set()}
     for chained in trainer.optimizer.chained_optimizers:
         for optimizer in chained.optimizer.sub_optimizers:
@@ -74,11 +75,14 @@ def main(model: Path, folder: Path, fraction: float) -> None:
         settings(config), pin_cpu_grads=False, pin_cpu_params=False
     )
     name = "_get_sub_optimizer_param_groups"
-    setattr(HybridDeviceOptimizer, name, on_a_gpu(getattr(HybridDeviceOptimizer, name)))
+    setattr(HybridDeviceOptimizer, name, with_fake_gpu(getattr(HybridDeviceOptimizer, name)))
     sections = {"model": {"dtype": "bfloat16"}, "trainer": {"offload_optimizer": fraction}}
     config = cases.config_of(model, folder, **sections)
     trainer = Trainer(config)
-    results: dict[str, Any] = {"halves": kinds(trainer), "steps": cases.steps(trainer, 2, cases.LR)}
+    results: dict[str, Any] = {
+        "halves": parameter_halves(trainer),
+        "steps": cases.steps(trainer, 2, cases.LR),
+    }
     cases.save(trainer, 2)
     results["unbroken"] = [*cases.steps(trainer, 2, cases.LR), cases.canary_logps(trainer)]
     trainer.close()

@@ -1,4 +1,4 @@
-"""An OTLP receiver on loopback: HTTP, protobuf, traces only."""
+"""OTLP receiver on loopback for traces: HTTP with protobuf."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 
 @dataclass
-class Got:
-    """A span that came. Ids are hexadecimal, times are nanoseconds."""
+class ReceivedSpan:
+    """A received span. Ids are hexadecimal, times are in nanoseconds."""
 
     name: str
     trace: str
@@ -29,29 +29,36 @@ class Got:
 
 
 class Receiver:
-    """`spans`: all that came. `status`: what the next requests are answered with."""
+    """Receiver of spans.
+
+    Attributes:
+        spans: All received spans.
+        status: HTTP status of the next responses. The receiver drops the spans unless it is 200.
+        url: Base URL.
+    """
 
     def __init__(self) -> None:
-        self.spans: list[Got] = []
+        self.spans: list[ReceivedSpan] = []
         self.status = 200
         self.url = ""
 
-    def named(self, name: str) -> list[Got]:
+    def named(self, name: str) -> list[ReceivedSpan]:
         return [s for s in self.spans if s.name == name]
 
-    def take(self, body: bytes) -> None:
+    def add(self, body: bytes) -> None:
+        """Add the spans of an ExportTraceServiceRequest."""
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
         request = ExportTraceServiceRequest()
         request.ParseFromString(body)
-        for of_resource in request.resource_spans:
-            service = _values(of_resource.resource.attributes)["service.name"]
-            for scope in of_resource.scope_spans:
-                self.spans += [_got(span, service) for span in scope.spans]
+        for resource_spans in request.resource_spans:
+            service = _values(resource_spans.resource.attributes)["service.name"]
+            for scope in resource_spans.scope_spans:
+                self.spans += [_received_span(span, service) for span in scope.spans]
 
 
-def _got(span: Any, service: str) -> Got:
-    return Got(
+def _received_span(span: Any, service: str) -> ReceivedSpan:
+    return ReceivedSpan(
         name=span.name,
         trace=span.trace_id.hex(),
         span=span.span_id.hex(),
@@ -76,7 +83,8 @@ def _value(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def receiving() -> Iterator[Receiver]:
+def running_receiver() -> Iterator[Receiver]:
+    """Run a receiver in a thread."""
     receiver = Receiver()
 
     class Handler(BaseHTTPRequestHandler):
@@ -87,7 +95,7 @@ def receiving() -> Iterator[Receiver]:
             else:
                 self.send_response(receiver.status)
                 if receiver.status == 200:
-                    receiver.take(
+                    receiver.add(
                         gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
                     )
             self.send_header("Content-Length", "0")

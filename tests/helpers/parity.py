@@ -1,4 +1,5 @@
-"""TRL and verl, which `make test` installs beside the environment: so that tests can hold ours against theirs."""
+"""Access to TRL and verl, the reference implementations of parity tests. `make test` installs them in a separate
+folder."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from launch.bootstrap import PARITY_FOLDER
 
 @contextmanager
 def importable() -> Iterator[None]:
-    """They can be imported. transformers is told that there is no torchvision: neither needs it for our tests."""
+    """Make TRL and verl importable. transformers reports no torchvision, which the parity tests do not need."""
     import transformers.utils
     import transformers.utils.import_utils
 

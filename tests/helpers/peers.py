@@ -1,4 +1,4 @@
-"""A task of sums in the formats of verl, slime, TRL and prime-rl: their data, their reward functions, unedited."""
+"""A task of sums with data and unmodified reward functions in the formats of verl, slime, TRL and prime-rl."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PEERS = ("verl", "slime", "trl", "prime_rl")
 
 
 def sums(count: int) -> list[dict[str, str]]:
-    """In the one form that the shipped model knows."""
+    """Return questions and answers in the form on which the shipped model was trained."""
     rng, rows = random.Random(1), dict[str, str]()
     while len(rows) < count:
         terms = [rng.randint(1, 9) * rng.choice((1, -1)) for _ in range(rng.randint(3, 6))]
@@ -25,7 +25,10 @@ def sums(count: int) -> list[dict[str, str]]:
 
 
 def write_task(peer: str, folder: Path, count: int = 200) -> Path:
-    """A config of the peer's task in `folder`, with its data. The reward's file stays where it is."""
+    """Write the config and the data of a peer's task to `folder`, and return the config's path.
+
+    The config refers to the reward function in tests/data/peers.
+    """
     rows, peer_folder = sums(count), FOLDER / peer
     data: dict[str, Any]
     chats = [[{"role": "user", "content": row["question"]}] for row in rows]

@@ -1,4 +1,4 @@
-"""Groups and configs for tests of who is asked, how often, and what their rewards become."""
+"""Groups and configs for tests of planning: the choice of prompts, the number of samples, and their rewards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def config_of(tmp_path: Path, **algo: Any) -> Config:
 
 
 class Lengths:
-    """A tokenizer of text that is as long as its ids; it answers with the length."""
+    """Fake tokenizer. It decodes n ids to a text of n characters."""
 
     def decode(self, response_ids: Sequence[int]) -> str:
         return "x" * len(response_ids)

@@ -1,5 +1,5 @@
-"""Steps on made-up pairs, alone and, under torchrun, in other layouts: `-m tests.helpers.preference_cases WORKPLACE
-LAYOUT...`."""
+"""Preference steps on synthetic pairs, on one rank or, under torchrun, in other parallel layouts:
+`-m tests.helpers.preference_cases WORKPLACE LAYOUT...`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOSSES: dict[str, dict[str, Any]] = {"dpo": {}, "kto": {}, "reward_model": {"cen
 
 
 def traces() -> list[Trace]:
-    """Five pairs; each prompt's two answers have different lengths."""
+    """Return five pairs of answers with different lengths."""
     samples = cases.samples()
     return [
         Trace(
@@ -42,7 +42,7 @@ def start(folder: Path, run: Path, name: str, **sections: Any) -> tuple[Trainer,
 
 
 def steps(folder: Path, run: Path, name: str, n: int = 3, **sections: Any) -> list[dict[str, Any]]:
-    """What `n` steps tell, but for the padding."""
+    """Return the metrics of `n` steps, except those of padding and shared prefixes."""
     trainer, loss = start(folder, run, name, **sections)
     step_metrics = [preference_step(trainer, loss, traces(), LR) for _ in range(n)]
     if name == "reward_model":

@@ -1,6 +1,6 @@
-"""Batches whose sequences begin alike, computed once and anew for each: what the tests of shared prefixes compare.
+"""Comparison of shared prefixes with separate computation, on batches whose sequences have common prefixes.
 
-Run under torchrun it compares them in other layouts: `-m tests.helpers.prefix_cases WORKPLACE LAYOUT...`.
+Under torchrun, `-m tests.helpers.prefix_cases WORKPLACE LAYOUT...` compares them in other parallel layouts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ VOCAB = 96
 
 
 def samples(groups: int = 3, size: int = 4) -> list[TrainSample]:
-    """Groups of responses to one prompt each, behind a few tokens that all prompts have in common; of every group
-    two responses begin alike, and one goes on in a further turn."""
+    """Return groups of samples with common prefixes.
+
+    All prompts begin with the same tokens. In each group, two responses have a common prefix, and one sample has a
+    second turn.
+    """
     rng = random.Random(0)
 
     def ids(n: int) -> list[int]:
@@ -53,13 +56,13 @@ def _sample(
 
 
 def with_routes(plain: list[TrainSample]) -> list[TrainSample]:
-    """Random routes; those of a prompt's token are alike wherever the tokens before it are."""
+    """Add random routes. Prompt tokens after equal prefixes have equal routes."""
     out = []
     for i, s in enumerate(plain):
         tokens, rows = [*s.prompt_ids, *(int(t) for t in s.response_ids)], b""
         for n in range(1, len(s)):
-            of_prompt = n <= len(s.prompt_ids)
-            rng = random.Random(f"{tokens[:n]}{'' if of_prompt else i}")
+            in_prompt = n <= len(s.prompt_ids)
+            rng = random.Random(f"{tokens[:n]}{'' if in_prompt else i}")
             rows += bytes(e for _ in range(4) for e in rng.sample(range(8), 2))
         out.append(dataclasses.replace(s, routes=(RouteSpan(0, len(s) - 1, rows),)))
     return out
@@ -76,7 +79,7 @@ def batch_for(trainer: Trainer, shared: bool) -> list[MicroBatch]:
 
 
 def loss_of(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """A policy loss and a term for the entropy."""
+    """Return a policy loss with terms for the entropy and the values, and the metrics of the policy loss."""
     loss, sums = cases.policy_loss(scores, micro)
     if scores.entropy is not None:
         loss = loss - 0.1 * (scores.entropy * micro.mask).sum()
@@ -86,18 +89,18 @@ def loss_of(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor
 
 
 def by_row(trainer: Trainer, batch: list[MicroBatch], values: list[Tensor]) -> dict[str, list[float]]:
-    """Of each sequence of all ranks, told by its row and its place; copies left out."""
+    """Gather values of all ranks per sequence, by "ROW.SEQUENCE_INDEX", without copies."""
     out = {}
-    for micro, of_batch in zip(batch, values, strict=True):
-        parts = of_batch.split(micro.sequence_lengths)
+    for micro, micro_values in zip(batch, values, strict=True):
+        parts = micro_values.split(micro.sequence_lengths)
         for row, index, part in zip(micro.rows.tolist(), micro.sequence_index, parts, strict=True):
             if not micro.copy:
                 out[f"{row}.{index}"] = part.tolist()
-    return {row: part for of_rank in trainer.gather_dp(out) for row, part in of_rank.items()}
+    return {row: part for rank_values in trainer.gather_dp(out) for row, part in rank_values.items()}
 
 
-def seen(trainer: Trainer, shared: bool) -> dict[str, Any]:
-    """What a scoring pass and a backward pass give. Gradients are those that this rank's optimizers hold."""
+def run_passes(trainer: Trainer, shared: bool) -> dict[str, Any]:
+    """Return the results of a scoring pass and a backward pass, with the gradients of this rank's optimizers."""
     batch = batch_for(trainer, shared)
     scores = trainer.passes.score(batch)
     out: dict[str, Any] = {"logp": by_row(trainer, batch, [s.logp for s in scores])}
@@ -111,7 +114,7 @@ def seen(trainer: Trainer, shared: bool) -> dict[str, Any]:
         bias.copy_(value)
     trainer.optimizer.prepare_grads()
     optimizers = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
-    groups = [g for each in optimizers if not each.is_stub_optimizer for g in each.optimizer.param_groups]
+    groups = [g for o in optimizers if not o.is_stub_optimizer for g in o.optimizer.param_groups]
     out["gradients"] = [p.grad.clone() for g in groups for p in g["params"]]
     totals = trainer.passes.take_accumulated()
     out["loss"] = float(totals.sums["loss_sum"])
@@ -122,13 +125,13 @@ def seen(trainer: Trainer, shared: bool) -> dict[str, Any]:
 
 
 def gaps(trainer: Trainer) -> dict[str, Any]:
-    """How far the pass that shares is from the one that does not."""
-    cases.stir(trainer)
-    return compare(seen(trainer, False), seen(trainer, True))
+    """Return the differences between passes with shared prefixes and passes without."""
+    cases.randomize_adapters(trainer)
+    return compare(run_passes(trainer, False), run_passes(trainer, True))
 
 
 def compare(alone: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """Return the largest differences of two results of `seen`."""
+    """Return the largest differences between two results of `run_passes`."""
     differences: dict[str, Any] = {}
     for name in ("logp", "entropy"):
         if name in alone:
@@ -150,7 +153,7 @@ def compare(alone: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(layout: str, gaps: dict[str, Any]) -> None:
-    """Assert that prefixes were shared, and that gaps are those of rounding."""
+    """Assert that the passes share prefixes and differ only by rounding errors."""
     assert gaps["share"] > 0.2, layout
     assert gaps["without"] == 0
     check_rounding(layout, gaps)
@@ -170,7 +173,7 @@ def trainer_of(workplace: Path, layout: str) -> Trainer:
     sections = cases.sections(layout)
     sections["trainer"]["token_budget"] = BUDGET
     kind = next((k for k in MODELS if k in layout), None)
-    folder = workplace / (kind or cases.model_of(layout))
+    folder = workplace / (kind or cases.model_name(layout))
     return Trainer(cases.config_of(folder, workplace / "run-prefixes", **sections), ("entropy",))
 
 

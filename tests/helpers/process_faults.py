@@ -1,4 +1,4 @@
-"""Faults of a server process behind a link: kill -9, stop, full disk, second owner, and those of the link."""
+"""Fault injection for a server process behind a proxy: SIGKILL, SIGSTOP, full disk, second owner, and link faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.proxy import Proxy
 from tests.helpers.servers import ROOT
 
 
-def disturb(proxy: Proxy, fault: str, rng: random.Random) -> None:
+def inject_link_fault(proxy: Proxy, fault: str, rng: random.Random) -> None:
     """Start a fault of a link."""
     if fault == "cut":
         proxy.cut()
@@ -36,30 +36,30 @@ def disturb(proxy: Proxy, fault: str, rng: random.Random) -> None:
 
 
 def limit_files(pid: int, size: int) -> None:
-    """Let no file of a process grow beyond `size` bytes, as on a full disk."""
+    """Limit the files of a process to `size` bytes, to simulate a full disk."""
     with contextlib.suppress(ProcessLookupError):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def double_request(data: bytes) -> bytes:
-    """Double a block that is a whole HTTP request: a part of one, doubled, is no request."""
+    """Duplicate a block if it is a whole HTTP request, because a duplicated part is no valid request."""
     head, end, body = data.partition(b"\r\n\r\n")
     length = re.search(rb"(?i)content-length: *(\d+)", head)
     return data * 2 if end and len(body) == int(length[1] if length else 0) else data
 
 
-def strike_link(link: Proxy, fault: str, rng: random.Random) -> None:
+def inject_http_link_fault(link: Proxy, fault: str, rng: random.Random) -> None:
     """Start a fault of a link that carries plain HTTP."""
-    if fault == "flipped":  # the first byte of what is sent: plain HTTP does not notice others
+    if fault == "flipped":  # in the first byte of a block: plain HTTP does not detect other flips
         link.change(lambda data: bytes([data[0] ^ 1]) + data[1:])
     elif fault == "doubled":
         link.change(double_request)
     else:
-        disturb(link, fault, rng)
+        inject_link_fault(link, fault, rng)
 
 
 class ServerProcess(ABC):
-    """Owns a server process and the link to it. Subclasses set `link` and call `start`, which sets `process`."""
+    """A server process and the link to it. Subclasses set `link` and call `start`, which sets `process`."""
 
     process: subprocess.Popen[str] | subprocess.Popen[bytes]
     link: Proxy
@@ -70,15 +70,15 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def command(self) -> list[str]:
-        """Return the command line, which a second owner uses, too."""
+        """Return the command line, which a second owner also uses."""
 
     def second_owner(self) -> None:
-        """Start a second process on the same folder, which must be refused in words."""
+        """Start a second process on the same folder and check that it exits with an error message."""
         process = subprocess.run(self.command(), cwd=ROOT, capture_output=True, text=True)
         assert process.returncode == 2 and "in use" in process.stderr, process.stderr
 
-    def strike(self, fault: str, rng: random.Random) -> None:
-        """Begin a fault; `heal` ends it."""
+    def inject_fault(self, fault: str, rng: random.Random) -> None:
+        """Start a fault. `heal` ends it."""
         if fault == "killed":
             self.process.kill()
             self.process.wait()
@@ -90,10 +90,10 @@ class ServerProcess(ABC):
         elif fault == "second owner":
             self.second_owner()
         elif fault != "none":
-            strike_link(self.link, fault, rng)
+            inject_http_link_fault(self.link, fault, rng)
 
     def heal(self) -> None:
-        """End all faults that last."""
+        """End all active faults."""
         self.process.send_signal(signal.SIGCONT)
         limit_files(self.process.pid, resource.RLIM_INFINITY)
-        self.link.mend()
+        self.link.heal()

@@ -1,4 +1,4 @@
-"""A proxy on loopback, or between two Unix sockets, that cuts, delays and changes what passes, on demand."""
+"""Fault-injecting proxy on loopback or between two Unix sockets: it resets connections, delays and changes data."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from urllib.parse import urlsplit
 
 
 class Proxy:
-    """Between clients and one server. Owns a thread; may be used from any other."""
+    """Proxy between clients and one server. It runs in its own thread; its methods are thread-safe."""
 
-    def __init__(self, target: int | Callable[[], int | Path], at: Path | None = None) -> None:
-        """`target`: the server's port on loopback, or what gives it or the path of its Unix socket. It need not
-        listen yet. `at`: the Unix socket of this proxy, which then has no port."""
+    def __init__(self, target: int | Callable[[], int | Path], unix_socket: Path | None = None) -> None:
+        """Start the proxy.
+
+        Args:
+            target: Port of the server on loopback, or a function that returns it or the path of its Unix socket. The
+                server may start later.
+            unix_socket: Path of a Unix socket on which the proxy listens instead of a port.
+        """
         self._target = target
         self._refusing = False
         self._delay = 0.0
@@ -23,26 +28,27 @@ class Proxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        if at is None:
+        if unix_socket is None:
             start = asyncio.start_server(self._relay, "127.0.0.1", 0)
         else:
-            start = asyncio.start_unix_server(self._relay, at)
+            start = asyncio.start_unix_server(self._relay, unix_socket)
         self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result()
-        self.port: int = 0 if at is not None else self._server.sockets[0].getsockname()[1]
+        self.port: int = 0 if unix_socket is not None else self._server.sockets[0].getsockname()[1]
 
     def cut(self) -> None:
-        """Break every connection, and each new one, until `mend`."""
+        """Reset every connection, and each new one, until `heal`."""
         self._loop.call_soon_threadsafe(self._cut)
 
-    def mend(self) -> None:
+    def heal(self) -> None:
+        """End all faults."""
         self._refusing, self._delay, self._change = False, 0.0, bytes
 
     def slow(self, seconds: float) -> None:
-        """What is read from now on is passed on so much later."""
+        """Delay data in both directions by this many seconds."""
         self._delay = seconds
 
     def change(self, change: Callable[[bytes], bytes]) -> None:
-        """Pass on `change` of each block that is read from now on, towards the server."""
+        """Apply `change` to each block of data to the server."""
         self._change = change
 
     def close(self) -> None:
@@ -68,15 +74,15 @@ class Proxy:
             writer.transport.abort()
             return
         try:
-            onward_reader, onward_writer = await self._connect()
+            upstream_reader, upstream_writer = await self._connect()
         except OSError:
             writer.transport.abort()
             return
-        writers = {writer, onward_writer}
+        writers = {writer, upstream_writer}
         self._writers |= writers
         try:
-            towards = self._pass(reader, onward_writer, lambda data: self._change(data))
-            await asyncio.gather(towards, self._pass(onward_reader, writer, bytes))
+            upstream = self._forward(reader, upstream_writer, lambda data: self._change(data))
+            await asyncio.gather(upstream, self._forward(upstream_reader, writer, bytes))
         finally:
             self._writers -= writers
             for w in writers:
@@ -88,7 +94,7 @@ class Proxy:
             return await asyncio.open_connection("127.0.0.1", target)
         return await asyncio.open_unix_connection(target)
 
-    async def _pass(
+    async def _forward(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, change: Callable[[bytes], bytes]
     ) -> None:
         try:
@@ -98,7 +104,7 @@ class Proxy:
                 writer.write(change(data))
                 await writer.drain()
             writer.write_eof()
-        except OSError:  # the other end is told, too
+        except OSError:  # reset the other connection too
             writer.transport.abort()
 
 

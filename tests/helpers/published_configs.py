@@ -1,9 +1,9 @@
-"""What becomes of every published config.json of a folder: a table of what `rlsys explain` says of each, and, shrunk
-to a tiny random model, whether conversions, log-probs, a training step and an export are right:
+"""Write a table of the result of `rlsys explain` for each published config.json of a folder. With --shrunk, also
+check conversions, log-probs, a training step and an export of a tiny random model of each config:
 
     python -m tests.helpers.published_configs CONFIGS TABLE.md [--shrunk WORKPLACE] [--only WORD ...] [--no-layers]
 
-Without --no-layers, explain builds the layers of every model that it reads: 20 seconds each.
+Without --no-layers, explain builds the layers of every supported model, which takes 20 seconds each.
 
 CONFIGS holds NAME.json files, or folders NAME with a config.json.
 """
@@ -30,9 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SEQUENCES = [[(7 * i * j + 3 * i) % 96 for j in range(1, 120)] for i in range(1, 4)]
 LAYERS = 4
 EXACT = 1e-5
-"""Largest gap of a log-prob to transformers, whose own rounding in float32 may be larger."""
+"""Largest difference of a log-prob from transformers; its own rounding error in float32 may be larger."""
 _EXPERTS_IN_FFN = ("mixtral", "olmoe", "minimax_m2", "gpt_oss")
-"""Model types whose intermediate_size is an expert's."""
+"""Model types whose intermediate_size is the size of an expert."""
 _SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
     "max_position_embeddings": 256, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
@@ -46,8 +46,8 @@ _TOWER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def published(folder: Path) -> dict[str, dict[str, Any]]:
-    """config.json by name."""
+def read_configs(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the config.json of each model, by name."""
     files = {p.stem: p for p in folder.glob("*.json")} | {
         p.parent.name: p for p in folder.glob("*/config.json")
     }
@@ -55,27 +55,29 @@ def published(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def shrink(raw: dict[str, Any]) -> dict[str, Any]:
-    """The same with small sizes and without quantisation; every switch, kind and number of groups stays."""
+    """Return the config with small sizes and without quantization. Switches, types and group counts stay."""
     config = copy.deepcopy(raw)
     config.pop("quantization_config", None)
     if isinstance(config.get("text_config"), dict):
-        config["text_config"] = _shrunk(config["text_config"])
+        config["text_config"] = _shrink_language(config["text_config"])
         if "vision_config" in config:
             config["vision_config"] |= _TOWER
         return config
-    return _shrunk(config)
+    return _shrink_language(config)
 
 
-def _shrunk(raw: dict[str, Any]) -> dict[str, Any]:
+def _shrink_language(raw: dict[str, Any]) -> dict[str, Any]:
     small = {name: size for name, size in _SMALL.items() if raw.get(name)}
-    of_all = raw.get("num_key_value_heads") == raw.get("num_attention_heads")
+    is_multi_head = raw.get("num_key_value_heads") == raw.get("num_attention_heads")
     kind, latent = str(raw.get("model_type")), "kv_lora_rank" in raw
     if raw.get("num_key_value_heads"):
-        small["num_key_value_heads"] = 4 if of_all else 2
+        small["num_key_value_heads"] = 4 if is_multi_head else 2
     if raw.get("head_dim"):
         small["head_dim"] = 8 if latent else 16
     small["intermediate_size"] = 32 if kind in _EXPERTS_IN_FFN else 96
-    if raw.get("moe_intermediate_size"):  # transformers tells a transposed tensor of Qwen3-VL by its shape
+    if raw.get(
+        "moe_intermediate_size"
+    ):  # transformers recognises a transposed tensor of Qwen3-VL by its shape
         small["moe_intermediate_size"] = 128 if kind.startswith("qwen3_vl") else 32
     groups = raw.get("n_group") or 1
     for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
@@ -106,12 +108,19 @@ def _shrunk(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# -- what explain says ---------------------------------------------------------------------------------------------
+# -- rlsys explain -------------------------------------------------------------------------------------------------
 
 
-def verdict(raw: dict[str, Any], layers: bool = True) -> tuple[str, str]:
-    """(read, refused or FAULT, in words), of a folder with this config.json and nothing else. `layers`: the trainer's
-    layers are built, as the command does."""
+def explain(raw: dict[str, Any], layers: bool = True) -> tuple[str, str]:
+    """Run `rlsys explain` on a model folder that holds only this config.json.
+
+    Args:
+        raw: The config.json.
+        layers: Build the layers of the trainer, as the command does.
+
+    Returns:
+        "read", "refused" or "FAULT", and a description of the model or the error.
+    """
     from rlsys.cli import main as cli
     from rlsys.cli import preflight
     from rlsys.convert.config import HFConfig
@@ -134,7 +143,7 @@ def verdict(raw: dict[str, Any], layers: bool = True) -> tuple[str, str]:
                 code = cli.main(words)
         except SystemExit as e:
             code = int(e.code or 0)
-        except Exception:  # noqa: BLE001 - what the table is about
+        except Exception:  # noqa: BLE001 - the table reports every fault
             return "FAULT", traceback.format_exc()[-300:]
         message = stderr.getvalue().replace(f"{folder}/", "").replace(folder, "MODEL")
         if code:
@@ -145,11 +154,11 @@ def verdict(raw: dict[str, Any], layers: bool = True) -> tuple[str, str]:
     return "read", f"{hf.family.architecture}, {hf.layers} layers of {hf.hidden_size}{experts}"
 
 
-# -- whether what is computed is right -----------------------------------------------------------------------------
+# -- checks of a tiny model ----------------------------------------------------------------------------------------
 
 
 def build(folder: Path, raw: dict[str, Any]) -> None:
-    """A tiny random model by transformers, beside the config.json as it is published."""
+    """Write a tiny random model of transformers, with the published form of its config.json."""
     import torch
     import transformers
 
@@ -194,7 +203,7 @@ def rounding(folder: Path, expected: Any) -> float:
 
 
 def round_trip(folder: Path, work: Path) -> str:
-    """Through a checkpoint of several ranks."""
+    """Convert a model to a Megatron checkpoint of several ranks and back, and compare the tensors."""
     import torch
     from safetensors.torch import load_file
 
@@ -216,7 +225,7 @@ def round_trip(folder: Path, work: Path) -> str:
 
 
 @contextmanager
-def trainer_of(folder: Path, work: Path) -> Iterator[Any]:
+def open_trainer(folder: Path, work: Path) -> Iterator[Any]:
     from rlsys.trainer import setup
     from rlsys.trainer.trainer import Trainer
     from tests.helpers import trainer_cases as cases
@@ -232,15 +241,16 @@ def trainer_of(folder: Path, work: Path) -> Iterator[Any]:
             setup.leave_layout()
 
 
-def gap_of(trainer: Any, expected: Any) -> float:
+def logprob_gap(trainer: Any, expected: Any) -> float:
+    """Return the largest difference of the trainer's log-probs of SEQUENCES from the expected ones."""
     import torch
 
     logprobs = torch.tensor([logp for canary in trainer.canaries(SEQUENCES) for logp in canary.logp])
     return float((logprobs - expected).abs().max())
 
 
-def _name_type(folder: Path) -> None:
-    """The model type of transformers' own class: it renames experts by the type, and knows no kimi_k2."""
+def _set_model_type(folder: Path) -> None:
+    """Set the model type of transformers' own class, by which it renames experts. It has no type kimi_k2."""
     import transformers
 
     file = folder / "config.json"
@@ -249,9 +259,13 @@ def _name_type(folder: Path) -> None:
     file.write_text(json.dumps({**raw, "model_type": model_type}))
 
 
-def tried(raw: dict[str, Any], work: Path) -> list[str]:
-    """Return the round trip, the gap to transformers, transformers' own rounding, the gradient norm of a training
-    step, and the gap of its export, which transformers loads.
+def check_tiny_model(raw: dict[str, Any], work: Path) -> list[str]:
+    """Check a tiny random model of this config.
+
+    Returns:
+        The result of the conversion to a checkpoint and back, the difference of log-probs from transformers, the
+        rounding error of transformers, the gradient norm of a training step, and the difference of log-probs after
+        transformers loads the export.
     """
     from tests.helpers import trainer_cases as cases
 
@@ -259,21 +273,21 @@ def tried(raw: dict[str, Any], work: Path) -> list[str]:
     folder = work / "model"
     build(folder, shrink(raw))
     results = [round_trip(folder, work)]
-    with trainer_of(folder, work) as trainer:
+    with open_trainer(folder, work) as trainer:
         expected = log_probs(folder)
-        results.append(f"{gap_of(trainer, expected):.1e}")
+        results.append(f"{logprob_gap(trainer, expected):.1e}")
         results.append(f"{rounding(folder, expected):.1e}")
         update = trainer.update(trainer.passes.pack(cases.samples()), cases.policy_loss, cases.LR)
         results.append(f"{update.grad_norm:.3g}")
         trainer.export_hf(work / "exported")
-        _name_type(work / "exported")
-        results.append(f"{gap_of(trainer, log_probs(work / 'exported')):.1e}")
+        _set_model_type(work / "exported")
+        results.append(f"{logprob_gap(trainer, log_probs(work / 'exported')):.1e}")
     shutil.rmtree(work, ignore_errors=True)
     return results
 
 
 def convertible(raw: dict[str, Any]) -> bool:
-    """Read, but for how its weights are stored."""
+    """Return whether rlsys supports the model, regardless of how its weights are stored."""
     from rlsys.convert.config import HFConfig
     from rlsys.core.errors import UserError
 
@@ -284,14 +298,15 @@ def convertible(raw: dict[str, Any]) -> bool:
     return True
 
 
-def checked(raw: dict[str, Any], work: Path) -> list[str]:
+def check_cells(raw: dict[str, Any], work: Path) -> list[str]:
+    """Return the table cells of `check_tiny_model`, or a cell with its error."""
     from rlsys.core.errors import RlsysError
 
     try:
-        return tried(raw, work)
+        return check_tiny_model(raw, work)
     except RlsysError as refusal:
         return [f"refused: {str(refusal).rpartition(f'{work}/')[2]}", *[""] * 4]
-    except Exception:  # noqa: BLE001 - what the table is about
+    except Exception:  # noqa: BLE001 - the table reports every fault
         return [f"FAULT {traceback.format_exc()[-300:]}", *[""] * 4]
 
 
@@ -303,43 +318,43 @@ def table(rows: Iterable[Iterable[str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A table of published configs.")
+    parser = argparse.ArgumentParser(description="Write a table of published configs.")
     parser.add_argument("configs", type=Path)
     parser.add_argument("table", type=Path)
     parser.add_argument(
-        "--shrunk", type=Path, help="workplace: also try each one that is read, as a tiny model"
+        "--shrunk", type=Path, help="work folder; also check a tiny model of each supported config"
     )
     parser.add_argument("--no-layers", action="store_true", help="explain builds no layers")
-    parser.add_argument("--only", nargs="*", default=[], help="words, one of which a name has to contain")
+    parser.add_argument("--only", nargs="*", default=[], help="take names that contain one of these words")
     args = parser.parse_args()
     if args.shrunk is not None:
         from rlsys.engine.cpu.platform import declare_torchvision_ops
 
         declare_torchvision_ops()
     rows, counts, first_names = [], Counter[str](), dict[str, str]()
-    for name, raw in published(args.configs).items():
+    for name, raw in read_configs(args.configs).items():
         if args.only and not any(word in name for word in args.only):
             continue
         start_time = time.monotonic()
-        kind, words = verdict(raw, not args.no_layers)
+        kind, words = explain(raw, not args.no_layers)
         counts[kind] += 1
         row = [name, kind, words]
         if args.shrunk is not None:
             key = json.dumps(shrink(raw), sort_keys=True) if convertible(raw) else ""
             trial_cells = [f"as {first_names[key]}" if key in first_names else "", *[""] * 4]
             if key and key not in first_names:
-                trial_cells, first_names[key] = checked(raw, args.shrunk / "model"), name
+                trial_cells, first_names[key] = check_cells(raw, args.shrunk / "model"), name
             row += trial_cells
         rows.append(row)
         print(f"{time.monotonic() - start_time:5.1f} s  {' | '.join(row)}"[:300], file=sys.stderr, flush=True)
     head = ["config", "explain", "says"]
     if args.shrunk is not None:
         head += [
-            "there and back",
-            "gap to transformers",
-            "its rounding",
+            "conversion and back",
+            "log-prob difference from transformers",
+            "rounding error of transformers",
             "gradient norm of a step",
-            "gap of its export",
+            "log-prob difference of the export",
         ]
     args.table.write_text(table([head, ["---"] * len(head), *rows]))
     print(f"{sum(counts.values())} configs: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common()))

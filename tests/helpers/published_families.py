@@ -1,8 +1,8 @@
-"""Published model folders, one entry of FAMILIES each: which files they hold, how they name their tokens, what their
-config.json says otherwise than transformers would write it, and how their chat templates write a conversation.
+"""Table of published model folders. Each entry of FAMILIES states the files, the names of tokens, the fields of
+config.json that differ from those of transformers, and the chat template.
 
-`write` makes a folder of that shape around a tiny random model. tests/integration/test_published_families.py walks
-the table. Weights, vocabularies and templates are our own; the facts are from the sources that each entry names:
+`write` makes a folder of that form with a tiny random model; tests/integration/test_published_families.py tests every
+entry. Weights, vocabularies and templates are our own; the facts are from the sources that each entry names:
 
     configs     config.json files of github:ai-dynamo/aiconfigurator and github:mlc-ai/mlc-llm (August 2026)
     slime       scripts of github:THUDM/slime (stop ids that its users pass)
@@ -51,7 +51,7 @@ CHATML = (
     "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Turns end with a token of their own; calls are JSON in tags; a tool's answer is a user's turn."""
+"""A special token ends each turn, tool calls are JSON in tags, and the result of a tool is a user turn."""
 ROLE_MARKS = (
     "[gMASK]<sop>{% if tools %}<|system|>\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
     "{% for m in messages %}{{ '<|observation|>' if m.role == 'tool' else '<|' + m.role + '|>' }}\n{{ m.content }}"
@@ -60,7 +60,7 @@ ROLE_MARKS = (
     "</arg_value>{% endfor %}\n</tool_call>{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""No token ends a turn: the mark of the next role does. Arguments of a call have to be an object."""
+"""A turn has no end token: the role token of the next turn ends it. The arguments of a tool call are an object."""
 HEADERS = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
     "<|end_header_id|>\n\n{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -77,7 +77,7 @@ HARMONY = (
     "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
-"""The last answer ends otherwise than those before it, and a call by a third token."""
+"""Different tokens end the last answer, earlier answers and tool calls."""
 BARS = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
     "{% elif m.role == 'system' %}{{ m.content }}{% elif m.role == 'tool' %}<｜tool▁output▁begin｜>{{ m.content }}"
@@ -85,7 +85,7 @@ BARS = (
     "{{ '<｜tool▁call▁begin｜>' + c.function.name + '\n```json\n' + c.function.arguments + '\n```' }}{% endfor %}"
     "<｜end▁of▁sentence｜>{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
 )
-"""Arguments of a call have to be text."""
+"""The arguments of a tool call are text."""
 BRACKETS = (
     "{{ bos_token }}{% for m in messages %}{% if m.role in ('user', 'system') %}[INST] {{ m.content }} [/INST]"
     "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }} [/TOOL_RESULTS]{% else %}{{ m.content }}"
@@ -101,18 +101,30 @@ PIPES = (
 
 @dataclass(frozen=True)
 class Published:
-    """A family as its makers publish it.
+    """The published form of a model family.
 
-    `tiny`: its entry in tests/helpers/tiny.py. `form` of the tokenizer: fast (tokenizer.json), kimi (tiktoken.model
-    and code), llama (tokenizer.model of sentencepiece), ernie (that and code). `eos`: of tokenizer_config.json.
-    `qwen_words`: a fast one splits text as transformers' class for Qwen2 does, whatever tokenizer.json
-    says, and has vocab.json and merges.txt beside it.
-    `config`, `generation`: tokens whose ids the two files name as eos_token_id; empty: the field is left out.
-    `special`: further special tokens. `turn_end`: what the template writes behind an answer; None: nothing of its
-    own. `inline`: the template stands in tokenizer_config.json instead of a file. `text_arguments`: the template
-    wants the arguments of a call as text. `files`: further files that are no weights. `beside`: weight files that
-    belong to no index. `code`: auto_map names configuration_published.py. `quirks`: fields of config.json, None
-    removes one. `new_form`: rope and dtype are said as transformers 5 says them.
+    Attributes:
+        name: Name of a published model.
+        tiny: Entry in tests/helpers/tiny.py.
+        sources: Sources of the facts, as the module docstring lists them.
+        template: Chat template.
+        eos: EOS token in tokenizer_config.json.
+        config: Tokens of `eos_token_id` in config.json; empty: the field is absent.
+        generation: Tokens of `eos_token_id` in generation_config.json; empty: the field is absent.
+        turn_end: Token that the template writes after an answer; None: none.
+        form: Form of the tokenizer: fast (tokenizer.json), kimi (tiktoken.model and code), llama (tokenizer.model of
+            sentencepiece) or ernie (tokenizer.model of sentencepiece and code).
+        qwen_words: A fast tokenizer splits text like transformers' class for Qwen2, regardless of tokenizer.json,
+            and also has vocab.json and merges.txt.
+        special: Further special tokens.
+        bos: BOS token.
+        inline: tokenizer_config.json holds the template.
+        text_arguments: The template takes the arguments of a tool call as text.
+        files: Further files without weights.
+        unindexed: Weight files outside the index.
+        code: auto_map refers to configuration_published.py.
+        quirks: Fields of config.json; None removes a field.
+        transformers_5: config.json writes rope and dtype as transformers 5 does.
     """
 
     name: str
@@ -130,20 +142,20 @@ class Published:
     inline: bool = False
     text_arguments: bool = False
     files: tuple[str, ...] = ("README.md", "LICENSE")
-    beside: tuple[str, ...] = ()
+    unindexed: tuple[str, ...] = ()
     code: bool = False
     quirks: Mapping[str, Any] = field(default_factory=dict)
-    new_form: bool = False
+    transformers_5: bool = False
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts of all tokens that end a response."""
+        """All tokens that end a response."""
         ends = () if self.turn_end is None else (self.turn_end,)
         return tuple(dict.fromkeys((self.eos, *self.config, *self.generation, *ends)))
 
     @property
     def chat(self) -> list[dict[str, Any]]:
-        """CHAT, as its template takes it."""
+        """CHAT in the form that the template takes."""
         if not self.text_arguments:
             return CHAT
         messages: list[dict[str, Any]] = json.loads(json.dumps(CHAT))
@@ -207,8 +219,8 @@ _KIMI: dict[str, Any] = {
 }
 
 FAMILIES = {
-    one.tiny: one
-    for one in (
+    family.tiny: family
+    for family in (
         Published(
             "Qwen2.5-7B-Instruct", "qwen2", "configs; card (generation ids)", **_QWEN,
             quirks={"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 4},
@@ -223,11 +235,11 @@ FAMILIES = {
             ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"), ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
             "<|eot_id|>", bos="<|begin_of_text|>", special=("<|start_header_id|>", "<|end_header_id|>"),
             inline=True, files=("README.md", "LICENSE", "USE_POLICY.md"),
-            beside=("original/consolidated.00.pth",), quirks={"mlp_bias": False, "pretraining_tp": 1},
+            unindexed=("original/consolidated.00.pth",), quirks={"mlp_bias": False, "pretraining_tp": 1},
         ),
         Published(
             "Mixtral-8x7B-Instruct-v0.1", "mixtral", "configs; card", BRACKETS, "</s>", ("</s>",), ("</s>",), "</s>",
-            form="llama", bos="<s>", beside=("consolidated.00.pt",), files=("README.md",),
+            form="llama", bos="<s>", unindexed=("consolidated.00.pt",), files=("README.md",),
             quirks={"sliding_window": None, "output_router_logits": False},
         ),
         Published(
@@ -251,7 +263,7 @@ FAMILIES = {
             ("<|return|>", "<|endoftext|>", "<|call|>"), "<|return|>", bos="<|startoftext|>",
             special=("<|start|>", "<|end|>", "<|message|>", "<|channel|>"),
             files=("README.md", "LICENSE", "USAGE_POLICY"),
-            beside=("original/model.safetensors", "metal/model.bin"),
+            unindexed=("original/model.safetensors", "metal/model.bin"),
             quirks={"swiglu_limit": 7.0, "initial_context_length": 64, "experts_per_token": 2},
         ),
         Published(
@@ -259,7 +271,7 @@ FAMILIES = {
         ),
         Published(
             "HY-V3", "hy-v3", "sglang hunyuan_v3.py; card", CHATML, "<|eos|>", ("<|eos|>",),
-            ("<|eos|>", "<|im_end|>"), "<|im_end|>", special=("<|im_start|>",), new_form=True,
+            ("<|eos|>", "<|im_end|>"), "<|im_end|>", special=("<|im_start|>",), transformers_5=True,
         ),
         Published(
             "MiniMax-M2.5", "minimax-m2", "configs (no eos in config.json, auto_map); card", CHATML, "[e~[", (),
@@ -277,18 +289,20 @@ FAMILIES = {
         ),
         Published(
             "Qwen3-Next-80B-A3B-Instruct", "qwen3-next", "configs; card", **_QWEN,
-            quirks={"decoder_sparse_step": 1, "mlp_only_layers": [], "full_attention_interval": 2}, new_form=True,
+            quirks={"decoder_sparse_step": 1, "mlp_only_layers": [], "full_attention_interval": 2},
+            transformers_5=True,
         ),
         Published(
             "Qwen3-VL-30B-A3B-Instruct", "qwen3-vl-moe", "configs (text_config); card",
             **{**_QWEN, "files": (*_VOCAB_FILES, "preprocessor_config.json", "video_preprocessor_config.json")},
-            new_form=True,
+            transformers_5=True,
         ),
     )
 }  # fmt: skip
-"""By the name of the tiny model. tests/integration/test_published_families.py holds that all of these have one."""
+"""Families by the name of the tiny model. tests/integration/test_published_families.py checks that all tiny models
+are listed."""
 
-_CODE = '''"""The configuration of the model, under its makers' own name."""
+_CODE = '''"""Model configuration under a custom name."""
 
 from transformers import {base}
 
@@ -298,62 +312,62 @@ class PublishedConfig({base}):
 '''
 
 
-def write(folder: Path, one: Published) -> Path:
-    """A folder of this shape: a tiny random model, in float32, with a tokenizer of a few hundred tokens."""
+def write(folder: Path, family: Published) -> Path:
+    """Write a folder of this form: a tiny random model in float32, with a tokenizer of a few hundred tokens."""
     folder.mkdir(parents=True)
-    size = _write_tokenizer(folder, one)
-    architecture = tiny.TINY[one.tiny].architecture
-    tiny_family = tiny.TINY[one.tiny]
+    size = _write_tokenizer(folder, family)
+    architecture = tiny.TINY[family.tiny].architecture
+    tiny_family = tiny.TINY[family.tiny]
     tiny.write(folder, tiny_family, **{**tiny_family.served, "vocab_size": -(-size // 8) * 8})
-    ids = Tokenizer.from_file(str(folder / "tokenizer.json")) if one.form == "fast" else None
-    _write_config(folder, one, architecture, ids)
-    for name in one.files:
-        (folder / name).write_text("{}\n" if name.endswith(".json") else f"# {one.name}: {name}\n")
-    for name in one.beside:
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")) if family.form == "fast" else None
+    _write_config(folder, family, architecture, ids)
+    for name in family.files:
+        (folder / name).write_text("{}\n" if name.endswith(".json") else f"# {family.name}: {name}\n")
+    for name in family.unindexed:
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(b"not of the index")
-    if one.code:
+        (folder / name).write_bytes(b"outside the index")
+    if family.code:
         (folder / "configuration_published.py").write_text(
             _CODE.format(base=f"{architecture.partition('For')[0]}Config")
         )
     return folder
 
 
-def _write_tokenizer(folder: Path, one: Published) -> int:
-    """Returns the number of its ids."""
-    if one.form == "kimi":
+def _write_tokenizer(folder: Path, family: Published) -> int:
+    """Write the tokenizer and return the size of its vocabulary."""
+    if family.form == "kimi":
         size = write_kimi(folder)
-    elif one.form in ("llama", "ernie"):
-        size = (write_llama if one.form == "llama" else write_ernie)(folder)
+    elif family.form in ("llama", "ernie"):
+        size = (write_llama if family.form == "llama" else write_ernie)(folder)
     else:
-        size = _write_fast(folder, one)
+        size = _write_fast(folder, family)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
-    if one.inline:
-        settings["chat_template"] = one.template
+    if family.inline:
+        settings["chat_template"] = family.template
     else:
-        (folder / "chat_template.jinja").write_text(one.template)
+        (folder / "chat_template.jinja").write_text(family.template)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return size
 
 
-def _write_fast(folder: Path, one: Published) -> int:
+def _write_fast(folder: Path, family: Published) -> int:
     vocab, merges = byte_level()
     pairs = [(first, second) for first, _, second in (m.partition(" ") for m in merges)]
     fast = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.pre_tokenizer = _qwen_words() if one.qwen_words else plain
-    if one.qwen_words:
+    fast.pre_tokenizer = _qwen_words() if family.qwen_words else plain
+    if family.qwen_words:
         fast.normalizer = normalizers.NFC()  # type: ignore[assignment]
         (folder / "vocab.json").write_text(json.dumps(vocab))
         (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     fast.decoder = decoders.ByteLevel()
-    bos = () if one.bos is None else (one.bos,)
-    marks = dict.fromkeys((*bos, *one.stops, *one.special))
+    bos = () if family.bos is None else (family.bos,)
+    marks = dict.fromkeys((*bos, *family.stops, *family.special))
     fast.add_special_tokens([AddedToken(m, special=True, normalized=False) for m in marks])
     fast.save(str(folder / "tokenizer.json"))
-    names = {"eos_token": one.eos, **({} if one.bos is None else {"bos_token": one.bos})}
+    names = {"eos_token": family.eos, **({} if family.bos is None else {"bos_token": family.bos})}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return len(vocab) + len(marks)
@@ -366,13 +380,13 @@ def _qwen_words() -> Any:
     return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _write_config(folder: Path, one: Published, architecture: str, fast: Tokenizer | None) -> None:
-    """config.json and generation_config.json as they are published."""
+def _write_config(folder: Path, family: Published, architecture: str, fast: Tokenizer | None) -> None:
+    """Write config.json and generation_config.json in their published form."""
     raw = json.loads((folder / "config.json").read_text())
     language = raw.get("text_config", raw)
     for part in (raw, language):
         part.pop("eos_token_id", None)
-    if not one.new_form:
+    if not family.transformers_5:
         raw["torch_dtype"] = raw.pop("dtype", "float32")
         rope = raw.pop("rope_parameters", None) or {}
         raw["rope_theta"] = rope.pop("rope_theta", 10000.0)
@@ -381,11 +395,11 @@ def _write_config(folder: Path, one: Published, architecture: str, fast: Tokeniz
         kind = rope.pop("rope_type", "default")
         raw["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
         raw["transformers_version"] = "4.46.0"
-    language |= one.quirks
-    if one.code:
+    language |= family.quirks
+    if family.code:
         raw["auto_map"] = {"AutoConfig": "configuration_published.PublishedConfig"}
     generation: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
-    for fields, tokens in ((language, one.config), (generation, one.generation)):
+    for fields, tokens in ((language, family.config), (generation, family.generation)):
         token_ids = [_id_of(folder, fast, token) for token in tokens]
         if token_ids:
             fields["eos_token_id"] = token_ids if len(token_ids) > 1 else token_ids[0]

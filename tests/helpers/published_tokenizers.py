@@ -1,5 +1,6 @@
-"""Folders whose tokenizer is published in another form than tokenizer.json: tiktoken with code of its own (Kimi),
-sentencepiece (Llama), vocab.json with merges.txt (GPT-2). Small vocabularies, trained on the texts below."""
+"""Tokenizers in other published forms than tokenizer.json: tiktoken with custom code (Kimi), sentencepiece (Llama),
+sentencepiece with custom code (Ernie), and vocab.json with merges.txt (GPT-2). Their small vocabularies are trained
+on CORPUS."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_{{ m['role'] }}|>{{ m['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_assistant|>{% endif %}"
 )
-CODE = '''"""A tokenizer on tiktoken, as some models are published with."""
+CODE = '''"""Tokenizer on tiktoken, as Kimi's."""
 
 import base64
 
@@ -54,7 +55,7 @@ RESERVED = {reserved}
 
 
 def visible(data):
-    """One printable character for each byte."""
+    """Return one printable character per byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {{b: chr(b) for b in plain}}
     table |= {{b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in table)}}
@@ -102,7 +103,7 @@ class RankTokenizer(PreTrainedTokenizer):
 
 
 def byte_level(size: int = 600) -> tuple[dict[str, int], list[str]]:
-    """Vocabulary and merges (`a b`) of a byte-level BPE on CORPUS; the 256 bytes come first."""
+    """Return the vocabulary and the merges (`a b`) of a byte-level BPE on CORPUS; the 256 bytes come first."""
     fast = Tokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -114,7 +115,7 @@ def byte_level(size: int = 600) -> tuple[dict[str, int], list[str]]:
 
 
 def as_bytes(token: str) -> bytes:
-    """Of a token in the byte-level alphabet."""
+    """Return the bytes of a token in the byte-level alphabet."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(b): b for b in plain}
     table |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in plain)}
@@ -126,16 +127,25 @@ def remove_tokenizer(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def write_kimi(folder: Path, reads: str = "text") -> int:
-    """tiktoken.model, tokenization_ranks.py, tokenizer_config.json and a chat template. `reads`: what the code makes
-    of a text before it encodes it. Returns the size of the vocabulary."""
+def write_kimi(folder: Path, normalized: str = "text") -> int:
+    """Write tiktoken.model, tokenization_ranks.py, tokenizer_config.json and a chat template.
+
+    Args:
+        folder: The model folder.
+        normalized: Python expression of the text to encode, as a function of `text`.
+
+    Returns:
+        The size of the vocabulary.
+    """
     remove_tokenizer(folder)
     vocab, _ = byte_level()
     lines = [
         f"{base64.b64encode(as_bytes(t)).decode()} {i}" for t, i in sorted(vocab.items(), key=lambda p: p[1])
     ]
     (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
-    (folder / "tokenization_ranks.py").write_text(CODE.format(pattern=PATTERN, reserved=RESERVED, text=reads))
+    (folder / "tokenization_ranks.py").write_text(
+        CODE.format(pattern=PATTERN, reserved=RESERVED, text=normalized)
+    )
     added = {
         str(len(vocab) + i): {
             "content": t, "special": t in SPECIAL, "normalized": False, "lstrip": False, "rstrip": False,
@@ -157,7 +167,11 @@ def write_kimi(folder: Path, reads: str = "text") -> int:
 
 
 def write_gpt2(folder: Path) -> int:
-    """vocab.json and merges.txt; the special tokens stand in special_tokens_map.json and added_tokens.json."""
+    """Write vocab.json and merges.txt, with special tokens in special_tokens_map.json and added_tokens.json.
+
+    Returns:
+        The size of the vocabulary.
+    """
     remove_tokenizer(folder)
     vocab, merges = byte_level()
     vocab["<|endoftext|>"] = len(vocab)
@@ -175,7 +189,11 @@ def write_gpt2(folder: Path) -> int:
 
 
 def write_llama(folder: Path) -> int:
-    """A sentencepiece model with byte fallback as tokenizer.model, and a tokenizer_config.json as Llama 2 has it."""
+    """Write tokenizer.model (sentencepiece with byte fallback) and a tokenizer_config.json in the form of Llama 2.
+
+    Returns:
+        The size of the vocabulary.
+    """
     import sentencepiece  # type: ignore[import-untyped]
 
     remove_tokenizer(folder)
@@ -197,7 +215,7 @@ def write_llama(folder: Path) -> int:
     return int(model.vocab_size())
 
 
-PIECES = '''"""A tokenizer on sentencepiece, as Ernie's."""
+PIECES = '''"""Tokenizer on sentencepiece, as Ernie's."""
 
 import sentencepiece
 from transformers import PreTrainedTokenizer
@@ -236,7 +254,7 @@ class PieceTokenizer(PreTrainedTokenizer):
 
 
 def write_ernie(folder: Path) -> int:
-    """As write_llama, read by code of the folder."""
+    """Write a tokenizer.model as `write_llama`, with custom code that reads it. Return the size of the vocabulary."""
     size = write_llama(folder)
     (folder / "tokenization_pieces.py").write_text(PIECES)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -248,4 +266,4 @@ def write_ernie(folder: Path) -> int:
 
 FORMS = {"kimi": write_kimi, "gpt2": write_gpt2, "llama": write_llama, "ernie": write_ernie}
 CODE_FORMS = ("kimi", "ernie")
-"""Those that are read by code of the folder."""
+"""Forms with custom code in the folder."""

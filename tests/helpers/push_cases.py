@@ -1,7 +1,8 @@
-"""A trainer rank of four that push to two engines of their host: `push_cases.py MODEL FOLDER URL URL`, by torchrun.
+"""One of four trainer ranks that push to two engines of their host, under torchrun:
+`push_cases.py MODEL FOLDER URL URL`.
 
-Each rank writes FOLDER/rank-N.json: bytes that it sent over TCP while it pushed, and bytes of weights that it gave to
-engines through memory.
+Each rank writes FOLDER/rank-N.json: the bytes that it sent over TCP during the push, and the bytes of weights that it
+passed to engines in shared memory.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ def config_of(model: Path, folder: Path) -> Config:
     )  # fmt: skip
 
 
-class Sent:
-    """Bytes that this process sends over TCP: what the kernel counts for open sockets, and what HTTP requests hold,
-    whose sockets are closed by the time anybody looks."""
+class TcpCounter:
+    """Counter of the bytes that this process sends over TCP.
+
+    It adds the kernel's counts of open sockets and the sizes of HTTP requests, whose sockets close before a count.
+    """
 
     def __init__(self) -> None:
         self.http = 0
@@ -58,7 +61,8 @@ class Sent:
 
         http.client.HTTPConnection.send = send  # type: ignore[method-assign,assignment]
 
-    def now(self) -> int:
+    def total(self) -> int:
+        """Return the bytes sent so far."""
         total = self.http
         for fd in os.listdir("/proc/self/fd"):
             try:
@@ -67,13 +71,13 @@ class Sent:
                         info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                         total += struct.unpack_from("Q", info, 120)[0]  # tcpi_bytes_acked
             except OSError:
-                continue  # no socket, one that only listens, or gone meanwhile
+                continue  # no connected socket, or closed since the listing
         return total
 
 
 def main(model: Path, folder: Path, urls: list[str]) -> None:
     config = config_of(model, folder)
-    trainer, tcp_counter = Trainer(config), Sent()
+    trainer, tcp_counter = Trainer(config), TcpCounter()
     sync = GatheredPush(config, trainer.rank, push_plan(config, lay_out(config)))
     loop = asyncio.new_event_loop()
     router: list[Router] = []
@@ -87,19 +91,23 @@ def main(model: Path, folder: Path, urls: list[str]) -> None:
         return WeightUpdate(1, await begin_push(router[0], 1), CANARIES)
 
     ticket = trainer.on_main(lambda: loop.run_until_complete(begin()))
-    checksums, bytes_before = EngineChecksums(trainer.hf, 2), tcp_counter.now()
-    given = 0
+    checksums, bytes_before = EngineChecksums(trainer.hf, 2), tcp_counter.total()
+    model_bytes = 0
 
-    def counted(tensors: Any) -> Any:
-        nonlocal given
+    def count_bytes(tensors: Any) -> Any:
+        nonlocal model_bytes
         for name, tensor in tensors:
-            given += tensor.nbytes
+            model_bytes += tensor.nbytes
             yield name, tensor
 
     tensors = trainer.named_hf_tensors()
-    handed = sync.push(counted(checksums.watch(tensors) if trainer.is_main else tensors), ticket)
+    memory_bytes = sync.push(count_bytes(checksums.watch(tensors) if trainer.is_main else tensors), ticket)
     trainer.control.wait_for_all()
-    report: dict[str, Any] = {"tcp": tcp_counter.now() - bytes_before, "memory": handed, "model": given}
+    report: dict[str, Any] = {
+        "tcp": tcp_counter.total() - bytes_before,
+        "memory": memory_bytes,
+        "model": model_bytes,
+    }
     canaries = trainer.canaries(CANARIES)
     end = trainer.on_main(
         lambda: loop.run_until_complete(router[0].end_push(1, canaries, checksums.digests()))

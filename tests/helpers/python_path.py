@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def python_path(*folders: Path | str) -> str:
-    """The folders before those of this process: packages of this environment may come by PYTHONPATH."""
+    """Return a PYTHONPATH of these folders and this process's PYTHONPATH, which may provide packages."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,5 +1,5 @@
-"""A Ray cluster of several nodes on this one machine. Stops what it started, by process group: `ray stop` would end
-every Ray on the machine."""
+"""Ray cluster of several nodes on one machine. It stops its own process groups, because `ray stop` would stop every
+Ray cluster on the machine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Self
 
 import psutil
 
-PATIENCE = 800.0
+TIMEOUT_S = 800.0
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
-"""Whatever key lies in the home folder: a head that finds one asks for it, but a node that joins does not look. And
-by itself Ray gives its workers the least of a busy machine."""
+"""Authentication is disabled, because a head node requires a key that it finds in the home folder, but joining nodes
+do not read it. The niceness replaces Ray's default of 15, which starves workers on a busy machine."""
 
 
 class RayCluster:
@@ -40,11 +40,11 @@ class RayCluster:
             raise
 
     def add(self) -> None:
-        """One node more."""
+        """Add a node."""
         self._begin(len(self._nodes))
 
-    def revive(self, index: int) -> None:
-        """After `kill`: a node with the same address."""
+    def restart_node(self, index: int) -> None:
+        """Start a node with the same address after `kill`."""
         self._begin(index)
 
     def _begin(self, index: int) -> None:
@@ -64,16 +64,16 @@ class RayCluster:
         self._wait_for(f"node{index}.log", "Ray runtime started", process)
 
     def kill(self, index: int) -> None:
-        """The node and all that runs on it die at once, as by a power cut."""
+        """Kill a node and all its processes, as in a power failure."""
         node = psutil.Process(self._nodes[index].pid)
         for process in [node, *node.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._nodes[index].wait()
 
-    def _wait_for(self, log: str, words: str, process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while words not in (text := (self._folder / log).read_text()):
+    def _wait_for(self, log: str, message: str, process: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while message not in (text := (self._folder / log).read_text()):
             assert process.poll() is None and time.monotonic() < deadline, text
             time.sleep(0.1)
 

@@ -1,4 +1,4 @@
-"""The first attempts of a push until an engine is ready, as a run makes them."""
+"""Begin a push with retries until the engines are ready, as a run does."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What of an engine takes the weights of a sharded push, in one call each: `receiving_engine [FAILURE AT]`.
+"""Process with the part of an engine that receives a sharded push: `receiving_engine [FAILURE BUCKET]`.
 
-Run as a process, an engine of one rank; it prints its port. A GET tells what it got in each push, tensor by tensor
-with checksums, and which groups it joined. A push begins with a POST to /begin. FAILURE: at its AT-th bucket it
-`dies`, or `refuses`.
+The engine has one rank and prints its port. GET returns the tensors of each push with their checksums, and the groups
+that the engine joined. POST /begin begins a push. FAILURE is `dies` or `refuses`: the engine exits or refuses the
+push at its BUCKET-th bucket.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlsys.engine.hooks.bucket_order import Buckets
 from rlsys.engine.weight_calls import FORMAT
 
 GROUPS: dict[str, Any] = {}
-GOT: list[list[tuple[str, str]]] = []
+RECEIVED: list[list[tuple[str, str]]] = []
 JOINED: list[str] = []
 FAILURE: list[str] = []
 
@@ -56,7 +56,7 @@ def receive(body: dict[str, Any]) -> None:
         if failing == "refuses":
             receiver.drain()
             raise ValueError("size mismatch")
-        GOT[-1].extend((name, sha(tensor)) for name, tensor in tensors)
+        RECEIVED[-1].extend((name, sha(tensor)) for name, tensor in tensors)
 
 
 def leave(body: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ def leave(body: dict[str, Any]) -> None:
 
 
 def begin(_: dict[str, Any]) -> None:
-    GOT.append([])
+    RECEIVED.append([])
 
 
 CALLS = {
@@ -90,8 +90,8 @@ class Engine(BaseHTTPRequestHandler):
         self.wfile.write(payload)
 
     def do_GET(self) -> None:
-        """What it got, and the groups that it joined."""
-        payload = json.dumps({"got": GOT, "joined": JOINED}).encode()
+        """Return the received tensors and the joined groups."""
+        payload = json.dumps({"got": RECEIVED, "joined": JOINED}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(payload)))
         self.end_headers()

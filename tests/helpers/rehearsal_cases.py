@@ -1,7 +1,7 @@
-"""Real ranks take the step that is rehearsed. Under torchrun: `rehearsal_cases.py OUT LAYOUT...`.
+"""Measure on real ranks the step that a rehearsal simulates, under torchrun: `rehearsal_cases.py OUT LAYOUT...`.
 
-A layout is `tp=2,ep=2,etp=1` or `dp=2,trainer.lora.rank=8`; rank r writes OUT/I.r.json for the I-th: bytes held,
-phases and collectives.
+A layout is, for example, `tp=2,ep=2,etp=1` or `dp=2,trainer.lora.rank=8`. For layout I, rank r writes OUT/I.r.json:
+allocated bytes, phases and collectives.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs/quickstart.yaml"
 MICRO_BATCHES = 2
 PROFILE = "profile"
-"""Instead of OUT and LAYOUT: print what a plain step allocates."""
+"""Argument in place of OUT and LAYOUT: print the bytes that a plain step allocates."""
 
 
 def overrides(layout: str) -> list[str]:
-    """1,024 tokens, so that a step takes a second."""
+    """Return the overrides of a layout, with 1,024 tokens so that a step takes a second."""
     sizes = [size if "." in size else f"parallel.{size}" for size in layout.split(",") if size]
     return [*sizes, "trainer.token_budget=1024", "trainer.recompute=[]"]
 
 
-def unlogged(send: Callable[..., Any], meter: Callable[[], Meter]) -> Callable[..., Any]:
-    """Objects travel outside the data's groups in a rehearsal; here they are left out of the log."""
+def without_metering(collective: Callable[..., Any], meter: Callable[[], Meter]) -> Callable[..., Any]:
+    """Exclude a collective of Python objects from the log, because a rehearsal does not log these either."""
 
-    def sending(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with meter().paused():
-            return send(*args, **kwargs)
+            return collective(*args, **kwargs)
 
-    return sending
+    return call
 
 
 def main(out: Path, layouts: list[str]) -> None:
     rehearsals: list[Rehearsal] = []
     for name in ("broadcast_object_list", "all_gather_object"):
-        setattr(dist, name, unlogged(getattr(dist, name), lambda: rehearsals[-1].meter))
+        setattr(dist, name, without_metering(getattr(dist, name), lambda: rehearsals[-1].meter))
     for i, layout in enumerate(layouts):
         config = load_config(CONFIG, overrides(layout))
         rehearsal = Rehearsal(config, node_of(config), None, lambda text: None)
@@ -70,7 +70,7 @@ def main(out: Path, layouts: list[str]) -> None:
 
 
 def profiled_peak() -> int:
-    """Bytes that a plain step allocates above what is there at its beginning, as torch's profiler saw them."""
+    """Return the peak bytes that a plain step allocates in addition to those at its start, by torch's profiler."""
     config = load_config(CONFIG, overrides(""))
     trainer = Trainer(config)
     shared = trainer.passes.pack.shared

@@ -1,8 +1,8 @@
-"""A real relay without an engine: a process that takes weights by the real wire format, and says what it has loaded.
+"""Real relay without an engine: a process that receives weights in the real wire format and reports what it loaded.
 
-`python tests/helpers/relay_host.py [FOLDER]` prints its port. GET / answers how many pushes were loaded and a digest
-of every tensor of the last one. POST /begin_weight_update opens the fence, as in an engine. With FOLDER it waits
-after every piece that it has taken until FOLDER/go is there.
+`python tests/helpers/relay_host.py [FOLDER]` prints its port. GET / returns the number of loaded pushes and a digest
+of every tensor of the last one. POST /begin_weight_update opens the fence, as in an engine. With FOLDER, the process
+waits for FOLDER/go after every piece that it receives.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Host:
-    """The process as a test sees it."""
+    """Client of a relay process."""
 
     def __init__(self, process: subprocess.Popen[str], port: int) -> None:
         self.process, self.url = process, f"http://127.0.0.1:{port}"
 
-    def said(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
+        """Return the number of loads, the digests of tensors and the number of damaged pieces."""
         with urllib.request.urlopen(self.url, timeout=30) as answer:
             state: dict[str, Any] = json.loads(answer.read())
         return state
 
     def begin(self, epoch: int) -> None:
-        """As `begin_push` does."""
+        """Begin a weight update, as `begin_push` does."""
         request = urllib.request.Request(
             f"{self.url}/begin_weight_update", b"{}", {"rlsys-push": str(epoch)}, method="POST"
         )
@@ -44,12 +45,12 @@ class Host:
 
 
 @contextmanager
-def hosts(count: int, waiting: Sequence[Path | None] = ()) -> Iterator[list[Host]]:
-    """So many, ended at the end. `waiting`: of the first ones, the folder that holds them up."""
+def hosts(count: int, pause_folders: Sequence[Path | None] = ()) -> Iterator[list[Host]]:
+    """Run `count` relay processes. `pause_folders`: FOLDER of each of the first processes, or None."""
     with ExitStack() as stack:
         processes = []
         for i in range(count):
-            folder = waiting[i] if i < len(waiting) else None
+            folder = pause_folders[i] if i < len(pause_folders) else None
             command = [sys.executable, __file__, *([] if folder is None else [str(folder)])]
             environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
             process = subprocess.Popen(
@@ -66,7 +67,7 @@ def hosts(count: int, waiting: Sequence[Path | None] = ()) -> Iterator[list[Host
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of the bytes of every tensor of the safetensors files."""
+    """Return the SHA-256 digest of every tensor in the safetensors files."""
     tensor_digests = {}
     for path in sorted(folder.glob("*.safetensors")):
         data = path.read_bytes()
@@ -98,26 +99,26 @@ def main(folder: Path | None) -> None:
     async def begin(_: Request) -> Response:
         return JSONResponse({"success": True})
 
-    async def say(_: Request) -> Response:
+    async def get_state(_: Request) -> Response:
         return JSONResponse({**state, "damaged": relay.damaged})
 
     app = Starlette()
     app.add_route("/update_weights_from_disk", load, methods=["POST"])
     app.add_route("/begin_weight_update", begin, methods=["POST"])
-    app.add_route("/", say)
+    app.add_route("/", get_state)
     app.add_middleware(Fence)
     relay = install(app, lambda endpoint: endpoint)
     if folder is not None:
         take = relay.take
 
-        def held_up(*what: Any) -> int:
-            status = take(*what)
+        def take_and_wait(*args: Any) -> int:
+            status = take(*args)
             (folder / "taken").touch()
             while not (folder / "go").exists():
                 time.sleep(0.01)
             return status
 
-        relay.take = held_up  # type: ignore[method-assign,assignment]
+        relay.take = take_and_wait  # type: ignore[method-assign,assignment]
     with socket.create_server(("127.0.0.1", 0)) as s:
         print(s.getsockname()[1], flush=True)
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([s])

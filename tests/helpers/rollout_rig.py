@@ -1,4 +1,4 @@
-"""A RolloutManager with everything around it on a scripted router, and the trainer's side of a step."""
+"""RolloutManager with a real buffer, planner, scorer and workers on a scripted router, and the trainer's calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Reward = Callable[[Prompt, str], Awaitable[float]]
 
 
 class Numbers:
-    """Prompt i is three ids; held-out prompts have 1, 2, ... ids."""
+    """Prompt source: training prompts have three ids, held-out prompt i has i + 1."""
 
     def train(self, index: int) -> Prompt:
         entry = {"answer": str(index), "data_source": ("even", "odd")[index % 2]}
@@ -41,7 +41,7 @@ class Numbers:
 
 
 async def length_reward(prompt: Prompt, text: str) -> float:
-    """1 for an odd number of tokens."""
+    """Return 1.0 for an odd number of tokens, else 0.0."""
     return float(len(text) % 2)
 
 
@@ -63,7 +63,7 @@ def make_config(tmp_path: Path, **sections: dict[str, Any]) -> Config:
 
 
 class Rig:
-    """A manager with everything around it, and the trainer's side of a step."""
+    """A rollout manager on a scripted router, and the trainer's calls."""
 
     def __init__(
         self,
@@ -94,12 +94,13 @@ class Rig:
         await self.push()
 
     async def take(self, step: int) -> TrainBatch:
-        """Ticks until there are enough groups. As a trainer has them that reads all tokens."""
+        """Tick until the batch of a step is complete, and return it with its tokens loaded."""
         batch = await self.until(self.manager.take(step))
         assert batch is not None
         return replace(batch, groups=load_tokens(self.folder, batch.groups))
 
     async def until(self, work: Coroutine[Any, Any, T]) -> T:
+        """Tick until a coroutine has finished, and return its result."""
         task = asyncio.create_task(work)
         for _ in range(2000):
             await settle()
@@ -110,24 +111,24 @@ class Rig:
 
 
 async def answer_all_but(r: Rig, group_id: int, task: asyncio.Task[Any]) -> None:
-    """Until the task is done: an engine that never says anything about one group."""
+    """Add tokens to all samples except those of one group, until a task is done."""
     silent = {s.sample_id for s in r.buffer.groups[group_id].samples}
     while not task.done():
         for i in set(r.router.in_flight) - silent:
-            r.router.give(i, 1)
+            r.router.add_tokens(i, 1)
         await asyncio.sleep(0.002)
 
 
 async def answer_until_done(r: Rig, group: SampleGroup) -> None:
-    """Answer the samples of one group until it is done, and no others."""
+    """Add tokens only to the samples of one group, until it is done."""
     while not group.done:
         for i in set(r.router.in_flight) & {s.sample_id for s in group.samples}:
-            r.router.give(i, 1)
+            r.router.add_tokens(i, 1)
         await settle()
 
 
 def advance_clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Advance the event loop's clock, as if nothing had happened for so long."""
+    """Advance the event loop's clock by this many seconds."""
     loop = asyncio.get_running_loop()
     clock = loop.time
     monkeypatch.setattr(loop, "time", lambda: clock() + seconds)
@@ -149,7 +150,7 @@ async def rig(
     tokenizer: Any = None,
     teacher: EngineTeacher | None = None,
 ) -> AsyncIterator[Rig]:
-    """At the end: the ledger adds up, and every token that the router received is in it."""
+    """Yield a rig. At exit, check that the ledger is consistent and accounts for every token of the router."""
     instance = Rig(config, length, reward, prompt_scores, judge, tokenizer, teacher)
     tokens_before = sum(instance.buffer.ledger().tokens.values())
     try:
@@ -168,7 +169,7 @@ def ids(groups: list[SampleGroup]) -> list[int]:
 
 
 def abandon(buffer: RolloutBuffer) -> None:
-    """Leave the file as a killed process does: what was not committed is gone."""
+    """Close the file as a killed process would: uncommitted changes are lost."""
     if buffer._db.in_transaction:
         buffer._db.execute("ROLLBACK")
     buffer.close()

@@ -1,4 +1,4 @@
-"""Routes as an engine makes and writes them."""
+"""Routes and route writers of an engine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LAYERS, TOPK = 5, 2
 
 
 def writer(folder: Path, start: int = 1, size: int = 10**6) -> RouteWriter:
-    """Of start `start` of engine-0; `folder`: the run's."""
+    """Return a route writer of process start `start` of engine-0 in a run folder."""
     (folder / FOLDER).mkdir(exist_ok=True)
     return RouteWriter(folder / FOLDER, 0, "engine-0", start, 0, size)
 
 
-def chosen(rows: int, most: int = 300) -> NDArray[np.int32]:
-    """Experts `[rows, LAYERS, TOPK]` below `most`."""
-    return (np.arange(rows * LAYERS * TOPK, dtype=np.int32) * 7 % most).reshape(rows, LAYERS, TOPK)
+def chosen(rows: int, experts: int = 300) -> NDArray[np.int32]:
+    """Return expert ids below `experts`, `[rows, LAYERS, TOPK]`."""
+    return (np.arange(rows * LAYERS * TOPK, dtype=np.int32) * 7 % experts).reshape(rows, LAYERS, TOPK)

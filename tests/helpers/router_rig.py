@@ -1,4 +1,4 @@
-"""The router before scripted SGLang servers, and a trainer that pushes to them."""
+"""Real router in front of fake SGLang servers, and a trainer that pushes weights to them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CANARY_IDS = [4, 8, 15, 16, 23]
 
 
 class Rig:
-    """Scripted engines, the router before them, and a trainer whose weights are the version's number."""
+    """Fake engines, the router and a trainer. The trainer's weights are equal to the version number."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Rig:
         )
         self._timeout_s = push_timeout_s
         self.version = 0
-        self.left = 0  # engines that a rolling push has not updated yet
+        self.pending_engines = 0  # engines that a rolling push has not updated yet
 
     @property
     def engine(self) -> ScriptedEngine:
@@ -76,8 +76,18 @@ class Rig:
         off: float = 0.0,
         excluded: Mapping[str, str] = {},
     ) -> dict[str, float]:
-        """`sums`: the checksums that the trainer expects of every engine. `off`: added to its canaries' log-probs.
-        `excluded`: engines that get no tensors, and why."""
+        """Push the next version of the weights.
+
+        Args:
+            only_stale: Push the current version to stale engines only.
+            wrong: URLs of engines that receive other weights.
+            sums: Checksums that the trainer expects of every engine.
+            off: Error that is added to the log-probs of the trainer's canaries.
+            excluded: Engines that receive no tensors, with the reasons.
+
+        Returns:
+            The metrics of the push.
+        """
         self.version += not only_stale
         begin = partial(self.router.begin_push, self.version, only_stale=only_stale)
         if only_stale:
@@ -104,8 +114,8 @@ class Rig:
     def start(self, s: Sample, budget: int = 100) -> asyncio.Task[Sample]:
         return asyncio.create_task(self.router.generate(s, max_response_tokens=budget, temperature=1.0))
 
-    async def at_work(self, n: int = 1) -> tuple[list[Sample], list[asyncio.Task[Sample]]]:
-        """After a push, `n` samples of a group each that have some of their tokens."""
+    async def start_samples(self, n: int = 1) -> tuple[list[Sample], list[asyncio.Task[Sample]]]:
+        """Push weights and start `n` samples in `n` groups. Return when they have some of their tokens."""
         await self.push()
         samples = [sample(i) for i in range(n)]
         tasks = [self.start(s) for s in samples]
@@ -113,6 +123,7 @@ class Rig:
         return samples, tasks
 
     async def settle(self) -> dict[str, float]:
+        """Interrupt generation and return the router's statistics."""
         await self.router.interrupt()
         return self.router.stats()
 
@@ -122,7 +133,7 @@ def sample(i: int = 0, *, seed: int = 3, group: int | None = None, prompt: list[
 
 
 def check(s: Sample, *, versions: set[int], ends_at: int = 40, budget: int = 100) -> None:
-    """It is what one unbroken response would be, with the weights that each token was made with."""
+    """Check that a sample equals an uninterrupted response, given the weights that sampled each token."""
     first = len(s.prompt_ids)
     length = min(ends_at + 1 - first, budget)
     finished = length == ends_at + 1 - first
@@ -143,7 +154,7 @@ def positions_with_routes(s: Sample) -> list[int]:
 
 @asynccontextmanager
 async def routing(*engines: ScriptedEngine, **options: Any) -> AsyncIterator[Rig]:
-    """A rig whose router watches its engines."""
+    """Yield a rig whose router watches its engines."""
     rig = Rig(*engines, **options)
     watch = asyncio.create_task(rig.router.watch())
     try:

@@ -1,6 +1,6 @@
-"""Scores of a micro-batch whose logits are computed at once, and for a few rows at a time.
+"""Comparison of the scores of a micro-batch with logits of all rows at once and of a few rows at a time.
 
-Run under torchrun it compares them in other layouts: `-m tests.helpers.row_cases WORKPLACE LAYOUT...`.
+Under torchrun, `-m tests.helpers.row_cases WORKPLACE LAYOUT...` compares them in other parallel layouts.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ ROWS = 7
 
 
 def output_layers(trainer: Trainer) -> Iterator[OutputLayer]:
-    """Yield the output layers of the policy and of its MTP layer that this rank has."""
+    """Yield the output layers of the policy and of its MTP layer on this rank."""
     scoring: Any = trainer.passes._scores_of
     layers = [scoring.output] + ([trainer._prediction.output] if trainer._prediction else [])
     yield from (layer for layer in layers if layer is not None)
 
 
 def gaps(trainer: Trainer) -> dict[str, Any]:
-    cases.stir(trainer)
-    reference = prefixes.seen(trainer, False)
+    cases.randomize_adapters(trainer)
+    reference = prefixes.run_passes(trainer, False)
     products = 0
     for layer in output_layers(trainer):
         layer._rows = ROWS
         logits = layer.logits
 
-        def counted(*args: Any, logits: Any = logits) -> Any:
+        def count_call(*args: Any, logits: Any = logits) -> Any:
             nonlocal products
             products += 1
             return logits(*args)
 
-        vars(layer)["logits"] = counted
-    rows = prefixes.seen(trainer, False)
+        vars(layer)["logits"] = count_call
+    rows = prefixes.run_passes(trainer, False)
     return prefixes.compare(reference, rows) | {"products": products}
 
 
 def main(workplace: Path, layouts: list[str]) -> None:
     for layout in layouts:
         trainer = prefixes.trainer_of(workplace, layout)
-        of_ranks = trainer.gather_dp(gaps(trainer))
+        rank_gaps = trainer.gather_dp(gaps(trainer))
         with (workplace / f"gaps-{trainer.rank}.jsonl").open("a") as file:
-            file.write(json.dumps([layout, of_ranks]) + "\n")
+            file.write(json.dumps([layout, rank_gaps]) + "\n")
         trainer.close()
 
 

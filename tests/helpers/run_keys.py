@@ -1,4 +1,4 @@
-"""Who can read the keys of a run, and what they open."""
+"""Checks of the secrecy and the permissions of a run's API keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from rlsys.core.identity import config_path
 
 
 def check_secrets(run_dir: Path, processes: list[psutil.Process]) -> None:
-    """The keys of engine 0 of a run that goes on: on no command line, in no file that others read, and needed."""
+    """Check the keys of engine 0 of an active run.
+
+    They are on no command line and in no file that other users can read, and the engine requires them.
+    """
     keys = json.loads(config_path(run_dir, "engine-0").read_text())
     secrets = (keys["api-key"], keys["admin-api-key"])
     lines = [(Path("/proc") / str(p.pid) / "cmdline").read_bytes() for p in processes if p.is_running()]
@@ -26,10 +29,12 @@ def check_secrets(run_dir: Path, processes: list[psutil.Process]) -> None:
         assert is_config or not any(secret.encode() in file.read_bytes() for secret in secrets), file
         assert not is_config or stat.S_IMODE(file.stat().st_mode) == 0o600
     (url,) = {word.decode() for line in lines for word in line.split(b"\0") if _engine_of(line, word)}
-    assert ask(url, "/model_info") == (401, None)
-    assert ask(url, "/model_info", secrets[0])[0] == 200
-    assert ask(url, "/abort_request", secrets[0], rid="none")[0] == 401, "the api key opens no admin endpoint"
-    assert ask(url, "/abort_request", secrets[1], rid="none")[0] == 200
+    assert request(url, "/model_info") == (401, None)
+    assert request(url, "/model_info", secrets[0])[0] == 200
+    assert request(url, "/abort_request", secrets[0], rid="none")[0] == 401, (
+        "the api key opens no admin endpoint"
+    )
+    assert request(url, "/abort_request", secrets[1], rid="none")[0] == 200
 
 
 def _engine_of(line: bytes, word: bytes) -> bool:
@@ -39,7 +44,7 @@ def _engine_of(line: bytes, word: bytes) -> bool:
     )
 
 
-def ask(url: str, path: str, key: str | None = None, **body: Any) -> tuple[int, Any]:
+def request(url: str, path: str, key: str | None = None, **body: Any) -> tuple[int, Any]:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     data = json.dumps(body).encode() if body else None
     try:

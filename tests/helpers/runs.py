@@ -1,4 +1,4 @@
-"""Tiny runs of the quickstart model for cluster tests, and how to look at them."""
+"""Tiny runs of the quickstart model, and functions that read their results."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ SYNCHRONOUS = ("rollout.over_provision=1", "rollout.max_staleness=0", "trainer.s
 
 
 def steps_done(run: Path) -> int:
-    """The last whole line's step; 0 before the first."""
+    """Return the last step in metrics.jsonl, or 0 before the first."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return max((json.loads(line)["step"] for line in lines if '"kind": "step"' in line), default=0)
 
 
 def curve(run: Path) -> list[dict[str, Any]]:
-    """What each step learned from, and how: for `same_curve`."""
+    """Return reward, tokens, effective groups, loss and gradient norm of each step, for `same_curve`."""
     keys = ("reward", "tokens", "effective_groups", "loss", "grad_norm")
     return [{key: step[key] for key in keys} for step in read_metrics(run).steps]
 
 
 def same_curve(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
-    """Rewards and tokens are equal. Losses are so up to rounding: an engine's log-probs of the same tokens differ in
-    the last bits with the requests that happen to share a batch."""
+    """Return whether rewards and tokens are equal, and losses and gradient norms are equal up to rounding.
+
+    An engine's log-probs of the same tokens differ in the last bits with the other requests in the batch.
+    """
     return len(one) == len(other) and all(
         a[key] == b[key]
         if isinstance(a[key], int) or key == "reward"
@@ -55,7 +57,7 @@ def same_curve(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
 
 
 def checked_ledger(run: Path) -> dict[str, Any]:
-    """`rlsys ledger` says that it adds up; nothing lost, nothing trained twice."""
+    """Check that the ledger is consistent, with nothing lost and nothing trained twice, and return it."""
     process = subprocess.run([*RLSYS, "ledger", str(run), "--json"], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     ledger: dict[str, Any] = json.loads(process.stdout)
@@ -64,7 +66,7 @@ def checked_ledger(run: Path) -> dict[str, Any]:
 
 
 def logs_of(run: Path) -> str:
-    """For a test that failed."""
+    """Return the ends of all logs, for the message of a failed assertion."""
     return "\n".join(
         f"--- {p.name}\n{p.read_text(errors='replace')[-1500:]}" for p in sorted((run / "logs").glob("*.log"))
     )

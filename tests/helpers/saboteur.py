@@ -1,5 +1,6 @@
-"""A reward that is none: as a plug-in it is loaded into the rollout process, which it ends with kill -9 at boundaries
-that cannot be seen from outside. Each of them once in a run folder, with a trained step before the next.
+"""Reward plug-in that kills the rollout process with SIGKILL at internal boundaries, which tests cannot observe.
+
+Each boundary occurs once per run folder, with a trained step between two kills.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from rlsys.router.dispatch import Dispatcher
 from rlsys.router.push import WeightPush
 
 FOLDER = "killed"
-"""In the run folder: a file of the name of each boundary at which it was killed."""
+"""Folder in the run folder with one file per boundary at which the process was killed."""
 
 
 def reward(config: Config) -> Callable[..., Any]:
-    """Armed in the rollout process alone: `rlsys train` makes the reward too, to try it before the run."""
+    """Return the reward. Arm the fault only in the rollout process, because `rlsys train` also builds the reward."""
     main = sys.modules["__main__"].__spec__
     if main is not None and main.name == "rlsys.rollout.service":
         folder = config.run.dir / FOLDER
@@ -37,10 +38,10 @@ def reward(config: Config) -> Callable[..., Any]:
             _arm(remaining_names[0], folder)
     score = reasoning_gym(config)
 
-    async def in_this_process(prompt: Prompt, text: str) -> Any:
+    async def in_process_reward(prompt: Prompt, text: str) -> Any:
         return score(prompt, text)
 
-    return in_this_process
+    return in_process_reward
 
 
 def _in_flight(dispatcher: Dispatcher) -> bool:
@@ -67,44 +68,44 @@ BOUNDARIES: dict[str, tuple[type, str, str, Callable[..., bool]]] = {
     "before attestation": (WeightPush, "end", "before", _always),
     "after a push": (WeightPush, "end", "after", _always),
 }
-"""Class, method, side of its call, and whether this call is meant: asked before it."""
+"""Boundary -> class, method, side of the call, and the condition, which is evaluated before the call."""
 
 
 def _arm(name: str, folder: Path) -> None:
-    """From the second take of this process on: then a step has been trained since the last death."""
-    owner, method, side, meant = BOUNDARIES[name]
+    """Kill the process at a boundary after its second take, when a step has been trained since the last kill."""
+    owner, method, side, condition = BOUNDARIES[name]
     takes = 0
     take = RolloutManager.take
 
     @functools.wraps(take)
-    async def counted(self: RolloutManager, train_step: int) -> Any:
+    async def count_take(self: RolloutManager, train_step: int) -> Any:
         nonlocal takes
         takes += 1
         return await take(self, train_step)
 
-    RolloutManager.take = counted  # type: ignore[method-assign]
+    RolloutManager.take = count_take  # type: ignore[method-assign]
     original = getattr(owner, method)
 
     @contextlib.contextmanager
     def boundary(self: Any) -> Iterator[None]:
-        is_due = takes > 1 and meant(self)
+        is_due = takes > 1 and condition(self)
         if is_due and side == "before":
-            _die(folder / name)
+            _kill_process(folder / name)
         yield
         if is_due:
-            _die(folder / name)
+            _kill_process(folder / name)
 
-    async def awaited(self: Any, *args: Any, **kwargs: Any) -> Any:
+    async def async_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with boundary(self):
             return await original(self, *args, **kwargs)
 
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sync_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with boundary(self):
             return original(self, *args, **kwargs)
 
-    setattr(owner, method, awaited if inspect.iscoroutinefunction(original) else called)
+    setattr(owner, method, async_call if inspect.iscoroutinefunction(original) else sync_call)
 
 
-def _die(note: Path) -> None:
-    note.touch()
+def _kill_process(marker: Path) -> None:
+    marker.touch()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,8 @@
-"""SGLang without SGLang: servers that speak its JSON to the real EngineClient, on a clock that does not wait.
+"""In-process fake of SGLang's HTTP server for the real EngineClient, in virtual time.
 
-Token and log-prob at a position follow from the request's seed, the position and the weights; so a response is the
-same however it is cut into requests, as on a deterministic engine. Tests make servers die, restart, hang, preempt.
+The token and log-prob at a position are functions of the request's seed, the position and the weights. A response
+is therefore the same however it is split into requests, as with deterministic inference. Tests can kill, restart
+and hang an engine, and preempt its requests.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from rlsys.engine.hooks.route_writer import RouteWriter
 from rlsys.segments.route_records import ROUTES_PARAM
 
 EOS = 2
-LATENCY = 0.001  # between a request's departure and its registration
+LATENCY = 0.001  # seconds between sending a request and its registration
 TOKEN_SECONDS = 0.01
 
 
-# The model
+# Reference model
 
 
 def token(seed: int, position: int, weights: int) -> int:
-    """Never EOS."""
+    """Return the token id at a position, which is never EOS."""
     return 3 + (seed * 31 + position * 17 + weights * 7) % 120
 
 
@@ -44,49 +45,57 @@ def logprob(seed: int, position: int, weights: int) -> float:
 
 
 def experts(position: int) -> list[int]:
-    """Of one position: two layers, two experts each."""
+    """Return the experts of one position: two layers with two experts each."""
     return [position % 8, (position + 3) % 8, position % 5, 300]
 
 
 def canary_logprobs(ids: list[int], weights: int) -> list[float]:
-    """Of `ids[1:]`."""
+    """Return the log-probs of `ids[1:]`."""
     return [-(i % 5) / 4 - weights for i in ids[1:]]
 
 
 def checksums(weights: int) -> dict[str, str]:
-    """Of one rank; nobody knows how it holds `packed`."""
+    """Return the tensor checksums of one rank. `packed` stands for a tensor without a comparable checksum."""
     return {"layers.0.norm": f"0{weights}", "layers.1.norm": f"1{weights}", "packed": "?"}
 
 
-# A server
+# Server
 
 
 @dataclass
 class Request:
+    """A streamed request and its state."""
+
     rid: str
     ids: list[int]
     seed: int
     budget: int
     cache_key: str | None = None
-    made: list[int] = field(default_factory=list)
-    weights: list[int] = field(default_factory=list)  # that made each token
-    versions: list[int | str] = field(default_factory=list)  # and what they were called
+    output_ids: list[int] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)  # weights that sampled each token
+    versions: list[int | str] = field(default_factory=list)  # version of the weights of each token
     sent: int = 0
     aborted: bool = False
     running: bool = False
     preempted: bool = False
     routes_from: int | None = None
-    points: bool = False  # it may be answered with a pointer to its routes
-    delivered: int = 0  # tokens that the client has read, where somebody counts them
-    died: bool = False  # with its server
+    accepts_route_records: bool = (
+        False  # the response may refer to a route record instead of holding the routes
+    )
+    delivered: int = 0  # tokens that the client has read; only some subclasses count them
+    died: bool = False  # the server died before the request ended
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ScriptedEngine:
-    """One server process after another on the same URL. `ends_at(seed)`: position of the token that ends a sequence.
+    """Fake SGLang server. After `restart`, a new server process serves the same URL.
 
-    `calls` has the control requests in the order of their arrival, `started` the prompts in theirs, `history` all
-    requests that were ever streamed.
+    Attributes:
+        calls: Paths of control requests, in the order of their arrival.
+        prompts: Prompts of streamed requests, in the order of their arrival.
+        history: All streamed requests.
+        cached_tokens: Number of cached prompt tokens that responses report.
+        pending_aborts: Number of next non-streaming requests to answer with an abort.
     """
 
     def __init__(
@@ -98,25 +107,34 @@ class ScriptedEngine:
         max_running: int = 1000,
         label: str = "0",
         segments: Path | None = None,
-        passed: list[int] | None = None,
+        peer_weights: list[int] | None = None,
     ) -> None:
-        """`label`: what it calls the weights that it starts with. `segments`: of the run, where it writes routes.
-        `passed`: what engines that pass on weights have written and nobody has read; None: it cannot."""
+        """Start the engine.
+
+        Args:
+            ends_at: Return the position of the EOS token from the seed of a request.
+            chunk: Number of tokens per streamed event.
+            max_running: Largest number of running requests.
+            label: Version of the initial weights.
+            segments: Segment folder of the run, for route records; None: the response holds the routes.
+            peer_weights: Weights that engines have sent for a peer and no peer has received yet, shared among
+                engines; None: the engine refuses peer weight transfers.
+        """
         self.url = url
         self._label = label
         self._segments = segments
-        self._passed = passed
+        self._peer_weights = peer_weights
         self.starts = 0
         self.chunk = chunk
         self.max_running = max_running
         self.ends_at = ends_at
         self.calls: list[str] = []
-        self.started: list[list[int]] = []
+        self.prompts: list[list[int]] = []
         self.dead = self.hung = False
-        self.aborting = 0  # so many of the requests that do not stream
+        self.pending_aborts = 0
         self.requests: dict[str, Request] = {}
         self.history: list[Request] = []
-        self.cached = 0  # so many tokens of a prompt it says to have read before
+        self.cached_tokens = 0
         self._boot()
 
     def _boot(self) -> None:
@@ -133,35 +151,37 @@ class ScriptedEngine:
         if self._segments is not None:
             self.routes = RouteWriter(self._segments, 0, unit, self.starts, 0, size=4000)
 
-    # What tests do to it
+    # Fault injection
 
     def die(self) -> None:
+        """Kill the server: its streams break and it refuses connections."""
         self.dead = True
         for request in self.requests.values():
             request.died = True
             request.changed.set()
 
     def restart(self) -> None:
-        """With the weights that it was first started with."""
+        """Kill the server and start a new one with the initial weights."""
         self.die()
         self.requests = {}
         self._boot()
         self.dead = self.hung = False
 
     def wake(self) -> None:
-        """It hung. Control requests of that time stay without an answer; streams go on."""
+        """End a hang: streams continue. Control requests that arrived during the hang are never answered."""
         self.hung = False
         for request in self.requests.values():
             request.changed.set()
 
     def preempt(self) -> None:
-        """Every running request goes back to the queue for want of memory, and stays there."""
+        """Preempt every request for lack of memory; none is scheduled again."""
         for request in self.requests.values():
             request.preempted = True
 
     # HTTP
 
     async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        """Return the status and body of the response to a request that does not stream."""
         if self.hung:
             await asyncio.Event().wait()
         handler = getattr(self, "_" + path.partition("?")[0].strip("/"))
@@ -195,30 +215,30 @@ class ScriptedEngine:
         return 200, json.dumps({"success": True, "message": "Success"})
 
     def load(self, weights: int) -> None:
-        """A trainer's tensors arrive."""
-        assert self.update_open, "tensors outside an update"
-        assert not any(r.running for r in self.requests.values()), "tensors under a running request"
-        assert "weights" not in self.released, "tensors without memory for them"
+        """Receive the tensors of a trainer."""
+        assert self.update_open, "tensors arrive outside a weight-update session"
+        assert not any(r.running for r in self.requests.values()), "tensors arrive while a request runs"
+        assert "weights" not in self.released, "tensors arrive while the memory of the weights is released"
         self.calls.append("tensors")
         self.weights = weights
 
     def _load(self, body: dict[str, Any]) -> tuple[int, str]:
-        """The same from a trainer in another process."""
+        """Receive the tensors of a trainer in another process."""
         if self.update_open and not self.dead:
             self.load(body["weights"])
         return 200, ""
 
     def _update_weights_from_tensor(self, body: dict[str, Any]) -> tuple[int, str]:
-        """Without tensors, by a loader of the engine's own."""
+        """Send weights to a peer or receive them from one, by a custom loader without tensors in the request."""
         assert pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])) == []
-        if self._passed is None or not self.update_open:
+        if self._peer_weights is None or not self.update_open:
             return 400, json.dumps({"success": False, "message": "refused"})
         if body["load_format"] == WRITE_LOADER:
-            assert self.paused or not self.requests, "it would wait for its requests"
-            self._passed.append(self.weights)
-        elif self._passed:
+            assert self.paused or not self.requests, "the engine would wait until its requests end"
+            self._peer_weights.append(self.weights)
+        elif self._peer_weights:
             assert body["load_format"] == READ_LOADER and not any(r.running for r in self.requests.values())
-            self.weights = self._passed.pop()
+            self.weights = self._peer_weights.pop()
         return 200, json.dumps({"success": True, "message": "Success"})
 
     def _pause_generation(self, body: dict[str, Any]) -> tuple[int, str]:
@@ -243,13 +263,13 @@ class ScriptedEngine:
         return 200, json.dumps({"success": True})
 
     def _release_memory_occupation(self, body: dict[str, Any]) -> tuple[int, str]:
-        assert not self.requests, "memory released under a request"
-        assert not self.released, "memory released twice"
+        assert not self.requests, "memory is released while the engine has requests"
+        assert not self.released, "memory is released twice"
         self.released = set(body["tags"])
         return 200, ""
 
     def _resume_memory_occupation(self, body: dict[str, Any]) -> tuple[int, str]:
-        assert self.released >= set(body["tags"]), "memory resumed that was not released"
+        assert self.released >= set(body["tags"]), "memory is resumed that is not released"
         self.released -= set(body["tags"])
         return 200, ""
 
@@ -258,10 +278,10 @@ class ScriptedEngine:
         return 200, json.dumps({"success": True, "ranks": [{"checksums": checksums(self.weights)}]})
 
     def _generate(self, body: dict[str, Any]) -> tuple[int, str]:
-        """Not streamed: a canary, or a prompt to be scored."""
-        assert not self.released, "a request without memory"
-        if self.aborting:
-            self.aborting -= 1
+        """Score a canary or a prompt, without streaming."""
+        assert not self.released, "a request arrives while the memory is released"
+        if self.pending_aborts:
+            self.pending_aborts -= 1
             return 200, json.dumps({"meta_info": {"finish_reason": {"type": "abort"}}})
         self.generated += 1
         entries = [[None, body["input_ids"][0], None]]
@@ -272,10 +292,11 @@ class ScriptedEngine:
     # Generation
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+        """Yield the server-sent events of a streamed request."""
         await asyncio.sleep(LATENCY)
-        assert body["rid"] not in self.requests, "a request id in use"
-        assert all(0 <= i < 128 for i in body["input_ids"]), "this id would kill it"
-        assert not self.released, "a request without memory"
+        assert body["rid"] not in self.requests, "the request id is in use"
+        assert all(0 <= i < 128 for i in body["input_ids"]), "a token id is outside the vocabulary of 128"
+        assert not self.released, "a request arrives while the memory is released"
         sampling = body["sampling_params"]
         request = Request(
             body["rid"],
@@ -286,36 +307,40 @@ class ScriptedEngine:
         )
         if body.get("return_routed_experts"):
             request.routes_from = body["routed_experts_start_len"]
-            request.points = bool(sampling["custom_params"][ROUTES_PARAM])
+            request.accepts_route_records = bool(sampling["custom_params"][ROUTES_PARAM])
         generation = self.requests  # a restarted server has a new dict
         generation[request.rid] = request
         self.history.append(request)
-        self.started.append(request.ids)
+        self.prompts.append(request.ids)
         try:
             finish = None
             while finish is None:
-                due = await self._turn(request)
+                due = await self._wait_for_token(request)
                 if self.dead or generation is not self.requests:
                     raise aiohttp.ClientPayloadError("the server died")
                 if not due:
                     yield self._chunk(request, None)
                     continue
-                finish = self._step(request)
-                if finish or len(request.made) - request.sent >= self.chunk:
+                finish = self._generate_token(request)
+                if finish or len(request.output_ids) - request.sent >= self.chunk:
                     yield self._chunk(request, finish)
             yield b"data: [DONE]\n"
         finally:
             if generation is self.requests:
                 if not request.aborted and finish is None:
-                    self.generated += len(request.made)  # its client went away: it stops by itself
+                    self.generated += len(request.output_ids)  # the client disconnected, so the request ends
                 generation.pop(request.rid, None)
                 for other_request in generation.values():
                     other_request.changed.set()
 
-    async def _turn(self, request: Request) -> bool:
-        """Until its next token is due, or something happens to it. False: it pauses, and what is made is sent."""
+    async def _wait_for_token(self, request: Request) -> bool:
+        """Wait until the next token is due, or until the request is aborted or its server dies.
+
+        Returns:
+            False if the engine is paused and unsent tokens are to be streamed.
+        """
         while not ((request.aborted and self.paused != "in_place") or self.dead):
-            if self.paused and len(request.made) > request.sent:
+            if self.paused and len(request.output_ids) > request.sent:
                 return False
             request.changed.clear()
             running = sum(r.running for r in self.requests.values())
@@ -336,21 +361,24 @@ class ScriptedEngine:
                     return True
         return True
 
-    def _step(self, request: Request) -> dict[str, Any] | None:
-        """One token further; why it ends, if it does. What is aborted makes one token more before it ends."""
+    def _generate_token(self, request: Request) -> dict[str, Any] | None:
+        """Generate one token and return the finish reason, or None if the request goes on.
+
+        As in SGLang, a running request generates one more token after an abort.
+        """
         aborted = {"type": "abort", "message": "Aborted", "status_code": None} if request.aborted else None
         if aborted and (request.preempted or not request.running):
             return aborted
-        position = len(request.ids) + len(request.made)
+        position = len(request.ids) + len(request.output_ids)
         request.weights.append(self.weights)
         request.versions.append(self.version)
         if position == self.ends_at(request.seed):
-            request.made.append(EOS)
+            request.output_ids.append(EOS)
             return aborted or {"type": "stop", "matched": EOS}
-        request.made.append(token(request.seed, position, self.weights))
+        request.output_ids.append(token(request.seed, position, self.weights))
         if aborted:
             return aborted
-        if len(request.made) == request.budget:
+        if len(request.output_ids) == request.budget:
             return {"type": "length", "length": request.budget}
         return None
 
@@ -364,35 +392,37 @@ class ScriptedEngine:
                 for v, n in Counter(request.versions).items()
             ]
         if request.aborted and (request.preempted or not request.running):
-            # As SGLang answers for a request in its queue: what was not sent is gone, the last token comes again.
-            sent_ids = request.made[: request.sent]
+            # SGLang's response to an aborted request in its queue drops unsent tokens and repeats the last one.
+            sent_ids = request.output_ids[: request.sent]
             ids, probs = sent_ids[-1:], probs[: request.sent]
             meta["completion_tokens"] = len(sent_ids)
         else:
-            ids, probs = request.made[request.sent :], probs[request.sent :]
+            ids, probs = request.output_ids[request.sent :], probs[request.sent :]
             meta |= {
                 "prompt_tokens": first,
-                "cached_tokens": self.cached,
-                "completion_tokens": len(request.made),
+                "cached_tokens": self.cached_tokens,
+                "completion_tokens": len(request.output_ids),
             }
-            request.sent = len(request.made)
+            request.sent = len(request.output_ids)
             if finish:
-                self.generated += len(request.made)
+                self.generated += len(request.output_ids)
                 if request.routes_from is not None:
-                    rows = range(request.routes_from, first + len(request.made) - 1)
+                    rows = range(request.routes_from, first + len(request.output_ids) - 1)
                     chosen = np.array([experts(p) for p in rows], "<i4").reshape(-1, 2, 2)
                     route_bytes = chosen.tobytes()
-                    if self.routes is not None and request.points and len(rows):
+                    if self.routes is not None and request.accepts_route_records and len(rows):
                         route_bytes = self.routes.append(chosen, request.routes_from)
                     meta["routed_experts"] = base64.b64encode(route_bytes).decode()
-        meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(probs, request.made, strict=False)]
+        meta["output_token_logprobs"] = [
+            [p, i, None] for p, i in zip(probs, request.output_ids, strict=False)
+        ]
         return f"data: {json.dumps({'output_ids': ids, 'meta_info': meta})}\n".encode()
 
 
-# The wire
+# HTTP session
 
 
-class _Answer:
+class _Response:
     def __init__(self, status: int, text: str = "", content: _Content | None = None) -> None:
         self.status = status
         self._text = text
@@ -403,7 +433,7 @@ class _Answer:
 
 
 class _Content:
-    """The body of a stream, in pieces that do not follow the events."""
+    """Body of a stream, in pieces that do not end where events end."""
 
     def __init__(self, stream: AsyncIterator[bytes]) -> None:
         self._stream = stream
@@ -415,7 +445,7 @@ class _Content:
 
 
 class Network:
-    """Stands in for aiohttp's session."""
+    """Fake of aiohttp.ClientSession that routes requests to engines by URL."""
 
     def __init__(self, *engines: ScriptedEngine) -> None:
         self._engines = {e.url: e for e in engines}
@@ -436,7 +466,7 @@ class Network:
     @asynccontextmanager
     async def _send(
         self, url: str, body: dict[str, Any], timeout: aiohttp.ClientTimeout | None
-    ) -> AsyncIterator[_Answer]:
+    ) -> AsyncIterator[_Response]:
         parts = urlsplit(url)
         engine = self._engines[f"{parts.scheme}://{parts.netloc}"]
         path = url.removeprefix(engine.url)
@@ -447,10 +477,10 @@ class Network:
         if body.get("stream"):
             stream = engine.stream(body)
             try:
-                yield _Answer(200, content=_Content(stream))
+                yield _Response(200, content=_Content(stream))
             finally:
                 await stream.aclose()
             return
         async with asyncio.timeout(timeout.total if timeout else None):
             status, text = await engine.answer(path, body)
-        yield _Answer(status, text)
+        yield _Response(status, text)

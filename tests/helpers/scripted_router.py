@@ -1,4 +1,4 @@
-"""A router without engines: tests say how long each response is and when tokens come. Speaks rlsys' Router API."""
+"""Fake of rlsys' Router without engines: tests set the length of each response and when its tokens arrive."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Busy:
 
 
 class ScriptedRouter:
-    """Every response is `length(sample)` tokens long, cut at the budget; token i of it is i, its mu -i/7.
+    """Fake router. A response has `length(sample)` tokens, up to the budget; token i has the id i and the mu -i/7.
 
-    Tokens only come when a test calls `tick`. So time is the test's, and a run the same each time.
+    Tokens arrive only when a test calls `tick` or `add_tokens`, so runs are deterministic.
     """
 
     def __init__(self, length: Callable[[Sample], int]) -> None:
@@ -36,20 +36,22 @@ class ScriptedRouter:
         self._gate = asyncio.Event()
         self.version = 0
         self.calls: list[str] = []
-        self.probed: list[tuple[int, float, int]] = []
+        self.probes: list[tuple[int, float, int]] = []
+        """Prompt length, temperature and seed of requests outside the ledger."""
         self.truncations: list[Truncation | None] = []
-        """Length of the prompt, temperature and seed of what was asked outside the ledger."""
+        """Truncation of each of these requests."""
         self.stale_engines: list[str] = []
         self.members = ["e1", "e2", "e3"]
-        self.left: list[int] = []
-        """Engines that a rolling push has still to update, after each round."""
+        self.pending_counts: list[int] = []
+        """Number of engines that a rolling push has not updated, after each round."""
         self.rounds: list[list[str]] = []
+        """Engines of each round of a rolling push."""
         self.limits = Limits(vocab_size=1000, context_length=4096)
         self.pinned: int | None = None
-        """Version of what answers an evaluation in the background."""
+        """Version of the weights that serve a background evaluation."""
         self.refuse: Callable[[Sample], bool] = lambda sample: False
-        self.keeps = False
-        """Whether samples stay in their engine over a push, as under router.interruption = retract."""
+        self.keeps_samples = False
+        """Samples stay in their engine during a push, as with router.interruption = retract."""
         self.most_in_flight = 0
         self.lost = 0
         self.received = self.resumes = 0
@@ -59,11 +61,12 @@ class ScriptedRouter:
         self.priority: Callable[[Sample], tuple[int, ...]] = lambda sample: (sample.sample_id,)
 
     def tick(self, tokens: int = 1) -> None:
-        """Every sample in flight gets up to so many tokens, the oldest first."""
+        """Add up to this many tokens to every sample in flight, oldest first."""
         for busy in sorted(self._busy.values(), key=lambda b: b.sample.sample_id):
-            self.give(busy.sample.sample_id, tokens)
+            self.add_tokens(busy.sample.sample_id, tokens)
 
-    def give(self, sample_id: int, tokens: int) -> None:
+    def add_tokens(self, sample_id: int, tokens: int) -> None:
+        """Add up to this many tokens to a sample in flight."""
         busy = self._busy[sample_id]
         sample, first = busy.sample, len(busy.sample.response_ids)
         end = min(self._length(sample), busy.limit)
@@ -83,9 +86,9 @@ class ScriptedRouter:
     def in_flight(self) -> list[int]:
         return sorted(self._busy)
 
-    # What the manager calls
+    # Interface of rlsys.router.router.Router
 
-    async def generate(self, sample: Sample, *, max_response_tokens: int, **how: Any) -> Sample:
+    async def generate(self, sample: Sample, *, max_response_tokens: int, **options: Any) -> Sample:
         if self.refuse(sample):
             raise RefusedPrompt("the prompt has 900 tokens, the context 512")
         self.check_sample(sample)
@@ -115,7 +118,7 @@ class ScriptedRouter:
         self.calls.append("interrupt")
         self._gate.clear()
         for sample_id in () if keep_serving else self.in_flight:
-            if self.keeps and keep is not None and keep(self._busy[sample_id].sample):
+            if self.keeps_samples and keep is not None and keep(self._busy[sample_id].sample):
                 continue
             self._busy[sample_id].sample.status = Status.PARKED
             self._end(sample_id)
@@ -127,7 +130,7 @@ class ScriptedRouter:
     async def watch(self) -> None: ...
 
     def add_engine(self, client: Any) -> None:
-        raise AssertionError("its only engine")
+        raise AssertionError("the scripted router takes no further engine")
 
     async def begin_push(
         self, version: int, *, only_stale: bool = False, members: Sequence[str] = ()
@@ -150,7 +153,7 @@ class ScriptedRouter:
         self.calls.append(f"end {version}")
         self.version = version
         self.stale_engines = []
-        pending_count = self.left.pop(0) if self.left else 0
+        pending_count = self.pending_counts.pop(0) if self.pending_counts else 0
         self.is_rolling = pending_count > 0
         return {
             "push_canary_mean": 1e-8, "push_canary_p999": 1e-7, "time_checksums": 0.0, "push_left": pending_count,
@@ -181,7 +184,7 @@ class ScriptedRouter:
         evaluation: bool = False,
     ) -> Segment:
         self.truncations.append(truncation)
-        self.probed.append((len(prompt_ids), temperature, seed))
+        self.probes.append((len(prompt_ids), temperature, seed))
         n = len(prompt_ids)
         version = self.version if self.pinned is None or not evaluation else self.pinned
         return Segment(list(range(n)), [0.0] * n, [VersionSpan(version, 0, n)], "stop")

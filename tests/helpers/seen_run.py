@@ -1,7 +1,7 @@
-"""A run folder as a run leaves it, written in a moment: real text of the quickstart's tokenizer, a ledger, metrics.
+"""Synthetic run folder with the text of the quickstart's tokenizer, a ledger and metrics.
 
-Groups of two samples. Steps 1 and 2 took groups 0 and 1; group 2 is active: its first sample was interrupted twice,
-by the pushes of versions 2 and 3, and has tokens of three versions; its second one has a tool's answer in it.
+Groups have two samples. Steps 1 and 2 took groups 0 and 1. Group 2 is active: the pushes of versions 2 and 3
+interrupted its first sample, which has tokens of three versions; its second sample has a tool result.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs" / "models" / "quickstart-moe"
 PROMPT = "12 + 30 ="
 SET = {"hard/accuracy": 0.1, "hard/pass_2": 0.2, "hard/pass_8": 0.4, "hard/pass_8_low": 0.3}
-"""Figures of a named evaluation set."""
-THIRDS = ("12 + 30 = 4", "2, so it ", "is 42")
+"""Metrics of a named evaluation set."""
+RESPONSE_PARTS = ("12 + 30 = 4", "2, so it ", "is 42")
 
 
 def write_run(folder: Path) -> Path:
-    """The run, inside `folder`."""
+    """Write the run inside `folder` and return its folder."""
     config = make_config(folder, model={"path": str(MODEL)})
     run = config.run.dir
     run.mkdir(parents=True, exist_ok=True)
     (run / "config.yaml").write_text(dump_config(config))
     tokenizer = Tokenizer(MODEL)
-    buffer = RolloutBuffer(run / FILE_NAME, "made up", 2)
+    buffer = RolloutBuffer(run / FILE_NAME, "synthetic", 2)
 
     def issue() -> SampleGroup:
         index = buffer.next_group_id
         return buffer.issue(Prompt(index, PROMPT, tokenizer.encode(PROMPT), {}), [1, 2])
 
-    def say(sample: Sample, text: str, version: int) -> None:
+    def append_text(sample: Sample, text: str, version: int) -> None:
         ids = tokenizer.encode(text)
         mu = [-0.1 - i / 100 for i in range(len(ids))]
         sample.append(Segment(ids, mu, [VersionSpan(version, 0, len(ids))]))
@@ -50,7 +50,7 @@ def write_run(folder: Path) -> Path:
         version = buffer.versions.new(step - 1)
         group = issue()
         for sample, text, reward in zip(group.samples, (f"{step} = 42", "17"), (1.0, 0.0), strict=True):
-            say(sample, text, version)
+            append_text(sample, text, version)
             sample.status, sample.reward, sample.answer = Status.FINISHED, reward, text[-2:]
         buffer.finish(group, GroupState.READY)
         buffer.take(step, [group])
@@ -58,13 +58,13 @@ def write_run(folder: Path) -> Path:
 
     group = issue()
     first, second = group.samples
-    say(second, "2 + 2", 2)
+    append_text(second, "2 + 2", 2)
     second.observe(tokenizer.encode("4"))
-    say(second, "8", 2)
-    for version, text in zip((2, 3, 4), THIRDS, strict=True):
+    append_text(second, "8", 2)
+    for version, text in zip((2, 3, 4), RESPONSE_PARTS, strict=True):
         if version > 2:
             buffer.versions.new(version - 1)
-        say(first, text, version)
+        append_text(first, text, version)
         first.status = Status.PARKED
         first.resumes = version - 2
         if version < 4:

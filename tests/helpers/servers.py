@@ -1,4 +1,4 @@
-"""Starts a real SGLang server as the supervisor does: under a keeper, which ends its whole process group."""
+"""Start a real SGLang server as the supervisor does: under a keeper, which ends its whole process group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rlsys.segments.route_records import ROUTES_VARIABLE
 from tests.helpers.engine_process import engine_arguments, engine_environment
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 800.0  # a guard, no claim: two busy cores took more than 240
+START_SECONDS = 800.0  # upper bound only; on two busy cores a start took more than 240
 GRACE_SECONDS = 10.0
 
 TINY_MOE: dict[str, Any] = {
@@ -40,7 +40,7 @@ TINY_MOE: dict[str, Any] = {
 
 
 def tiny_moe_model(seed: int, **changes: Any) -> Any:
-    """A transformers model, float32."""
+    """Return a tiny random model of transformers in float32."""
     declare_torchvision_ops()
     import transformers
 
@@ -57,10 +57,13 @@ def write_tiny_moe(folder: Path, seed: int) -> Path:
 def running_engine(
     config: Config, folder: Path, run: Path | None = None, owner: Owner | None = None
 ) -> Iterator[str]:
-    """URL of a server that answers; its log is in `folder`. Ended, with all it started, at the end.
+    """Run a server and yield its URL once it is healthy. At exit, end its process group.
 
-    `run`: a folder of a run, where it writes routes; None: they are in its answers. `owner`: whose key opens it;
-    None: it asks for none.
+    Args:
+        config: The config of the engine.
+        folder: Folder of the log.
+        run: Run folder to which the engine writes routes; None: its responses hold them.
+        owner: Owner of the keys that the engine requires; None: it requires none.
     """
     port = free_ports(config.engine.host, 1)[0]
     argv, env = engine_command(config, 0, port)
@@ -69,7 +72,7 @@ def running_engine(
         env |= {**claim(run).environment(1), ROUTES_VARIABLE: str(run / FOLDER / "engine-0")}
     url = f"http://{config.engine.host}:{port}"
     if owner is None:
-        argv += ["--weight-version", "0"]  # of no run, which would tell it in a file
+        argv += ["--weight-version", "0"]  # a run would write it to a file
     else:
         write_config(folder / "keys.yaml", engine_identity(owner, url))
         argv += ["--config", str(folder / "keys.yaml")]
@@ -94,7 +97,7 @@ def running_engine(
 
 @contextmanager
 def running_router(folder: Path, *args: str) -> Iterator[str]:
-    """URL of `rlsys router` as a process. It ends well, or the assertion fails."""
+    """Run `rlsys router` as a process and yield its URL. At exit, check its exit code."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

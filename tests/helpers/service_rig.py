@@ -1,4 +1,4 @@
-"""The rollout service of a rig on a real Unix socket, and blocking calls to it while the scripted engine works."""
+"""The rollout service of a rig on a real Unix socket, and blocking calls to it while the scripted router ticks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def served(r: Rig, ready: Callable[[], bool] = lambda: True) -> AsyncItera
 
 
 async def ticking(r: Rig, call: Callable[..., T], *args: Any) -> T:
-    """A blocking call in a thread, while the scripted engine works."""
+    """Run a blocking call in a thread while the scripted router ticks, and return its result."""
     task = asyncio.create_task(asyncio.to_thread(call, *args))
     while not task.done():
         r.router.tick()

@@ -1,4 +1,4 @@
-"""`rlsys train` as a user starts it, on a small quickstart; for tests that kill parts of it."""
+"""`rlsys train` on a small quickstart, as a process whose parts tests can kill."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SMALL = (
     "launch.grace_seconds=10",
 )
 GROUPS = 4
-"""Of a step."""
+"""Groups per step."""
 RLSYS = (sys.executable, "-m", "rlsys.cli.main")
-PATIENCE = 1000.0
-"""A guard, no claim."""
+TIMEOUT_S = 1000.0
+"""Upper bound on waits."""
 
 
 class Session:
-    """One `rlsys train` on the folder, and the processes it started."""
+    """One `rlsys train` process on a run folder, and its descendants."""
 
     def __init__(self, run_dir: Path, *overrides: str, config: str = "configs/quickstart.yaml") -> None:
         self._run_dir = run_dir
@@ -45,49 +45,49 @@ class Session:
         self._seen: list[psutil.Process] = []
 
     def wait_for_steps(self, more: int) -> None:
-        """Until this session has trained `more` steps. Fails the test when the run ends before."""
+        """Wait until this session has trained `more` steps. Fail the test if the run ends before."""
         self.wait_for(lambda: step_lines(self._run_dir) >= self._lines_before + more)
 
     def processes(self) -> list[psutil.Process]:
-        """All that the supervisor started, directly or not."""
+        """Return all descendants of the supervisor."""
         self._seen = psutil.Process(self._process.pid).children(recursive=True)
         return self._seen
 
     def find(self, *words: str) -> psutil.Process:
-        """The innermost process whose command line has all of `words`."""
+        """Return the innermost process whose command line contains all of `words`."""
         return [p for p in self.processes() if set(words) <= set(command_line(p))][-1]
 
     def send(self, number: signal.Signals) -> None:
-        """To the supervisor."""
+        """Send a signal to the supervisor."""
         self.find()
         self._process.send_signal(number)
 
     def end(self) -> tuple[int, str]:
-        """Exit code and output, after making sure that nothing of it is left."""
-        output, _ = self._process.communicate(timeout=PATIENCE)
+        """Wait for the exit, check that no descendant is alive, and return exit code and output."""
+        output, _ = self._process.communicate(timeout=TIMEOUT_S)
         _, alive = psutil.wait_procs(self._seen, timeout=15)
         assert not alive, f"orphans: {alive}"
         return self._process.returncode, output
 
     def kill(self) -> None:
-        """For a test that failed: its keepers end the rest."""
+        """Kill the supervisor after a test has failed; the keepers end the other processes."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
 
-    def wait_for(self, true: Callable[[], bool], look: float = 0.1) -> None:
-        """Look at it every so many seconds. Fails the test when the run ends, or after PATIENCE."""
-        deadline = time.monotonic() + PATIENCE
-        while not true():
+    def wait_for(self, condition: Callable[[], bool], interval: float = 0.1) -> None:
+        """Poll a condition every `interval` seconds. Fail the test if the run ends, or after TIMEOUT_S."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
                 assert self._process.stdout is not None
                 pytest.fail(f"the run ended or hung: {self._process.stdout.read()}")
-            time.sleep(look)
+            time.sleep(interval)
 
 
 def command_line(process: psutil.Process) -> list[str]:
-    """Empty for one that has ended meanwhile."""
+    """Return the command line of a process, or an empty list if it has ended."""
     try:
         words: list[str] = process.cmdline()
         return words
@@ -96,7 +96,7 @@ def command_line(process: psutil.Process) -> list[str]:
 
 
 def step_lines(run_dir: Path) -> int:
-    """Steps trained so far, counted as often as they were trained."""
+    """Return the number of step lines in metrics.jsonl; a repeated step counts again."""
     path = run_dir / "metrics.jsonl"
     return path.read_text().count('"kind": "step"') if path.exists() else 0
 
@@ -114,7 +114,7 @@ def check_ledger(run_dir: Path) -> dict[str, Any]:
 
 
 def check_agreement(run_dir: Path) -> None:
-    """The report: no token is lost, and trainer and engines agree on the log-probs."""
+    """Check in the run's report that no token is lost, and that trainer and engines agree on log-probs."""
     _, summary = as_json("report", str(run_dir))
     assert summary["tokens_lost"] == 0
     assert summary["mean_abs_logprob_diff"] <= 1e-6 and summary["p999_abs_logprob_diff"] <= 1e-4

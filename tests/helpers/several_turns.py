@@ -1,4 +1,4 @@
-"""A generator of samples of several sequences, with turn marks. After a crash it begins anew, as an agent does."""
+"""Generator of samples with several sequences and turn rewards. After a crash it starts again, as an agent does."""
 
 from __future__ import annotations
 

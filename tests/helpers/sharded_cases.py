@@ -1,7 +1,7 @@
-"""A trainer rank that pushes its own tensors to engines: `sharded_cases.py MODEL FOLDER URL...`, by torchrun.
+"""A trainer rank that pushes its own tensors to engines, under torchrun: `sharded_cases.py MODEL FOLDER URL...`.
 
-Each rank writes FOLDER/rank-N.json: bytes that it sent over TCP while it pushed, and the most bytes of weights, other
-than its own shards, that it held at once.
+Each rank writes FOLDER/rank-N.json: the bytes that it sent over TCP during the push, and the peak bytes of weights
+that it held in addition to its own shards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlsys.router.router import Router
 from rlsys.trainer.trainer import Trainer
 from rlsys.weights import sharded_push
 from rlsys.weights.weight_push import PushResult, WeightPush
-from tests.helpers.push_cases import CANARIES, Sent
+from tests.helpers.push_cases import CANARIES, TcpCounter
 from tests.helpers.ready_push import begin_push
 
 PARALLEL = {"tp": 2, "pp": 2, "ep": 2}
@@ -47,28 +47,28 @@ def config_of(model: Path, folder: Path) -> Config:
     )  # fmt: skip
 
 
-class Held:
-    """Bytes of tensors that somebody still holds, of those that pass by."""
+class TensorWatch:
+    """Counter of the live, the peak and the total bytes of the tensors of an iterator."""
 
     def __init__(self) -> None:
-        self.now = self.most = self.given = 0
+        self.live = self.peak = self.total = 0
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
-            self.now += tensor.nbytes
-            self.given += tensor.nbytes
-            self.most = max(self.most, self.now)
-            weakref.finalize(tensor, self._gone, tensor.nbytes)
+            self.live += tensor.nbytes
+            self.total += tensor.nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(tensor, self._on_freed, tensor.nbytes)
             yield name, tensor
             del tensor
 
-    def _gone(self, size: int) -> None:
-        self.now -= size
+    def _on_freed(self, size: int) -> None:
+        self.live -= size
 
 
 def main(model: Path, folder: Path, urls: list[str]) -> None:
     config = config_of(model, folder)
-    trainer, tcp_counter, tensor_watch = Trainer(config), Sent(), Held()
+    trainer, tcp_counter, tensor_watch = Trainer(config), TcpCounter(), TensorWatch()
     real = sharded_push.quantise_for_engines
     sharded_push.quantise_for_engines = lambda config, tensors: tensor_watch.watch(real(config, tensors))
     weight_push = WeightPush(trainer, push_plan(config, lay_out(config)))
@@ -92,9 +92,9 @@ def main(model: Path, folder: Path, urls: list[str]) -> None:
     report: dict[str, Any] = {"tcp": [], "metrics": []}
     for version in range(1, PUSHES + 1):
         ticket = trainer.on_main(partial(start, version))
-        bytes_before = tcp_counter.now()
+        bytes_before = tcp_counter.total()
         done = weight_push.push(ticket)
-        report["tcp"].append(tcp_counter.now() - bytes_before)
+        report["tcp"].append(tcp_counter.total() - bytes_before)
         canaries = trainer.canaries(CANARIES)
         end = trainer.on_main(partial(finish, version, canaries, done))
         report["metrics"].append(end)
@@ -104,8 +104,8 @@ def main(model: Path, folder: Path, urls: list[str]) -> None:
             parameter.data.mul_(1.01)  # the next push has other weights
     weight_push.close()
     report |= {
-        "given": tensor_watch.given,
-        "most": tensor_watch.most,
+        "given": tensor_watch.total,
+        "most": tensor_watch.peak,
         "buckets": 2 * config.weights.bucket_mb * 2**20,
     }
     (folder / f"rank-{trainer.rank}.json").write_text(json.dumps(report))

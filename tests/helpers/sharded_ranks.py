@@ -1,7 +1,8 @@
-"""One of four trainer ranks that push what they own: `sharded_ranks FOLDER A B DIES REFUSES`, by torchrun.
+"""One of four trainer ranks that push their own tensors, under torchrun: `sharded_ranks FOLDER A B DIES REFUSES`.
 
-The four URLs are of tests.helpers.receiving_engine. Rank 0 writes FOLDER/seen.json: of each push its case, what all
-tensors' checksums are, what the engines got, who was left out, and the groups that engine A has joined so far.
+The four URLs are those of tests.helpers.receiving_engine processes. Rank 0 writes FOLDER/seen.json. Each push has the
+case, the checksums of all tensors, the tensors that engines received, the excluded engines, and the number of groups
+that engine A has joined so far.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "stacked experts": ("gpt-oss", {"pp": 2, "ep": 2}, {}),
     "interleaved stages, tied": ("qwen3", {"tp": 2, "pp": 2, "vpp": 2}, {}),
 }
-"""Model, layout, and how it is planned."""
+"""Case -> model, layout, and arguments of plan_senders."""
 
 
-def ask(url: str, path: str = "/", body: dict[str, Any] | None = None) -> Any:
+def request(url: str, path: str = "/", body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(url + path, data) as answer:
         return json.load(answer)
@@ -44,22 +45,22 @@ class Session:
         self.seen: list[dict[str, Any]] = []
 
     def run(self, name: str, pushes: list[list[int]]) -> None:
-        """Push to these of the engines, each time with other weights."""
+        """Run pushes to the given engines, each with different weights."""
         model, layout, planned = CASES[name]
         config = cases.config_of(
             self.folder / model, self.folder / "run", parallel=layout,
             weights={"method": "sharded", "bucket_mb": 0.02},
         )  # fmt: skip
         trainer = Trainer(config)
-        # Without a GPU all experts of a layer would have one sender.
+        # Without a GPU, plan_senders would choose one sender for all experts of a layer.
         sharded_push.plan_senders = lambda config, hf, **_: plan_senders(config, hf, **planned)
         weight_push = WeightPush(trainer, PushPlan({}, group=True))
         for i, engines in enumerate(pushes):
-            to = [EngineAddress(self.urls[e], 1, i - 1, index=e) for e in engines]
-            for engine in to if trainer.is_main else ():
-                ask(engine.url, "/begin", {})
+            addresses = [EngineAddress(self.urls[e], 1, i - 1, index=e) for e in engines]
+            for engine in addresses if trainer.is_main else ():
+                request(engine.url, "/begin", {})
             trainer.control.wait_for_all()
-            result = weight_push.push(WeightUpdate(i + 1, to, []))
+            result = weight_push.push(WeightUpdate(i + 1, addresses, []))
             expected = {n: sha(tensor) for n, tensor in trainer.named_hf_tensors()}
             if trainer.is_main:
                 self._note(name, expected, result.excluded, engines)
@@ -71,11 +72,11 @@ class Session:
     def _note(
         self, name: str, expected: dict[str, str], left_out: dict[str, str], engines: list[int]
     ) -> None:
-        answers = {e: ask(self.urls[e]) for e in engines if self.urls[e] not in left_out}
+        answers = {e: request(self.urls[e]) for e in engines if self.urls[e] not in left_out}
         self.seen.append(
             {
                 "case": name, "expected": expected, "left_out": {self.urls.index(u): w for u, w in left_out.items()},
-                "got": {e: each["got"][-1] for e, each in answers.items()},
+                "got": {e: answer["got"][-1] for e, answer in answers.items()},
                 "joined": len(answers[engines[0]]["joined"]),
             }
         )  # fmt: skip

@@ -1,6 +1,6 @@
-"""A step whose tokens lie in segments, and what each trainer rank packs and reads of it.
+"""A train step with tokens in segments, and the samples and bytes that each trainer rank packs and reads.
 
-Under torchrun, for each layout: `python -m tests.helpers.share_cases WORKPLACE LAYOUT...`.
+Under torchrun, in each layout: `python -m tests.helpers.share_cases WORKPLACE LAYOUT...`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GROUPS, SIZE, LAYERS, EXPERTS, TOPK = 12, 4, 4, 8, 2
 
 
 def lengthen(sample: Sample, version: int, tokens: int, rng: random.Random) -> None:
-    """So many tokens more, with log-probs that float32 cannot hold, and the experts of what predicted them."""
+    """Append tokens with float64 log-probs and with routes of the positions that predict them."""
     start = sample.routes[-1].end if sample.routes else 0
     end = len(sample.prompt_ids) + sample.tokens + tokens - 1
     chosen = bytes(e for _ in range((end - start) * LAYERS) for e in rng.sample(range(EXPERTS), TOPK))
@@ -47,9 +47,9 @@ def lengthen(sample: Sample, version: int, tokens: int, rng: random.Random) -> N
 
 
 def write_step(run: Path) -> tuple[TrainBatch, TrainBatch]:
-    """Groups that a step takes: as `take` answers, and with all tokens in hand.
+    """Write the groups of a step. Return them as `take` returns them and with all tokens in memory.
 
-    Each sample is saved in several pieces, of two versions; some have scores, some a tool's answer.
+    Each sample has several saved pieces of two versions. Some samples have scores, some a tool result.
     """
     rng = random.Random(0)
     run.mkdir()
@@ -82,7 +82,7 @@ def write_step(run: Path) -> tuple[TrainBatch, TrainBatch]:
 
 
 def equal(one: MicroBatch, other: MicroBatch) -> bool:
-    """To the last bit: NaN equals NaN, and types count."""
+    """Return whether two micro-batches are bitwise equal, including dtypes. NaN equals NaN."""
     for name in (f.name for f in fields(one)):
         a, b = getattr(one, name), getattr(other, name)
         if isinstance(a, torch.Tensor):
@@ -94,8 +94,8 @@ def equal(one: MicroBatch, other: MicroBatch) -> bool:
     return True
 
 
-def seen(trainer: Trainer, light: TrainBatch, whole: TrainBatch) -> dict[str, object]:
-    """Of this rank: bytes that it read and bytes of the samples that it trains, for packing and for scores."""
+def rank_report(trainer: Trainer, light: TrainBatch, whole: TrainBatch) -> dict[str, object]:
+    """Return the bytes that this rank reads and those of the samples that it trains, for packing and for scores."""
     samples = [s for g in light.groups for s in g.samples]
     in_hand = [s for g in whole.groups for s in g.samples]
     rows = [i for i in range(len(samples)) if i % 5]
@@ -121,14 +121,14 @@ def seen(trainer: Trainer, light: TrainBatch, whole: TrainBatch) -> dict[str, ob
 
 
 def main(workplace: Path, layouts: list[str]) -> None:
-    """What every rank has seen, into WORKPLACE/seen.jsonl."""
+    """Append the reports of all ranks to WORKPLACE/seen.jsonl."""
     light, full_batch = (
         decode((workplace / f"{name}.msgpack").read_bytes(), TrainBatch) for name in ("light", "whole")
     )
     for layout in layouts:
         config = cases.config_of(workplace / "model", workplace / "run", **cases.sections(layout))
         trainer = Trainer(config)
-        rank_reports = trainer.control.gather(seen(trainer, light, full_batch))
+        rank_reports = trainer.control.gather(rank_report(trainer, light, full_batch))
         if trainer.is_main:
             with (workplace / "seen.jsonl").open("a") as file:
                 file.write(json.dumps([layout, rank_reports]) + "\n")

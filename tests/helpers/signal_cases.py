@@ -1,9 +1,9 @@
-"""One recorded train step of the real stack, and what each recipe makes of it on the real trainer.
+"""A recorded train batch and the metrics of a train step on it, for each recipe, with the real trainer.
 
-`tests/data/step.msgpack.gz` is step 5 of `algorithms/exact_old.yaml` with 6 groups a step, `over_provision: 3` and
-`data.reward: answer_and_format`: most of its tokens are one to four train steps old.
+`tests/data/step.msgpack.gz` is step 5 of `algorithms/exact_old.yaml` with 6 groups per step, `over_provision: 3` and
+`data.reward: answer_and_format`. Most of its tokens are one to four train steps old.
 
-Run under torchrun it does the same in other layouts: `signal_cases.py WORKPLACE LAYOUT...`.
+Under torchrun, `signal_cases.py WORKPLACE LAYOUT...` does the same in other parallel layouts.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml"))
 SIGNALS = ("entropy", "values", "ref", "sum_pi_squared", "divergence")
 TEACHER = "algo.teacher={path: configs/models/quickstart-moe, top_k: 16}"
-SOONER = {"sync_ref": ("algo.hooks=[{name: sync_ref, interval: 1}]",)}
-"""Recipe -> what makes it act within two steps."""
+SHORT_INTERVALS = {"sync_ref": ("algo.hooks=[{name: sync_ref, interval: 1}]",)}
+"""Recipe -> overrides with which it takes effect within two steps."""
 STALE_EVERY, STALE_BY = 7, 1.8
-OTHER = 1.3
-"""What the reference's weights, and those of the average, are of the policy's: their log-probs must differ."""
+WEIGHT_SCALE = 1.3
+"""Scale of the weights of reference, teacher and average, so that their log-probs differ from those of the policy."""
 
 
 def recorded() -> TrainBatch:
+    """Return the recorded train batch."""
     packed = gzip.decompress((ROOT / "tests/data/step.msgpack.gz").read_bytes())
     return decode(packed, TrainBatch)
 
 
-def stale(taken: TrainBatch) -> TrainBatch:
-    """Of other weights than it was: a recorded step drifts less than the ratios that some corrections are for.
+def stale(batch: TrainBatch) -> TrainBatch:
+    """Change `mu` as if the tokens were more off-policy, because some corrections act only on large ratios.
 
-    In even samples, each seventh token was unlikelier to its engine by 1.8 nats; in every other odd one, all tokens
-    were likelier.
+    In even samples, `mu` of each seventh token decreases by 1.8 nats. In every other odd sample, the log-probs of all
+    tokens are halved.
     """
 
-    def older(sample: Sample) -> Sample:
+    def shift_mu(sample: Sample) -> Sample:
         if sample.index % 4 == 1:
             return sample
         if sample.index % 2:
@@ -59,16 +60,16 @@ def stale(taken: TrainBatch) -> TrainBatch:
             sample, mu=log_probs(m - STALE_BY * (i % STALE_EVERY == 0) for i, m in enumerate(sample.mu))
         )
 
-    return replace(taken, groups=[replace(g, samples=[older(s) for s in g.samples]) for g in taken.groups])
+    return replace(batch, groups=[replace(g, samples=[shift_mu(s) for s in g.samples]) for g in batch.groups])
 
 
-def odd(taken: TrainBatch) -> TrainBatch:
-    """Groups of seven, as the median needs."""
-    return replace(taken, groups=[replace(g, samples=g.samples[:7]) for g in taken.groups])
+def odd_groups(batch: TrainBatch) -> TrainBatch:
+    """Truncate groups to seven samples, because the median needs an odd number."""
+    return replace(batch, groups=[replace(g, samples=g.samples[:7]) for g in batch.groups])
 
 
-def single_rewards(taken: TrainBatch) -> TrainBatch:
-    """Only the first of the named rewards."""
+def single_rewards(batch: TrainBatch) -> TrainBatch:
+    """Keep only the reward `answer` of the named rewards."""
 
     def plain(group: SampleGroup) -> SampleGroup:
         samples = []
@@ -77,13 +78,13 @@ def single_rewards(taken: TrainBatch) -> TrainBatch:
             samples.append(replace(s, reward=s.named_rewards["answer"], named_rewards=None))
         return replace(group, samples=samples)
 
-    return replace(taken, groups=[plain(g) for g in taken.groups])
+    return replace(batch, groups=[plain(g) for g in batch.groups])
 
 
-def partly_transferred(taken: TrainBatch) -> TrainBatch:
-    """Of each group, every second success was drawn from a prompt without its first token."""
+def partly_transferred(batch: TrainBatch) -> TrainBatch:
+    """Generate every second success of each group from a prompt without its first token."""
 
-    def drawn(group: SampleGroup) -> SampleGroup:
+    def transfer(group: SampleGroup) -> SampleGroup:
         moved = {s.sample_id for s in [s for s in group.samples if s.reward][::2]}
         samples = [
             replace(s, prompt_ids=s.prompt_ids[1:], trained_prompt=s.prompt_ids)
@@ -93,35 +94,42 @@ def partly_transferred(taken: TrainBatch) -> TrainBatch:
         ]
         return replace(group, samples=samples)
 
-    return replace(taken, groups=[drawn(g) for g in taken.groups])
+    return replace(batch, groups=[transfer(g) for g in batch.groups])
 
 
-def in_turns(taken: TrainBatch) -> TrainBatch:
-    """Each response of six tokens or more has two turns, with one token that was told between them; every third first
-    turn did not match."""
+def with_turns(batch: TrainBatch) -> TrainBatch:
+    """Split each response of six tokens or more into two turns with one observed token in between.
 
-    def played(sample: Sample) -> Sample:
+    In every third sample, the first turn does not match.
+    """
+
+    def split_turns(sample: Sample) -> Sample:
         if sample.tokens < 6:
             return replace(sample, turn_rewards=[TurnReward(sample.reward or 0.0)])
         midpoint = sample.tokens // 2
-        marks = [TurnReward(float(sample.index % 2), sample.index % 3 > 0), TurnReward(sample.reward or 0.0)]
-        return replace(sample, observed=[TokenSpan(midpoint, midpoint + 1)], turn_rewards=marks)
+        rewards = [
+            TurnReward(float(sample.index % 2), sample.index % 3 > 0),
+            TurnReward(sample.reward or 0.0),
+        ]
+        return replace(sample, observed=[TokenSpan(midpoint, midpoint + 1)], turn_rewards=rewards)
 
-    return replace(taken, groups=[replace(g, samples=[played(s) for s in g.samples]) for g in taken.groups])
+    return replace(
+        batch, groups=[replace(g, samples=[split_turns(s) for s in g.samples]) for g in batch.groups]
+    )
 
 
-def cut_off(taken: TrainBatch) -> TrainBatch:
-    """The last response of each group was cut off."""
+def with_truncation(batch: TrainBatch) -> TrainBatch:
+    """Mark the last response of each group as truncated."""
 
-    def closed(group: SampleGroup) -> SampleGroup:
+    def truncate(group: SampleGroup) -> SampleGroup:
         last = replace(group.samples[-1], status=Status.TRUNCATED)
         return replace(group, samples=[*group.samples[:-1], last])
 
-    return replace(taken, groups=[closed(g) for g in taken.groups])
+    return replace(batch, groups=[truncate(g) for g in batch.groups])
 
 
-def forked(taken: TrainBatch) -> TrainBatch:
-    """Of each group, every third response branches off the one before it, at its second token."""
+def with_forks(batch: TrainBatch) -> TrainBatch:
+    """Fork every third response of each group from the previous response, at its second token."""
 
     def tree(group: SampleGroup) -> SampleGroup:
         def branch(s: Sample) -> Sample:
@@ -129,42 +137,45 @@ def forked(taken: TrainBatch) -> TrainBatch:
 
         return replace(group, samples=[branch(s) for s in group.samples])
 
-    return replace(taken, groups=[tree(g) for g in taken.groups])
+    return replace(batch, groups=[tree(g) for g in batch.groups])
 
 
 def batch_of(recipe: str) -> TrainBatch:
     batch = stale(recorded())
     batch = batch if recipe == "gdpo" else single_rewards(batch)
     change = {
-        "mc_grpo": odd, "lens": partly_transferred, "overlong_filter": cut_off, "branch_grpo": forked,
-        **dict.fromkeys(("dart", "mapo", "ui_s1", "gae_turn_rewards"), in_turns),
+        "mc_grpo": odd_groups, "lens": partly_transferred, "overlong_filter": with_truncation,
+        "branch_grpo": with_forks,
+        **dict.fromkeys(("dart", "mapo", "ui_s1", "gae_turn_rewards"), with_turns),
     }.get(recipe)  # fmt: skip
     return batch if change is None else change(batch)
 
 
 def trainer_of(run: Path, *overrides: str) -> Trainer:
-    """It serves every signal, and its reference is not its policy."""
+    """Return a trainer that computes every signal, with a reference that differs from the policy."""
     trainer = Trainer(config_of(None, run, TEACHER, *overrides), SIGNALS)
     add_critic(trainer, CriticSection())
     add_teacher(trainer)
     assert isinstance(trainer.teacher, Teachers)
     for _, parameter in trainer.teacher.models[0].chunks.named_parameters():
-        parameter.data.mul_(OTHER)
+        parameter.data.mul_(WEIGHT_SCALE)
     for weight in trainer.first_weights.values():
-        weight *= OTHER
+        weight *= WEIGHT_SCALE
     return trainer
 
 
 def config_of(recipe: str | None, run: Path, *overrides: str) -> Config:
-    """Of a recipe, None: of the quickstart. The learning rate is too small to change a weight."""
+    """Return the config of a recipe or, for None, the quickstart, with a learning rate that changes no weight."""
     path = ROOT / "configs" / (f"algorithms/{recipe}.yaml" if recipe else "quickstart.yaml")
     return load_config(path, [f"run.dir={run}", "trainer.lr=1e-30", "trainer.token_budget=512", *overrides])
 
 
 def outcome(trainer: Trainer, recipe: str | None, run: Path, *overrides: str) -> dict[str, Any]:
-    """Metrics of one step, with the recipe's plug-ins on the trainer that is there. Averages began with the
-    reference, a version ago."""
-    config = config_of(recipe, run, *SOONER.get(recipe or "", ()), *overrides)
+    """Run one train step with the recipe's plug-ins on an existing trainer and return its metrics.
+
+    Weight averages start from the reference, one version before.
+    """
+    config = config_of(recipe, run, *SHORT_INTERVALS.get(recipe or "", ()), *overrides)
     batch, early = batch_of(recipe or ""), None
     objective = Objective(config.algo)
     devices = {name: parameter.device for name, parameter in trainer.named_parameters()}

@@ -1,4 +1,4 @@
-"""A slow link on loopback: all connections through it share so many bytes a second, and it may damage what passes."""
+"""Slow link on loopback: its connections share a bandwidth, and it can corrupt data."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ _BLOCK = 2**14
 
 
 class SlowLink:
-    """Owns a thread. `through(url)`: the same server by way of this link. The way back is not slowed down."""
+    """Proxy in its own thread that limits the bandwidth to servers. Data from servers is not limited."""
 
     def __init__(self, rate: float, damage: Callable[[int], bool] = lambda _: False) -> None:
-        """`rate`: bytes a second. `damage`: of bytes passed so far, whether to turn a bit of the last one."""
+        """Start the link.
+
+        Args:
+            rate: Bytes per second.
+            damage: Return whether to flip a bit of the last byte, from the number of bytes so far.
+        """
         self._rate, self._damage = rate, damage
         self._free_at = 0.0
         self.passed = 0
-        """Bytes towards the servers."""
+        """Bytes sent to servers."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
     def through(self, url: str) -> str:
+        """Return a URL that leads to the same server through this link."""
         port = urlsplit(url).port
 
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -53,7 +59,7 @@ class SlowLink:
                 current_time = time.monotonic()
                 self._free_at = max(current_time, self._free_at) + len(data) / self._rate
                 self.passed += len(data)
-                if len(data) == _BLOCK and self._damage(self.passed):  # a full one ends in a body
+                if len(data) == _BLOCK and self._damage(self.passed):  # a full block ends in a request body
                     data = data[:-1] + bytes([data[-1] ^ 1])
                 await asyncio.sleep(self._free_at - current_time)
                 writer.write(data)

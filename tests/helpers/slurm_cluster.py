@@ -1,7 +1,7 @@
-"""A real Slurm cluster of several nodes on this one machine: munged, slurmctld and one slurmd a node, no systemd.
+"""Real Slurm cluster of several nodes on one machine: munged, slurmctld and one slurmd per node, without systemd.
 
-Nodes differ in name, spool folder and port only. Everything lives in one folder and ends with `stop`. Signals reach
-a step's tasks only, not their children (proctrack/pgid), as with cgroups on a real cluster.
+Nodes differ only in name, spool folder and port. All files are in one folder; `stop` ends all processes. Signals
+reach only the tasks of a step, not their children (proctrack/pgid), as with cgroups on a production cluster.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import psutil
 
 PREEMPTION_GRACE = 20
 GPUS = 8
-"""Of each node, for the scheduler alone: jobs may ask for them, none is there. Memory likewise."""
-PATIENCE = 800.0
+"""GPUs per node that the scheduler allocates; no GPU exists. Memory likewise."""
+TIMEOUT_S = 800.0
 DAEMONS = ("munged", "slurmctld", "slurmd")
 _PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"
 
@@ -65,12 +65,14 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMo
 
 
 def missing() -> str | None:
-    """Why no cluster can be started here; None: nothing is missing."""
+    """Return which Slurm programs are not installed, or None if a cluster can start."""
     absent = [d for d in (*DAEMONS, "sbatch", "srun") if shutil.which(d, path=_PATH) is None]
     return f"not installed: {', '.join(absent)} (apt-get install slurm-wlm munge)" if absent else None
 
 
 class SlurmCluster:
+    """A running cluster. Its commands need `env`."""
+
     def __init__(self, folder: Path, nodes: int) -> None:
         self.folder, self.nodes = folder, nodes
         port = self._free_port_range(nodes + 1)
@@ -90,7 +92,7 @@ class SlurmCluster:
 
     @staticmethod
     def _free_port_range(n: int) -> int:
-        """The first of `n` neighbouring ports below those that the system hands out."""
+        """Return the first of `n` consecutive free ports below the range of ephemeral ports."""
         for first in range(17000, 30000, 20):
             with contextlib.ExitStack() as stack:
                 try:
@@ -108,7 +110,7 @@ class SlurmCluster:
         self._daemon("munged", "--force", *(f"--{option}={d / name}" for option, name in files.items()))
         self._daemon("slurmctld", "-c", "-f", str(d / "slurm.conf"))
         for n in range(1, self.nodes + 1):
-            self.revive(f"node{n}")
+            self.start_node(f"node{n}")
         idle = ("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D")
         self.wait(lambda: self.run(*idle).strip() == str(self.nodes))
 
@@ -117,15 +119,16 @@ class SlurmCluster:
         subprocess.run(command, env=self.env, check=True, stdin=quiet, stdout=quiet, stderr=quiet)
 
     def run(self, *command: str) -> str:
-        """Standard output of one of Slurm's commands; a client of a dead controller would hang for minutes."""
+        """Run a Slurm command and return its standard output. The timeout covers a dead controller."""
         process = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=200)
         assert process.returncode == 0, f"{command}: {process.stderr}"
         return process.stdout
 
-    def wait(self, true: Callable[[], bool], what: str = "") -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not true():
-            assert time.monotonic() < deadline, f"{what}\n{self._state()}"
+    def wait(self, condition: Callable[[], bool], description: str = "") -> None:
+        """Wait until a condition is true, and fail with the cluster's state after TIMEOUT_S."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline, f"{description}\n{self._state()}"
             time.sleep(0.1)
 
     def _state(self) -> str:
@@ -137,7 +140,7 @@ class SlurmCluster:
         return next(word.split("=")[1] for word in output.split() if word.startswith("JobState="))
 
     def kill_node(self, name: str) -> None:
-        """The node's daemon and everything that runs on it die at once."""
+        """Kill the daemon of a node and all processes of its jobs."""
         victims = [p for p in psutil.process_iter() if self._is_on(p, name)]
         pid = int((self.folder / f"{name}.pid").read_text())
         for process in [psutil.Process(pid), *victims]:
@@ -154,11 +157,11 @@ class SlurmCluster:
         except psutil.Error:
             return False
 
-    def revive(self, name: str) -> None:
+    def start_node(self, name: str) -> None:
         self._daemon("slurmd", "-f", str(self.folder / "slurm.conf"), "-N", name)
 
     def job_processes(self) -> list[psutil.Process]:
-        """Whatever runs because of a job of this cluster."""
+        """Return the processes of all jobs of this cluster."""
         return [p for p in psutil.process_iter() if self._is_of_a_job(p)]
 
     def _is_of_a_job(self, process: psutil.Process) -> bool:
@@ -169,10 +172,10 @@ class SlurmCluster:
         return env.get("SLURM_CONF") == self.env["SLURM_CONF"] and "SLURM_JOB_ID" in env
 
     def cancel_all(self) -> None:
-        """Jobs end at once; returns when all nodes are idle."""
+        """Cancel all jobs and wait until they have ended."""
         self.run("scancel", "--user", getpass.getuser())
         self.run("scancel", "--signal=KILL", "--full", "--user", getpass.getuser())
-        self.wait(lambda: not self.run("squeue", "--noheader").strip(), "jobs do not end")
+        self.wait(lambda: not self.run("squeue", "--noheader").strip(), "cancelled jobs do not end")
 
     def stop(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired, AssertionError):

@@ -1,5 +1,6 @@
-"""Every listening socket of a run: whose it is, where it may be, and what keeps strangers out. docs/cluster.md has
-the same table in words.
+"""Table of the listening sockets of a run: their processes, permitted addresses and authentication.
+
+docs/cluster.md has the same table.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ LOOPBACK = re.compile(r"(::ffff:)?127\.\d+\.\d+\.\d+|::1")
 
 @dataclass(frozen=True)
 class Entry:
-    """`command`: a pattern of the process's command line. `guard`: what authenticates a client. `anywhere`: a
-    listener of the scheduler, which nobody can bind to an address."""
+    """An entry of the table.
+
+    Attributes:
+        kind: "tcp" or "unix".
+        command: Pattern of the process's command line.
+        guard: Authentication of clients.
+        anywhere: The listener belongs to the scheduler, which offers no choice of the address.
+    """
 
     kind: str
     command: str
@@ -44,14 +51,14 @@ TABLE = (
 
 
 SLURM = (Entry("tcp", r"^srun ", "Slurm's own: munge, and the credential of the step", anywhere=True),)
-"""Before the others: the command line of srun has that of the role."""
+"""Entries before those of TABLE, because the command line of srun contains that of the role."""
 RAY = (
     Entry(
         "tcp", r"ray::|/ray/|launch\.backend=ray", "Ray's own processes: the token that this launch has made"
     ),
     Entry("unix", r"ray::|/ray/", "a folder of the run's user alone"),
 )
-"""Further ones of a run whose backend starts a Ray of its own."""
+"""Further entries of a run whose backend starts a Ray cluster."""
 
 
 def entry_of(listener: Listener, table: Iterable[Entry] = TABLE) -> Entry | None:
@@ -60,10 +67,10 @@ def entry_of(listener: Listener, table: Iterable[Entry] = TABLE) -> Entry | None
     )
 
 
-def faults(
+def violations(
     found: Iterable[Listener], addresses: Iterable[str] = (), table: Iterable[Entry] = TABLE
 ) -> list[str]:
-    """What is wrong with listeners. `addresses`: those that the config names, besides loopback."""
+    """Return one message per violation. `addresses`: addresses in the config, permitted in addition to loopback."""
     wrong = []
     for one in sorted(found, key=lambda one: (one.command, one.address)):
         entry = entry_of(one, table)
@@ -79,14 +86,14 @@ def faults(
 
 
 class Watch:
-    """Collects listeners until the block ends."""
+    """Collector of listeners."""
 
     def __init__(self) -> None:
         self.seen: set[Listener] = set()
 
     @contextmanager
     def over(self, roots: Callable[[], Iterable[int]]) -> Iterator[None]:
-        """`roots`: processes whose trees are looked at."""
+        """Collect listeners of the process trees of `roots` until the block ends."""
         stop_event = threading.Event()
 
         def look() -> None:
@@ -103,10 +110,10 @@ class Watch:
             thread.join()
 
 
-def watched(
+def run_and_watch(
     *words: str, before: tuple[str, ...] = (), env: dict[str, str] | None = None
 ) -> tuple[set[Listener], str]:
-    """What listened while `rlsys WORDS` ran to its end, and its output. `before`: words that start it."""
+    """Run `rlsys WORDS` and return its listeners and its output. `before`: command words before `rlsys`."""
     watch = Watch()
     process = subprocess.Popen(
         [*before, *RLSYS, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -118,8 +125,8 @@ def watched(
     return watch.seen, output
 
 
-def table_of(found: set[Listener], table: Iterable[Entry] = TABLE) -> str:
-    """For the eyes of whoever reads the test's output: process, address, guard."""
+def format_table(found: set[Listener], table: Iterable[Entry] = TABLE) -> str:
+    """Format listeners for the output of a test: process, kind, address, guard."""
     lines = []
     for one in sorted(found, key=lambda one: (one.command, one.address)):
         guard = entry.guard if (entry := entry_of(one, table)) is not None else "?"

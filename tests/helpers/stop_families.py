@@ -1,4 +1,4 @@
-"""Folders without weights whose tokenizer, stop ids and chat template are as published families have them."""
+"""Model folders without weights, with the tokenizer, stop ids and chat template of published families."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from rlsys.data.quickstart_model import write_model
 
 @dataclass(frozen=True)
 class Family:
-    """A family's tokens.
+    """Tokens of a model family.
 
-    `eos`: of tokenizer_config.json. `config`, `generation`: tokens whose ids the two files name. `turn_end`: what the
-    chat template writes behind an answer; empty where only the next role's mark ends it. `user`: the user's mark.
+    Attributes:
+        eos: EOS token in tokenizer_config.json.
+        config: Tokens of `eos_token_id` in config.json.
+        generation: Tokens of `eos_token_id` in generation_config.json.
+        turn_end: Token that the chat template writes after an answer; empty: the next role token ends the turn.
+        user: Role token of the user.
     """
 
     eos: str
@@ -50,12 +54,12 @@ FAMILIES = {
 
 
 def write_family(folder: Path, name: str) -> Family:
-    """The quickstart's folder with the tokens, stop ids and turn end of family `name`."""
+    """Write the quickstart's folder with the tokens, stop ids and turn end of family `name`."""
     family = FAMILIES[name]
     write_model(folder)
     fast = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    marks = (*family.stops, family.user)
-    fast.add_special_tokens([AddedToken(m, special=True, normalized=False) for m in marks])
+    special = (*family.stops, family.user)
+    fast.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     fast.save(str(folder / "tokenizer.json"))
     edit(folder / "tokenizer_config.json", eos_token=family.eos)
     for file, tokens in (("config.json", family.config), ("generation_config.json", family.generation)):

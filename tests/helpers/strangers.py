@@ -1,4 +1,4 @@
-"""Who listens in the place of a process of ours."""
+"""Rogue server that listens in place of a process of the run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def stranger(listening: socket.socket) -> Iterator[list[bytes]]:
-    """Takes what is sent to the socket, and answers as the rollout process would."""
+def rogue_server(listening: socket.socket) -> Iterator[list[bytes]]:
+    """Answer requests on a listening socket as the rollout process would, and yield the received data."""
     received: list[bytes] = []
 
     def serve() -> None:

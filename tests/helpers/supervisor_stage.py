@@ -1,4 +1,4 @@
-"""A supervisor on a stage: small programs that stand in for the roles, with real processes and real signals."""
+"""A supervisor with fake roles: small programs in real processes, with real signals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SERVE_FOREVER = "serve()\nwhile True: signal.pause()"
 
 
 class Recorder:
-    """A display that remembers."""
+    """Fake display that records phases."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []
@@ -67,7 +67,7 @@ class Recorder:
 
 
 class StageSupervisor(Supervisor):
-    """Its engines have no keys."""
+    """Supervisor that probes engines without keys."""
 
     def _probe(self, role: Role) -> tuple[int, bytes]:
         if role.kind == "rollout":
@@ -80,7 +80,7 @@ class StageSupervisor(Supervisor):
 
 
 class Stage:
-    """A run folder and the stand-ins that play in it."""
+    """A run folder, and the fake roles that append to its notes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -113,7 +113,7 @@ class Stage:
         check: Callable[[], None] = lambda: None,
         lost_nodes: Callable[[], list[int]] = list,
     ) -> None:
-        """`lost_nodes`: what a scheduler would say of the nodes, all of which are this machine."""
+        """Run the supervisor until it ends. `lost_nodes`: fake of the scheduler's report of lost nodes."""
         nodes = [Node(f"n{i}") for i in range(1 + max((role.node for role in roles), default=0))]
         with StopSignals().listening() as stop, open_run_dir(self.config, self.display.phase) as run_dir:
             backend = LocalBackend(self.config, run_dir.lock_fd)
@@ -135,9 +135,9 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    """Only to be woken by a state, never to prove a speed: the bound is far beyond what is expected."""
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition is true. The timeout is far above the expected time and asserts no speed."""
     deadline = time.monotonic() + 60
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

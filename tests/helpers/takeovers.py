@@ -1,4 +1,4 @@
-"""A launch takes a run over at the worst moment, on a file system on which nobody sees its locks."""
+"""Fault injection: another launch takes over a run before a commit, and file locks have no effect."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from rlsys.ledger import store
 from tests.helpers.file_locks import flock_on_shared_folders
 
 
-def between_look_and_commit(owner: Owner, do: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`do` happens once, when a writer of `owner` has just seen that it owns the run."""
-    plain, todo = Owner.check, [do]
+def run_after_check(owner: Owner, action: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run `action` once, between a writer's check that `owner` owns the run and its commit."""
+    original, pending = Owner.check, [action]
 
     def check(self: Owner) -> None:
-        plain(self)
-        if self is owner and todo:
-            todo.pop()()
+        original(self)
+        if self is owner and pending:
+            pending.pop()()
 
     monkeypatch.setattr(Owner, "check", check)
 
 
-def take_locks_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As between two machines of a shared file system: neither flock nor SQLite's locks keep anybody out."""
-    plain = sqlite3.connect
+def disable_file_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable flock and SQLite's locks, as between two machines on a shared file system."""
+    original = sqlite3.connect
 
     def connect(path: Path | str, **options: Any) -> sqlite3.Connection:
-        if isinstance(path, str):  # not ours: coverage writes down what each test runs
-            return plain(path, **options)
-        return plain(path.as_uri() + "?vfs=unix-none", uri=True, **options)
+        if isinstance(path, str):  # the database of coverage
+            return original(path, **options)
+        return original(path.as_uri() + "?vfs=unix-none", uri=True, **options)
 
     monkeypatch.setattr(fcntl, "flock", flock_on_shared_folders)
     monkeypatch.setattr(store, "is_local", lambda _: False)

@@ -1,8 +1,9 @@
-"""Trains, saves, loads and converts tiny models: with plain torch, or with tests/te_stub for Transformer Engine.
+"""Train, save, load and convert tiny models with plain torch or with tests/te_stub in place of Transformer Engine.
 
-Run as a script `te_cases.py plain|stub|back|prefixes WORKPLACE [FAMILY|LAYOUT...]`: what it saw is in
-WORKPLACE/plain.json and so on. `plain` and `stub` train; `stub` loads what `plain` saved and converts; `back` loads
-what `stub` saved without it. `prefixes` compares micro-batches that share tokens with others, on the stub.
+`te_cases.py plain|stub|back|prefixes WORKPLACE [FAMILY|LAYOUT...]` writes its results to WORKPLACE/plain.json and so
+on. `plain` and `stub` train. `stub` also loads the checkpoints of `plain` and converts models; `back` loads the
+checkpoints of `stub` with plain torch. `prefixes` compares micro-batches with and without shared prefixes, on the
+stub.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 FAMILIES = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen2ForCausalLM")
 
 
-def trained(which: str, workplace: Path, families: Sequence[str]) -> dict[str, Any]:
-    """Of each family: two steps, a checkpoint, and a third step."""
+def train(mode: str, workplace: Path, families: Sequence[str]) -> dict[str, Any]:
+    """Run two steps, save a checkpoint and run a third step, for each family."""
     from rlsys.trainer.trainer import Trainer
     from tests.helpers import trainer_cases as cases
 
@@ -30,7 +31,7 @@ def trained(which: str, workplace: Path, families: Sequence[str]) -> dict[str, A
         model = workplace / family
         if not model.exists():
             cases.write_model(model, family)
-        trainer = Trainer(cases.config_of(model, workplace / which / family))
+        trainer = Trainer(cases.config_of(model, workplace / mode / family))
         logps_before = cases.canary_logps(trainer)
         steps = cases.steps(trainer, 2, cases.LR)
         cases.save(trainer, 2)
@@ -41,14 +42,14 @@ def trained(which: str, workplace: Path, families: Sequence[str]) -> dict[str, A
     return results
 
 
-def loaded(whose: str, workplace: Path, families: Sequence[str]) -> dict[str, Any]:
-    """Of each family: the third step and what follows, from the checkpoint that the other kind saved."""
+def load(saved_mode: str, workplace: Path, families: Sequence[str]) -> dict[str, Any]:
+    """Run the third step from the checkpoint that mode `saved_mode` saved, for each family."""
     from rlsys.trainer.trainer import Trainer
     from tests.helpers import trainer_cases as cases
 
     results: dict[str, Any] = {}
     for family in families:
-        trainer = Trainer(cases.config_of(workplace / family, workplace / whose / family))
+        trainer = Trainer(cases.config_of(workplace / family, workplace / saved_mode / family))
         assert trainer.load_checkpoint() == 2
         third = cases.steps(trainer, 1, cases.LR)
         results[family] = {"third": third, "after": cases.canary_logps(trainer)}
@@ -56,8 +57,8 @@ def loaded(whose: str, workplace: Path, families: Sequence[str]) -> dict[str, An
     return results
 
 
-def converted(workplace: Path, families: Sequence[str]) -> dict[str, bool]:
-    """Of each family: whether a folder converted there and back has the same bytes."""
+def convert(workplace: Path, families: Sequence[str]) -> dict[str, bool]:
+    """Return for each family whether a conversion to Megatron and back reproduces all tensors."""
     from safetensors.torch import load_file
 
     from rlsys.trainer.checkpoints import conversion
@@ -77,8 +78,8 @@ def converted(workplace: Path, families: Sequence[str]) -> dict[str, bool]:
     return is_equal
 
 
-def shared(workplace: Path, layouts: Sequence[str]) -> dict[str, Any]:
-    """Of each layout: what a trainer shares, and its gaps, and which attention computed how many layers."""
+def compare_prefixes(workplace: Path, layouts: Sequence[str]) -> dict[str, Any]:
+    """Return for each layout the sharing mode, the differences, and the number of calls of each attention."""
     import transformer_engine.pytorch as te
 
     from rlsys.trainer.model.attention import PackedAttention
@@ -90,7 +91,7 @@ def shared(workplace: Path, layouts: Sequence[str]) -> dict[str, Any]:
         cases.write_model(workplace / name, **model_kwargs)
     calls: Counter[str] = Counter()
 
-    def counted(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def with_count(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
         def count(*args: Any, **kwargs: Any) -> Any:
             packed = kwargs.get("packed_seq_params")
             calls[f"{name} of shared tokens" if packed is not None and packed.prefixes else name] += 1
@@ -101,9 +102,9 @@ def shared(workplace: Path, layouts: Sequence[str]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for layout in layouts:
         with (
-            mock.patch.object(PackedAttention, "forward", counted(PackedAttention.forward, "packed")),
+            mock.patch.object(PackedAttention, "forward", with_count(PackedAttention.forward, "packed")),
             mock.patch.object(
-                te.DotProductAttention, "forward", counted(te.DotProductAttention.forward, "engine")
+                te.DotProductAttention, "forward", with_count(te.DotProductAttention.forward, "engine")
             ),
             closing(prefixes.trainer_of(workplace, layout)) as trainer,
         ):
@@ -114,24 +115,24 @@ def shared(workplace: Path, layouts: Sequence[str]) -> dict[str, Any]:
     return results
 
 
-def main(which: str, workplace: Path, families: Sequence[str]) -> None:
+def main(mode: str, workplace: Path, families: Sequence[str]) -> None:
     sys.path.insert(0, str(ROOT))
     import megatron_patches
 
-    if which in ("stub", "prefixes"):
+    if mode in ("stub", "prefixes"):
         sys.path.insert(0, str(ROOT / "tests/te_stub"))
         megatron_patches.have_transformer_engine = lambda: True
     megatron_patches.apply()
     results: dict[str, Any] = {}
-    if which == "prefixes":
-        results = shared(workplace, families)
-    elif which != "back":
-        results["trained"] = trained(which, workplace, families)
-    if which in ("stub", "back"):
-        results["loaded"] = loaded("plain" if which == "stub" else "stub", workplace, families)
-    if which == "stub":
-        results["converted"] = converted(workplace, families)
-    (workplace / f"{which}.json").write_text(json.dumps(results))
+    if mode == "prefixes":
+        results = compare_prefixes(workplace, families)
+    elif mode != "back":
+        results["trained"] = train(mode, workplace, families)
+    if mode in ("stub", "back"):
+        results["loaded"] = load("plain" if mode == "stub" else "stub", workplace, families)
+    if mode == "stub":
+        results["converted"] = convert(workplace, families)
+    (workplace / f"{mode}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

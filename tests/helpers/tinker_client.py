@@ -1,6 +1,7 @@
-"""Tinker's own client, told what to do by lines of JSON: `python tinker_client.py URL KEY_FILE`, in its own venv.
+"""Remote control of Tinker's client in its own venv: `python tinker_client.py URL KEY_FILE`.
 
-A line is [method, {arguments}]; the answer is {"result": ...}, or {"error": what the client raised}.
+Each line of standard input is [method, {arguments}] as JSON. The response on standard output is {"result": ...} or
+{"error": the exception of the client}.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from tinker import TinkerError, types
 
 
 class Client:
+    """Tinker's clients by name. The methods are the commands of standard input."""
+
     def __init__(self, url: str, key: str) -> None:
         self._service = tinker.ServiceClient(base_url=url, api_key=key)
         self._models: dict[str, Any] = {}
@@ -33,12 +36,12 @@ class Client:
         return str(self._models[model].model_id)
 
     def run(self, model: str, data: list[dict[str, Any]], loss: str, **more: Any) -> dict[str, Any]:
-        """`only`: without a backward pass."""
+        """Run a forward and a backward pass, or with `only` a forward pass. Return metrics and log-probs."""
         call = "forward" if more.pop("only", False) else "forward_backward"
         result = getattr(self._models[model], call)(
             [_datum(d) for d in data], loss, more.get("config")
         ).result()
-        outputs = [each["logprobs"].tolist() for each in result.loss_fn_outputs]
+        outputs = [output["logprobs"].tolist() for output in result.loss_fn_outputs]
         return {"metrics": result.metrics, "logprobs": outputs}
 
     def step(self, model: str, **adam: float) -> dict[str, float]:
@@ -46,16 +49,20 @@ class Client:
         return dict(result.metrics)
 
     def train(self, model: str, data: list[dict[str, Any]], loss: str, lr: float) -> list[float]:
-        """Both sent before one is waited for, as the client's documentation has it. Loss and gradient norm."""
-        passed = self._models[model].forward_backward([_datum(d) for d in data], loss)
-        stepped = self._models[model].optim_step(types.AdamParams(learning_rate=lr))
-        return [passed.result().metrics["loss:sum"], stepped.result().metrics["grad_norm:mean"]]
+        """Send both requests of a step before the first response, as the client's documentation recommends.
+
+        Returns:
+            The loss and the gradient norm.
+        """
+        pass_future = self._models[model].forward_backward([_datum(d) for d in data], loss)
+        step_future = self._models[model].optim_step(types.AdamParams(learning_rate=lr))
+        return [pass_future.result().metrics["loss:sum"], step_future.result().metrics["grad_norm:mean"]]
 
     def custom(self, model: str, data: list[dict[str, Any]]) -> dict[str, float]:
-        """A loss that the client computes: the square of each log-prob."""
+        """Use a custom loss on the client: the sum of the squares of log-probs."""
 
         def squares(_: Any, logprobs: list[Any]) -> Any:
-            return sum((each**2).sum() for each in logprobs), {}
+            return sum((values**2).sum() for values in logprobs), {}
 
         result = self._models[model].forward_backward_custom([_datum(d) for d in data], squares).result()
         return dict(result.metrics)
@@ -71,9 +78,9 @@ class Client:
         self._samplers[sampler] = self._service.create_sampling_client(model_path=path).result()
         return str(path)
 
-    def sampler_of(self, sampler: str, **of: str) -> None:
-        """`base_model` or `model_path`."""
-        self._samplers[sampler] = self._service.create_sampling_client(**of).result()
+    def sampler_of(self, sampler: str, **source: str) -> None:
+        """Create a sampling client. `source`: `base_model` or `model_path`."""
+        self._samplers[sampler] = self._service.create_sampling_client(**source).result()
 
     def sample(self, sampler: str, prompt: list[int], n: int = 1, **params: Any) -> list[dict[str, Any]]:
         sampling_params = types.SamplingParams(**params)
@@ -96,8 +103,8 @@ class Client:
         return info
 
 
-def _datum(of: dict[str, Any]) -> Any:
-    return types.Datum(model_input=types.ModelInput.from_ints(of["ids"]), loss_fn_inputs=of["inputs"])
+def _datum(fields: dict[str, Any]) -> Any:
+    return types.Datum(model_input=types.ModelInput.from_ints(fields["ids"]), loss_fn_inputs=fields["inputs"])
 
 
 def main(url: str, key_file: str) -> None:
@@ -105,10 +112,10 @@ def main(url: str, key_file: str) -> None:
     for line in sys.stdin:
         method, arguments = json.loads(line)
         try:
-            answer = {"result": getattr(client, method)(**arguments)}
-        except (TinkerError, ValueError, RuntimeError) as e:  # what a test asks for
-            answer = {"error": f"{type(e).__name__}: {e}"}
-        print(json.dumps(answer), flush=True)
+            response = {"result": getattr(client, method)(**arguments)}
+        except (TinkerError, ValueError, RuntimeError) as e:  # errors that tests provoke
+            response = {"error": f"{type(e).__name__}: {e}"}
+        print(json.dumps(response), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A tiny random model of every family, made by transformers. A new family is one entry of TINY.
+"""Tiny random models of all families, created by transformers. A new family is one entry of TINY.
 
-What every family must show is in tests/integration/test_families.py, and its name table's round trip in
-tests/unit/convert/test_convert.py.
+tests/integration/test_families.py tests every family, and tests/unit/convert/test_convert.py tests the round trip of
+its name table.
 """
 
 from __future__ import annotations
@@ -18,16 +18,21 @@ BASE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 256,
     "initializer_range": 0.2, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-    "pad_token_id": None,  # transformers would leave this one's embedding at 0, and without a gradient
+    "pad_token_id": None,  # transformers keeps the embedding of a padding token at 0, without a gradient
 }  # fmt: skip
-"""Sizes that all share. Those that tensor-parallel engine ranks divide are multiples of 32: engines would pad."""
+"""Sizes of all models. Sizes that tensor parallelism divides are multiples of 32, because engines pad others."""
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """`sizes`: beyond BASE. `served`: what SGLang needs beyond them: fields that transformers leaves out of
-    config.json, and sizes that it works out itself. `tower`: of vision, in a model whose language part has the
-    others."""
+    """A tiny model.
+
+    Attributes:
+        architecture: transformers' class.
+        sizes: Fields of config.json in addition to BASE.
+        served: Further fields that SGLang needs: those that transformers omits from config.json or derives.
+        tower: Fields of the vision tower; empty: the model has none.
+    """
 
     architecture: str
     sizes: dict[str, Any] = field(default_factory=dict)
@@ -85,7 +90,7 @@ TINY: dict[str, Tiny] = {
         {**_DEEPSEEK, **_ONE_GROUP, "q_lora_rank": None, "routed_scaling_factor": 2.446}, _V3_SERVED,
     ),
     "glm-4.7-flash": Tiny(
-        # transformers computes the norms of latent attention with 1e-6, whatever rms_norm_eps is
+        # transformers uses eps 1e-6 in the norms of latent attention, regardless of rms_norm_eps
         "Glm4MoeLiteForCausalLM", {**_DEEPSEEK, **_ONE_GROUP, "rms_norm_eps": 1e-6}, {"first_k_dense_replace": 1}
     ),
     "deepseek-v2": Tiny(
@@ -102,7 +107,7 @@ TINY: dict[str, Tiny] = {
     ),
     "gpt-oss": Tiny(
         "GptOssForCausalLM",
-        # Weights of 0.2 make it amplify roundings, up to 6e-5 of the second gradient norm with cp=2.
+        # With weights of 0.2 it amplifies rounding errors, up to 6e-5 of the second gradient norm with cp=2.
         {"initializer_range": 0.1,
          "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 16, "intermediate_size": 32,
          "rope_parameters": _OSS_YARN},
@@ -124,7 +129,7 @@ TINY: dict[str, Tiny] = {
     "olmoe": Tiny(
         "OlmoeForCausalLM",
         {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "norm_topk_prob": False,
-         "head_dim": 16, "num_key_value_heads": 4},  # SGLang takes as many as heads
+         "head_dim": 16, "num_key_value_heads": 4},  # SGLang supports no grouped-query attention in OLMoE
     ),
     "ernie-4.5": Tiny(
         "Ernie4_5_MoeForCausalLM",
@@ -132,7 +137,7 @@ TINY: dict[str, Tiny] = {
     ),
     "qwen3-next": Tiny(
         "Qwen3NextForCausalLM",
-        # Weights of 0.2 make transformers' own float32 and float64 differ by 1.3e-5.
+        # With weights of 0.2, transformers' results in float32 and float64 differ by 1.3e-5.
         {**_EXPERTS, "norm_topk_prob": True, "shared_expert_intermediate_size": 64, "head_dim": 32,
          "initializer_range": 0.1, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16,
          "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -141,7 +146,7 @@ TINY: dict[str, Tiny] = {
         {"full_attention_interval": 2},
     ),
     "qwen3-vl-moe": Tiny(
-        # transformers tells a transposed tensor by its shape: none of an expert's may be square
+        # transformers recognises a transposed tensor by its shape, so tensors of experts must not be square
         "Qwen3VLMoeForConditionalGeneration",
         {**_EXPERTS, "moe_intermediate_size": 128, "rope_parameters": _AXES}, {"norm_topk_prob": True}, _TOWER,
     ),
@@ -149,13 +154,13 @@ TINY: dict[str, Tiny] = {
 
 
 def of_architecture(architecture: str) -> Tiny:
-    """The first of them."""
+    """Return the first tiny model of an architecture."""
     return next(tiny for tiny in TINY.values() if tiny.architecture == architecture)
 
 
 def raw_config(tiny: Tiny) -> dict[str, Any]:
-    """As in a folder's config.json, without what transformers adds."""
-    kinds = ["sliding_attention", "full_attention"] * 2  # gpt-oss needs them told
+    """Return the fields of config.json, without those that transformers adds."""
+    kinds = ["sliding_attention", "full_attention"] * 2  # required by gpt-oss
     fields = {**BASE, **tiny.sizes, **tiny.served}
     architectures = {"architectures": [tiny.architecture]}
     if tiny.tower:
@@ -164,7 +169,7 @@ def raw_config(tiny: Tiny) -> dict[str, Any]:
 
 
 def load(folder: Path) -> Any:
-    """transformers' model of a folder, in float32."""
+    """Load the transformers model of a folder, in float32."""
     import transformers
 
     (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
@@ -173,8 +178,16 @@ def load(folder: Path) -> Any:
 
 
 def write(folder: Path, tiny: Tiny, *, mtp: bool = False, **changes: Any) -> Path:
-    """In float32. Norms and biases are random too: transformers begins with ones and zeros, which hide mistakes.
-    `mtp`: with a layer for multi-token prediction, which transformers does not have."""
+    """Write a random model in float32.
+
+    Norms and biases are random too, because ones and zeros, the initial values of transformers, hide errors.
+
+    Args:
+        folder: The model folder to write.
+        tiny: The model.
+        mtp: Add a layer for multi-token prediction, which transformers does not support.
+        changes: Further fields of config.json.
+    """
     from rlsys.engine.cpu.platform import declare_torchvision_ops
 
     declare_torchvision_ops()
@@ -189,11 +202,10 @@ def write(folder: Path, tiny: Tiny, *, mtp: bool = False, **changes: Any) -> Pat
     for name, weight in model.state_dict().items():
         if "norm" in name or name.endswith("bias"):
             weight.add_(torch.randn_like(weight) * 0.1)
-        if (
-            name.endswith("gate.weight") and not weight.any()
-        ):  # Ernie's: every token would choose the same experts
+        # Ernie's router starts at zero, which would route every token to the same experts.
+        if name.endswith("gate.weight") and not weight.any():
             weight.normal_(0.0, BASE["initializer_range"])
-        if name.endswith("sinks"):  # engines keep them so
+        if name.endswith("sinks"):  # engines store sinks in bfloat16
             weight.copy_(weight.bfloat16())
     save(model, folder)
     if mtp:
@@ -202,7 +214,7 @@ def write(folder: Path, tiny: Tiny, *, mtp: bool = False, **changes: Any) -> Pat
 
 
 def save(model: Any, folder: Path) -> Path:
-    """As models of its kind are published. transformers transposes experts only where it has read them so."""
+    """Save a model in the published form. transformers transposes experts only in models that it loaded."""
     model.save_pretrained(folder)
     if hasattr(model.config, "vision_config"):
         _transpose_experts(folder / "model.safetensors")
@@ -211,12 +223,12 @@ def save(model: Any, folder: Path) -> Path:
 
 def _transpose_experts(file: Path) -> None:
     tensors = load_file(file)
-    turned = {name: t.transpose(1, 2).contiguous() for name, t in tensors.items() if ".experts." in name}
-    save_file(tensors | turned, file, metadata={"format": "pt"})
+    transposed = {name: t.transpose(1, 2).contiguous() for name, t in tensors.items() if ".experts." in name}
+    save_file(tensors | transposed, file, metadata={"format": "pt"})
 
 
 def _add_prediction(folder: Path) -> None:
-    """As published folders have it: experts one by one, copies of embedding and head."""
+    """Add a layer for multi-token prediction in the published form: separate experts, copied embedding and head."""
     from rlsys.convert.config import HFConfig
     from rlsys.convert.table import entries, shared_names
 
@@ -228,7 +240,7 @@ def _add_prediction(folder: Path) -> None:
     for entry in entries(replace(hf, mtp=True)):
         for name, shape in entry.hf.items():
             if name not in base_names:
-                spread, middle = (0.1, 1.0) if "norm" in name else (0.2, 0.0)
-                tensors[name] = torch.randn(shape, generator=generator) * spread + middle
+                std, mean = (0.1, 1.0) if "norm" in name else (0.2, 0.0)
+                tensors[name] = torch.randn(shape, generator=generator) * std + mean
     tensors |= {copy: tensors[shared].clone() for copy, shared in shared_names(hf).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""What W&B and MLflow hold of a run, read back from the files that they wrote beside its folder."""
+"""Metrics of a run in W&B and MLflow, read from the files that they wrote next to the run folder."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-Held = dict[tuple[str, int], dict[str, float]]
+TrackedValues = dict[tuple[str, int], dict[str, float]]
 """(kind of line, train step) -> its values."""
 
 
-def told_first(run: Path) -> Held:
-    """What trackers should hold: of each kind and step the first line, since what was said stays said."""
-    first: Held = {}
+def first_values(run: Path) -> TrackedValues:
+    """Return the values that trackers must hold: those of the first line per kind and step."""
+    first: TrackedValues = {}
     for text in (run / "metrics.jsonl").read_text().splitlines():
         try:
             line = json.loads(text)
-        except ValueError:  # a kill cut it off
+        except ValueError:  # a kill truncated the line
             continue
         numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("step", "time")}
         if line["kind"] in ("step", "eval"):
@@ -24,19 +24,19 @@ def told_first(run: Path) -> Held:
     return first
 
 
-def held_by_wandb(run: Path) -> Held:
+def read_wandb(run: Path) -> TrackedValues:
     from rlsys.viewer.trackers.to_wandb import history
 
     files = list((run.parent / "trackers" / "wandb").glob("*run-*/run-*.wandb"))
-    out: Held = {}
+    out: TrackedValues = {}
     for step, values in history(files):
         kind = next(k for k in ("step", "eval") if any(name.startswith(f"{k}/") for name in values))
-        assert (kind, step) not in out, "written twice"
+        assert (kind, step) not in out, "the tracker holds a step twice"
         out[kind, step] = {n.partition("/")[2]: v for n, v in values.items() if n.startswith(f"{kind}/")}
     return out
 
 
-def held_by_mlflow(run: Path) -> Held:
+def read_mlflow(run: Path) -> TrackedValues:
     from mlflow import MlflowClient
 
     tracking_folder = run.parent / "trackers" / "mlflow"
@@ -45,16 +45,16 @@ def held_by_mlflow(run: Path) -> Held:
     client = MlflowClient(tracking_uri=tracking_folder.as_uri())
     experiment = client.get_experiment_by_name("rlsys")
     runs = client.search_runs([experiment.experiment_id]) if experiment else []
-    out: Held = {}
+    out: TrackedValues = {}
     for mlflow_run in runs[:1]:
-        assert len(runs) == 1, "one run of ours is one of MLflow's"
+        assert len(runs) == 1, "MLflow holds several runs for one run"
         for metric in client.get_run(mlflow_run.info.run_id).data.metrics:
             kind, _, key = metric.partition("/")
             for point in client.get_metric_history(mlflow_run.info.run_id, metric):
                 values = out.setdefault((kind, point.step), {})
-                assert key not in values, "written twice"
+                assert key not in values, "the tracker holds a step twice"
                 values[key] = point.value
     return {kind_step: {k: v for k, v in values.items() if k != "whole"} for kind_step, values in out.items()}
 
 
-READERS: dict[str, Callable[[Path], Held]] = {"wandb": held_by_wandb, "mlflow": held_by_mlflow}
+READERS: dict[str, Callable[[Path], TrackedValues]] = {"wandb": read_wandb, "mlflow": read_mlflow}

@@ -1,6 +1,6 @@
-"""What the trainer's tests share: tiny models, a fixed batch, and steps that one rank and several ranks run alike.
+"""Fixtures of trainer tests: tiny models, a fixed batch, and the same train steps on one rank and on several.
 
-Run under torchrun it takes the same steps in other layouts: `-m tests.helpers.trainer_cases WORKPLACE LAYOUT...`.
+Under torchrun, `-m tests.helpers.trainer_cases WORKPLACE LAYOUT...` runs these steps in other parallel layouts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SEQUENCES = [[5, 3, 80, 41, 7, 7], [9] * 20]
 
 
 def write_model(folder: Path, architecture: str = "Qwen3MoeForCausalLM", **changes: Any) -> Path:
-    """A tiny random model: 4 layers, hidden 64, 8 experts where it has any, fp32."""
+    """Write a tiny random model in float32: 4 layers, hidden size 64, 8 experts if it is an MoE model."""
     return tiny.write(folder, tiny.of_architecture(architecture), **changes)
 
 
@@ -50,19 +50,19 @@ def config_of(folder: Path, run: Path, **sections: dict[str, Any]) -> Config:
 
 
 @contextmanager
-def one_at_a_time(run: Path) -> Iterator[Callable[..., Trainer]]:
-    """Makes a trainer of a model folder; the one before it is closed, and the last one at the end."""
-    open_ones: list[Trainer] = []
+def trainer_factory(run: Path) -> Iterator[Callable[..., Trainer]]:
+    """Yield a function that closes the previous trainer and creates one of a model folder. Close the last at exit."""
+    open_trainers: list[Trainer] = []
 
     def make(folder: Path, **sections: Any) -> Trainer:
-        while open_ones:
-            open_ones.pop().close()
-        open_ones.append(Trainer(config_of(folder, run, **sections)))
-        return open_ones[0]
+        while open_trainers:
+            open_trainers.pop().close()
+        open_trainers.append(Trainer(config_of(folder, run, **sections)))
+        return open_trainers[0]
 
     yield make
-    while open_ones:
-        open_ones.pop().close()
+    while open_trainers:
+        open_trainers.pop().close()
 
 
 def samples(vocab_size: int = 96, n: int = 10) -> list[TrainSample]:
@@ -79,7 +79,7 @@ def samples(vocab_size: int = 96, n: int = 10) -> list[TrainSample]:
 def with_routes(
     plain: list[TrainSample], layers: int = 4, experts: int = 8, topk: int = 2
 ) -> list[TrainSample]:
-    """Random routes for all positions that predict a token but those of the fourth sample, which has none."""
+    """Add random routes at all positions that predict a token. The fourth sample gets none."""
     rng = random.Random(1)
     out = []
     for i, s in enumerate(plain):
@@ -90,19 +90,19 @@ def with_routes(
 
 
 def with_support(plain: list[TrainSample], vocab_size: int = 96, most: int = 8) -> list[TrainSample]:
-    """Each token drawn from a few random ones; those of the fourth sample from all."""
+    """Add random supports of at most `most` + 1 token ids. The fourth sample gets none."""
     rng = random.Random(2)
 
-    def kept(token: int) -> list[int]:
+    def draw_support(token: int) -> list[int]:
         return list({token, *rng.sample(range(vocab_size), rng.randint(1, most))})
 
-    rows = [[kept(int(token)) for token in s.response_ids] for s in plain]
+    rows = [[draw_support(int(token)) for token in s.response_ids] for s in plain]
     encoded = [support.encode(r, [int(t) for t in s.response_ids]) for r, s in zip(rows, plain, strict=True)]
     return [dataclasses.replace(s, support=b"" if i == 3 else encoded[i]) for i, s in enumerate(plain)]
 
 
 def policy_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """A clipped objective of the shape that GRPO has, and one metric."""
+    """Return a clipped policy-gradient loss, as in GRPO, and one metric."""
     logp = scores.logp
     advantages = micro.expand(torch.randn(16, generator=torch.Generator().manual_seed(0)))
     ratio = (logp - micro.mu).exp()
@@ -112,8 +112,13 @@ def policy_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Te
 
 
 def steps(trainer: Trainer, n: int, lr: float = 1e-3) -> list[list[float]]:
-    """[loss, gradient norm, metric, figures of routing and prediction] of `n` optimizer steps on the same samples."""
-    routed_samples = with_routes(samples())  # looked at where trainer.replay = engine
+    """Run `n` optimizer steps on the same samples.
+
+    Returns:
+        Per step: loss, gradient norm, the metric of `policy_loss`, replay share, route agreement, largest expert
+        load, MTP loss and MTP accuracy.
+    """
+    routed_samples = with_routes(samples())  # the trainer reads routes if trainer.replay = engine
     batch = trainer.passes.pack(
         with_support(routed_samples) if trainer.config.rollout.top_k else routed_samples
     )
@@ -142,11 +147,11 @@ def weight_sums(trainer: Trainer) -> dict[str, float]:
     return {name: float(t.double().abs().sum()) for name, t in named_tensors}
 
 
-LR = 1e-4  # of the layouts; small, so that rounding is not amplified by Adam's first steps
+LR = 1e-4  # learning rate of the layouts; Adam's first steps would amplify rounding errors at a larger one
 
 
 def sections(layout: str) -> dict[str, dict[str, Any]]:
-    """ "ep=2,dispatcher=allgather,padded" as config sections."""
+    """Return the config sections of a layout such as "ep=2,dispatcher=allgather,padded"."""
     parallel: dict[str, Any] = {}
     for word in layout.split(","):
         key, _, value = word.partition("=")
@@ -188,57 +193,59 @@ KINDS = (
     "lora",
     "mtp trunk",
     "mtp",
-)  # words of a layout that change numbers
+)
+"""Words of a layout that change results. A layout has the first kind that it contains, or "run"."""
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek": {"architecture": "DeepseekV3ForCausalLM"},
     "tied": {"architecture": "Qwen3ForCausalLM", "tie_word_embeddings": True},
     "latent lora": {"architecture": "DeepseekV3ForCausalLM"},
     "mtp": {"architecture": "DeepseekV3ForCausalLM", "mtp": True},
     "mtp trunk": {"architecture": "DeepseekV3ForCausalLM", "mtp": True},
-    "odd vocabulary": {"vocab_size": 97},  # one added token
+    "odd vocabulary": {"vocab_size": 97},  # as after an added token
     "odd tied": {"architecture": "Qwen3ForCausalLM", "tie_word_embeddings": True, "vocab_size": 101},
     "odd mtp": {"architecture": "DeepseekV3ForCausalLM", "mtp": True, "vocab_size": 97},
-    "uneven": {"num_hidden_layers": 3},  # the second stage has one layer only
+    "uneven": {"num_hidden_layers": 3},  # the second pipeline stage has one layer
 }
-"""Models of their own; the other kinds train the one that `write_model` makes."""
+"""Kinds with another model than the default of `write_model`, and the arguments of `write_model`."""
 
 
 def kind(layout: str) -> str:
     return next((k for k in KINDS if k in layout), "run")
 
 
-def model_of(layout: str) -> str:
+def model_name(layout: str) -> str:
+    """Return the name of the model's folder in the workplace."""
     return kind(layout) if kind(layout) in MODELS else "model"
 
 
-def stir(trainer: Trainer) -> None:
-    """Random adapters: B begins with zeros, which leave A without a gradient."""
+def randomize_adapters(trainer: Trainer) -> None:
+    """Set LoRA factors to random values: B starts at zero, which would leave A without a gradient."""
     lora = trainer._chunks.lora
-    for each in lora.chunk_factors if lora is not None else ():
-        for name, entry in each.entries.items():
+    for factors in lora.chunk_factors if lora is not None else ():
+        for name, entry in factors.entries.items():
             (key, shape), *_ = entry.hf.items()
             value = torch.randn(shape, generator=torch.Generator().manual_seed(len(key) + sum(map(ord, key))))
             with torch.no_grad():
-                each.get_parameter(name).copy_(shard(value * 0.1, entry.rule))
+                factors.get_parameter(name).copy_(shard(value * 0.1, entry.rule))
 
 
 def three_steps(trainer: Trainer) -> dict[str, Any]:
-    stir(trainer)
+    randomize_adapters(trainer)
     results: dict[str, Any] = {"before": canary_logps(trainer), "steps": steps(trainer, 3, LR)}
     return results | {"after": canary_logps(trainer), "sums": weight_sums(trainer)}
 
 
 def main(workplace: Path, layouts: list[str]) -> None:
-    """In each layout: three steps from the model, then one from a checkpoint. Rank 0 writes what was seen.
+    """In each layout, run three steps from the model and one from a checkpoint. Rank 0 appends results to seen.jsonl.
 
-    The checkpoint is the one that one rank saved in workplace/run-KIND; a layout with "save" leaves its own in
-    workplace/LAYOUT, and one with "resume" behind it loads that.
+    The checkpoint is that of one rank in workplace/run-KIND. A layout with "save" saves and loads its own in
+    workplace/LAYOUT, and a later layout with "resume" loads the same.
     """
     saved = next((layout for layout in layouts if "save" in layout), "")
     for layout in layouts:
         start = time.monotonic()
         run = workplace / (saved if "save" in layout or "resume" in layout else f"run-{kind(layout)}")
-        trainer = Trainer(config_of(workplace / model_of(layout), run, **sections(layout)))
+        trainer = Trainer(config_of(workplace / model_name(layout), run, **sections(layout)))
         results = three_steps(trainer)
         if "save" in layout:
             save(trainer, 3)

@@ -1,4 +1,4 @@
-"""Saves step 1, begins to save step 2, says "writing" once a part of it is written, and waits to be killed."""
+"""Save step 1, start saving step 2, print "writing" once its first file is written, and wait for SIGKILL."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def main(model: Path, run: Path) -> None:
     cases.steps(trainer, 1)
     write_event, forever = threading.Event(), threading.Event()
 
-    def stop_here(file: Path) -> str:
+    def block_forever(file: Path) -> str:
         write_event.set()
         forever.wait()
         return ""
 
-    manifest.sha256 = stop_here  # called by the writing thread after its first file
+    manifest.sha256 = block_forever  # called by the writing thread after its first file
     trainer.save_checkpoint(2)
     write_event.wait()
     print("writing", flush=True)

@@ -1,4 +1,5 @@
-"""A generator that forks, cuts and prunes whatever the model says, and a planner that repairs whatever it said."""
+"""A tree generator with a fixed sequence of forks and truncations, a planner that adds samples with prefixes, and a
+reference implementation of BranchGRPO's advantages."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from rlsys.generators.trees import Tree, TreeGenerator
 from rlsys.generators.turns import GenerateTurn
 
 
-class Bushes(TreeGenerator):
+class FixedTrees(TreeGenerator):
+    """Generator of trees with fixed forks and truncations, regardless of the model's tokens."""
+
     async def grow(self, tree: Tree) -> None:
-        """The root and two branches; one of these is pruned, becomes another one, and the root loses its end."""
+        """Grow the root and two branches, truncate a branch and the root, and fork again from the root."""
         root = tree.root
         await tree.grow([root], 6, 2, greedy=False)
         if root.tokens < 6:
@@ -29,12 +32,12 @@ class Bushes(TreeGenerator):
             await tree.grow([tree.fork(root, 7, Forced(97, -3.0))], 12, 2, greedy=False)
 
 
-def bushes(config: Config, tokenizer: object, speak: GenerateTurn) -> Bushes:
-    return Bushes(speak)
+def fixed_trees(config: Config, tokenizer: object, speak: GenerateTurn) -> FixedTrees:
+    return FixedTrees(speak)
 
 
-class Repairing(Planner):
-    """Each group gets two more samples, once: they begin with three tokens of its first one, and two others."""
+class PrefixPlanner(Planner):
+    """Planner that adds two samples to each group, with three tokens of its first sample and two others as prefix."""
 
     def limit(self, size: int) -> int:
         return size + 2
@@ -47,33 +50,39 @@ class Repairing(Planner):
 
 
 def token_names(stems: Sequence[int], forks: Sequence[int], lengths: Sequence[int]) -> list[list[str]]:
-    """Of each sample of a group, its tokens by name: equal where they are shared, and only there. stems: the place of
-    the sample that each branches off, -1 for none; forks: at which of its tokens."""
+    """Return names for the tokens of each sample in a group. Two names are equal only if the token is shared.
+
+    Args:
+        stems: Index of the sample from which each sample forks, -1 for none.
+        forks: Position of the fork in that sample.
+        lengths: Number of tokens of each sample.
+    """
     names: dict[int, list[str]] = {}
 
-    def of(place: int) -> list[str]:
-        if place not in names:
-            stem = stems[place]
-            shared = of(stem)[: forks[place]] if stem >= 0 else []
-            names[place] = shared + [f"{place}.{t}" for t in range(len(shared), lengths[place])]
-        return names[place]
+    def sample_names(index: int) -> list[str]:
+        if index not in names:
+            stem = stems[index]
+            shared = sample_names(stem)[: forks[index]] if stem >= 0 else []
+            names[index] = shared + [f"{index}.{t}" for t in range(len(shared), lengths[index])]
+        return names[index]
 
-    return [of(place) for place in range(len(stems))]
+    return [sample_names(index) for index in range(len(stems))]
 
 
 def depth_wise_advantages(rewards: Sequence[float], texts: Sequence[Sequence[str]]) -> list[list[float]]:
-    """BranchGRPO's advantage of each token of a group, divided among the samples that share it, in float64.
+    """Return BranchGRPO's advantage of each token of a group, divided by the number of samples that share the token.
 
-    Token by token from the texts alone: a node is the set of samples with the same prefix, a fork is where that set
-    changes, and a node is compared with all nodes behind as many forks.
+    This float64 reference uses only the texts. A node is the set of samples with the same prefix, and its depth
+    is the number of changes of this set along the text. The advantage of a node is relative to all nodes
+    of the same depth.
     """
-    everybody = range(len(texts))
+    sample_range = range(len(texts))
 
-    def sharing(i: int, t: int) -> frozenset[int]:
+    def node_at(i: int, t: int) -> frozenset[int]:
         prefix = list(texts[i][: t + 1])
-        return frozenset(j for j in everybody if list(texts[j][: t + 1]) == prefix)
+        return frozenset(j for j in sample_range if list(texts[j][: t + 1]) == prefix)
 
-    nodes = [[sharing(i, t) for t in range(len(texts[i]))] for i in everybody]
+    nodes = [[node_at(i, t) for t in range(len(texts[i]))] for i in sample_range]
     depths = [
         [sum(path_nodes[k] != path_nodes[k - 1] for k in range(1, t + 1)) for t in range(len(path_nodes))]
         for path_nodes in nodes

@@ -1,4 +1,4 @@
-"""The tutorials as programs: the `sh` blocks of a page, in their order."""
+"""Run the `sh` blocks of a tutorial page, in order, as a program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def script_of(page: Path) -> str:
 
 
 def reads_first_run(page: Path) -> bool:
-    """It goes on in the folder that the first page leaves."""
+    """Return whether a page uses the run folder of the first page."""
     return page != FIRST_RUN and "runs/quickstart" in script_of(page)
 
 
@@ -33,7 +33,7 @@ def needs_stack(page: Path) -> bool:
 
 
 def run_page(page: Path, folder: Path) -> str:
-    """What its commands print, in `folder`. AssertionError with the last words of the first that fails."""
+    """Run the commands of a page in `folder` and return their output. Fail with the output of the first error."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "PYTHONPATH": python_path(ROOT), "COLUMNS": "120"}
     process = subprocess.run(

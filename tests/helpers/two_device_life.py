@@ -1,10 +1,11 @@
-"""A trainer's life on a pretended GPU: `two_device_life.py FILE WORK CASE...`, a case being FAMILY[:VARIANT].
+"""Lifecycle of a trainer on a simulated GPU: `two_device_life.py FILE WORK CASE...`.
 
-FAMILY is one of tests.helpers.tiny, VARIANT one of VARIANTS; with an `engine` among them all cases use tests/te_stub.
-FILE gets `{case: {part: record}}`, a record being `refused`, `stacks`, `counts` (totals) and `places` (the largest of
-each count).
-Three cases are of another kind: `critic` (a policy with a critic of its own), `recipes` (a train step of every
-shipped recipe, one part each), `planted` (a host tensor in the loss).
+A case is FAMILY[:VARIANT], with a family of tests.helpers.tiny and a variant of VARIANTS. If a variant begins with
+`engine`, all cases use tests/te_stub. Three cases have other names: `critic` (a policy with its critic), `recipes` (a
+train step of every shipped recipe, one part each) and `planted` (a host tensor in the loss).
+
+FILE receives `{case: {part: record}}`. A record has `refused`, `stacks`, `counts` (totals) and `places` (the largest
+counts by source line).
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Life:
-    """Parts of one case, with what each recorded."""
+class CaseRecorder:
+    """Records of the parts of one case."""
 
     def __init__(self) -> None:
         self.parts: dict[str, dict[str, Any]] = {}
@@ -58,7 +59,7 @@ class Life:
         return result
 
 
-def lives(case: str, work: Path) -> dict[str, Any]:
+def lifecycle(case: str, work: Path) -> dict[str, Any]:
     from rlsys.trainer.trainer import Trainer
     from tests.helpers import prefix_cases, tiny
     from tests.helpers import trainer_cases as cases
@@ -66,29 +67,29 @@ def lives(case: str, work: Path) -> dict[str, Any]:
     family, _, variant = case.partition(":")
     model = tiny.write(work / case / "model", tiny.TINY[family], mtp="mtp" in variant)
     config = cases.config_of(model, work / case / "run", **VARIANTS[variant])
-    life = Life()
-    trainer: Trainer = life.part("build", lambda: Trainer(config))
+    recorder = CaseRecorder()
+    trainer: Trainer = recorder.part("build", lambda: Trainer(config))
     with closing(trainer):
         with TwoDevices():
-            away = [name for name, parameter in trainer.named_parameters() if not on_gpu(parameter)]
-        assert not away, f"parameters in host memory: {away}"
-        life.part("steps", lambda: cases.steps(trainer, 2))
-        life.part("score", lambda: trainer.passes.score(trainer.passes.pack(cases.samples())))
+            host_names = [name for name, parameter in trainer.named_parameters() if not on_gpu(parameter)]
+        assert not host_names, f"parameters in host memory: {host_names}"
+        recorder.part("steps", lambda: cases.steps(trainer, 2))
+        recorder.part("score", lambda: trainer.passes.score(trainer.passes.pack(cases.samples())))
         shared = prefix_cases.samples()
-        life.part(
+        recorder.part(
             "shared prefixes",
             lambda: trainer.update(trainer.passes.pack(shared), cases.policy_loss, cases.LR),
         )
-        life.part("canaries", lambda: trainer.canaries(cases.SEQUENCES))
-        life.part("push", lambda: push(trainer))
-        life.part("save", lambda: cases.save(trainer, 2))
-        assert life.part("load", trainer.load_checkpoint) == 2
-        life.part("step after load", lambda: cases.steps(trainer, 1))
-    return life.parts
+        recorder.part("canaries", lambda: trainer.canaries(cases.SEQUENCES))
+        recorder.part("push", lambda: push(trainer))
+        recorder.part("save", lambda: cases.save(trainer, 2))
+        assert recorder.part("load", trainer.load_checkpoint) == 2
+        recorder.part("step after load", lambda: cases.steps(trainer, 1))
+    return recorder.parts
 
 
 def push(trainer: Any) -> None:
-    """What a weight update does here: gather, hash, lay out."""
+    """Run the trainer's part of a weight update: gather, hash and pack tensors."""
     from rlsys.weights.buckets import StagingBuffers, send_in_buckets
     from rlsys.weights.checksums import EngineChecksums
 
@@ -102,29 +103,29 @@ def push(trainer: Any) -> None:
 def critic(case: str, work: Path) -> dict[str, Any]:
     from tests.helpers import critic_cases
 
-    life = Life()
-    trainer, _, objective = life.part("build", lambda: critic_cases.start(work / case))
+    recorder = CaseRecorder()
+    trainer, _, objective = recorder.part("build", lambda: critic_cases.start(work / case))
     with closing(trainer):
-        life.part("steps", lambda: [critic_cases.step(trainer, objective, n) for n in (1, 2)])
-        life.part("save", lambda: critic_cases.save(trainer, objective, 2))
-        assert life.part("load", lambda: trainer.load_checkpoint(objective)) == 2
-        life.part("step after load", lambda: critic_cases.step(trainer, objective, 3))
-    return life.parts
+        recorder.part("steps", lambda: [critic_cases.step(trainer, objective, n) for n in (1, 2)])
+        recorder.part("save", lambda: critic_cases.save(trainer, objective, 2))
+        assert recorder.part("load", lambda: trainer.load_checkpoint(objective)) == 2
+        recorder.part("step after load", lambda: critic_cases.step(trainer, objective, 3))
+    return recorder.parts
 
 
 def recipes(case: str, work: Path) -> dict[str, Any]:
-    """One trainer serves every signal: a critic, a teacher, a reference."""
+    """Run a train step of every recipe on one trainer with a critic, a teacher and a reference."""
     from tests.helpers import signal_cases
 
-    life, run = Life(), work / case
-    with closing(life.part("build", lambda: signal_cases.trainer_of(run))) as trainer:
+    recorder, run = CaseRecorder(), work / case
+    with closing(recorder.part("build", lambda: signal_cases.trainer_of(run))) as trainer:
         for recipe in signal_cases.RECIPES:
-            life.part(recipe, partial(signal_cases.outcome, trainer, recipe, run))
-    return life.parts
+            recorder.part(recipe, partial(signal_cases.outcome, trainer, recipe, run))
+    return recorder.parts
 
 
 def planted(case: str, work: Path) -> dict[str, Any]:
-    """The loss of a dense model's step multiplies by a mask that is in host memory."""
+    """Run a step of a dense model whose loss multiplies by a mask in host memory."""
     from rlsys.trainer.trainer import Trainer
     from tests.helpers import tiny
     from tests.helpers import trainer_cases as cases
@@ -133,12 +134,12 @@ def planted(case: str, work: Path) -> dict[str, Any]:
         mask = torch.ones(len(scores.logp))
         return (scores.logp * mask).sum(), {}
 
-    life = Life()
+    recorder = CaseRecorder()
     config = cases.config_of(tiny.write(work / case, tiny.TINY["qwen2"]), work / "run")
-    with closing(life.part("build", lambda: Trainer(config))) as trainer:
-        batch = life.part("pack", lambda: trainer.passes.pack(cases.samples()))
-        life.part("step", lambda: trainer.update(batch, loss, 1e-3))
-    return life.parts
+    with closing(recorder.part("build", lambda: Trainer(config))) as trainer:
+        batch = recorder.part("pack", lambda: trainer.passes.pack(cases.samples()))
+        recorder.part("step", lambda: trainer.update(batch, loss, 1e-3))
+    return recorder.parts
 
 
 OTHERS = {"critic": critic, "recipes": recipes, "planted": planted}
@@ -156,10 +157,10 @@ def main(file: Path, work: Path, todo: list[str]) -> None:
     if any(":engine" in case for case in todo):
         use_engine_stub()
     import_trainer()
-    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]  # of the pretended GPU
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]  # of the simulated GPU
     recorded: dict[str, Any] = {}
     for case in todo:
-        recorded[case] = OTHERS.get(case, lives)(case, work)
+        recorded[case] = OTHERS.get(case, lifecycle)(case, work)
         file.write_text(json.dumps(recorded, indent=1))
 
 

@@ -1,21 +1,21 @@
-"""A host and a GPU on one CPU: tensors on the device `cpu:7` count as the GPU's.
+"""Simulated GPU on a CPU: tensors on the device `cpu:7` count as GPU tensors.
 
-All tensors are ordinary CPU tensors, so numbers, autograd and optimizers are real. `TwoDevices` notes which storages
-are on the pretended GPU, answers `device`, `is_cuda`, `.cpu()` and `.to()` accordingly, and records
+All tensors are ordinary CPU tensors, so numbers, autograd and optimizers are real. `TwoDevices` tracks which storages
+are on the simulated GPU, returns `device`, `is_cuda`, `.cpu()` and `.to()` accordingly, and records
 
 - each operation that CUDA refuses because its tensors are on different devices (`refused`),
-- launches, synchronisations, copies to the device and host operations, by operation and place (`Counts`).
+- launches, synchronizations, copies to the device and host operations, by operation and source line (`Counts`).
 
     with TwoDevices() as devices:
         step()
     assert not devices.refused
     devices.counts.launches.total()
 
-Counts are those of operations at torch's dispatcher: an operation that computes is one launch, a view none. Kernels
-inside one operation (a fused optimizer, a sort) are not told apart, and collectives are not counted.
+Counts refer to operations at torch's dispatcher: an operation that computes is one launch, a view is none. Several
+kernels of one operation (a fused optimizer, a sort) count once, and collectives are not counted.
 
-`import_trainer()` must come before the first import of megatron.core: it has megatron's CUDA literals rewritten to
-the pretended GPU. A process that called it runs no other test.
+Call `import_trainer()` before the first import of megatron.core: it rewrites Megatron's CUDA literals to the
+simulated GPU. A process that called it must run no other test.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _ROOT = Path(__file__).resolve().parents[2]
 _TORCH = str(Path(torch.__file__).parent)
 
 _ANY_DEVICE = {"aten::copy_", "aten::_to_copy", "aten::set_", "aten::_foreach_copy_"}
-"""Operations that take tensors of both devices."""
+"""Operations that take tensors on both devices."""
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-"""CUDA takes their indices from the host, too."""
-_READS = {
+"""Operations for which CUDA also takes indices on the host."""
+_SYNCHRONIZING = {
     "aten::_local_scalar_dense": "item", "aten::nonzero": "nonzero", "aten::masked_select": "masked_select",
     "aten::_unique2": "unique", "aten::unique_consecutive": "unique", "aten::unique_dim": "unique",
     "aten::bincount": "bincount", "aten::equal": "equal", "aten::is_nonzero": "item",
 }  # fmt: skip
-"""The host waits for their result, or for its size."""
+"""Operations for whose result, or its size, the host waits: dispatcher name -> name in `Counts`."""
 _ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::resize", "aten::set_", "aten::detach", "aten::alias")
 _FACTORIES = {
     "zeros", "ones", "empty", "full", "arange", "tensor", "as_tensor", "rand", "randn", "randint", "eye", "linspace",
@@ -63,12 +63,12 @@ _FACTORIES = {
 
 @dataclass
 class Counts:
-    """By operation and place, `OPERATION at FILE:LINE`."""
+    """Counts by operation and source line, `OPERATION at FILE:LINE`."""
 
     launches: Counter[str] = field(default_factory=Counter)
     """Operations that compute on the GPU."""
     synchronizations: Counter[str] = field(default_factory=Counter)
-    """Waits of the host for the GPU: a scalar, a list or a copy is read, or a shape depends on values."""
+    """Waits of the host for the GPU: it reads a scalar, a list or a copy, or a shape depends on values."""
     copies_to_device: Counter[str] = field(default_factory=Counter)
     host_operations: Counter[str] = field(default_factory=Counter)
     """Operations that compute on host tensors alone."""
@@ -78,7 +78,7 @@ class Counts:
 
 
 class _Storages:
-    """A set of living storages."""
+    """Set of live storages."""
 
     def __init__(self) -> None:
         self._references: dict[int, StorageWeakRef] = {}
@@ -88,7 +88,7 @@ class _Storages:
         storage = _storage(tensor)
         if storage is None or (reference := self._references.get(storage._cdata)) is None:
             return False
-        if reference.expired():  # another storage has its address now
+        if reference.expired():  # a new storage has the same address
             del self._references[storage._cdata]
             return False
         return True
@@ -105,8 +105,8 @@ class _Storages:
             self._references.pop(storage._cdata, None)
 
 
-_on_gpu, _anywhere = _Storages(), _Storages()
-"""`_anywhere`: storages made by C++ without a device that Python sees, on whatever device CUDA would choose."""
+_gpu_storages, _unplaced_storages = _Storages(), _Storages()
+"""`_unplaced_storages`: storages that C++ creates without a device visible to Python; no device check applies."""
 
 
 def _storage(tensor: Tensor) -> Any:
@@ -118,15 +118,15 @@ def _storage(tensor: Tensor) -> Any:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    return tensor in _on_gpu
+    return tensor in _gpu_storages
 
 
-def _put(tensor: Tensor, gpu: bool) -> None:
-    _anywhere.discard(tensor)
+def _set_device(tensor: Tensor, gpu: bool) -> None:
+    _unplaced_storages.discard(tensor)
     if gpu:
-        _on_gpu.add(tensor)
+        _gpu_storages.add(tensor)
     else:
-        _on_gpu.discard(tensor)
+        _gpu_storages.discard(tensor)
 
 
 def _is_gpu(device: object) -> bool:
@@ -134,7 +134,7 @@ def _is_gpu(device: object) -> bool:
 
 
 def _caller() -> FrameType | None:
-    """The innermost frame outside torch and this module."""
+    """Return the innermost frame outside torch and this module."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
         frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith((_TORCH, "<"))
@@ -143,8 +143,8 @@ def _caller() -> FrameType | None:
     return frame
 
 
-def _place() -> str:
-    """FILE:LINE of the caller."""
+def _caller_location() -> str:
+    """Return FILE:LINE of the caller."""
     frame = _caller()
     if frame is None:
         return "?"
@@ -153,13 +153,19 @@ def _place() -> str:
 
 
 class TwoDevices:
-    """Context manager. `refused`: `PROBLEM: OPERATION at FILE:LINE` -> count; `stacks` has one call stack of each."""
+    """Context manager that simulates the GPU.
+
+    Attributes:
+        refused: `PROBLEM: OPERATION at FILE:LINE` -> count of operations that CUDA would refuse.
+        stacks: One call stack per key of `refused`.
+        counts: Counts of operations.
+    """
 
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()
         self.stacks: dict[str, str] = {}
         self.counts = Counts()
-        self._modes = (_Calls(self), _Operations(self))
+        self._modes = (_FunctionMode(self), _DispatchMode(self))
 
     def __enter__(self) -> TwoDevices:
         for mode in self._modes:
@@ -171,13 +177,13 @@ class TwoDevices:
             mode.__exit__(*error)
 
     def refuse(self, problem: str, operation: str) -> None:
-        key = f"{problem}: {operation} at {_place()}"
+        key = f"{problem}: {operation} at {_caller_location()}"
         self.refused[key] += 1
         if key not in self.stacks:
             self.stacks[key] = "".join(traceback.format_stack(_caller(), limit=8))
 
     def synchronize(self, operation: str) -> None:
-        self.counts.synchronizations[f"{operation} at {_place()}"] += 1
+        self.counts.synchronizations[f"{operation} at {_caller_location()}"] += 1
 
 
 def _same_storage(one: Tensor, other: Tensor) -> bool:
@@ -185,8 +191,8 @@ def _same_storage(one: Tensor, other: Tensor) -> bool:
     return a is not None and b is not None and a._cdata == b._cdata
 
 
-class _Operations(TorchDispatchMode):
-    """What reaches torch's dispatcher, backward passes in C++ included."""
+class _DispatchMode(TorchDispatchMode):
+    """Handle operations at torch's dispatcher, including backward passes in C++."""
 
     def __init__(self, owner: TwoDevices) -> None:
         super().__init__()
@@ -195,17 +201,17 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
-        if name.startswith("c10d"):  # a group has a backend for each device
+        if name.startswith("c10d"):  # a process group has a backend per device
             return func(*args, **kwargs)
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         gpu = [t for t in inputs if on_gpu(t)]
         self._check(name, args, inputs, gpu)
-        read = self._reads(name, args, gpu)
+        read = self._count_synchronization(name, args, gpu)
         out = func(*args, **kwargs)
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         new_tensors = [t for t in outputs if not any(_same_storage(t, x) for x in inputs)]
         for tensor in new_tensors:
-            self._locate(tensor, name, inputs, bool(gpu), kwargs.get("device"))
+            self._place_tensor(tensor, name, inputs, bool(gpu), kwargs.get("device"))
         self._count(func, name, inputs, new_tensors, gpu, read)
         return out
 
@@ -214,21 +220,21 @@ class _Operations(TorchDispatchMode):
             return
         if name in _INDEXED:
             target = args[0]
-            if target in _anywhere:
+            if target in _unplaced_storages:
                 return
             if not on_gpu(target) and any(t is not None and on_gpu(t) for t in args[1]):
                 self._owner.refuse("host tensor indexed by a GPU tensor", name)
             value = args[2] if len(args) > 2 else None
             if isinstance(value, Tensor) and value.dim() and on_gpu(value) != on_gpu(target):
                 self._owner.refuse("values of another device", name)
-        elif any(t.dim() and not on_gpu(t) and t not in _anywhere for t in inputs):
+        elif any(t.dim() and not on_gpu(t) and t not in _unplaced_storages for t in inputs):
             self._owner.refuse("mixed devices", name)
 
-    def _reads(self, name: str, args: Any, gpu: list[Tensor]) -> bool:
-        """Whether the host waits here; counts it."""
+    def _count_synchronization(self, name: str, args: Any, gpu: list[Tensor]) -> bool:
+        """Return whether the host waits for the GPU, and count the synchronization."""
         if not gpu:
             return False
-        operation = _READS.get(name)
+        operation = _SYNCHRONIZING.get(name)
         if name in _INDEXED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
             operation = "index by a mask"
         if name == "aten::repeat_interleave" and len(args) == 1:
@@ -239,31 +245,39 @@ class _Operations(TorchDispatchMode):
             self._owner.synchronize(operation)
         return operation is not None
 
-    def _locate(self, tensor: Tensor, name: str, inputs: list[Tensor], gpu: bool, device: object) -> None:
-        """Where a new tensor is."""
+    def _place_tensor(
+        self, tensor: Tensor, name: str, inputs: list[Tensor], gpu: bool, device: object
+    ) -> None:
+        """Set the device of a new tensor."""
         if torch._C._current_graph_task_id() != -1 and not _is_gpu(device):  # in a backward pass
             if gpu:
-                _put(tensor, True)
+                _set_device(tensor, True)
             else:
-                _anywhere.add(tensor)
+                _unplaced_storages.add(tensor)
         elif name == "aten::_to_copy" and not _is_gpu(device):
-            _put(tensor, gpu)  # _Calls takes care of what goes to the host
-        elif inputs and not gpu and any(t in _anywhere for t in inputs):
-            _anywhere.add(tensor)
-        elif not inputs and _inside and _inside[-1] not in _FACTORIES:
-            _anywhere.add(tensor)  # inside a composite operation, which asks a tensor for its real device
+            _set_device(tensor, gpu)  # _FunctionMode handles copies to the host
+        elif inputs and not gpu and any(t in _unplaced_storages for t in inputs):
+            _unplaced_storages.add(tensor)
+        elif not inputs and _function_stack and _function_stack[-1] not in _FACTORIES:
+            _unplaced_storages.add(tensor)  # inside a composite operation, which reads a tensor's real device
         elif isinstance(device, torch.device):
-            _put(tensor, _is_gpu(device))
+            _set_device(tensor, _is_gpu(device))
         else:
-            _put(tensor, gpu)
+            _set_device(tensor, gpu)
 
     def _count(
-        self, func: Any, name: str, inputs: list[Tensor], made: list[Tensor], gpu: list[Tensor], read: bool
+        self,
+        func: Any,
+        name: str,
+        inputs: list[Tensor],
+        new_tensors: list[Tensor],
+        gpu: list[Tensor],
+        read: bool,
     ) -> None:
-        if name.startswith(_ALLOCATIONS) or not (made or func._schema.is_mutable or read):
-            return  # memory without contents, or a view
-        counts, key = self._owner.counts, f"{name.removeprefix('aten::')} at {_place()}"
-        to_gpu = any(on_gpu(t) for t in made) or (
+        if name.startswith(_ALLOCATIONS) or not (new_tensors or func._schema.is_mutable or read):
+            return  # an allocation or a view
+        counts, key = self._owner.counts, f"{name.removeprefix('aten::')} at {_caller_location()}"
+        to_gpu = any(on_gpu(t) for t in new_tensors) or (
             func._schema.is_mutable and bool(inputs) and on_gpu(inputs[0])
         )
         if name in _ANY_DEVICE and inputs and to_gpu and not all(on_gpu(t) for t in inputs):
@@ -274,12 +288,12 @@ class _Operations(TorchDispatchMode):
             counts.host_operations[key] += 1
 
 
-_inside: list[str] = []
-"""Names of the torch functions that run, the innermost last."""
+_function_stack: list[str] = []
+"""Names of the active torch functions, innermost last."""
 
 
-class _Calls(TorchFunctionMode):
-    """What Python asks of a tensor: its device, and copies to one."""
+class _FunctionMode(TorchFunctionMode):
+    """Handle a tensor's device attributes and copies between devices in Python."""
 
     def __init__(self, owner: TwoDevices) -> None:
         super().__init__()
@@ -307,18 +321,18 @@ class _Calls(TorchFunctionMode):
                 self._owner.refuse("numpy of a GPU tensor", name)
             if on_gpu(first) and name == "tolist":
                 self._owner.synchronize(name)
-        _inside.append(name)
+        _function_stack.append(name)
         try:
             out = func(*args, **kwargs)
         finally:
-            _inside.pop()
+            _function_stack.pop()
         if name in ("tensor", "as_tensor", "scalar_tensor", "asarray") and isinstance(out, Tensor):
             device = kwargs.get("device")
             if device is not None:
                 gpu = _is_gpu(torch.device(device))
                 if gpu and out is first and not on_gpu(first):
                     out = out.clone()
-                _put(out, gpu)
+                _set_device(out, gpu)
         return out
 
     def _to(self, func: Any, tensor: Tensor, args: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -327,7 +341,7 @@ class _Calls(TorchFunctionMode):
             args, kwargs = (tensor, GPU if on_gpu(other) else HOST, other.dtype), {}
         device = _device_of((*args[1:], *kwargs.values()))
         if _is_gpu(device) and on_gpu(tensor) and not kwargs.get("copy"):
-            # Nothing to copy, though the real device is not `cpu:7`.
+            # The tensor is already there, although its real device is not `cpu:7`.
             dtypes = [a for a in (*args[1:], kwargs.get("dtype")) if isinstance(a, torch.dtype)]
             return func(tensor, dtypes[0]) if dtypes else tensor
         out: Tensor = func(*args, **kwargs)
@@ -338,7 +352,7 @@ class _Calls(TorchFunctionMode):
         self._owner.synchronize("copy to the host")
         with torch._C._DisableTorchDispatch():
             out = tensor.clone()
-        _put(out, False)
+        _set_device(out, False)
         return out
 
 
@@ -352,10 +366,10 @@ def _device_of(values: Sequence[object]) -> torch.device | None:
 
 
 def import_trainer() -> None:
-    """Import rlsys.trainer such that it and megatron-core work on the pretended GPU."""
+    """Import rlsys.trainer and megatron-core such that they use the simulated GPU."""
     from megatron_patches import cpu_import
 
-    class OnPretendedGpu(cpu_import.Rewrite):
+    class SimulatedGpuRewrite(cpu_import.Rewrite):
         def visit_Call(self, node: ast.Call) -> ast.AST:
             function = node.func
             if isinstance(function, ast.Attribute):
@@ -371,16 +385,16 @@ def import_trainer() -> None:
             return super().visit_keyword(node)
 
     class Loader(cpu_import.CpuLoader):
-        """Keeps no bytecode: its file is that of ordinary runs."""
+        """Loader that writes no bytecode, because ordinary runs use the same cache file."""
 
         def get_code(self, fullname: str) -> CodeType:
             with mock.patch.object(sys, "dont_write_bytecode", True):
                 return super().get_code(fullname)
 
-    cpu_import.Rewrite, cpu_import.CpuLoader = OnPretendedGpu, Loader  # type: ignore[misc]
+    cpu_import.Rewrite, cpu_import.CpuLoader = SimulatedGpuRewrite, Loader  # type: ignore[misc]
     cpu_import._read_cache = lambda cache, stamp: None
     cpu_import.CUDA_ON_CPU.__dict__["current_device"] = lambda: GPU
-    Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign]  # there are no streams here
+    Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign]  # the simulated GPU has no streams
 
     from rlsys.trainer import setup
 

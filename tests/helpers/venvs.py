@@ -1,4 +1,4 @@
-"""Venvs of packages that rlsys does not depend on: made once on a machine, from the registry, outside of the repo."""
+"""Venvs with packages that rlsys does not depend on, created once per machine in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def venv(name: str, *packages: str) -> Path:
-    """The Python of the venv with exactly these requirements."""
+    """Return the Python of a venv with exactly these requirements. Create the venv if it does not exist."""
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlsys-venvs"
     home.mkdir(parents=True, exist_ok=True)
     key = hashlib.sha256(repr((sys.version_info[:2], packages)).encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""What rewards say of a response, in this process: right answers of each built-in reward, and their verdicts."""
+"""Verdicts of rewards in this process, and a correct response for each built-in reward."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def agrees(config: Config, ask: Any) -> Any:
     return judge
 
 
-class Direct:
-    """The rewards of a config in this process."""
+class InProcessRewards:
+    """The rewards of a config, in this process."""
 
     def __init__(self, config: Config) -> None:
         (self._score,) = make_scores(config)
@@ -64,7 +64,7 @@ def sample_of(ids: list[int], status: Status) -> Sample:
     return sample
 
 
-def judged(
+def score_response(
     folder: Path,
     reward: Any,
     ids: list[int],
@@ -73,13 +73,22 @@ def judged(
     trusted: bool = False,
     **rollout: Any,
 ) -> Verdict:
-    """Of the response `ids` to a sum whose answer is 7. `tokenizer`: None: the folder's. `trusted`: it may run the
-    folder's code."""
+    """Return the verdict on a response to a sum whose answer is 7.
+
+    Args:
+        folder: Model folder.
+        reward: The reward's name or specification.
+        ids: The response.
+        status: Status of the sample.
+        tokenizer: None: the tokenizer of the folder.
+        trusted: The tokenizer may run code of the folder.
+        rollout: Fields of the config section.
+    """
     data = {"reward": reward, "judge": f"{Path(__file__)}:agrees"}
     config = Config.model_validate(
         {"model": {"path": folder, "trust_remote_code": trusted}, "data": data, "rollout": rollout}
     )
-    scorer = build_scorer(config, cast(Rewards, Direct(config)), tokenizer or Tokenizer(folder))
+    scorer = build_scorer(config, cast(Rewards, InProcessRewards(config)), tokenizer or Tokenizer(folder))
     entry = ENTRY if "code" not in str(reward) else {"answer": [{"input": "", "output": "7"}]}
     prompt = Prompt(0, "3+4=", [1], entry, "3+4=")
     (verdict,) = asyncio.run(score_all([(sample_of(ids, status), prompt)], scorer))

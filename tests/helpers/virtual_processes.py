@@ -1,8 +1,8 @@
-"""Processes and the wires between them, in virtual time: both can be stopped, and a wire can be cut or slow.
+"""Simulated processes and their network, in virtual time. Faults: a stopped or killed process, a partition, a delay.
 
-A process is a set of tasks of one event loop. SIGSTOP: none of its callbacks runs until SIGCONT, then all that
-have become due, in their order; what others send waits in its sockets. SIGKILL: none runs ever again, not even a
-`finally`; its sockets are closed by the kernel.
+A process is a set of tasks of one event loop. After SIGSTOP none of its callbacks runs until SIGCONT; then all due
+callbacks run in order, and data from peers waits in its sockets. After SIGKILL no callback runs, not even a
+`finally`, and the kernel closes its sockets.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ from tests.helpers.scripted_engine import LATENCY
 
 _PROCESS: ContextVar[Process | None] = ContextVar("process", default=None)
 _KERNEL = Context()
-"""What delivers bytes belongs to no process."""
+"""Context of callbacks that belong to no process, such as the delivery of bytes."""
 
 
 class Process:
-    """`name` says whose wires it has. `exit`: None while it lives, then why it ended."""
+    """A simulated process.
+
+    Attributes:
+        name: Kind of the process, by which `Wires` partitions and delays connections.
+        exit: None while the process lives, then the reason of its end.
+    """
 
     def __init__(self, name: str, exited: Callable[[Process], None] = lambda _: None) -> None:
         self.name = name
@@ -45,10 +50,10 @@ class Process:
         return _loop().create_task(work, context=context)
 
     def main(self, work: Coroutine[Any, Any, Any]) -> None:
-        """The process ends when this does; with its exception, or with 0."""
-        self.spawn(work).add_done_callback(self._returned, context=_KERNEL)
+        """Run the main task. The process exits when it ends, with its exception or 0 as the reason."""
+        self.spawn(work).add_done_callback(self._on_main_done, context=_KERNEL)
 
-    def _returned(self, task: asyncio.Task[Any]) -> None:
+    def _on_main_done(self, task: asyncio.Task[Any]) -> None:
         if not self.dead:
             self.end("cancelled" if task.cancelled() else task.exception() or 0)
 
@@ -58,21 +63,21 @@ class Process:
     def resume(self) -> None:
         self.paused = False
         if not self.dead:
-            self._let_go()
+            self._release_deferred()
 
-    def end(self, why: object) -> None:
-        """At once, and nothing of it runs again."""
-        self.exit = why
+    def end(self, reason: object) -> None:
+        """End the process at once; none of its callbacks runs again."""
+        self.exit = reason
         for connection in list(self.connections):
             connection.reset()
         self._exited(self)
 
     def unwind(self) -> None:
-        """After everything: its tasks may be cancelled."""
+        """Let callbacks run at the end of the simulation, so that the tasks can be cancelled."""
         self._unwinding = True
-        self._let_go()
+        self._release_deferred()
 
-    def _let_go(self) -> None:
+    def _release_deferred(self) -> None:
         ready: deque[asyncio.Handle] = _loop()._ready  # type: ignore[attr-defined]
         ready.extend(self._deferred)
         self._deferred.clear()
@@ -86,7 +91,7 @@ class Process:
 
 
 class _Gate:
-    """Before a callback: does its process run?"""
+    """Callback that runs only while its process does."""
 
     __slots__ = ("callback", "handle", "process")
 
@@ -100,7 +105,7 @@ class _Gate:
 
 
 class ProcessLoop(VirtualLoop):
-    """A virtual clock for several processes, of whom some are stopped."""
+    """Event loop in virtual time that defers the callbacks of stopped processes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +136,7 @@ def _gate(callback: Callable[..., Any], context: Context | None) -> _Gate | None
 
 
 def run_processes(body: Coroutine[Any, Any, None]) -> None:
-    """Until the body ends. What processes do afterwards, when all their tasks are cancelled, is nobody's."""
+    """Run a coroutine in a new loop. Exceptions during the final cancellation of all processes are ignored."""
 
     async def run() -> None:
         try:
@@ -150,15 +155,15 @@ def _loop() -> ProcessLoop:
 
 
 class Refused(OSError):
-    """Nobody listens there."""
+    """Connection refused: no process listens at the address."""
 
 
 class Reset(OSError):
-    """The connection is gone."""
+    """Connection reset."""
 
 
 class Connection:
-    """Bytes from a server to its client, in order, each after the delay of the wire."""
+    """Stream from a server to its client: items arrive in order, each after the network delay."""
 
     def __init__(self, wires: Wires, client: Process, server: Process) -> None:
         self._wires = wires
@@ -168,12 +173,12 @@ class Connection:
         self._due = 0.0
         self.closed = False
         self.task: asyncio.Task[Any] | None = None
-        """What the server does for it."""
+        """The server's handler."""
         client.connections.add(self)
         server.connections.add(self)
 
     def send(self, item: Any) -> None:
-        """By the server. `item` None: the end. No two are due at one time: timers of one time have no order."""
+        """Send an item from the server; None ends the stream. Due times differ: timers of one time have no order."""
         loop = asyncio.get_running_loop()
         self._due = max(self._due + 1e-9, self._wires.due(self.client, self.server))
         loop.call_at(self._due, self._deliver, item, context=_KERNEL)
@@ -184,7 +189,7 @@ class Connection:
             self._arrived.set()
 
     async def read(self) -> Any:
-        """By the client. Raises Reset."""
+        """Return the next item at the client. Raise Reset if the connection is closed and no item is left."""
         while not self._items:
             if self.closed:
                 raise Reset("connection reset by peer")
@@ -193,7 +198,7 @@ class Connection:
         return self._items.popleft()
 
     def reset(self) -> None:
-        """By a kernel, or by somebody between: both ends see it. What has not been read is gone."""
+        """Reset the connection at both ends; unread items are lost."""
         if self.closed:
             return
         self._items.clear()
@@ -201,7 +206,7 @@ class Connection:
         self._arrived.set()
 
     def close(self) -> None:
-        """By the client: the server's handler is cancelled."""
+        """Close the connection at the client, which cancels the server's handler."""
         self.closed = True
         self.client.connections.discard(self)
         self.server.connections.discard(self)
@@ -210,7 +215,7 @@ class Connection:
 
 
 class Wires:
-    """Between kinds of processes ("trainer", "rollout", "engine"): `cut` and `slow` until a time, both ways."""
+    """Network between kinds of processes ("trainer", "rollout", "engine"). Faults last until a time, both ways."""
 
     def __init__(self) -> None:
         self._cut: dict[frozenset[str], float] = defaultdict(float)
@@ -218,14 +223,14 @@ class Wires:
         self._live: list[Connection] = []
 
     def cut(self, one: str, other: str, until: float) -> None:
-        """All connections break, and none is made before `until`."""
+        """Partition two kinds of processes: reset their connections and refuse new ones before `until`."""
         self._cut[frozenset((one, other))] = until
         for c in self._live:
             if {c.client.name, c.server.name} == {one, other}:
                 c.reset()
 
     def slow(self, one: str, other: str, seconds: float, until: float) -> None:
-        """What is sent before `until` takes so much longer."""
+        """Delay items sent before `until` by this many seconds."""
         self._slow[frozenset((one, other))] = seconds, until
 
     def due(self, client: Process, server: Process) -> float:
@@ -234,7 +239,11 @@ class Wires:
         return current_time + LATENCY + (seconds if current_time < until else 0.0)
 
     async def connect(self, client: Process, server: Process | None) -> Connection:
-        """By the client. Raises Refused. A server that is stopped is connected to, as its kernel sees to it."""
+        """Connect a client to a server. A stopped server accepts the connection, as its kernel does.
+
+        Raises:
+            Refused: There is no live server, or the two are partitioned.
+        """
         current_time = asyncio.get_running_loop().time()
         await asyncio.sleep(LATENCY if server is None else self.due(client, server) - current_time)
         current_time = asyncio.get_running_loop().time()
@@ -247,11 +256,11 @@ class Wires:
 
 def current_process() -> Process:
     process = _PROCESS.get()
-    assert process is not None, "outside of every process"
+    assert process is not None, "the caller runs in no simulated process"
     return process
 
 
 async def lines(connection: Connection) -> AsyncIterator[Any]:
-    """What comes until the end."""
+    """Yield the items of a connection until its end."""
     while (item := await connection.read()) is not None:
         yield item

@@ -1,4 +1,4 @@
-"""A rollout worker with scripted engines: python -m tests.helpers.worker_stage CONFIG.json URL ..."""
+"""Run a rollout worker with scripted engines: `python -m tests.helpers.worker_stage CONFIG.json URL...`."""
 
 from __future__ import annotations
 

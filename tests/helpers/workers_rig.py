@@ -1,4 +1,4 @@
-"""Rollout workers as real processes, on scripted engines behind real sockets, and the trainer's side of a step."""
+"""Rollout workers in real processes with scripted engines behind real sockets, and the trainer's calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROLLOUT = {
 
 
 class Run:
-    """A rollout with workers, and its trainer."""
+    """A rollout manager with worker processes, and the trainer's calls."""
 
     def __init__(self, config: Config, engines: list[ScriptedEngine]) -> None:
         self.config, self.engines = config, engines
@@ -65,7 +65,7 @@ class Run:
         )
 
     async def push(self) -> None:
-        """In rounds, where the config says so."""
+        """Push the next version, in rounds if the config sets a rolling push."""
         pending = True
         while pending:
             ticket = await self.manager.begin_push()
@@ -97,7 +97,16 @@ async def run(
     sections: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> AsyncIterator[Run]:
-    """`joiners`: engines beside those of the launch. At the end: the ledger adds up, and no worker is left."""
+    """Yield a started run. At exit, check that the ledger is consistent and that no worker process is alive.
+
+    Args:
+        folder: Run folder.
+        workers: Number of rollout workers.
+        engines: Number of engines of the launch.
+        joiners: Number of further engines.
+        sections: Further config sections.
+        rollout: Fields of the config section.
+    """
     config = make_config(
         folder,
         rollout=ROLLOUT | {"workers": workers} | rollout,

@@ -1,4 +1,4 @@
-"""What integration tests share: one tiny random model, and one real SGLang server that serves it."""
+"""Fixtures of integration tests: a tiny random model, and a real SGLang server that serves it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 @pytest.fixture(scope="session")
 def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3-MoE (vocabulary 128, context 512) with the quickstart model's tokenizer."""
+    """Folder of a random Qwen3-MoE (vocabulary 128, context 512) with the quickstart model's tokenizer."""
     folder = write_tiny_moe(tmp_path_factory.mktemp("models") / "tiny-moe", seed=0)
     for name in TOKENIZER_FILES:
         shutil.copyfile(ROOT / "configs" / "models" / "quickstart-moe" / name, folder / name)
@@ -25,7 +25,7 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine_config(tiny_moe: Path) -> Config:
-    """What `engine` was started with: deterministic, a chunk every 4 tokens, 32 requests at once, routes."""
+    """Config of `engine`: deterministic, an event every 4 tokens, 32 concurrent requests, routes."""
     return Config.model_validate(
         {
             "model": {"path": tiny_moe},
@@ -42,12 +42,12 @@ def engine_config(tiny_moe: Path) -> Config:
 
 @pytest.fixture(scope="session")
 def engine_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run's folder into which the server writes routes."""
+    """Run folder to which the server writes routes."""
     return tmp_path_factory.mktemp("engine")
 
 
 @pytest.fixture(scope="session")
 def engine(engine_config: Config, engine_run: Path) -> Iterator[str]:
-    """URL of the server. Tests leave it idle, with no update open, at whatever weights and version."""
+    """URL of the server. Tests leave it idle and without an open update, at any weights and version."""
     with running_engine(engine_config, engine_run, engine_run) as url:
         yield url

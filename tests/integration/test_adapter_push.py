@@ -65,7 +65,7 @@ def test_a_push_moves_the_adapter_and_the_engine_computes_with_it(trainer: Train
                 assert metrics["push_canary_mean"] <= 1e-5
                 assert delivery.sent_bytes == 4 * numbers
                 seen.append(await client.token_logprobs(SEQUENCES[0]))
-                cases.stir(trainer)
+                cases.randomize_adapters(trainer)
             assert max(abs(a - b) for a, b in zip(seen[0], seen[1], strict=True)) > 0.1, "another adapter"
             assert seen[1] == pytest.approx(seen[2], abs=1e-6)
 

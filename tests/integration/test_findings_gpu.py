@@ -28,7 +28,7 @@ class Products(TorchDispatchMode):
 def test_gpu_p13_the_products_of_a_pass_do_not_grow_with_the_experts(tmp_path: Path) -> None:
     """torch._grouped_mm takes the experts of a layer at once, on a CPU too."""
     counts = []
-    with cases.one_at_a_time(tmp_path / "run") as start:
+    with cases.trainer_factory(tmp_path / "run") as start:
         for experts in (4, 16):
             folder = cases.write_model(tmp_path / str(experts), num_experts=experts)
             trainer = start(folder, model={"dtype": "bfloat16"})

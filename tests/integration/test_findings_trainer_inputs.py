@@ -34,7 +34,7 @@ LOGPS = 1e-4
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    with cases.one_at_a_time(tmp_path / "run") as make:
+    with cases.trainer_factory(tmp_path / "run") as make:
         yield make
 
 

@@ -49,7 +49,7 @@ class Products(TorchDispatchMode):
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    with cases.one_at_a_time(tmp_path / "run") as make:
+    with cases.trainer_factory(tmp_path / "run") as make:
         yield make
 
 
@@ -84,7 +84,7 @@ def test_the_exported_model_has_the_adapters_in_it(
     trainer = start(folder, trainer=LORA)
     before = cases.canary_logps(trainer)
     assert near(before, logps_of(from_folder(folder))), "B begins with zeros"
-    cases.stir(trainer)
+    cases.randomize_adapters(trainer)
     stirred = cases.canary_logps(trainer)
     assert not near(before, stirred)
     trainer.export_hf(tmp_path / "merged")
@@ -98,7 +98,7 @@ def test_peft_loads_them_with_equal_logits(
     peft = pytest.importorskip("peft")
     folder = cases.write_model(tmp_path / "model", architecture)
     trainer = start(folder, trainer=LORA)
-    cases.stir(trainer)
+    cases.randomize_adapters(trainer)
     trainer.export_adapter(tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(from_folder(folder), tmp_path / "adapter").eval()
     assert near(cases.canary_logps(trainer), logps_of(loaded))
@@ -108,7 +108,7 @@ def test_the_folder_is_pefts(tmp_path: Path, start: Callable[..., Trainer]) -> N
     """Read by hand: W + alpha / rank * B A is what an engine gets."""
     trainer = start(cases.write_model(tmp_path / "model"), trainer=LORA)
     plain = {name: t.clone() for name, t in trainer.named_hf_tensors()}
-    cases.stir(trainer)
+    cases.randomize_adapters(trainer)
     trainer.export_adapter(tmp_path / "adapter")
     held = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     merged = dict(trainer.named_hf_tensors())
@@ -191,7 +191,7 @@ def test_a_runs_checkpoint_converts_to_the_merged_model(
     tmp_path: Path, start: Callable[..., Trainer]
 ) -> None:
     trainer = start(cases.write_model(tmp_path / "model"), trainer=LORA)
-    cases.stir(trainer)
+    cases.randomize_adapters(trainer)
     cases.save(trainer, 1)
     (tmp_path / "run/config.yaml").write_text(dump_config(trainer.config))
     trainer.export_hf(tmp_path / "expected")

@@ -38,7 +38,7 @@ TRAINED = {"trainer": {"mtp_loss": 1.0}}
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    with cases.one_at_a_time(tmp_path / "run") as make:
+    with cases.trainer_factory(tmp_path / "run") as make:
         yield make
 
 
@@ -175,7 +175,7 @@ def test_the_layer_travels_with_the_model(tmp_path: Path) -> None:
     before = load_file(folder / "model.safetensors")
     hf_to_megatron(folder, tmp_path / "megatron", {"ep": 2}, lambda *_: None)
     both = {"trainer": {"mtp_loss": 1.0, "mtp_trunk": True}}
-    with cases.one_at_a_time(tmp_path / "run") as start:
+    with cases.trainer_factory(tmp_path / "run") as start:
         for name, source in (("from folder", folder), ("from checkpoint", tmp_path / "megatron")):
             start(source, **TRAINED).export_hf(tmp_path / name)
             found = load_file(tmp_path / name / "model.safetensors")

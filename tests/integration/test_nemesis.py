@@ -193,7 +193,7 @@ class Stage:
 
 def mend(proxies: list[Proxy]) -> None:
     for proxy in proxies:
-        proxy.mend()
+        proxy.heal()
 
 
 def send(processes: list[psutil.Process], number: signal.Signals) -> None:

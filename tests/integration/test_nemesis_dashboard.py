@@ -98,7 +98,7 @@ def run_dash(folder: Path, seed: int, more: int) -> None:
     writer = MetricsWriter(run, resume_step=step)
     with contextlib.closing(Dash(run)) as dash:
         for fault in schedule:
-            dash.strike(fault, rng)
+            dash.inject_fault(fault, rng)
             for _ in range(rng.randrange(1, 20)):
                 step += 1
                 writer.write("step", step, reward=reward_of(step))

@@ -123,7 +123,7 @@ async def strike(service: Service, link: Proxy, fault: str, rng: random.Random) 
     elif fault == "flipped":
         link.change(lambda data: bytes([data[0] ^ 1]) + data[1:] if rng.random() < 0.2 else data)
         await asyncio.sleep(0.2)
-    link.mend()
+    link.heal()
 
 
 async def run_schedule(seed: int, more: int, at_once: int) -> Counter[str]:

@@ -95,7 +95,7 @@ def run_launch(folder: Path, seed: int, more: int) -> None:
         launch.wait_for(0)
         step, writer = 0, MetricsWriter(folder / "run")
         for fault in schedule:
-            launch.strike(fault, rng)
+            launch.inject_fault(fault, rng)
             for _ in range(rng.randrange(1, 20)):
                 step += 1
                 writer.write("step", step, reward=reward_of(step))

@@ -29,7 +29,7 @@ from rlsys.agents.remote import open_service
 from rlsys.core.weight_updates import EngineAddress
 from rlsys.weights.buckets import StagingBuffers, send_in_buckets
 from rlsys.weights.relay_push import RelayPush
-from tests.helpers.process_faults import disturb, limit_files
+from tests.helpers.process_faults import inject_link_fault, limit_files
 from tests.helpers.proxy import Proxy, port_of
 from tests.helpers.relay_host import hosts
 from tests.helpers.servers import ROOT
@@ -77,7 +77,7 @@ class Member:
         return self.host.process.pid
 
     def heal(self) -> None:
-        self.link.mend()
+        self.link.heal()
         limit_files(self.pid, resource.RLIM_INFINITY)
         self.host.process.send_signal(signal.SIGCONT)
         if self.host.process.poll() is not None:
@@ -149,7 +149,7 @@ class Chain:
             self.begin(other, 10_000 + self._epoch)
             other.close()
         elif fault != "none":
-            disturb(victim.link, fault, self._rng)
+            inject_link_fault(victim.link, fault, self._rng)
 
     def send_all(self, relays: RelayPush, tensors: Tensors) -> None:
         send_in_buckets(tensors.items(), BUCKET, StagingBuffers(shared=False), relays.send)
@@ -164,7 +164,7 @@ class Chain:
             if member.host.process.poll() is not None:
                 self.counts["lost"] += loaded
                 continue
-            tensors = member.host.said()["tensors"]
+            tensors = member.host.state()["tensors"]
             self.counts["lost"] += loaded and tensors != self._versions[-1]
             self.counts["wrong weights"] += tensors not in self._versions
 
@@ -320,9 +320,9 @@ async def commit_at_meeting(meet: Meet, fault: str, rng: random.Random) -> None:
         _, words = await second.communicate()
         assert second.returncode == 2 and b"port" in words
     elif fault != "none":
-        disturb(meet.link, fault, rng)
+        inject_link_fault(meet.link, fault, rng)
         await asyncio.sleep(3)
-        meet.link.mend()
+        meet.link.heal()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -250,10 +250,10 @@ class Tenant:
         for i, request in enumerate(planned):
             self.requests.append(request)
             if i == at:
-                self._server.strike(fault, rng)
+                self._server.inject_fault(fault, rng)
             self.attempt(*request)
         if at == len(planned):
-            self._server.strike(fault, rng)
+            self._server.inject_fault(fault, rng)
         with self.refused():
             self.post(self._server.linked, "retrieve_future", {"request_id": f"{model}:{seq}"}, FAULT_SECONDS)
         self._server.heal()
@@ -302,7 +302,7 @@ def run_schedule(folder: Path, seed: int, more: int) -> None:
             tenant.train(steps[tenant.name], fault, rng)
             print(f"{fault}: {tenant.name}, {dict(tenant.refusals)}")
         seen = [tenant.all_results() for tenant in tenants]
-        server.strike("killed", rng)
+        server.inject_fault("killed", rng)
         server.heal()
         quiet = Tenant(server, QUIET)
         for number in range(1, 1 + max(steps.values())):

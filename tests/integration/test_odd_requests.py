@@ -22,7 +22,7 @@ from tests.helpers.odd_requests import (
     edge_requests,
     odd_requests,
     random_requests,
-    sampled,
+    subset,
 )
 from tests.helpers.servers import running_engine, running_router
 
@@ -93,9 +93,7 @@ def fault_of(status: int, body: bytes) -> str:
 async def test_every_odd_request_is_answered_and_the_engines_live(servers: Servers, kind: str) -> None:
     before = [processes(engine) for engine in servers.engines]
     table = (
-        [*edge_requests(), *sampled(odd_requests(), MOST_ODD)]
-        if kind == "table"
-        else random_requests(200, 39)
+        [*edge_requests(), *subset(odd_requests(), MOST_ODD)] if kind == "table" else random_requests(200, 39)
     )
     wrong: list[Any] = []
     statuses = Counter[int]()

@@ -10,27 +10,27 @@ import pytest
 from rlsys.convert.config import HFConfig
 from rlsys.core.errors import UserError
 from tests.helpers import tiny
-from tests.helpers.published_configs import EXACT, ROOT, published, tried, verdict
+from tests.helpers.published_configs import EXACT, ROOT, check_tiny_model, explain, read_configs
 
 pytestmark = pytest.mark.integration
 
 NO_DEFAULTS = {"model_type", "num_nextn_predict_layers"}
 """The latter: transformers has no layers for prediction, and no default for them."""
-CONFIGS = published(ROOT / "configs" / "models")
+CONFIGS = read_configs(ROOT / "configs" / "models")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_config_shrunk_is_computed_as_transformers_does(name: str, tmp_path: Path) -> None:
     """Also its export after a training step, which transformers loads."""
-    trip, gap, rounding, norm, gap_of_export = tried(CONFIGS[name], tmp_path / "work")
+    trip, gap, rounding, norm, gap_of_export = check_tiny_model(CONFIGS[name], tmp_path / "work")
     assert trip == "bit-equal" and float(norm) > 0
     assert max(float(gap), float(gap_of_export)) < max(EXACT, float(rounding))
 
 
 def test_a_verdict_is_one_line_or_a_fault() -> None:
     raw = CONFIGS["Qwen3-30B-A3B"]
-    assert verdict(raw, layers=False)[0] == "read"
-    kind, words = verdict({**raw, "architectures": ["GemmaForCausalLM"]}, layers=False)
+    assert explain(raw, layers=False)[0] == "read"
+    kind, words = explain({**raw, "architectures": ["GemmaForCausalLM"]}, layers=False)
     assert kind == "refused" and "no conversion table" in words
     assert json.dumps(raw)  # unchanged
 

@@ -21,7 +21,7 @@ from tests.helpers import tiny
 from tests.helpers import trainer_cases as cases
 from tests.helpers.published_families import FAMILIES, TOOLS, Published, write
 from tests.helpers.published_tokenizers import CODE_FORMS
-from tests.helpers.verdicts import REWARDS, judged
+from tests.helpers.verdicts import REWARDS, score_response
 
 pytestmark = pytest.mark.integration
 
@@ -49,7 +49,7 @@ def family(
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    with cases.one_at_a_time(tmp_path / "run") as make:
+    with cases.trainer_factory(tmp_path / "run") as make:
         yield make
 
 
@@ -107,7 +107,7 @@ def test_a_right_answer_has_its_reward(family: tuple[Published, Path]) -> None:
         for end in one.stops:
             ids = [*tokenizer.encode(text), *tokenizer.encode(end)]
             trusted = one.form in CODE_FORMS
-            if judged(folder, reward, ids, Status.FINISHED, tokenizer, trusted).reward != full:
+            if score_response(folder, reward, ids, Status.FINISHED, tokenizer, trusted).reward != full:
                 missed.append((reward, end))
     assert not missed
 
@@ -127,7 +127,7 @@ def test_a_step_and_its_export(
     trainer.export_hf(exported)
     assert gap(trainer, exported) < LOGPS
     there = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
-    weights = {n for n in there if n.endswith(".safetensors") or n in one.beside}
+    weights = {n for n in there if n.endswith(".safetensors") or n in one.unindexed}
     left = {str(p.relative_to(exported)) for p in exported.rglob("*") if p.is_file()}
     assert there - weights == left - {n for n in left if n.endswith(".safetensors")}
     old, new = (AutoTokenizer.from_pretrained(f, trust_remote_code=True) for f in (folder, exported))

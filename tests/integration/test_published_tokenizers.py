@@ -120,7 +120,7 @@ def test_code_of_a_folder_runs_with_consent_only(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_no_tokenizer_json_equals_is_one_line(tmp_path: Path) -> None:
-    folder = write_form(tmp_path / "model", "kimi", reads="text.lower()")
+    folder = write_form(tmp_path / "model", "kimi", normalized="text.lower()")
     told = explain(folder, tmp_path / "run", "model.trust_remote_code=true")
     assert told.returncode == 2
     (line,) = told.stderr.strip().splitlines()

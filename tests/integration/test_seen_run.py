@@ -27,11 +27,11 @@ from rlsys.obs.metrics import read_metrics
 from rlsys.obs.otlp import is_available
 from rlsys.viewer.trackers.tracker import PACKAGES
 from tests.helpers.browser import CHROMIUM, Page, browser
-from tests.helpers.otlp_receiver import Receiver, receiving
+from tests.helpers.otlp_receiver import Receiver, running_receiver
 from tests.helpers.runs import RLSYS, ROOT
 from tests.helpers.sessions import Session, check_ledger, command_line, step_lines
 from tests.helpers.supervisor_stage import free_port, wait_until
-from tests.helpers.tracker_files import READERS, told_first
+from tests.helpers.tracker_files import READERS, first_values
 
 pytestmark = [
     pytest.mark.integration,
@@ -118,7 +118,7 @@ async def test_a_real_run_live_killed_and_resumed(tmp_path: Path, monkeypatch: p
     run, pictures = tmp_path / "runs" / "seen", tmp_path / "pictures"
     pictures.mkdir()
     with contextlib.ExitStack() as until_the_end:
-        receiver = until_the_end.enter_context(receiving())
+        receiver = until_the_end.enter_context(running_receiver())
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
         session = start(run)
         until_the_end.callback(lambda: session.kill())
@@ -156,7 +156,7 @@ async def test_a_real_run_live_killed_and_resumed(tmp_path: Path, monkeypatch: p
             await what_was_trained_is_shown(page, run, pictures)
             assert page.errors == []
     check_ledger(run)
-    told = told_first(run)
+    told = first_values(run)
     assert {s for kind, s in told if kind == "step"} == set(range(1, STEPS + 1))
     assert {s for kind, s in told if kind == "eval"} == {0, *range(5, STEPS, 5), STEPS}
     for name in TRACKERS:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.servers import ROOT
 from tests.helpers.sessions import SMALL
-from tests.helpers.socket_table import TABLE, entry_of, faults, table_of, watched
+from tests.helpers.socket_table import TABLE, entry_of, format_table, run_and_watch, violations
 
 pytestmark = pytest.mark.integration
 
@@ -24,9 +24,9 @@ TINY = (*SMALL, "trainer.steps=2", "rollout.groups_per_step=4", "eval.prompts=4"
 def test_every_socket_of_a_run_is_loopback_and_in_the_table(method: str, tmp_path: Path) -> None:
     """Two trainer ranks, so that process groups have peers."""
     words = (f"run.dir={tmp_path / 'run'}", f"weights.method={method}", "parallel.ep=2", *TINY)
-    found, _ = watched("train", "quickstart", *words)
-    print(table_of(found))
-    assert faults(found) == []
+    found, _ = run_and_watch("train", "quickstart", *words)
+    print(format_table(found))
+    assert violations(found) == []
     kinds = {entry_of(one) for one in found}
     assert {TABLE[0], TABLE[2]} <= kinds, "engine and rollout process listen, and were seen"
 
@@ -40,15 +40,15 @@ def test_neither_a_long_tmpdir_nor_a_host_name_without_address_ends_a_run(tmp_pa
     nameless = (
         ("unshare", "--uts", "sh", "-c", 'hostname nosuchhost; exec "$@"', "sh") if os.geteuid() == 0 else ()
     )
-    found, _ = watched("train", "quickstart", *words, before=nameless, env={"TMPDIR": str(long)})
-    assert faults(found) == []
+    found, _ = run_and_watch("train", "quickstart", *words, before=nameless, env={"TMPDIR": str(long)})
+    assert violations(found) == []
 
 
 def test_fine_tuning_listens_to_nobody_outside(tmp_path: Path) -> None:
     config = ROOT / "configs" / "quickstart_sft.yaml"
-    found, _ = watched("sft", str(config), f"run.dir={tmp_path / 'run'}", MODEL, "trainer.steps=2")
-    print(table_of(found))
-    assert faults(found) == []
+    found, _ = run_and_watch("sft", str(config), f"run.dir={tmp_path / 'run'}", MODEL, "trainer.steps=2")
+    print(format_table(found))
+    assert violations(found) == []
 
 
 def test_a_process_started_by_hand_listens_to_nobody(tmp_path: Path) -> None:

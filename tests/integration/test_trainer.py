@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    with cases.one_at_a_time(tmp_path / "run") as make:
+    with cases.trainer_factory(tmp_path / "run") as make:
         yield make
 
 

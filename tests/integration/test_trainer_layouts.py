@@ -129,7 +129,7 @@ def alone(workplace: Path) -> Callable[[str], dict[str, Any]]:
     def of_kind(name: str) -> dict[str, Any]:
         trainer = Trainer(
             cases.config_of(
-                workplace / cases.model_of(name), workplace / f"run-{name}", **cases.sections(name)
+                workplace / cases.model_name(name), workplace / f"run-{name}", **cases.sections(name)
             )
         )
         seen = cases.three_steps(trainer)
@@ -184,7 +184,7 @@ def test_every_layout_trains_as_one_rank_does(
         assert near(got["fourth"], one["fourth"], rtol=1e-5), layout
     if saved := next((layout for layout in layouts if "save" in layout), None):
         on_one = {**cases.sections(saved), "parallel": {}}
-        trainer = Trainer(cases.config_of(workplace / cases.model_of(saved), workplace / saved, **on_one))
+        trainer = Trainer(cases.config_of(workplace / cases.model_name(saved), workplace / saved, **on_one))
         assert trainer.load_checkpoint() == 3
         assert near(cases.steps(trainer, 1, cases.LR), alone(cases.kind(saved))["fourth"], rtol=1e-5)
         trainer.close()

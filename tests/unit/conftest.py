@@ -1,6 +1,7 @@
-"""The event loop of a test that is a coroutine: the usual one, or one on which waiting takes no time.
+"""Event loops of async tests: asyncio's default, or with the mark `virtual_clock` one in virtual time.
 
-A preflight builds no trainer here, which takes a process of seconds; tests/integration/test_trial_build.py does.
+In unit tests a preflight builds no trainer, because its process takes seconds; tests/integration/test_trial_build.py
+covers it.
 """
 
 from __future__ import annotations

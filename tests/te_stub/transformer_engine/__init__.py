@@ -1,9 +1,9 @@
-"""Stands for Transformer Engine 2.11 where there is no CUDA: its layers in plain torch, in one process.
+"""Stub of Transformer Engine 2.11 without CUDA: its layers in plain torch, on one rank.
 
-Parameters of every method are those of the real one at tag v2.11 (transformer_engine/pytorch/module/*.py,
+The parameters of every method are those of tag v2.11 (transformer_engine/pytorch/module/*.py,
 attention/dot_product_attention/dot_product_attention.py, attention/rope.py, permutation.py,
-optimizers/fused_adam.py), so that Python itself refuses a call that the real one would refuse; what the real one
-demands of values is asserted. On the path only of tests that put `tests/te_stub` there; `rlsys` never imports it.
+optimizers/fused_adam.py), so that Python refuses invalid calls; assertions check constraints on values. Only tests
+that add `tests/te_stub` to the path import the stub; `rlsys` never does.
 """
 
 from . import common, pytorch

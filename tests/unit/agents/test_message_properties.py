@@ -17,7 +17,7 @@ from rlsys.agents import anthropic, chat, responses
 from rlsys.agents.messages import Answer, BadRequest, ToolCall, new_messages
 from rlsys.agents.rendering import Rendering
 from rlsys.data import Tokenizer
-from tests.helpers.odd_values import instead, texts, values
+from tests.helpers.odd_values import mutated, texts, values
 
 pytestmark = pytest.mark.gate
 
@@ -31,17 +31,17 @@ TOOL = {
 USER = {"role": "user", "content": "3+4?"}
 ROWS = st.one_of(
     st.just(USER),
-    instead(USER),
-    instead({"role": "assistant", "content": "", "tool_calls": [CALL]}),
+    mutated(USER),
+    mutated({"role": "assistant", "content": "", "tool_calls": [CALL]}),
     st.builds(
         lambda calls: {"role": "assistant", "content": "", "tool_calls": calls},
-        st.one_of(values(1), st.lists(st.one_of(instead(CALL), values(1)), max_size=2)),
+        st.one_of(values(1), st.lists(st.one_of(mutated(CALL), values(1)), max_size=2)),
     ),
-    instead({"role": "tool", "tool_call_id": "c", "content": "7"}),
-    instead(
+    mutated({"role": "tool", "tool_call_id": "c", "content": "7"}),
+    mutated(
         {"role": "user", "content": [{"type": "text", "text": "3"}, {"type": "tool_result", "content": "4"}]}
     ),
-    instead({"type": "function_call_output", "call_id": "c", "output": "7"}),
+    mutated({"type": "function_call_output", "call_id": "c", "output": "7"}),
     values(1),
 )
 OPTIONS = {
@@ -52,7 +52,7 @@ OPTIONS = {
     "instructions": "Add.", "store": False, "user": "me", "presence_penalty": 0,
 }  # fmt: skip
 STOPS = st.one_of(
-    st.lists(st.one_of(st.just(""), texts(most=2)), min_size=1, max_size=2), texts(most=1), values(1)
+    st.lists(st.one_of(st.just(""), texts(max_size=2)), min_size=1, max_size=2), texts(max_size=1), values(1)
 )
 ODD_OPTIONS = st.one_of(
     st.builds(lambda stop: {"stop": stop}, STOPS),
@@ -61,9 +61,9 @@ ODD_OPTIONS = st.one_of(
     st.lists(st.sampled_from(sorted(OPTIONS)), max_size=3).map(lambda names: {n: OPTIONS[n] for n in names}),
     st.builds(
         lambda tools: {"tools": tools},
-        st.lists(st.one_of(instead(TOOL), instead(TOOL["function"]), values(1)), max_size=2),
+        st.lists(st.one_of(mutated(TOOL), mutated(TOOL["function"]), values(1)), max_size=2),
     ),
-    st.dictionaries(texts(most=3), values(1), max_size=2),
+    st.dictionaries(texts(max_size=3), values(1), max_size=2),
 )
 APIS = {"chat": (chat, "messages"), "anthropic": (anthropic, "messages"), "responses": (responses, "input")}
 ANSWERS = [

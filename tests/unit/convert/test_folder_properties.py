@@ -22,7 +22,7 @@ from rlsys.convert.hf import HFTensors
 from rlsys.convert.table import entries
 from rlsys.core.errors import UserError
 from tests.helpers import tiny
-from tests.helpers.odd_values import instead, texts, values
+from tests.helpers.odd_values import mutated, texts, values
 
 pytestmark = pytest.mark.gate
 SMALL = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "num_experts": 2}
@@ -129,7 +129,7 @@ def test_another_size_or_name_is_named(data: st.DataObject, shape: list[int]) ->
     files, places = split(data)
     name = data.draw(st.sampled_from(NAMES))
     known = data.draw(st.booleans())
-    called = name if known else data.draw(texts(halves=False, most=4)) + ".weight"
+    called = name if known else data.draw(texts(surrogates=False, max_size=4)) + ".weight"
     file = places[name]
     del files[file][name]
     files[file][called] = torch.ones(shape)
@@ -146,11 +146,11 @@ def test_another_size_or_name_is_named(data: st.DataObject, shape: list[int]) ->
 @given(
     index=st.one_of(
         values(2).map(json.dumps),
-        instead({"metadata": {}, "weight_map": dict.fromkeys(NAMES, "model.safetensors")}).map(json.dumps),
-        st.dictionaries(texts(halves=False, most=3), values(1), max_size=3).map(
+        mutated({"metadata": {}, "weight_map": dict.fromkeys(NAMES, "model.safetensors")}).map(json.dumps),
+        st.dictionaries(texts(surrogates=False, max_size=3), values(1), max_size=3).map(
             lambda m: json.dumps({"weight_map": m})
         ),
-        texts(halves=False),
+        texts(surrogates=False),
     )
 )
 @settings(max_examples=60, phases=FIND)
@@ -176,7 +176,7 @@ def test_any_header_is_read_or_named(at: int, bytes_: bytes, cut: bool) -> None:
             assert not cut and found.keys() == TENSORS.keys()
 
 
-CONFIGS = st.one_of(instead(RAW), values(2))
+CONFIGS = st.one_of(mutated(RAW), values(2))
 
 
 @given(raw=CONFIGS)

@@ -32,7 +32,7 @@ from rlsys.ledger.store import FILE_NAME
 from rlsys.rollout.client import RolloutClient
 from tests.helpers.rollout_rig import make_config, rig
 from tests.helpers.service_rig import OWNER, served, ticking
-from tests.helpers.takeovers import between_look_and_commit, take_locks_away
+from tests.helpers.takeovers import disable_file_locks, run_after_check
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_a_commit_at_the_very_moment_of_a_takeover_comes_before_it(
         while current_owner(tmp_path) == first:
             pass
 
-    between_look_and_commit(first, take_over, monkeypatch)
+    run_after_check(first, take_over, monkeypatch)
     old.flush()
     thread.join()
     assert found == [1]
@@ -197,7 +197,7 @@ def test_a_commit_at_the_very_moment_of_a_takeover_has_never_been_where_locks_do
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before: it changed pages under the new writer, and what that had committed was gone."""
-    take_locks_away(monkeypatch)
+    disable_file_locks(monkeypatch)
     path, first = tmp_path / FILE_NAME, claim(tmp_path)
     old = RolloutBuffer(path, "run", 8, first)
     old.issue(prompt(), [1])
@@ -212,7 +212,7 @@ def test_a_commit_at_the_very_moment_of_a_takeover_has_never_been_where_locks_do
 
     for _ in range(2):
         old.issue(Prompt(0, "", [2] * 3000, {}), [1])
-    between_look_and_commit(first, take_over, monkeypatch)
+    run_after_check(first, take_over, monkeypatch)
     old.flush()  # the one that slips through
     (new,) = writers
     new.issue(Prompt(3, "", [1] * 2000, {}), [1])

@@ -31,7 +31,7 @@ from rlsys.core.sockets import UnixConnection, UnknownListener, exchange, make_f
 from rlsys.engine.hooks.sockets import check_hooks
 from rlsys.engine.server import preload_modules
 from rlsys.rollout.client import ConnectionBroken, Request, RolloutClient
-from tests.helpers.strangers import stranger
+from tests.helpers.strangers import rogue_server
 
 ROOT = Path(__file__).resolve().parents[3]
 STRANGER = 54777
@@ -153,7 +153,7 @@ def test_the_same_user_is_asked(tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(folder / "rollout"))
             listening.listen()
-            with stranger(listening) as received:
+            with rogue_server(listening) as received:
                 assert exchange(UnixConnection(folder / "rollout", 5), "GET", "/status") == (200, b"{}")
         assert received[0].startswith(b"GET /status HTTP/1.1\r\n")
     finally:

@@ -26,7 +26,7 @@ from rlsys.data.chats import chats, labels, pairs
 from rlsys.data.row_source import RowParams, RowSource, prompt_of_row, scan_rows
 from rlsys.data.rows import QuickKeys, read_row
 from rlsys.data.tables import Arrow, read_lines, read_parquet
-from tests.helpers.odd_values import ATOMS, instead, texts, values
+from tests.helpers.odd_values import ATOMS, mutated, texts, values
 
 pytestmark = pytest.mark.gate
 MODEL = Path(__file__).resolve().parents[3] / "configs/models/quickstart-moe"
@@ -47,7 +47,7 @@ MESSAGES = st.one_of(
     st.fixed_dictionaries(
         {"role": st.sampled_from(("system", "user", "assistant", "tool")), "content": CONTENTS}
     ),
-    instead(MESSAGE),
+    mutated(MESSAGE),
     values(1),
 )
 PROMPTS = st.one_of(texts(), st.lists(MESSAGES, max_size=3), values(2))
@@ -56,11 +56,11 @@ ROWS = st.one_of(
         {"prompt": PROMPTS}, optional={"answer": values(1), "data_source": ATOMS, "note": values()}
     ),
     st.fixed_dictionaries(
-        {"messages": PROMPTS, "reward_model": instead({"ground_truth": "2", "style": "rule"})}
+        {"messages": PROMPTS, "reward_model": mutated({"ground_truth": "2", "style": "rule"})}
     ),
     st.fixed_dictionaries({"prompt": texts()}, optional={"images": values(1), "tools": values(2)}),
-    instead(CHAT),
-    st.dictionaries(texts(most=2), ATOMS, min_size=1, max_size=3),
+    mutated(CHAT),
+    st.dictionaries(texts(max_size=2), ATOMS, min_size=1, max_size=3),
     st.dictionaries(st.sampled_from(QUICK.names), values(1), max_size=2).map(lambda more: CHAT | more),
     values(2),
 )
@@ -84,7 +84,7 @@ def packed(form: str, content: bytes) -> bytes:
 
 
 @given(
-    rows=st.lists(st.dictionaries(texts(most=3), values(), max_size=3), min_size=1, max_size=4),
+    rows=st.lists(st.dictionaries(texts(max_size=3), values(), max_size=3), min_size=1, max_size=4),
     ascii_only=st.booleans(),
     end=st.sampled_from(("\n", "\r\n", "\n\n", " \t\n")),
     last=st.booleans(),
@@ -160,12 +160,12 @@ TABLES = st.lists(
     st.fixed_dictionaries(
         {
             "prompt": st.lists(
-                st.fixed_dictionaries({"content": texts(halves=False), "role": st.just("user")}),
+                st.fixed_dictionaries({"content": texts(surrogates=False), "role": st.just("user")}),
                 min_size=1,
                 max_size=2,
             ),
             "reward_model": st.fixed_dictionaries(
-                {"ground_truth": texts(halves=False), "style": st.just("rule")}
+                {"ground_truth": texts(surrogates=False), "style": st.just("rule")}
             ),
             "extra": st.one_of(st.none(), st.integers(-9, 9)),
         }
@@ -288,7 +288,7 @@ WHOLE = {
     "label": {"prompt": "1+1=", "completion": "2", "label": True},
 }
 ANSWERED_ROWS = st.one_of(
-    *map(instead, WHOLE.values()),
+    *map(mutated, WHOLE.values()),
     st.builds(
         lambda names, changed: {n: ANSWERED[n] for n in names} | changed,
         st.lists(st.sampled_from(sorted(ANSWERED)), min_size=1, max_size=6, unique=True),

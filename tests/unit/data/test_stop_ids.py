@@ -23,7 +23,7 @@ from rlsys.router.request_sender import Turn
 from rlsys.router.turn_ends import turn_ends
 from rlsys.worker.assembly import build_router
 from tests.helpers.stop_families import FAMILIES, edit, write_family
-from tests.helpers.verdicts import REWARDS, judged, sample_of
+from tests.helpers.verdicts import REWARDS, sample_of, score_response
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -35,7 +35,7 @@ def test_a_right_answer_counts_by_whatever_stop_id_it_ends(
     tokenizer = Tokenizer(tmp_path)
     body = tokenizer.encode(text)
     worth = {
-        mark: judged(tmp_path, reward, [*body, *tokenizer.encode(mark)], Status.FINISHED).reward
+        mark: score_response(tmp_path, reward, [*body, *tokenizer.encode(mark)], Status.FINISHED).reward
         for mark in family.stops
     }
     full = 2.0 if reward == "answer_and_format" else 1.0
@@ -48,7 +48,7 @@ def test_votes_read_the_answer_whatever_stop_id_it_ends_by(name: str, tmp_path: 
     tokenizer = Tokenizer(tmp_path)
     for mark in family.stops:
         ids = [*tokenizer.encode("<answer>B 7</answer>"), *tokenizer.encode(mark)]
-        assert judged(tmp_path, "exact_answer", ids, Status.FINISHED).answer == "b 7", mark
+        assert score_response(tmp_path, "exact_answer", ids, Status.FINISHED).answer == "b 7", mark
 
 
 def test_an_answer_that_was_cut_off_does_not_count_even_if_it_spells_the_end_token(tmp_path: Path) -> None:
@@ -58,15 +58,15 @@ def test_an_answer_that_was_cut_off_does_not_count_even_if_it_spells_the_end_tok
     for end in ([], spelled):
         ids = [*tokenizer.encode("</think><answer>7</answer>"), *end]
         for reward in ("exact_answer", "math", "format", "reasoning_gym"):
-            assert judged(tmp_path, reward, ids, Status.TRUNCATED).reward == 0.0, (reward, end)
-        assert judged(tmp_path, "exact_answer", ids, Status.TRUNCATED).answer is None
+            assert score_response(tmp_path, reward, ids, Status.TRUNCATED).reward == 0.0, (reward, end)
+        assert score_response(tmp_path, "exact_answer", ids, Status.TRUNCATED).answer is None
 
 
 def test_an_answer_that_an_agents_own_stop_text_ended_has_ended_by_itself(tmp_path: Path) -> None:
     """What a request asked for beside rollout.stop is known to its status alone."""
     write_family(tmp_path, "glm")
     ids = Tokenizer(tmp_path).encode("</think><answer>7</answer>|")
-    assert judged(tmp_path, "exact_answer", ids, Status.FINISHED).reward == 1.0
+    assert score_response(tmp_path, "exact_answer", ids, Status.FINISHED).reward == 1.0
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -58,7 +58,7 @@ async def test_no_engine_is_asked(asked: Sample, more: dict[str, Any], said: str
         except Exception as refusal:  # noqa: BLE001 - what kind it is, is looked at
             reason = str(refusal) if isinstance(refusal, RefusedPrompt) else f"not refused: {refusal!r}"
         assert said in reason
-        assert not rig.engine.started
+        assert not rig.engine.prompts
 
 
 @pytest.mark.virtual_clock
@@ -69,7 +69,7 @@ async def test_control_the_largest_values_are_asked() -> None:
         await rig.router.generate(
             made, max_response_tokens=20, temperature=1.0, tops=TopLogprobs(128), stop_texts=["x" * 1024]
         )
-        assert rig.engine.started == [[*PROMPT, 51, 68, 127]]
+        assert rig.engine.prompts == [[*PROMPT, 51, 68, 127]]
 
 
 class Nobody:

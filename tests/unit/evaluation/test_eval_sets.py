@@ -128,12 +128,12 @@ async def test_a_set_is_asked_with_its_own_sampling_and_the_same_seeds_each_time
     figures = await made.measure()
     assert (figures["accuracy"], figures["pass_1"], figures["pass_3"]) == (0.5, 0.5, 0.5)
     assert (figures["prompts"], figures["samples"], figures["weight_version"]) == (4, 3, 7)
-    first = list(router.probed)
+    first = list(router.probes)
     assert {t for _, t, _ in first} == {0.5}
     assert set(router.truncations) == {Truncation(50, 0.7)}
     assert len({seed for _, _, seed in first}) == 12, "a seed for each response"
     await made.measure()
-    assert router.probed[12:] == first
+    assert router.probes[12:] == first
     await made.close()
 
 
@@ -159,7 +159,7 @@ async def test_answers_of_two_weight_versions_are_no_evaluation(folder: Path, tm
     probe = router.probe
 
     async def pushed_in_between(*asked: Any, **how: Any) -> Any:
-        router.version += len(router.probed) == 5
+        router.version += len(router.probes) == 5
         return await probe(*asked, **how)
 
     router.probe = pushed_in_between  # type: ignore[method-assign, assignment]

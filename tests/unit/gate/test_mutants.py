@@ -229,7 +229,8 @@ def verdicts(*outcomes: str) -> list[Verdict]:
 def test_the_last_line_has_the_counts_and_the_share() -> None:
     told = report(verdicts(*["killed"] * 16, "timed out", "survived", "survived", "survived"))
     assert (
-        told == f"20 mutants: 16 killed, 1 timed out, 3 survived; 85.0% noticed, at least {PASS:.0%} expected"
+        told
+        == f"20 mutants: 16 killed, 1 timed out, 3 survived; 85.0% detected, at least {PASS:.0%} expected"
     )
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from rlsys.core.owner import claim
 from rlsys.obs import coordinator
-from tests.helpers.strangers import stranger
+from tests.helpers.strangers import rogue_server
 
 
 def test_who_has_the_port_of_a_killed_coordinator_does_not_get_the_key(tmp_path: Path) -> None:
     """The file that a killed rollout process leaves names an address; who listens there now is not known."""
     owner = claim(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as listening, stranger(listening) as received:
+    with socket.create_server(("127.0.0.1", 0)) as listening, rogue_server(listening) as received:
         left = {"epoch": owner.epoch, "host": socket.gethostname(), "port": listening.getsockname()[1]}
         (tmp_path / coordinator.FILE_NAME).write_text(json.dumps(left))
         with contextlib.suppress(coordinator.CoordinatorUnreachable):

@@ -22,7 +22,7 @@ from rlsys.ledger.samples import SampleQuery, SamplesAnswer
 from rlsys.obs import coordinator
 from rlsys.obs.token_records import readable_groups
 from rlsys.viewer.reading import RunTexts, parts_of, turns_of
-from tests.helpers.seen_run import MODEL, THIRDS, write_run
+from tests.helpers.seen_run import MODEL, RESPONSE_PARTS, write_run
 from tests.helpers.supervisor_stage import wait_until
 
 
@@ -94,7 +94,7 @@ def test_who_sampled_which_part_and_where_it_was_interrupted(run: Path) -> None:
         (4, 3, True),
     ]
     pieces = texts.tokenizer.pieces(seen.sample.response_ids)
-    assert tuple("".join(pieces[p.start : p.end]) for p in parts) == THIRDS
+    assert tuple("".join(pieces[p.start : p.end]) for p in parts) == RESPONSE_PARTS
     (tooled,) = texts.reader.samples(SampleQuery(sample=5))
     assert [p.tool for p in parts_of(tooled)] == [False, True, False]
     assert turns_of(tooled) == 2
@@ -139,7 +139,7 @@ def test_grep_searches_responses(run: Path, capsys: pytest.CaptureFixture[str]) 
     (line,) = capsys.readouterr().out.splitlines()
     told = json.loads(line)
     assert (told["fate"], told["state"]) == ("not complete yet", "active")
-    assert told["sample"] == 4 and told["response"] == "".join(THIRDS)
+    assert told["sample"] == 4 and told["response"] == "".join(RESPONSE_PARTS)
     assert len(told["parts"]) == 3 and told["interrupts"] == [
         [told["parts"][0]["end"], 2],
         [told["parts"][1]["end"], 3],

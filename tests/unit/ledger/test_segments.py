@@ -24,7 +24,7 @@ from rlsys.ledger.ledger import check_ledger
 from rlsys.ledger.reader import RunReader
 from rlsys.ledger.store import FILE_NAME
 from rlsys.segments.records import FOLDER, Kind, SequenceKey, decode, encode
-from tests.helpers.takeovers import between_look_and_commit, take_locks_away
+from tests.helpers.takeovers import disable_file_locks, run_after_check
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -268,7 +268,7 @@ def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It prunes, is stopped before the commit, and commits when another launch works on a copy of the ledger."""
-    take_locks_away(monkeypatch)
+    disable_file_locks(monkeypatch)
     first = claim(tmp_path)
     old = RolloutBuffer(tmp_path / FILE_NAME, "run", 2, first)
     version = old.versions.new(0)
@@ -286,7 +286,7 @@ def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
     old.flush()
     old.prune(2)
     writers: list[RolloutBuffer] = []
-    between_look_and_commit(
+    run_after_check(
         first,
         lambda: writers.append(RolloutBuffer(tmp_path / FILE_NAME, "run", 2, claim(tmp_path))),
         monkeypatch,

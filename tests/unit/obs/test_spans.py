@@ -20,7 +20,7 @@ from rlsys.obs.spans import Span, child_of, sample_span, step_spans
 from rlsys.trainer.recorder import Recorder
 from rlsys.worker.direct_worker import DirectWorker
 from rlsys.worker.sample_spans import SampleSpans
-from tests.helpers.otlp_receiver import Receiver, receiving
+from tests.helpers.otlp_receiver import Receiver, running_receiver
 from tests.helpers.rollout_rig import Rig, abandon, make_config, rig, slow_group_zero
 
 APRIL: dict[str, Any] = {"over_provision": 2, "max_staleness": 4}
@@ -216,7 +216,7 @@ installed = pytest.mark.skipif(not is_available(), reason="the extra otel is not
 
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
-    with receiving() as made:
+    with running_receiver() as made:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
         monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)
         yield made

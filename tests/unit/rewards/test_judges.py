@@ -296,7 +296,7 @@ async def test_the_policy_judges_itself_through_the_runs_router_over_an_interrup
     await push(2, [])
     ids = json.loads(str(await asked))
     start = len("user: 1+1=2?")
-    split = engine.started[1][start:]
+    split = engine.prompts[1][start:]
     assert 10 <= len(split) < 30
     assert ids == [token(0, start + i, 1 if i < len(split) else 2) for i in range(30)]
     assert router.stats()["evaluation_tokens"] == 30

@@ -221,7 +221,7 @@ async def test_colocated_engines_may_keep_what_stays_young_and_give_the_rest_bac
         router={"interruption": "retract"},
     )
     async with rig(config, slow_group_zero) as r:
-        r.router.keeps = True
+        r.router.keeps_samples = True
         await r.start()
         await r.take(1)
         straggler = r.buffer.groups[0].samples[0]
@@ -332,7 +332,7 @@ async def test_a_stall_names_who_is_waited_for(tmp_path: Path) -> None:
         await r.start()
         take = asyncio.create_task(r.manager.take(1))
         await settle()
-        r.router.give(0, 1)
+        r.router.add_tokens(0, 1)
         with pytest.raises(RunError) as e:
             await take
         text = str(e.value)
@@ -620,7 +620,7 @@ async def test_commit_keeps_the_routes_of_running_samples(tmp_path: Path) -> Non
         await r.take(1)
         await r.push()
         await settle()
-        r.router.give(0, 1)
+        r.router.add_tokens(0, 1)
         running = r.buffer.groups[0].samples[0]
         assert running.status is Status.IN_FLIGHT and running.tokens
         positions = len(running.prompt_ids) + running.tokens - 1

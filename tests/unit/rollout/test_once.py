@@ -60,7 +60,7 @@ async def test_a_take_goes_on_over_a_broken_connection(
                 await asyncio.sleep(0.001)
             proxies[0].cut()
             await asyncio.sleep(0.01)
-            proxies[0].mend()
+            proxies[0].heal()
         while not asked.done():
             r.router.tick()
             await asyncio.sleep(0.001)

@@ -74,16 +74,18 @@ class World:
         self.steps, self.joins, self.owner = steps, joins, claim(config.run.dir)
         self.joined: list[ScriptedEngine] = []
         self.gone: list[ScriptedEngine] = []
-        passed: list[int] | None = [] if joins else None
-        self.passed = passed
+        peer_weights: list[int] | None = [] if joins else None
+        self.peer_weights = peer_weights
         self.rng = random.Random(seed)
         self.config = config
         writes = config.run.dir / FOLDER, None  # the second one gives its routes in its answers
         self.engines = [
-            ScriptedEngine(f"http://e{i}:1", ends_at=lambda s: 3 + s % 40, segments=writes[i], passed=passed)
+            ScriptedEngine(
+                f"http://e{i}:1", ends_at=lambda s: 3 + s % 40, segments=writes[i], peer_weights=peer_weights
+            )
             for i in range(2)
         ] + [
-            ScriptedEngine(f"http://x{i}:1", ends_at=lambda s: 3 + s % 40, passed=passed)
+            ScriptedEngine(f"http://x{i}:1", ends_at=lambda s: 3 + s % 40, peer_weights=peer_weights)
             for i in range(config.engine.explorers)
         ]
         self.happened: Counter[str] = Counter()
@@ -223,7 +225,9 @@ class World:
         """Up to three beside the launch's own two."""
         if len(self.joined) < 3:
             number = self.happened["join"]
-            made = ScriptedEngine(f"http://j{number}:1", ends_at=lambda s: 3 + s % 40, passed=self.passed)
+            made = ScriptedEngine(
+                f"http://j{number}:1", ends_at=lambda s: 3 + s % 40, peer_weights=self.peer_weights
+            )
             self.joined.append(made)
             self.engines.append(self.joined[-1])
             write_member(self.owner, self.joined[-1].url, 1, active=True)
@@ -434,7 +438,7 @@ def test_a_hundred_steps_of_trees(folder: Path) -> None:
     """Forked, cut and pruned between kills: a token that an engine made is in the ledger, or counted as discarded."""
     rollout = {
         "over_provision": 2, "max_staleness": 3, "max_response_tokens": BUDGET, "flush_tokens": 50,
-        "group_size": 4, "stall_timeout": 600, "generator": "tests.helpers.tree_cases:bushes",
+        "group_size": 4, "stall_timeout": 600, "generator": "tests.helpers.tree_cases:fixed_trees",
     }  # fmt: skip
     kept = {"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2}
     world = Forest(make_config(folder, rollout=rollout, trainer=kept), 0, steps=100)
@@ -471,7 +475,7 @@ def test_two_hundred_steps_while_engines_join_leave_and_die(folder: Path, sectio
     assert ledger.groups["trained"] == len(trained) and ledger.lost_tokens == 0
     copied = sum(e.calls.count("update_weights_from_tensor") for e in [*world.joined, *world.gone])
     assert copied >= 3, "from one another, without the trainer"
-    served = [engine for engine in [*world.joined, *world.gone] if engine.started]
+    served = [engine for engine in [*world.joined, *world.gone] if engine.prompts]
     assert len(served) >= 4 and world.happened["left in order"] >= 3, world.happened
     assert world.happened["die"] >= 2 and world.happened["killed"] >= 3, world.happened
 

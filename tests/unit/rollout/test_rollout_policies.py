@@ -123,7 +123,7 @@ async def test_resume_order_reaches_the_router(tmp_path: Path, order: str, first
     take = asyncio.create_task(r.manager.take(1))
     await settle()
     for sample_id, tokens in {0: 5, 1: 5, 2: 3, 3: 19, 4: 9, 5: 9}.items():
-        r.router.give(sample_id, tokens)
+        r.router.add_tokens(sample_id, tokens)
     await settle()
     samples = [s for g in r.buffer.active() for s in g.samples if not s.status.terminal]
     assert min(samples, key=r.router.priority).sample_id == first

@@ -16,8 +16,8 @@ C = "http://c:1"
 LONG = 190
 
 
-def pair(passed: list[int] | None, **options: Any) -> tuple[ScriptedEngine, ...]:
-    return tuple(ScriptedEngine(url, ends_at=lambda seed: LONG, passed=passed) for url in (A, B))
+def pair(peer_weights: list[int] | None, **options: Any) -> tuple[ScriptedEngine, ...]:
+    return tuple(ScriptedEngine(url, ends_at=lambda seed: LONG, peer_weights=peer_weights) for url in (A, B))
 
 
 async def push(r: Rig, *, only_stale: bool = False) -> None:
@@ -25,20 +25,20 @@ async def push(r: Rig, *, only_stale: bool = False) -> None:
 
 
 async def test_it_serves_attested_and_the_one_that_gave_goes_on_with_its_samples() -> None:
-    passed: list[int] = []
-    async with routing(*pair(passed), peers=True) as r:
+    peer_weights: list[int] = []
+    async with routing(*pair(peer_weights), peers=True) as r:
         await push(r)
         samples = [sample(i, seed=i) for i in range(4)]
         tasks = [r.start(s, LONG) for s in samples]
         await asyncio.sleep(0.1)
-        joiner = ScriptedEngine(C, passed=passed)
+        joiner = ScriptedEngine(C, peer_weights=peer_weights)
         r.join(joiner)
         asked = []
         for _ in range(60):
             await asyncio.sleep(0.05)
             asked.append(r.router.stale_engines)
         assert asked == [[]] * 60, "the trainer is never asked"
-        assert r.router.engine_states()[C] == "version 1" and joiner.weights == 1 and passed == []
+        assert r.router.engine_states()[C] == "version 1" and joiner.weights == 1 and peer_weights == []
         order = [call for call in joiner.calls if "weight" in call or "generate" in call]
         assert order == [
             "begin_weight_update", "update_weights_from_tensor", "end_weight_update", "update_weight_version",
@@ -49,18 +49,18 @@ async def test_it_serves_attested_and_the_one_that_gave_goes_on_with_its_samples
             check(s, versions={1}, ends_at=LONG, budget=LONG)
             assert s.resumes == 0
         await asyncio.gather(*(r.start(sample(i)) for i in range(10, 16)))
-        assert joiner.started
+        assert joiner.prompts
         assert (await r.settle())["lost"] == 0
         holds = {e.url: e.holds for e in await r.router.begin_push(2)}
         assert holds == {A: 1, B: 1, C: -1}, "it has to join the trainer's process group"
 
 
 async def test_what_does_not_agree_with_the_trainers_checksums_does_not_serve() -> None:
-    passed: list[int] = []
-    async with routing(*pair(passed), peers=True) as r:
+    peer_weights: list[int] = []
+    async with routing(*pair(peer_weights), peers=True) as r:
         await push(r)
         r.engines[0].weights = r.engines[1].weights = 77  # both hold something else by now
-        r.join(ScriptedEngine(C, passed=passed))
+        r.join(ScriptedEngine(C, peer_weights=peer_weights))
         await asyncio.sleep(5)
         assert r.router.engine_states()[C] == "without weights"
         assert r.router.stale_engines == [C], "the trainer's come"
@@ -72,12 +72,12 @@ async def test_what_does_not_agree_with_the_trainers_checksums_does_not_serve() 
 async def test_when_it_fails_the_trainer_is_asked_and_nobody_stays_paused(
     who: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    passed: list[int] | None = None if who == "nobody can" else []
-    async with routing(*pair(passed), peers=True) as r:
+    peer_weights: list[int] | None = None if who == "nobody can" else []
+    async with routing(*pair(peer_weights), peers=True) as r:
         await push(r)
         tasks = [r.start(sample(i, seed=i), LONG) for i in range(4)]
         await asyncio.sleep(0.1)
-        joiner = ScriptedEngine(C, passed=passed)
+        joiner = ScriptedEngine(C, peer_weights=peer_weights)
         dying = {"the one that gives dies": r.engines[0], "the one that takes dies": joiner}.get(who)
         if dying is not None:
             dying._update_weights_from_tensor = lambda body: _die(dying)  # type: ignore[method-assign]
@@ -102,10 +102,10 @@ def _die(engine: ScriptedEngine) -> tuple[int, str]:
 
 
 async def test_a_push_waits_for_the_copy_and_the_newcomer_gets_it_too() -> None:
-    passed: list[int] = []
-    async with routing(*pair(passed), peers=True) as r:
+    peer_weights: list[int] = []
+    async with routing(*pair(peer_weights), peers=True) as r:
         await push(r)
-        joiner = ScriptedEngine(C, passed=passed)
+        joiner = ScriptedEngine(C, peer_weights=peer_weights)
         r.join(joiner)
         while "begin_weight_update" not in joiner.calls:
             await asyncio.sleep(0.001)
@@ -115,10 +115,10 @@ async def test_a_push_waits_for_the_copy_and_the_newcomer_gets_it_too() -> None:
 
 
 async def test_without_checksums_nobody_is_trusted_but_the_trainer() -> None:
-    passed: list[int] = []
-    async with routing(*pair(passed), peers=True) as r:
+    peer_weights: list[int] = []
+    async with routing(*pair(peer_weights), peers=True) as r:
         await r.push()
-        r.join(ScriptedEngine(C, passed=passed))
+        r.join(ScriptedEngine(C, peer_weights=peer_weights))
         await asyncio.sleep(3)
         assert r.router.stale_engines == [C]
 
@@ -134,8 +134,10 @@ class SlowlyAttested(ScriptedEngine):
 
 async def test_an_engine_that_is_being_attested_after_a_push_is_left_alone() -> None:
     """It has no version yet, while the others serve already: a copy would abort its canaries."""
-    passed: list[int] = []
-    async with routing(ScriptedEngine(A, passed=passed), SlowlyAttested(B, passed=passed), peers=True) as r:
+    peer_weights: list[int] = []
+    async with routing(
+        ScriptedEngine(A, peer_weights=peer_weights), SlowlyAttested(B, peer_weights=peer_weights), peers=True
+    ) as r:
         for _ in range(2):
             await push(r)
         assert r.router.engine_states() == {A: "version 2", B: "version 2"}
@@ -143,15 +145,15 @@ async def test_an_engine_that_is_being_attested_after_a_push_is_left_alone() -> 
 
 
 async def test_no_copy_begins_while_samples_are_called_back_for_a_push() -> None:
-    passed: list[int] = []
-    async with routing(*pair(passed), peers=True) as r:
+    peer_weights: list[int] = []
+    async with routing(*pair(peer_weights), peers=True) as r:
         await push(r)
         tasks = [r.start(sample(i, seed=i), LONG) for i in range(4)]
         await asyncio.sleep(0.1)
         r.engines[0].hung = True  # so that it takes a while
         pushing = asyncio.create_task(push(r))
         await asyncio.sleep(0.1)
-        r.join(ScriptedEngine(C, passed=passed))
+        r.join(ScriptedEngine(C, peer_weights=peer_weights))
         await asyncio.sleep(4)
         r.engines[0].wake()
         await pushing
@@ -163,7 +165,7 @@ async def test_no_copy_begins_while_samples_are_called_back_for_a_push() -> None
 async def test_canaries_that_somebody_else_aborts_cost_a_push_and_not_the_run() -> None:
     async with routing(*pair(None)) as r:
         await r.push()
-        r.engines[1].aborting = 1
+        r.engines[1].pending_aborts = 1
         await r.push()
         assert r.router.engine_states()[A] == "version 2"
         await asyncio.sleep(3)

@@ -38,7 +38,7 @@ async def push_round(r: Rig, at_once: int = 1, *, first: bool, seconds: float = 
             engine.load(r.version)
     canary = Canary(CANARY_IDS, canary_logprobs(CANARY_IDS, r.version))
     found = await r.router.end_push(r.version, [canary])
-    r.left = int(found["push_left"])
+    r.pending_engines = int(found["push_left"])
     r.router.resume()
     return members
 
@@ -46,7 +46,7 @@ async def push_round(r: Rig, at_once: int = 1, *, first: bool, seconds: float = 
 async def roll(r: Rig, at_once: int = 1, seconds: float = 0.0) -> list[list[str]]:
     """A whole push; the engines of each round."""
     rounds = [await push_round(r, at_once, first=True, seconds=seconds)]
-    while r.left:
+    while r.pending_engines:
         rounds.append(await push_round(r, at_once, first=False, seconds=seconds))
     return rounds
 
@@ -124,7 +124,7 @@ async def test_a_sample_that_began_on_older_weights_keeps_to_them_where_asked_fo
             await asyncio.gather(*tasks)
             assert set(fresh.versions()) == {2}
             seen[strategy] = [set(s.versions()) for s in samples]
-            while r.left:
+            while r.pending_engines:
                 await push_round(r, first=False)
     assert {1} in seen["version_aware"] and {1, 2} not in seen["version_aware"]
     assert {1, 2} in seen["prefix_affinity"]
@@ -133,7 +133,7 @@ async def test_a_sample_that_began_on_older_weights_keeps_to_them_where_asked_fo
 @pytest.mark.parametrize("how", ["retract", "in_place"])
 async def test_requests_that_an_engine_keeps_wait_for_its_own_round_only(how: Interruption) -> None:
     async with routing(*pool(2), interruption=how) as r:
-        samples, tasks = await r.at_work(2)
+        samples, tasks = await r.start_samples(2)
         first = next(s for s in samples if s.engine == r.engines[0].url)
         other = next(s for s in samples if s is not first)
         before = other.tokens
@@ -152,15 +152,15 @@ async def test_requests_that_an_engine_keeps_wait_for_its_own_round_only(how: In
 
 async def test_an_engine_that_dies_in_its_round_holds_nobody_up() -> None:
     async with routing(*pool(3)) as r:
-        _, tasks = await r.at_work(6)
+        _, tasks = await r.start_samples(6)
         members = r.router.next_members(1)
         r.version = 2
         await r.router.begin_push(2, members=members)
         r.engines[0].die()
         await r.router.end_push(2, [], excluded={members[0]: "nobody answers"})
         assert [f["serving"] for f in r.router.engine_metrics().values()] == [False, True, True]
-        r.left = 2
-        while r.left:
+        r.pending_engines = 2
+        while r.pending_engines:
             await push_round(r, first=False)
         await asyncio.gather(*tasks)
         r.engines[0].restart()
@@ -178,7 +178,7 @@ async def test_older_weights_serve_no_longer_than_the_push_lasts() -> None:
         r.engines[1].die()
         await asyncio.sleep(2)
         await push_round(r, first=False)
-        assert r.left == 0
+        assert r.pending_engines == 0
         r.engines[1].dead = False  # the same process, with the weights of version 1
         await asyncio.sleep(10)
         assert r.router.stale_engines == [B]
@@ -214,7 +214,7 @@ async def test_admission_counts_with_the_oldest_weights_that_serve(tmp_path: Pat
         await r.take(1)
         await settle()
         assert r.buffer.next_group_id == 4  # (1 + 0 + 1) * 2
-        r.router.left = [2, 1, 0]
+        r.router.pending_counts = [2, 1, 0]
         for issued in (4, 4, 6):
             ticket = await r.manager.begin_push()
             assert ticket.weight_version == 2
@@ -232,7 +232,7 @@ async def test_after_a_restart_nothing_rolls(tmp_path: Path) -> None:
     async with manager_rig(config) as r:
         await r.start()
         await r.take(1)
-        r.router.left = [2]
+        r.router.pending_counts = [2]
         await r.manager.end_push(await r.manager.begin_push(), [])
         await r.start(0)
         assert r.router.rounds == [[], ["e1"], []]
@@ -247,7 +247,7 @@ async def test_no_sample_is_interrupted_more_often_than_allowed(tmp_path: Path) 
         await r.take(1)
         running = [s for g in r.buffer.active() for s in g.samples]
         assert [(s.status, s.engine) for s in running] == [(Status.IN_FLIGHT, URL)] * 4
-        r.router.members, r.router.left = ["http://engine:2", URL], [1, 0]
+        r.router.members, r.router.pending_counts = ["http://engine:2", URL], [1, 0]
         await r.manager.end_push(await r.manager.begin_push(), [])
         ticket = await r.until(r.manager.begin_push())
         assert [s.status for s in running] == [Status.FINISHED] * 4 and r.router.rounds[2:] == [[URL]]

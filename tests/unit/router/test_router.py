@@ -34,7 +34,7 @@ async def test_nothing_is_sent_before_the_first_push() -> None:
         rig.router.resume()
         task = rig.start(sample())
         await asyncio.sleep(5)
-        assert not rig.engine.started
+        assert not rig.engine.prompts
         await rig.push()
         check(await task, versions={1})
 
@@ -76,7 +76,7 @@ async def test_a_request_aborted_in_the_queue_repeats_nothing() -> None:
     """SGLang answers it with its last token again; what it made and had not sent is made again."""
 
     async with routing(ScriptedEngine(A, chunk=4)) as rig:
-        (s,), (task,) = await rig.at_work()
+        (s,), (task,) = await rig.start_samples()
         rig.engine.preempt()
         await rig.router.interrupt()
         assert len(s.response_ids) in (4, 8)
@@ -91,10 +91,10 @@ async def test_a_request_aborted_in_the_queue_repeats_nothing() -> None:
 
 async def test_what_came_from_a_cache_is_counted_by_what_could_have_put_it_there() -> None:
     async with routing(ScriptedEngine(A)) as rig:
-        (s,), (task,) = await rig.at_work()
+        (s,), (task,) = await rig.start_samples()
         await rig.router.interrupt()
         before = len(s.response_ids)
-        rig.engine.cached = 3
+        rig.engine.cached_tokens = 3
         rig.router.resume()
         await task
         counted = rig.router.tally()[1]
@@ -131,7 +131,7 @@ async def test_a_prompt_that_could_kill_an_engine_is_refused(prompt: list[int], 
         s = sample(prompt=prompt)
         with pytest.raises(RefusedPrompt, match=f"^{why}$"):
             await rig.start(s)
-        assert (s.status, rig.engine.started, rig.router.stats()["refused"]) == (Status.PARKED, [], 1)
+        assert (s.status, rig.engine.prompts, rig.router.stats()["refused"]) == (Status.PARKED, [], 1)
 
 
 async def test_a_response_ends_where_the_context_does() -> None:
@@ -145,7 +145,7 @@ async def test_a_response_ends_where_the_context_does() -> None:
 async def test_a_refusal_by_the_engine_stops_the_run() -> None:
     async with routing() as rig:
         await rig.push()
-        rig.engine._step = lambda request: {"type": "abort", "status_code": 400, "message": "no"}  # type: ignore
+        rig.engine._generate_token = lambda request: {"type": "abort", "status_code": 400, "message": "no"}  # type: ignore
         with pytest.raises(RunError, match=r"sample 0: http://a:1/generate: 400 no"):
             await rig.start(sample())
 
@@ -158,7 +158,7 @@ async def test_the_oldest_goes_on_first() -> None:
         await asyncio.sleep(0.05)
         rig.router.resume()
         await asyncio.gather(*tasks)
-        assert [ids[1] for ids in rig.engine.started] == [10, 11, 12, 13]
+        assert [ids[1] for ids in rig.engine.prompts] == [10, 11, 12, 13]
 
 
 async def test_an_abort_that_overtakes_its_request_is_repeated() -> None:
@@ -181,7 +181,7 @@ async def test_evaluation_needs_no_open_gate_and_stays_outside_the_figures() -> 
         held = rig.start(sample())
         evaluation = asyncio.create_task(rig.router.greedy(PROMPT, 10))
         await asyncio.sleep(1)
-        assert not rig.engine.started, "an interrupt stops evaluation too"
+        assert not rig.engine.prompts, "an interrupt stops evaluation too"
         rig.version += 1
         await rig.router.begin_push(rig.version)
         rig.engine.load(rig.version)
@@ -237,7 +237,7 @@ async def test_a_prompt_is_scored_by_what_serves_whatever_happens_and_nothing_is
         assert not waiting.done()  # nothing was attested yet
         await rig.push()
         assert await waiting == canary_logprobs(PROMPT, 1)
-        rig.engine.aborting = 1  # by an interrupt
+        rig.engine.pending_aborts = 1  # by an interrupt
         assert await rig.router.prompt_logprobs(PROMPT) == canary_logprobs(PROMPT, 1)
         rig.engine.die()
         asyncio.get_running_loop().call_later(5, rig.engine.restart)

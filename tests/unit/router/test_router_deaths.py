@@ -38,7 +38,7 @@ async def test_what_was_streamed_before_a_death_is_kept(moment: float) -> None:
         tasks = [rig.start(s) for s in samples]
         await asyncio.sleep(moment)
         lengths = [len(s.response_ids) for s in samples]
-        next(e for e in rig.engines if e.started or moment < 0.01).die()
+        next(e for e in rig.engines if e.prompts or moment < 0.01).die()
         for s, task, length in zip(samples, tasks, lengths, strict=True):
             kept = s.response_ids[:length]
             check(await task, versions={1})
@@ -93,7 +93,7 @@ async def test_an_idle_restart_is_noticed_by_a_probe() -> None:
 
 async def test_an_engine_that_hangs_does_not_hold_up_an_interrupt() -> None:
     async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
-        samples, tasks = await rig.at_work(4)
+        samples, tasks = await rig.start_samples(4)
         rig.engines[0].hung = True
         await rig.router.interrupt()
         assert rig.router.engine_states()[A] == "dead"
@@ -107,7 +107,7 @@ async def test_an_engine_that_is_stopped_is_found_by_probes(caplog: pytest.LogCa
     """Nobody interrupts: without them its samples would wait for ever, while another engine has room."""
 
     async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
-        _, tasks = await rig.at_work(4)
+        _, tasks = await rig.start_samples(4)
         rig.engines[0].hung = True
         await asyncio.sleep(20)
         assert rig.router.engine_states()[A] == "version 1", "it may still come to itself"
@@ -128,7 +128,7 @@ async def test_an_engine_that_only_takes_long_is_no_dead_one(busy: str) -> None:
     """Its scheduler is another process than the one that answers probes; one late answer is no silence."""
 
     async with routing() as rig:
-        _, (task,) = await rig.at_work()
+        _, (task,) = await rig.start_samples()
         for _ in range(10):
             if busy == "prefill":
                 rig.engine.paused = "retract"
@@ -146,7 +146,7 @@ async def test_an_engine_that_comes_to_itself_gives_its_requests_back() -> None:
     """The abort that it never answered is repeated; it is as alive as before, and costs no push."""
 
     async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
-        samples, tasks = await rig.at_work(4)
+        samples, tasks = await rig.start_samples(4)
         rig.engines[0].hung = True
         asyncio.get_running_loop().call_later(15, rig.engines[0].wake)
         await rig.router.interrupt()
@@ -180,7 +180,7 @@ async def test_tokens_that_an_engine_made_and_nobody_got_are_lost() -> None:
     """Its own count tells, and no later death makes it forgotten."""
 
     async with routing() as rig:
-        _, (task,) = await rig.at_work()
+        _, (task,) = await rig.start_samples()
         rig.engine.generated += 5
         assert (await rig.settle())["lost"] == 5
         rig.engine.restart()
@@ -242,7 +242,7 @@ async def test_what_was_cut_off_in_an_engine_that_lives_is_made_again() -> None:
     """A broken connection counts as a death: tokens that were not streamed yet are no loss, though it counts them."""
 
     async with routing(ScriptedEngine(A, chunk=4)) as rig:
-        (s,), (task,) = await rig.at_work()
+        (s,), (task,) = await rig.start_samples()
         rig.router._pool.engines[0].mark_dead()  # as after a failed request of somebody else
         await asyncio.sleep(3)
         check(await task, versions={1})

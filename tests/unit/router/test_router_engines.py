@@ -40,11 +40,11 @@ async def test_an_engine_that_joins_gets_the_weights_before_it_serves() -> None:
         rig.join(joiner)
         await asyncio.sleep(3)
         await asyncio.gather(*(rig.start(sample(i)) for i in range(8)))
-        assert not joiner.started
+        assert not joiner.prompts
         assert rig.router.stale_engines == [B]
         await rig.push(only_stale=True)
         await asyncio.gather(*(rig.start(sample(10 + i)) for i in range(8)))
-        assert joiner.started
+        assert joiner.prompts
 
 
 async def test_an_engine_that_is_removed_ends_what_it_has_and_leaves() -> None:
@@ -61,7 +61,7 @@ async def test_an_engine_that_is_removed_ends_what_it_has_and_leaves() -> None:
         for task in tasks + later:
             check(await task, versions={1})
         assert {s.resumes for s in samples} == {0}
-        assert len(rig.engines[1].started) == 2
+        assert len(rig.engines[1].prompts) == 2
         made = rig.engines[1].generated
         await asyncio.sleep(3)
         assert rig.router.engine_states() == {A: "version 1"}
@@ -73,15 +73,16 @@ async def test_an_engine_that_is_removed_ends_what_it_has_and_leaves() -> None:
 async def test_a_server_fault_costs_a_back_off_and_no_token() -> None:
     async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push()
-        step = rig.engines[0]._step
-        rig.engines[0]._step = lambda request: {"type": "abort", "status_code": 500, "message": "oom"}  # type: ignore
+        step = rig.engines[0]._generate_token
+        fault = {"type": "abort", "status_code": 500, "message": "oom"}
+        rig.engines[0]._generate_token = lambda request: fault  # type: ignore
         samples = [sample(i) for i in range(4)]
         tasks = [rig.start(s) for s in samples]
         for task in tasks:
             check(await task, versions={1})
         assert rig.router.stats()["engine_faults"] == 2
         assert {s.engine for s in samples} == {B}
-        rig.engines[0]._step = step  # type: ignore
+        rig.engines[0]._generate_token = step  # type: ignore
         await asyncio.sleep(3)
         done = [await rig.start(sample(10 + i)) for i in range(2)]
         assert done[0].engine == A, "tried again after the back-off"
@@ -110,7 +111,7 @@ async def test_an_engine_with_wrong_weights_is_quarantined() -> None:
         assert metrics["push_canary_mean"] > 1
         assert rig.router.engine_states()[B].startswith("quarantined: canary log-probs differ")
         await asyncio.gather(*(rig.start(sample(i)) for i in range(4)))
-        assert not rig.engines[1].started
+        assert not rig.engines[1].prompts
         with pytest.raises(
             RunError,
             match=r"no engine can serve weight version 2, because .*mean 2.* \(bound 1e-06: weights.canary_mean\)",
@@ -207,15 +208,15 @@ async def test_an_engine_that_dies_in_a_push_gets_the_next_one() -> None:
 async def test_an_engine_that_is_slow_to_give_back_is_not_dead() -> None:
     """Its aborts are lost for some seconds; within INTERRUPT_SECONDS that costs nothing."""
     async with routing() as rig:
-        samples, tasks = await rig.at_work(2)
+        samples, tasks = await rig.start_samples(2)
         abort, until = rig.engine._abort_request, asyncio.get_running_loop().time() + INTERRUPT_SECONDS / 2
-        rig.engine._step = lambda request: None  # type: ignore[method-assign]  # it makes no token either
-        step = ScriptedEngine._step
+        rig.engine._generate_token = lambda request: None  # type: ignore[method-assign]  # it makes no token either
+        step = ScriptedEngine._generate_token
 
         def late(body: dict[str, Any]) -> tuple[int, str]:
             if asyncio.get_running_loop().time() < until:
                 return 200, ""
-            rig.engine._step = partial(step, rig.engine)  # type: ignore[method-assign]
+            rig.engine._generate_token = partial(step, rig.engine)  # type: ignore[method-assign]
             return abort(body)
 
         rig.engine._abort_request = late  # type: ignore[method-assign]
@@ -230,14 +231,14 @@ async def test_an_engine_that_is_slow_to_give_back_is_not_dead() -> None:
 async def test_an_interrupt_lasts_as_long_as_something_comes_back() -> None:
     """Before: 60 seconds for all of an engine's samples, however many it had; then it counted as dead."""
     async with routing() as rig:
-        samples, tasks = await rig.at_work(4)
+        samples, tasks = await rig.start_samples(4)
         abort, loop, rids = rig.engine._abort_request, asyncio.get_running_loop(), list(rig.engine.requests)
-        rig.engine._step = lambda request: None  # type: ignore[method-assign]
-        step, start = ScriptedEngine._step, loop.time()
+        rig.engine._generate_token = lambda request: None  # type: ignore[method-assign]
+        step, start = ScriptedEngine._generate_token, loop.time()
 
         def slowly(body: dict[str, Any]) -> tuple[int, str]:
             """One more every 40 seconds."""
-            rig.engine._step = lambda request: (  # type: ignore[method-assign]
+            rig.engine._generate_token = lambda request: (  # type: ignore[method-assign]
                 step(rig.engine, request) if request.aborted else None
             )
             due = rids[: int((loop.time() - start) / (INTERRUPT_SECONDS * 2 / 3))]

@@ -32,7 +32,7 @@ def two(**options: Any) -> Any:
 @pytest.mark.parametrize("interruption", ["abort", "retract", "in_place"])
 async def test_pushes_go_on_without_it_and_its_answers_have_one_version(interruption: Interruption) -> None:
     async with two(interruption=interruption) as r:
-        samples, tasks = await r.at_work(4)
+        samples, tasks = await r.start_samples(4)
         assert r.router.pin()
         engine = pinned(r)
         answers = [ask(r, seed) for seed in range(3)]
@@ -73,7 +73,7 @@ async def test_nothing_else_goes_to_it() -> None:
 
 async def test_what_it_did_for_training_is_parked_by_a_push_and_ends_elsewhere() -> None:
     async with two() as r:
-        samples, tasks = await r.at_work(4)
+        samples, tasks = await r.start_samples(4)
         assert r.router.pin()
         engine = pinned(r)
         mine = [s for s in samples if s.engine == engine.url]

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.virtual_clock
 
 async def test_a_push_keeps_its_order() -> None:
     async with routing() as rig:
-        _, (task,) = await rig.at_work()
+        _, (task,) = await rig.start_samples()
         rig.engine.calls.clear()
         await rig.push()
         assert rig.engine.calls == [
@@ -58,7 +58,7 @@ async def test_an_engine_may_keep_its_requests_through_a_push(how: Interruption)
         ]  # fmt: skip
         assert s.status is Status.IN_FLIGHT
         check(await task, versions={1, 2})
-        assert (s.resumes, len(rig.engine.started)) == (0, 1)
+        assert (s.resumes, len(rig.engine.prompts)) == (0, 1)
         seam = len(PROMPT) + s.spans[1].start - 1
         last = len(PROMPT) + len(s.response_ids) - 1
         assert positions_with_routes(s) == list(range(seam, last)), "older routes left with the first pass"
@@ -142,7 +142,7 @@ async def test_nothing_is_taken_from_an_engine_that_kept_requests_and_got_wrong_
 
 async def test_engines_rest_while_the_trainer_works_and_wake_in_two_parts() -> None:
     async with routing() as rig:
-        _, (task,) = await rig.at_work()
+        _, (task,) = await rig.start_samples()
         await rig.router.interrupt()
         rig.engine.calls.clear()
         await rig.router.release_memory()

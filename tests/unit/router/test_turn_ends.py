@@ -104,12 +104,12 @@ async def test_a_text_over_an_interruption_ends_the_response_where_it_would_have
         stats = rig.router.stats()
         assert stats["lost"] == 0
         assert stats["received_tokens"] == 12
-        assert sum(len(r.made) for r in engine.history) == 12 + stats["discarded_tokens"]
+        assert sum(len(r.output_ids) for r in engine.history) == 12 + stats["discarded_tokens"]
 
 
 async def reached(rig: Rig, engine: ScriptedEngine, tokens: int) -> None:
     """The engine has made so many tokens, of which it has sent whole chunks only."""
-    while not any(len(r.made) >= tokens for r in engine.requests.values()):
+    while not any(len(r.output_ids) >= tokens for r in engine.requests.values()):
         await asyncio.sleep(0.001)
 
 

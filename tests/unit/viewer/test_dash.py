@@ -27,7 +27,7 @@ from rlsys.viewer.series import RunCurves
 from rlsys.viewer.server import Dashboard
 from tests.helpers.browser import CHROMIUM, Page, browser
 from tests.helpers.rollout_rig import make_config, rig
-from tests.helpers.seen_run import MODEL, THIRDS, write_run
+from tests.helpers.seen_run import MODEL, RESPONSE_PARTS, write_run
 from tests.helpers.service_rig import served
 
 TOKEN = "the link's token"
@@ -91,9 +91,9 @@ async def test_samples_by_page_and_token_by_token(reader: TestClient) -> None:
     assert [s["sample"] for s in found["samples"]] == [4] and found["next"] is None
     one = await ask(reader, "sample", run=0, sample=4)
     assert (one["fate"], one["step"]) == ("not complete yet", None)
-    assert "".join(one["pieces"]) == "".join(THIRDS) and len(one["mu"]) == len(one["pieces"])
+    assert "".join(one["pieces"]) == "".join(RESPONSE_PARTS) and len(one["mu"]) == len(one["pieces"])
     rest = await ask(reader, "sample", run=0, **{"sample": 4, "from": 20})
-    assert "".join(rest["pieces"]) == THIRDS[2]
+    assert "".join(rest["pieces"]) == RESPONSE_PARTS[2]
     trained = await ask(reader, "sample", run=0, sample=0)
     gaps = [logp - mu for logp, mu in zip(trained["logp"], trained["mu"], strict=True)]
     assert gaps == pytest.approx([0.001] * trained["tokens"], abs=1e-6) and set(trained["advantages"]) == {
@@ -293,7 +293,7 @@ async def test_the_browser_shows_who_sampled_what_and_where_it_was_interrupted(p
         "[...new Set([...document.querySelectorAll('.tokens span:not(.cut)')].map(s => s.className))]"
     )
     assert await page.evaluate(by_version) == ["v-0", "v-1", "v-2"]
-    assert "".join(THIRDS) in (await page.text(".tokens")).replace("interrupted", "")
+    assert "".join(RESPONSE_PARTS) in (await page.text(".tokens")).replace("interrupted", "")
     assert "weights 3 (2 train steps), tokens 11–19" in await page.text()
 
 

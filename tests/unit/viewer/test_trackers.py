@@ -23,7 +23,7 @@ from rlsys.viewer.trackers import follow as following
 from rlsys.viewer.trackers.follow import Follower, follow
 from rlsys.viewer.trackers.tracker import PACKAGES, Row, TrackedRun, check_trackers
 from tests.helpers.seen_run import write_run
-from tests.helpers.tracker_files import READERS, held_by_mlflow, told_first
+from tests.helpers.tracker_files import READERS, first_values, read_mlflow
 
 
 class InMemory:
@@ -179,7 +179,7 @@ def test_read_back_equal_after_a_kill_and_a_resume(
     assert {at: v.get("reward", v.get("accuracy")) for at, v in sorted(found.items())} == {
         ("eval", 0): 0.25, ("eval", 3): 1.0, ("step", 1): 0.25, ("step", 2): 0.5, ("step", 3): 0.75
     }  # fmt: skip
-    assert found == told_first(run)
+    assert found == first_values(run)
     once_more = subprocess.run(done.args, capture_output=True, text=True)
     assert f"{name}: 0 lines written" in once_more.stdout
 
@@ -195,4 +195,4 @@ def test_a_run_that_ends_has_given_everything(run: Path, monkeypatch: pytest.Mon
     with feed_trackers(load_config(run / "config.yaml"), told.append):
         add_lines(run, {"kind": "step", "step": 3, "time": 112.0, "reward": 0.75})
     assert told == []
-    assert sorted(held_by_mlflow(run)) == [("eval", 0), ("step", 1), ("step", 2), ("step", 3)]
+    assert sorted(read_mlflow(run)) == [("eval", 0), ("step", 1), ("step", 2), ("step", 3)]

@@ -162,13 +162,13 @@ def test_all_hosts_get_all_tensors_and_the_link_carries_them_once(three: list[Ho
     sender, first, second = Sender(three), model(0), model(0, steps=1, only="layer1")
     assert sender.push(first, 1) == {}
     whole = sender.relays.sent_bytes
-    assert [host.said()["tensors"] for host in three] == [expected(first)] * 3
+    assert [host.state()["tensors"] for host in three] == [expected(first)] * 3
     assert 0.5 < whole / sum(t.nbytes for t in first.values()) < 1.01
     assert sender.push(second, 2) == {}
-    assert [host.said()["tensors"] for host in three] == [expected(second)] * 3
+    assert [host.state()["tensors"] for host in three] == [expected(second)] * 3
     assert sender.relays.sent_bytes < 0.3 * whole, "one tensor of five, as what has changed in it"
     assert sender.push(second, 3) == {} and sender.relays.sent_bytes == 0
-    assert [host.said()["loads"] for host in three] == [3] * 3
+    assert [host.state()["loads"] for host in three] == [3] * 3
     sender.close()
 
 
@@ -185,7 +185,7 @@ def test_who_joined_is_the_end_of_the_chain(three: list[Host]) -> None:
         send_in_buckets(tensors.items(), BUCKET, StagingBuffers(shared=False), sender.relays.send)
         sender.relays.end()
         assert sender.relays.excluded == {}
-        assert [host.said()["tensors"] for host in three] == [expected(tensors)] * 3
+        assert [host.state()["tensors"] for host in three] == [expected(tensors)] * 3
         assert sender.relays.sent_bytes < 1.01 * sum(t.nbytes for t in tensors.values())
     sender.close()
 
@@ -203,7 +203,7 @@ def test_a_host_that_comes_back_is_fed_by_its_neighbours(three: list[Host]) -> N
         sender.urls[1] = fresh.url
         assert sender.push(first, 1, only=[1]) == {}
         assert sender.relays.sent_bytes == whole, "the same version: others of its chain have it"
-        assert fresh.said()["tensors"] == expected(first)
+        assert fresh.state()["tensors"] == expected(first)
         sender.close()
 
 
@@ -213,7 +213,7 @@ def test_a_host_without_the_version_before_costs_the_link_nothing(three: list[Ho
     assert sender.push(first, 1, only=[0, 2]) == {}
     second = model(0, torch.bfloat16, steps=1)
     assert sender.push(second, 2) == {}
-    assert [host.said()["tensors"] for host in three] == [expected(second)] * 3
+    assert [host.state()["tensors"] for host in three] == [expected(second)] * 3
     assert sender.relays.sent_bytes < 0.2 * sum(t.nbytes for t in first.values())
     sender.close()
 
@@ -232,9 +232,9 @@ def test_a_damaged_piece_is_refused_and_asked_for_again() -> None:
     with hosts(2) as there:
         sender, tensors = Sender(there, urls=[link.through(host.url) for host in there]), model(3)
         assert sender.push(tensors, 1) == {}
-        first, second = (host.said()["damaged"] for host in there)
+        first, second = (host.state()["damaged"] for host in there)
         assert 1 <= first <= len(hurt) and second == 0, "refused by the first, not passed on"
-        assert [host.said()["tensors"] for host in there] == [expected(tensors)] * 2
+        assert [host.state()["tensors"] for host in there] == [expected(tensors)] * 2
         sender.close()
     link.close()
 
@@ -245,7 +245,7 @@ def test_a_dead_host_is_passed_by(three: list[Host]) -> None:
     three[1].process.kill()
     three[1].process.wait()
     assert list(sender.push(tensors, 1)) == [three[1].url]
-    assert [three[i].said()["tensors"] for i in (0, 2)] == [expected(tensors)] * 2
+    assert [three[i].state()["tensors"] for i in (0, 2)] == [expected(tensors)] * 2
     sender.close()
 
 
@@ -273,14 +273,14 @@ def test_a_host_that_dies_or_hangs_amid_a_push_is_passed_by(
         sender.relays.end()
         assert list(sender.relays.excluded) == [there[place].url]
         living = [host for i, host in enumerate(there) if i != place]
-        assert [host.said()["tensors"] for host in living] == [expected(tensors)] * 2
+        assert [host.state()["tensors"] for host in living] == [expected(tensors)] * 2
         assert sender.relays.sent_bytes < 1.7 * sum(t.nbytes for t in tensors.values())
         if how == signal.SIGSTOP:  # it goes on with what it had of the push before, amid the next one
             (tmp_path / "go").touch()
             after = model(5, megabytes=24, steps=1)
             there[place].process.send_signal(signal.SIGCONT)
             assert sender.push(after, 2) == {}
-            assert [host.said()["tensors"] for host in there] == [expected(after)] * 3
+            assert [host.state()["tensors"] for host in there] == [expected(after)] * 3
         sender.close()
 
 
@@ -296,7 +296,7 @@ def test_the_sender_of_an_earlier_push_is_fenced_off(three: list[Host]) -> None:
     stale.relays.end()
     assert len(stale.relays.excluded) == 3
     assert all("is over" in why for why in stale.relays.excluded.values())
-    assert [host.said() for host in three] == [{"loads": 1, "tensors": expected(new), "damaged": 0}] * 3
+    assert [host.state() for host in three] == [{"loads": 1, "tensors": expected(new), "damaged": 0}] * 3
     stale.close()
     sender.close()
 

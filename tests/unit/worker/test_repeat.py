@@ -37,7 +37,7 @@ def random_clock(seed: int) -> Clock:
     def tick(r: Rig) -> None:
         for sample_id in r.router.in_flight:
             if rng.random() < 0.5:
-                r.router.give(sample_id, rng.randint(1, 4))
+                r.router.add_tokens(sample_id, rng.randint(1, 4))
 
     return tick
 

@@ -160,10 +160,10 @@ async def test_samples_of_several_sequences_outlive_a_worker(tmp_path: Path) -> 
         assert r.manager.status()["resumes_total"] > 0  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("planners", [[], ["tests.helpers.tree_cases:Repairing"]], ids=["", "repairs"])
+@pytest.mark.parametrize("planners", [[], ["tests.helpers.tree_cases:PrefixPlanner"]], ids=["", "repairs"])
 async def test_trees_and_repairs_outlive_a_worker(planners: list[str], tmp_path: Path) -> None:
     """All samples of a group are with one worker, which forks, cuts and prunes them: the ledger has what it has."""
-    name, forked = "tests.helpers.tree_cases:bushes", 0
+    name, forked = "tests.helpers.tree_cases:fixed_trees", 0
     sections = {"algo": {"planners": planners}}
     async with run(tmp_path, 2, 4, sections=sections, generator=name, group_size=4, flush_tokens=16) as r:
         await r.manager.restore(0)

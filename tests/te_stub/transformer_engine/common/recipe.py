@@ -1,4 +1,4 @@
-"""Names that megatron-core subclasses or looks up; FP8 itself does not run here."""
+"""Names that megatron-core subclasses or looks up. The stub does not support FP8."""
 
 
 class Recipe: ...

@@ -1,4 +1,4 @@
-"""The classes that megatron-core's layers inherit from."""
+"""Base classes of megatron-core's layers."""
 
 from . import distributed, fp8, ops, optimizers
 from .attention import DotProductAttention
@@ -18,4 +18,4 @@ __all__ = [
 
 
 class LayerNorm:
-    """Named by megatron-core's specs, never built: every family here has RMSNorm."""
+    """Class in megatron-core's specs that is never instantiated, because every supported family has RMSNorm."""

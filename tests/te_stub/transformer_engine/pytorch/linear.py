@@ -1,4 +1,4 @@
-"""Linear layers, alone, behind a norm, and grouped; weights `[out, in]`."""
+"""Linear layers: plain, with a preceding norm, and grouped. Weights are `[out, in]`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Init = Callable[[Tensor], Any] | None
 
 
 class _Layer(nn.Module):
-    """What all of TE's layers have: an extra state in their state_dict, and FP8 settings."""
+    """Base of TE's layers, with an extra state in the state_dict and FP8 settings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class _Layer(nn.Module):
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor | None) -> None:
-        """The real one takes None, too."""
+        """Accept any state, including None."""
 
     def _weight(
         self, out: int, into: int, dtype: torch.dtype, device: object, init: Init, cut: int
@@ -44,12 +44,12 @@ class _Layer(nn.Module):
         return weight
 
 
-def _dtype(given: torch.dtype | None) -> torch.dtype:
-    return torch.get_default_dtype() if given is None else given
+def _dtype(dtype: torch.dtype | None) -> torch.dtype:
+    return torch.get_default_dtype() if dtype is None else dtype
 
 
 def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
-    """The bias comes last, as in cuBLAS's epilogue and in megatron's own layers; torch's kernel begins with it."""
+    """Add the bias after the product, as cuBLAS's epilogue and Megatron's layers do. torch adds it first."""
     return product if bias is None else product + bias
 
 

@@ -1,4 +1,4 @@
-"""Names that megatron-core's annotations look up; its fused MLP is not used here."""
+"""Names in megatron-core's annotations. The stub does not support the fused MLP."""
 
 
 class Sequential: ...

@@ -1,4 +1,4 @@
-"""AdamW and what goes with it, one tensor after the other."""
+"""AdamW and multi-tensor functions, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019). Counts steps by group, as the real one does, not by parameter as torch."""
+    """AdamW (Loshchilov and Hutter 2019). It counts steps per group as TE, not per parameter as torch."""
 
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -35,7 +35,9 @@ class FusedAdam(torch.optim.Optimizer):
                 mean.lerp_(p.grad, 1 - first)
                 square.mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                scale = (square.sqrt() / (1 - second**step) ** 0.5).add_(group["eps"])  # in torch's order
+                scale = (square.sqrt() / (1 - second**step) ** 0.5).add_(
+                    group["eps"]
+                )  # the order of torch's operations
                 p.addcdiv_(mean, scale, value=-group["lr"] / (1 - first**step))
 
 

@@ -1,4 +1,4 @@
-"""Tokens sorted by expert, and back. Row maps, which are the kernels' own, are indices of tokens here."""
+"""Permutation of tokens by expert and its inverse. Row maps are token indices; in TE they are internal to kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused routing, which megatron-core imports and, unless moe_router_fusion is set, does not call."""
+"""Fused routing, which megatron-core imports and calls only with moe_router_fusion."""
 
 from torch import Tensor
 

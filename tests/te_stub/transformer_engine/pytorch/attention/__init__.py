@@ -47,7 +47,7 @@ class DotProductAttention(nn.Module):
         assert min(sizes) > 0 and max(sizes) <= max_seqlen_q
         outputs = []
         for q, k, v in zip(*(t.split(sizes) for t in (query_layer, key_layer, value_layer)), strict=True):
-            # [1, heads, tokens, head size]: without the 1, torch takes its plain kernel, ours the one in blocks
+            # [1, heads, tokens, head size]: without the batch dimension, torch uses another kernel than rlsys
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
             shared = q.shape[1] != k.shape[1]
             out = F.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""The class of quantised tensors, to ask whether a parameter is one: none is."""
+"""Class of quantized tensors, for isinstance checks of parameters. The stub has no quantized parameters."""
 
 
 class QuantizedTensor: ...
