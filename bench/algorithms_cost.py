@@ -75,9 +75,9 @@ def full_step(odd: bool, named: bool) -> TrainBatch:
         return s if named else replace(s, reward=marks["answer"], named_rewards=None)
 
     def group(i: int) -> SampleGroup:
-        old = batch.groups[i % len(batch.groups)]
-        samples = [replace(sample(s), group_id=i) for s in old.samples[: 7 if odd else None]]
-        return replace(old, group_id=i, samples=samples)
+        source_group = batch.groups[i % len(batch.groups)]
+        samples = [replace(sample(s), group_id=i) for s in source_group.samples[: 7 if odd else None]]
+        return replace(source_group, group_id=i, samples=samples)
 
     return replace(batch, groups=[group(i) for i in range(GROUPS)])
 

@@ -146,7 +146,7 @@ async def run_mode(stage: Stage, mode: Mode, sample_count: int) -> dict[str, flo
             for _ in range(mode.warm_steps(stage.lengths)):
                 await loop.take()
                 await loop.push()
-            clock, before, first = Clock(router, mode.slots), router.stats(), loop.step
+            clock, stats_before, first = Clock(router, mode.slots), router.stats(), loop.step
             read_before = await stage.tokens_read()
             loop.seconds, router.interrupt_seconds = dict.fromkeys(loop.seconds, 0.0), 0.0
             clock_task, start = asyncio.create_task(clock.run()), time.monotonic()
@@ -154,21 +154,21 @@ async def run_mode(stage: Stage, mode: Mode, sample_count: int) -> dict[str, flo
             while (loop.step - first) * mode.batch < sample_count:
                 batches.append(await loop.take())
                 await loop.push()
-            seconds, after = time.monotonic() - start, router.stats()
+            seconds, stats_after = time.monotonic() - start, router.stats()
             clock_task.cancel()
             read = await stage.tokens_read() - read_before
         finally:
             await manager.close()
             buffer.close()
-    assert after["lost"] == before["lost"], "tokens were lost"
-    prefilled = after["prefilled_tokens"] - before["prefilled_tokens"]
-    sampled = after["received_tokens"] - before["received_tokens"]  # may be 0 with --quick
+    assert stats_after["lost"] == stats_before["lost"], "tokens were lost"
+    prefilled = stats_after["prefilled_tokens"] - stats_before["prefilled_tokens"]
+    sampled = stats_after["received_tokens"] - stats_before["received_tokens"]  # may be 0 with --quick
     return {
         **trained_figures(batches, seconds, stage.true_mean),
         "sampled_tokens_per_s": sampled / seconds,
         "tokens_read_per_sampled_token": read / max(sampled, 1),
         "share_below_half_slots": clock.idle_share(),
-        "cache_share": (after["cached_tokens"] - before["cached_tokens"]) / max(prefilled, 1),
+        "cache_share": (stats_after["cached_tokens"] - stats_before["cached_tokens"]) / max(prefilled, 1),
         "seconds_per_step": seconds / len(batches),
         "interrupt_seconds_per_step": router.interrupt_seconds / len(batches),
         **{f"{phase}_seconds_per_step": total / len(batches) for phase, total in loop.seconds.items()},

@@ -99,15 +99,15 @@ def measured(lines: Sequence[Mapping[str, Any]], steps: int) -> Record:
 
     A step lasts from the end of the step before, or of the evaluation after that, to its own end.
     """
-    seconds, before, tokens = 0.0, 0.0, 0
+    seconds, previous_time, tokens = 0.0, 0.0, 0
     curve: list[list[float]] = []
     for line in lines:
         if line["kind"] == "step" and line["step"] <= steps:
-            seconds += line["time"] - before
+            seconds += line["time"] - previous_time
             tokens += line["tokens"]
         elif line["kind"] == "eval" and line["step"] <= steps:
             curve.append([line["step"], round(line["accuracy"], 4), round(seconds, 2)])
-        before = line["time"]
+        previous_time = line["time"]
     return {"seconds": round(seconds, 2), "tokens": tokens, "steps": steps, "curve": curve}
 
 
@@ -121,7 +121,7 @@ def target_reached(record: Record, accuracy: float) -> list[float] | None:
 
 def accuracy_by(record: Record, seconds: float) -> float:
     """Return the accuracy of the last evaluation within these seconds of steps."""
-    return float([value for _, value, at in record["curve"] if at <= seconds][-1])
+    return float([value for _, value, elapsed in record["curve"] if elapsed <= seconds][-1])
 
 
 def interval(values: Sequence[float]) -> list[float] | None:
@@ -151,14 +151,16 @@ def table(records: Mapping[Key, Record], targets: Sequence[float] = TARGETS) -> 
     for algorithm, ratio in sorted(
         {key[:2] for key in records}, key=lambda k: (ALGORITHMS.index(k[0]), k[1])
     ):
-        own = {seed: r for (a, n, seed), r in records.items() if (a, n) == (algorithm, ratio)}
+        seed_records = {seed: r for (a, n, seed), r in records.items() if (a, n) == (algorithm, ratio)}
         pairs = [
-            (records[algorithm, 1.0, seed], r) for seed, r in own.items() if (algorithm, 1.0, seed) in records
+            (records[algorithm, 1.0, seed], r)
+            for seed, r in seed_records.items()
+            if (algorithm, 1.0, seed) in records
         ]
         figures: dict[str, Any] = {
-            "throughput": estimate([r["tokens"] / r["seconds"] for r in own.values()]),
-            "step_seconds": estimate([r["seconds"] / r["steps"] for r in own.values()]),
-            "accuracy": estimate([r["curve"][-1][1] for r in own.values()]),
+            "throughput": estimate([r["tokens"] / r["seconds"] for r in seed_records.values()]),
+            "step_seconds": estimate([r["seconds"] / r["steps"] for r in seed_records.values()]),
+            "accuracy": estimate([r["curve"][-1][1] for r in seed_records.values()]),
             "against_synchronous": {
                 "throughput": estimate(
                     [b["tokens"] / b["seconds"] / (a["tokens"] / a["seconds"]) for a, b in pairs]
@@ -171,14 +173,14 @@ def table(records: Mapping[Key, Record], targets: Sequence[float] = TARGETS) -> 
         }
         for accuracy in targets:
             name = f"to_{accuracy:g}"
-            reached = [target_reached(r, accuracy) for r in own.values()]
+            reached = [target_reached(r, accuracy) for r in seed_records.values()]
             figures[name] = {
                 "steps": [r and r[0] for r in reached],
                 "seconds": estimate([r[1] for r in reached if r]),
             }
-            both = [(target_reached(a, accuracy), target_reached(b, accuracy)) for a, b in pairs]
+            target_pairs = [(target_reached(a, accuracy), target_reached(b, accuracy)) for a, b in pairs]
             figures["against_synchronous"][f"seconds_{name}"] = estimate(
-                [b[1] / a[1] for a, b in both if a and b and a[1]]
+                [b[1] / a[1] for a, b in target_pairs if a and b and a[1]]
             )
         out.setdefault(algorithm, {})[f"{ratio:g}"] = figures
     return out
@@ -223,8 +225,8 @@ def table_lines(figures: Mapping[str, Any], targets: Sequence[float] = TARGETS) 
 
 def page_with(lines: Sequence[str]) -> str:
     """Return the text of bench/README.md with this table."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return "".join([before, BEGIN, *(f"{line}\n" for line in lines), END, rest.partition(END)[2]])
+    prefix, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return "".join([prefix, BEGIN, *(f"{line}\n" for line in lines), END, rest.partition(END)[2]])
 
 
 def read_records(path: Path, settings: Mapping[str, Any]) -> dict[Key, Record]:

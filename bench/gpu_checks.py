@@ -33,10 +33,10 @@ def versions(figures: Figures) -> None:
     """Record the machine, its packages, and the patches that apply to them."""
     import megatron_patches
 
-    named = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    installed_versions = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     figures(
         **machine(),
-        packages={name: named[name] for name in PACKAGES if name in named},
+        packages={name: installed_versions[name] for name in PACKAGES if name in installed_versions},
         patches=[patch.name for patch in megatron_patches.active()],
     )
 
@@ -218,12 +218,12 @@ def spinning(figures: Figures) -> None:
     figures(gemms_per_s_alone=500 / seconds_of(products))
     spawn = multiprocessing.get_context("spawn")
     stop = spawn.Event()
-    other = spawn.Process(target=_spin, args=(stop,))
-    other.start()
+    spinner = spawn.Process(target=_spin, args=(stop,))
+    spinner.start()
     time.sleep(10)  # its CUDA context starts
     figures(beside_a_spinning_kernel=500 / seconds_of(products))
     stop.set()
-    other.join(30)
+    spinner.join(30)
 
 
 def cache(figures: Figures) -> None:

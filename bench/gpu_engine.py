@@ -88,7 +88,7 @@ async def _update(version: int, trainer: Trainer, router: Router, sync: Gathered
     ticket = WeightUpdate(version, await router.begin_push(version), CANARIES)
     marks.append(time.monotonic())
     sums = EngineChecksums(trainer.hf, 1)
-    sent = sync.push(sums.watch(trainer.served_tensors()), ticket)
+    sent_bytes = sync.push(sums.watch(trainer.served_tensors()), ticket)
     marks.append(time.monotonic())
     canaries, digests = trainer.canaries(CANARIES), sums.digests()
     marks.append(time.monotonic())
@@ -97,8 +97,8 @@ async def _update(version: int, trainer: Trainer, router: Router, sync: Gathered
     names = ("begin_s", "send_s", "canaries_s", "end_s")
     phases = {name: b - a for name, a, b in zip(names, marks, marks[1:], strict=False)}
     return {
-        "bytes": sent, **phases, "hashing_s": sums.seconds, "total_s": marks[-1] - marks[0],
-        "gb_per_s": sent / 1e9 / phases["send_s"], "metrics": {k: v for k, v in metrics.items() if "push" in k},
+        "bytes": sent_bytes, **phases, "hashing_s": sums.seconds, "total_s": marks[-1] - marks[0],
+        "gb_per_s": sent_bytes / 1e9 / phases["send_s"], "metrics": {k: v for k, v in metrics.items() if "push" in k},
     }  # fmt: skip
 
 

@@ -152,8 +152,8 @@ def strip(site: Path) -> None:
 
 def pack(folder: Path, archive: Path) -> None:
     """Pack a folder into an archive, or its pieces."""
-    for old in archive.parent.glob(f"{archive.name}*"):
-        old.unlink()
+    for old_piece in archive.parent.glob(f"{archive.name}*"):
+        old_piece.unlink()
     run("tar", "-cJf", archive, "-C", folder, ".")
     pieces = split(archive, int(COPY_MIB * 2**20))
     sizes = " + ".join(f"{piece.stat().st_size / 2**20:.1f}" for piece in pieces)

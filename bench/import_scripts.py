@@ -84,7 +84,7 @@ def main() -> None:
             records[key] = run_script(script, *rest)
         return records[key]
 
-    statuses, counts, alone, slowest = Counter[str](), Counter[str](), Counter[str](), 0.0
+    statuses, counts, sole_reasons, slowest = Counter[str](), Counter[str](), Counter[str](), 0.0
     with TemporaryDirectory() as temporary, patch("rlsys.importers.arguments.run_script", recorded):
         out = args.out.absolute() if args.out else Path(temporary)
         out.mkdir(exist_ok=True)
@@ -100,13 +100,13 @@ def main() -> None:
             statuses[status] += 1
             counts.update(why)
             if len(why) == 1:
-                alone.update(why)
+                sole_reasons.update(why)
             print(f"{status} {name}: {'; '.join(sorted(why))[:600]}", flush=True)
     if args.records:
         args.records.write_bytes(pickle.dumps(records))
     print(f"exit status: {dict(sorted(statuses.items()))}; slowest {slowest:.1f} s")
     for reason, count in counts.most_common():
-        print(f"{count:5} {alone[reason]:5} {reason[:150]}")
+        print(f"{count:5} {sole_reasons[reason]:5} {reason[:150]}")
 
 
 if __name__ == "__main__":

@@ -53,9 +53,9 @@ class Setting:
 
     @property
     def name(self) -> str:
-        of = f"{self.engines} engine{'s' * (self.engines > 1)}, N'/N {self.over_provision:g}"
+        sizes = f"{self.engines} engine{'s' * (self.engines > 1)}, N'/N {self.over_provision:g}"
         waits = ", wait" if self.policy == "wait" else ""
-        return f"{self.placement}, {of}, {self.max_staleness} old{waits}, sleep {1000 * self.sleep:.0f} ms"
+        return f"{self.placement}, {sizes}, {self.max_staleness} old{waits}, sleep {1000 * self.sleep:.0f} ms"
 
 
 @dataclass(frozen=True)

@@ -80,16 +80,16 @@ def read_run(lines: Sequence[dict[str, Any]], start_time: float, target: float) 
     An evaluation lasts from the line before it to its own. One before the first step belongs to the start.
     """
     ready, evaluations = 0.0, 0.0
-    before = start_time
+    previous_time = start_time
     for line in lines:
         if line["kind"] == "run" or line["kind"] == "start" or (line["kind"] == "eval" and line["step"] == 0):
             ready = line["time"]
         elif line["kind"] == "eval":
             if line["accuracy"] >= target:
-                step_seconds, wall_seconds = before - ready - evaluations, line["time"] - start_time
+                step_seconds, wall_seconds = previous_time - ready - evaluations, line["time"] - start_time
                 return Run(line["step"], line["accuracy"], step_seconds, ready - start_time, wall_seconds)
-            evaluations += line["time"] - before
-        before = line["time"]
+            evaluations += line["time"] - previous_time
+        previous_time = line["time"]
     return None
 
 
@@ -134,9 +134,9 @@ def _last(log: Path) -> str:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a runner with all its children, so that the next runner does not share the machine."""
-    for sent in (signal.SIGTERM, signal.SIGKILL):
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
-            os.killpg(process.pid, sent)
+            os.killpg(process.pid, signal_number)
             try:
                 process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:

@@ -85,9 +85,9 @@ def recipe_lines(expected: Mapping[str, Any]) -> Iterator[str]:
 
 def replace_figures(path: Path, lines: Sequence[str]) -> str:
     """Return the text of a page with these lines between the marks."""
-    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return "\n".join([before + BEGIN, *lines, END + after])
+    prefix, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, suffix = rest.partition(END)
+    return "\n".join([prefix + BEGIN, *lines, END + suffix])
 
 
 def pages() -> dict[Path, str]:

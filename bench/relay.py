@@ -61,11 +61,11 @@ class Sender:
         for host in self._hosts:
             host.begin(self._version)
         engines = [EngineAddress(url, 1, -1, i, epoch=self._version) for i, url in enumerate(self._urls)]
-        start, before = time.perf_counter(), self.link.passed
+        start, bytes_before = time.perf_counter(), self.link.passed
         self._relays.begin(engines, self._version)
         send_in_buckets(tensors.items(), BUCKET_BYTES, StagingBuffers(shared=False), self._relays.send)
         self._relays.end()
-        seconds, passed = time.perf_counter() - start, self.link.passed - before
+        seconds, passed = time.perf_counter() - start, self.link.passed - bytes_before
         assert not self._relays.excluded, self._relays.excluded
         right = {
             n: hashlib.sha256(t.view(torch.uint8).numpy().data).hexdigest()[:16] for n, t in tensors.items()
@@ -106,14 +106,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         size = sum(t.nbytes for t in steps[0].values())
         change[str(dtype).removeprefix("torch.")] = {"first": first / size, "second": second / size}
     fewest, largest = min(args.receivers), max(args.receivers)
-    growth = {topology: of[largest]["seconds"] / of[fewest]["seconds"] for topology, of in pushes.items()}
+    growth = {
+        topology: figures[largest]["seconds"] / figures[fewest]["seconds"]
+        for topology, figures in pushes.items()
+    }
     return {
         "bench": "relay", "bytes": total, "rate": rate, "machine": machine(), "pushes": pushes, "change": change,
         "summary": {
             "receivers": largest / fewest,
             **{f"{topology}_growth": value for topology, value in growth.items()},
             "relay_link_bytes_per_model_byte": pushes["relay"][largest]["link_bytes_per_model_byte"],
-            **{f"change_{name}": of["second"] for name, of in change.items()},
+            **{f"change_{name}": figures["second"] for name, figures in change.items()},
         },
     }  # fmt: skip
 

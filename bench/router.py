@@ -233,12 +233,12 @@ def capacity(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         cpu: dict[str, list[float]] = {name: [] for name in routers}
         for repeat in range(repeats):
             for name in turns(urls, repeat):
-                before = cpu_seconds(routers[name][1]) if name in routers else 0.0
+                cpu_before = cpu_seconds(routers[name][1]) if name in routers else 0.0
                 seconds, _ = asyncio.run(send_many(urls[name], requests, 1))
                 rates[name].append(requests / seconds)
                 say(f"{name}: {requests / seconds:.0f} requests/s")
                 if name in routers:
-                    cpu[name].append((cpu_seconds(routers[name][1]) - before) / requests * 1000)
+                    cpu[name].append((cpu_seconds(routers[name][1]) - cpu_before) / requests * 1000)
         resident = {name: resident_mib(keeper) for name, (_, keeper) in routers.items()}
     samples, repeats = (1000, 1) if args.quick else (10_000, HELD_REPEATS)
     held_figures = [held_samples(samples) for _ in range(repeats)]

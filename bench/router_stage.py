@@ -81,9 +81,9 @@ class HeldEngine(EngineClient):
     async def generate(
         self, ids: list[int], *, max_new_tokens: int, **_: Any
     ) -> AsyncGenerator[Segment, None]:
-        held, first = self._held, min(FIRST, max_new_tokens)
+        future, first = self._held, min(FIRST, max_new_tokens)
         yield self._part(first, None, 0)
-        how = await held
+        how = await future
         last = 1 if how == "abort" else max_new_tokens - first
         yield self._part(last, how, len(ids))
 
@@ -92,8 +92,8 @@ class HeldEngine(EngineClient):
 
     def finish(self, how: str = "length") -> None:
         """End all held requests."""
-        held, self._held = self._held, asyncio.get_running_loop().create_future()
-        held.set_result(how)
+        future, self._held = self._held, asyncio.get_running_loop().create_future()
+        future.set_result(how)
 
     async def abort(self, rid: str | None) -> None:
         self.finish("abort")

@@ -168,8 +168,8 @@ class Engine:
             await stream.write(event(self._interval, None, 0).replace(b"LABEL", self._label))
             sent += self._interval
             await asyncio.sleep(0)
-        rest = min(remaining - sent, CHUNK if stop.is_set() else self._interval)
-        sent += rest
+        final_tokens = min(remaining - sent, CHUNK if stop.is_set() else self._interval)
+        sent += final_tokens
         rows = have + sent - 1 - body.get("routed_experts_start_len", 0)
         self._made += sent
         del self._stop[body["rid"]]
@@ -177,7 +177,7 @@ class Engine:
         points = wants_routes and "rlsys_routes" in may
         layers, topk = self._shape
         inline = 4 * layers * topk * rows if wants_routes and not points else 0
-        last = event(rest, "abort" if sent < remaining else "stop", inline)
+        last = event(final_tokens, "abort" if sent < remaining else "stop", inline)
         last = last.replace(b"LABEL", self._label)
         if points:
             pointer = self._writer.append(chosen(rows, layers, topk), body["routed_experts_start_len"])
@@ -257,13 +257,13 @@ def write_history(file: tuple[Path, str, int], steps: int, config: Config) -> No
         )
         db.execute("INSERT INTO takes VALUES (?, ?, ?, '[]')", (step, step, json.dumps(list(group_ids))))
         db.execute("INSERT INTO pushes VALUES (?, ?)", (step, step - 1))
-    done = {
+    meta_values = {
         "issued": steps * groups,
         "completed": steps * groups,
         "weight_version": steps,
         "pruned_to": steps,
     }
-    db.executemany("UPDATE meta SET value = ? WHERE key = ?", ((n, key) for key, n in done.items()))
+    db.executemany("UPDATE meta SET value = ? WHERE key = ?", ((n, key) for key, n in meta_values.items()))
     db.execute("COMMIT")
     db.close()
 
@@ -344,7 +344,7 @@ class Rollout:
         )  # fmt: skip
         source: Any = Numbers()
         workers = getattr(args, "workers", 1)
-        more: dict[str, Any] = {} if workers == 1 else {"holds_tokens": False}
+        buffer_options: dict[str, Any] = {} if workers == 1 else {"holds_tokens": False}
         self.workers = (
             direct_workers(self.config, make_router(args, session), make_scorer())
             if workers == 1
@@ -354,7 +354,7 @@ class Rollout:
         self._file = args.folder / "rollouts.sqlite", identity(self.config), planning.largest
         if args.history:
             write_history(self._file, args.history, self.config)
-        self.buffer = RolloutBuffer(*self._file, **more)
+        self.buffer = RolloutBuffer(*self._file, **buffer_options)
         self.made = source, planning
 
     async def begin(self) -> None:

@@ -161,7 +161,7 @@ def read_share(folder: Path, sizes: Sizes) -> dict[str, float]:
         samples = [s for g in batch.groups for s in g.samples]
         layers = sizes.layers
         unread = [LazySample(s, row, segments, layers) for row, s in enumerate(samples)]
-        before = peak_bytes()
+        peak_before = peak_bytes()
         batches = pack(unread, sizes.budget, 0, sizes.dp)
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         planned = time.process_time()
@@ -172,7 +172,7 @@ def read_share(folder: Path, sizes: Sizes) -> dict[str, float]:
             "read_share_seconds": seconds,
             "read_share_cpu_seconds": cpu,
             "read_gb": segments.bytes_read / 1e9,
-            "memory_ratio": (peak_bytes() - before) / segments.bytes_read,
+            "memory_ratio": (peak_bytes() - peak_before) / segments.bytes_read,
             "share_tokens": sum(micro.response_tokens for micro in batches),
             "micro_batches": len(batches),
             "answer_bytes_per_sample": len(answer) / sizes.samples,

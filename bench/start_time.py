@@ -74,11 +74,11 @@ class Run:
     def wait(self, true: Callable[[], bool]) -> None:
         deadline, next_check = time.monotonic() + PATIENCE, time.monotonic() + ALIVE_SECONDS
         while not true():
-            now = time.monotonic()
-            if now > deadline or (now > next_check and not self.alive()):
-                why = "does not get on" if now > deadline else "has ended"
+            current_time = time.monotonic()
+            if current_time > deadline or (current_time > next_check and not self.alive()):
+                why = "does not get on" if current_time > deadline else "has ended"
                 raise Failed(f"the run {why}:\n{logs_of(self.folder)}")
-            next_check = now + ALIVE_SECONDS if now > next_check else next_check
+            next_check = current_time + ALIVE_SECONDS if current_time > next_check else next_check
             time.sleep(LOOK_SECONDS)
 
     def steps(self) -> list[dict[str, Any]]:
@@ -148,10 +148,10 @@ def submitted(stack: contextlib.ExitStack, folder: Path, options: list[str]) -> 
     stack.callback(cluster.cancel_all)
     begin = time.time()
     command = [*RLSYS, "submit", *options, f"launch.nodes={NODES}"]
-    sent = subprocess.run(command, cwd=ROOT, env=cluster.env, capture_output=True, text=True)
-    if sent.returncode:
-        raise Failed(sent.stderr)
-    job = sent.stdout.strip()
+    process = subprocess.run(command, cwd=ROOT, env=cluster.env, capture_output=True, text=True)
+    if process.returncode:
+        raise Failed(process.stderr)
+    job = process.stdout.strip()
     return Run(folder, begin, lambda: cluster.job_state(job) in ("PENDING", "CONFIGURING", "RUNNING"))
 
 

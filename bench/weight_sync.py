@@ -73,10 +73,10 @@ async def push(
     ticket = WeightUpdate(version, [EngineAddress(client.url, client.tp, version - 1)], [])
     await client.begin_weight_update()
     start = time.perf_counter()
-    sent = await asyncio.to_thread(sync.push, iter(tensors.items()), ticket)
+    sent_bytes = await asyncio.to_thread(sync.push, iter(tensors.items()), ticket)
     seconds = time.perf_counter() - start
     await client.end_weight_update()
-    return seconds, sent
+    return seconds, sent_bytes
 
 
 def copy_seconds(tensors: dict[str, Tensor]) -> float:
@@ -96,9 +96,9 @@ def loopback_seconds(tensors: dict[str, Tensor]) -> float:
     def receive() -> None:
         with socket.create_connection(server.getsockname()) as connection:
             for block in blocks:
-                got = 0
-                while got < block.nbytes:
-                    got += connection.recv_into(target[got : block.nbytes])
+                received_bytes = 0
+                while received_bytes < block.nbytes:
+                    received_bytes += connection.recv_into(target[received_bytes : block.nbytes])
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         receiver = threading.Thread(target=receive)
@@ -140,7 +140,7 @@ async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -
     floors = {"copy": copy_seconds, "loopback": loopback_seconds, "hashlib": hashlib_seconds}
     seconds: dict[str, list[float]] = {m: [] for m in (*floors, *METHODS, "checksums", "hashes")}
     hf = HFConfig.read(model)
-    sent: dict[str, int] = {}
+    sent_bytes: dict[str, int] = {}
     for repeat in range(-1, repeats):  # the first round warms up
         for name, measure in floors.items():
             seconds[name].append(measure(tensors))
@@ -148,7 +148,7 @@ async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -
             tensors[name] += 1e-4
         for method in METHODS:
             # Each method counts versions of its own: the engine holds what it pushed last, and more.
-            took, sent[method] = await push(client, syncs[method], tensors, repeat + 2)
+            took, sent_bytes[method] = await push(client, syncs[method], tensors, repeat + 2)
             if repeat < 0:
                 first[method] = took
             else:
@@ -166,7 +166,7 @@ async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -
     per_gb = {m: spread([s / total * GB for s in values]) for m, values in seconds.items()}
     return {
         "bench": "weight_sync", "bytes": total, "tensors": len(tensors), "repeats": repeats, "machine": machine(),
-        "seconds_per_gb": per_gb, "first_push_seconds": first, "bytes_sent": sent,
+        "seconds_per_gb": per_gb, "first_push_seconds": first, "bytes_sent": sent_bytes,
         "summary": {
             **{f"{m}_ratio_to_copy": median[m] / median["copy"] for m in METHODS},
             "auto_ratio_to_floor": median["auto"] / (2 * median["copy"]),

@@ -160,7 +160,7 @@ def test_a_killed_role_is_noticed(stage: Stage) -> None:
 
 def test_free_ports_of_every_node(stage: Stage) -> None:
     ports = stage.backend.free_ports(dict.fromkeys(range(len(stage.backend.nodes)), 3))
-    assert [len(set(found)) for found in ports.values()] == [3] * len(stage.backend.nodes)
+    assert [len(set(node_ports)) for node_ports in ports.values()] == [3] * len(stage.backend.nodes)
     assert not stage.backend.preempted()
 
 
@@ -194,24 +194,24 @@ def test_a_job_that_may_lose_nodes_takes_a_spare_one(
     enter_job(slurm, monkeypatch, "#SBATCH --nodes=3 --no-kill\n")
     with closing(open_backend(settings(tmp_path, "slurm"), lock_fd=2)) as backend:
         stage = Stage(backend, tmp_path)
-        before = [node.name for node in backend.nodes]
-        assert backend.lost_nodes() == [] and len(before) == 2
+        names_before = [node.name for node in backend.nodes]
+        assert backend.lost_nodes() == [] and len(names_before) == 2
         handle = stage.start(PATIENT, 1, "trainer")
         stage.wait(lambda: len(stage.pids()) == 2)
-        slurm.kill_node(before[1])
+        slurm.kill_node(names_before[1])
         try:
             stage.wait(lambda: backend.lost_nodes() == [1])
             assert stage.end_of(handle) == 255, "srun itself says 0"
             assert backend.replace_nodes(lambda: False)
             assert backend.lost_nodes() == []
-            after = [node.name for node in backend.nodes]
-            assert after[0] == before[0] and after[1] not in before
-            said = "import os; print(os.environ['SLURMD_NODENAME'])"
-            assert stage.end_of(stage.start(said, 1, "trainer")) == 0
-            assert stage.log().splitlines()[-1] == after[1]
+            names_after = [node.name for node in backend.nodes]
+            assert names_after[0] == names_before[0] and names_after[1] not in names_before
+            script = "import os; print(os.environ['SLURMD_NODENAME'])"
+            assert stage.end_of(stage.start(script, 1, "trainer")) == 0
+            assert stage.log().splitlines()[-1] == names_after[1]
             assert len(set(backend.free_ports({0: 2, 1: 2})[1])) == 2
         finally:
-            slurm.start_node(before[1])
+            slurm.start_node(names_before[1])
 
 
 @pytest.mark.full
@@ -272,8 +272,8 @@ def test_without_an_address_ray_is_its_own_and_ends_with_it(tmp_path: Path) -> N
         env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         env |= {"HOME": str(tmp_path), "RAY_TMPDIR": short, "PYTHONPATH": python_path(ROOT)}
         command = [sys.executable, "-c", OWN_RAY, str(tmp_path)]
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+        process = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     assert not (tmp_path / ".ray" / "auth_token").exists(), (
         "every later `ray start` of this user would ask for it"
     )

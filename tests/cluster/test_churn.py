@@ -60,14 +60,14 @@ def check(run: Path, churn: Churn, began: float) -> None:
 
 def test_slurm(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that join are tasks of a job array, on a node that the run does not have."""
-    began, run = time.monotonic(), tmp_path / "run"
+    start_time, run = time.monotonic(), tmp_path / "run"
     script = (ROOT / "slurm/engines.sbatch").read_text()
-    mine = tmp_path / "engines.sbatch"
-    mine.write_text(script.replace(".venv/bin/rlsys", f"{sys.executable} -m rlsys.cli.main"))
+    script_path = tmp_path / "engines.sbatch"
+    script_path.write_text(script.replace(".venv/bin/rlsys", f"{sys.executable} -m rlsys.cli.main"))
     command = [*RLSYS, "submit", *started(run, "weights.method=broadcast")]
-    done = subprocess.run(command, cwd=ROOT, env=slurm.env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.strip()
+    process = subprocess.run(command, cwd=ROOT, env=slurm.env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    job = process.stdout.strip()
 
     def going() -> bool:
         return slurm.job_state(job) in ("PENDING", "RUNNING")
@@ -75,20 +75,26 @@ def test_slurm(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def join() -> None:
         size = ("--array=1", "--gpus-per-node=0", "--exclusive=user", "--cpus-per-task=1")
         slurm.run(
-            "sbatch", "--chdir", str(ROOT), *size, f"--output={run}/logs/joiner-%A.log", str(mine), str(run)
+            "sbatch",
+            "--chdir",
+            str(ROOT),
+            *size,
+            f"--output={run}/logs/joiner-%A.log",
+            str(script_path),
+            str(run),
         )
 
     churn = Churn(run, join, going)
     churn.run_events(draw_events(0, STEPS, EVERY))
     slurm.wait(lambda: not going())
     assert slurm.job_state(job) == "COMPLETED", "\n".join([*churn.log, logs_of(run)])
-    check(run, churn, began)
+    check(run, churn, start_time)
     slurm.wait(lambda: not churn.joiners(), "engines that joined end with the run")
 
 
 def test_ray(ray_cluster: RayCluster, tmp_path: Path) -> None:
     """Engines that join are actors of the run's cluster."""
-    began, run = time.monotonic(), tmp_path / "run"
+    start_time, run = time.monotonic(), tmp_path / "run"
     env = {**os.environ, "RAY_ADDRESS": ray_cluster.address, "RAY_AUTH_MODE": "disabled"}
     joiners: list[subprocess.Popen[bytes]] = []
 
@@ -108,7 +114,7 @@ def test_ray(ray_cluster: RayCluster, tmp_path: Path) -> None:
                 process.kill()  # its actors end with it
         out.seek(0)
         assert process.returncode == 0, out.read() + logs_of(run)
-        check(run, churn, began)
+        check(run, churn, start_time)
         for joiner in joiners:
             joiner.wait(timeout=PATIENCE)
 

@@ -82,11 +82,11 @@ def diagnosis(run: Path, *until: str) -> str:
     """What the doctor says as soon as it says one of `until`."""
     deadline = time.monotonic() + PATIENCE
     while True:
-        done = subprocess.run([*RLSYS, "doctor", str(run)], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        if any(words in done.stdout for words in until):
-            return done.stdout
-        assert time.monotonic() < deadline, done.stdout
+        process = subprocess.run([*RLSYS, "doctor", str(run)], cwd=ROOT, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        if any(words in process.stdout for words in until):
+            return process.stdout
+        assert time.monotonic() < deadline, process.stdout
 
 
 @pytest.mark.slow
@@ -112,12 +112,12 @@ def test_an_engine_that_hangs_is_told_and_comes_back_when_its_actor_is_killed(
         scheduler = next(p for p in actor.children(recursive=True) if "scheduler" in p.name())
         scheduler.suspend()
         waits = "trainer-rank0    waits for the rollout process: "
-        told = diagnosis(
+        report = diagnosis(
             run, waits + "to interrupt the engines before a push", waits + "groups of the next step"
         )
-        assert "trainer-rank1    waits for the other ranks" in told, told
+        assert "trainer-rank1    waits for the other ranks" in report, report
         for name in ("engine-0", "rollout", "trainer-rank1"):
-            assert f"stack of {name}" in told, told
+            assert f"stack of {name}" in report, report
         actor.kill()
         output = end(process, run)
     assert "engine-0 died (exit code 255); restart 1" in output

@@ -29,9 +29,9 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
 def submit(slurm: SlurmCluster, run: Path, *overrides: str) -> str:
     """The id of the job that `rlsys submit` printed."""
     command = [*RLSYS, "submit", "configs/quickstart.yaml", f"run.dir={run}", *TINY, *overrides]
-    done = subprocess.run(command, cwd=ROOT, env=slurm.env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    process = subprocess.run(command, cwd=ROOT, env=slurm.env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()
 
 
 def wait_for_end(slurm: SlurmCluster, job: str, run: Path) -> None:
@@ -72,10 +72,10 @@ def test_an_asynchronous_run_survives_its_cluster(slurm: SlurmCluster, tmp_path:
 
     slurm.kill_node("node3")
     slurm.wait(lambda: slurm.job_state(job) == "PENDING", "the job is not requeued")
-    done = steps_done(run)
+    last_step = steps_done(run)
     slurm.start_node("node3")
-    wait_for_step(slurm, job, run, done + 2)
-    assert resumed_at(run, 0) >= done - 1
+    wait_for_step(slurm, job, run, last_step + 2)
+    assert resumed_at(run, 0) >= last_step - 1
 
     urgent = slurm.run(
         "sbatch",
@@ -87,12 +87,12 @@ def test_an_asynchronous_run_survives_its_cluster(slurm: SlurmCluster, tmp_path:
         "--wrap=true",
     )
     slurm.wait(lambda: slurm.job_state(urgent.strip()) == "COMPLETED")
-    done = steps_done(run)
+    last_step = steps_done(run)
     tokens = checked_ledger(run)["tokens"]
-    wait_for_step(slurm, job, run, done + 2)
-    assert resumed_at(run, 1) >= done - 1
-    after = checked_ledger(run)["tokens"]
-    assert sum(after.values()) > sum(tokens.values())
+    wait_for_step(slurm, job, run, last_step + 2)
+    assert resumed_at(run, 1) >= last_step - 1
+    tokens_after = checked_ledger(run)["tokens"]
+    assert sum(tokens_after.values()) > sum(tokens.values())
 
     slurm.run("scancel", job)
     slurm.wait(lambda: slurm.job_state(job) == "CANCELLED")
@@ -112,8 +112,8 @@ def test_a_run_outlives_the_node_of_an_engine(slurm: SlurmCluster, tmp_path: Pat
     wait_for_step(slurm, job, run, 2)
     slurm.kill_node("node3")
     try:
-        done = steps_done(run)
-        wait_for_step(slurm, job, run, done + 3)
+        last_step = steps_done(run)
+        wait_for_step(slurm, job, run, last_step + 3)
         assert slurm.job_state(job) == "RUNNING"
         assert [r["event"] for r in read_metrics(run).runs] == ["start"], "the trainer has not been restarted"
         assert "continuing without engine-1" in (run / "logs" / "supervisor.log").read_text()
@@ -129,12 +129,12 @@ def test_a_spare_node_takes_the_place_of_a_trainers(slurm: SlurmCluster, tmp_pat
     run = tmp_path / "run"
     job = submit(slurm, run, "trainer.steps=6", "launch.nodes=2", "launch.spare_nodes=1")
     wait_for_step(slurm, job, run, 2)
-    done = steps_done(run)
+    last_step = steps_done(run)
     slurm.kill_node("node2")
     try:
         wait_for_end(slurm, job, run)
         assert "Restarts=0" in slurm.run("scontrol", "--oneliner", "show", "job", job)
-        assert resumed_at(run, 0) >= done - 1
+        assert resumed_at(run, 0) >= last_step - 1
         checked_ledger(run)
     finally:
         slurm.start_node("node2")

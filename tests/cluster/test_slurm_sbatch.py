@@ -45,17 +45,17 @@ def test_slurm_takes_a_script(slurm: SlurmCluster, tmp_path: Path, script: str) 
 
 
 def test_an_array_is_a_job_for_each_seed(slurm: SlurmCluster, tmp_path: Path) -> None:
-    found = outputs(slurm, "array.sbatch", tmp_path, "--array=0-2")
-    assert len({words[0] for words in found}) == 3
-    seeds = [next(w for w in words if w.startswith("run.seed=")) for words in found]
+    task_outputs = outputs(slurm, "array.sbatch", tmp_path, "--array=0-2")
+    assert len({words[0] for words in task_outputs}) == 3
+    seeds = [next(w for w in words if w.startswith("run.seed=")) for words in task_outputs]
     assert seeds == ["run.seed=0", "run.seed=1", "run.seed=2"]
-    assert len({next(w for w in words if w.startswith("run.dir=")) for words in found}) == 3
+    assert len({next(w for w in words if w.startswith("run.dir=")) for words in task_outputs}) == 3
 
 
 def test_each_task_of_an_array_starts_an_engine(slurm: SlurmCluster, tmp_path: Path) -> None:
-    found = outputs(slurm, "engines.sbatch", tmp_path, "--array=1-2", "--export=ALL")
-    assert len({words[0] for words in found}) == 2
-    assert [words[1:5] for words in found] == [["engines", "join", "a.yaml", "--host"]] * 2
+    task_outputs = outputs(slurm, "engines.sbatch", tmp_path, "--array=1-2", "--export=ALL")
+    assert len({words[0] for words in task_outputs}) == 2
+    assert [words[1:5] for words in task_outputs] == [["engines", "join", "a.yaml", "--host"]] * 2
 
 
 JOIN = """
@@ -80,11 +80,11 @@ def test_a_ray_cluster_inside_a_job_has_a_key_of_its_own_and_ends_with_it(
         port = s.getsockname()[1]
         s.close()
         ray = Path(sys.executable).with_name("ray")
-        found = outputs(
+        job_outputs = outputs(
             slurm, "ray.sbatch", tmp_path, f"--export=ALL,HOME={tmp_path},RAY_PORT={port}",
             rlsys=f"exec {sys.executable} {tmp_path}/join.py",
             ray=f'export RAY_TMPDIR={short}/"$SLURMD_NODENAME"; mkdir -p "$RAY_TMPDIR"; exec {ray} "$@"',
         )  # fmt: skip
-    assert found == [["2", "2"]], [log.read_text() for log in tmp_path.glob("*.log")]
+    assert job_outputs == [["2", "2"]], [log.read_text() for log in tmp_path.glob("*.log")]
     assert not slurm.job_processes()
     assert not (tmp_path / ".ray" / "auth_token").exists()

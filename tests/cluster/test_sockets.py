@@ -46,13 +46,13 @@ def test_every_socket_of_a_run_on_two_nodes(slurm: SlurmCluster, tmp_path: Path)
         wait_for_end(slurm, job, run)
     print(format_table(watch.seen, NODES))
     assert violations(watch.seen, table=NODES) == []
-    assert any("rlsys.engine.server" in one.command for one in watch.seen)
+    assert any("rlsys.engine.server" in entry.command for entry in watch.seen)
 
 
 def test_every_socket_of_a_run_with_a_ray_of_its_own(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     table = (*TABLE, *RAY)
     words = (f"run.dir={tmp_path / 'run'}", "launch.backend=ray", "trainer.steps=2", *TINY)
-    found, _ = run_and_watch("train", "configs/quickstart.yaml", *words)
-    print(format_table(found, table))
-    assert violations(found, table=table) == []
+    sockets, _ = run_and_watch("train", "configs/quickstart.yaml", *words)
+    print(format_table(sockets, table))
+    assert violations(sockets, table=table) == []

@@ -22,9 +22,9 @@ RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs/algorithms").gl
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_a_recipe_computes_on_the_device_what_it_computes_on_the_cpu(path: Path) -> None:
     algo, graded = AlgoSection.model_validate(read_layers(path).get("algo", {})), path.stem == "grpo_passk"
-    here = run(World(graded=graded, device="cuda"), algo, lambda rows: [rows])
-    there = run(World(graded=graded), algo, lambda rows: [rows])
-    assert here.loss == pytest.approx(there.loss, abs=1e-9)
-    assert here.metrics == pytest.approx(there.metrics, abs=1e-9)
-    for row, gradient in there.gradients.items():
-        torch.testing.assert_close(here.gradients[row], gradient, atol=1e-9, rtol=0)
+    device_outcome = run(World(graded=graded, device="cuda"), algo, lambda rows: [rows])
+    cpu_outcome = run(World(graded=graded), algo, lambda rows: [rows])
+    assert device_outcome.loss == pytest.approx(cpu_outcome.loss, abs=1e-9)
+    assert device_outcome.metrics == pytest.approx(cpu_outcome.metrics, abs=1e-9)
+    for row, gradient in cpu_outcome.gradients.items():
+        torch.testing.assert_close(device_outcome.gradients[row], gradient, atol=1e-9, rtol=0)

@@ -49,8 +49,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="module")
 def trainer(config: Config) -> Iterator[Trainer]:
-    with closing(Trainer(config)) as made:
-        yield made
+    with closing(Trainer(config)) as instance:
+        yield instance
 
 
 def test_log_probs_are_close_to_float32_on_the_cpu(trainer: Trainer, config: Config) -> None:
@@ -61,8 +61,8 @@ def test_log_probs_are_close_to_float32_on_the_cpu(trainer: Trainer, config: Con
     with torch.no_grad():
         logits = reference(torch.tensor([ids])).logits[0, :-1]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    seen = torch.tensor(trainer.canaries([ids])[0].logp)
-    assert (seen - expected).abs().mean() < 0.05  # bfloat16 carries 8 bits
+    logprobs = torch.tensor(trainer.canaries([ids])[0].logp)
+    assert (logprobs - expected).abs().mean() < 0.05  # bfloat16 carries 8 bits
 
 
 def test_a_push_over_cuda_ipc_is_attested_and_serves(
@@ -94,8 +94,8 @@ def test_a_push_over_cuda_ipc_is_attested_and_serves(
         sample = asyncio.run(body(url))
     assert sample.status in (Status.FINISHED, Status.TRUNCATED)
     assert sample.versions() == [1] * len(sample.response_ids)
-    theirs = trainer.canaries([[*PROMPT, *sample.response_ids]])[0].logp[len(PROMPT) - 1 :]
-    gaps = [abs(a - b) for a, b in zip(theirs, sample.mu, strict=True)]
+    trainer_logprobs = trainer.canaries([[*PROMPT, *sample.response_ids]])[0].logp[len(PROMPT) - 1 :]
+    gaps = [abs(a - b) for a, b in zip(trainer_logprobs, sample.mu, strict=True)]
     assert sum(gaps) / len(gaps) < 0.05
 
 

@@ -81,9 +81,9 @@ HOLDS: dict[str, Callable[[Found], bool]] = {
 @pytest.mark.parametrize("part", HOLDS)
 def test_a_part_of_the_drill(part: str, tmp_path: Path) -> None:
     command = [sys.executable, "bench/gpu.py", "--json", "--part", part, "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)[part]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
+    result = json.loads(process.stdout)[part]
     print(json.dumps(result))
     assert result["status"] == "ok", result
     assert HOLDS[part](result["figures"]), result

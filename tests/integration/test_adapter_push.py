@@ -35,9 +35,9 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer]
         folder, tmp_path / "run", weights={"method": "adapter"}, trainer={"lora": {"rank": 4, "alpha": 8}},
         engine={"extra_args": ["--skip-tokenizer-init"], "max_total_tokens": 4096},
     )  # fmt: skip
-    made = Trainer(config)
-    yield made
-    made.close()
+    instance = Trainer(config)
+    yield instance
+    instance.close()
 
 
 def test_a_push_moves_the_adapter_and_the_engine_computes_with_it(trainer: Trainer, tmp_path: Path) -> None:
@@ -51,23 +51,25 @@ def test_a_push_moves_the_adapter_and_the_engine_computes_with_it(trainer: Train
             router = Router(
                 [client], vocab_size=96, context_length=256, stop_ids=(), bounds=Bounds.of(config)
             )
-            seen = []
+            logprobs = []
             for version in (1, 2, 3):
                 engines = await begin_push(router, version)
                 if version == 3:
                     engines[0].holds = -1  # as if an earlier push had failed half-way
-                sent = await asyncio.to_thread(delivery.push, WeightUpdate(version, engines, SEQUENCES))
+                result = await asyncio.to_thread(delivery.push, WeightUpdate(version, engines, SEQUENCES))
                 canaries = await asyncio.to_thread(trainer.canaries, SEQUENCES)
-                metrics = await router.end_push(version, canaries, sent.digests, sent.excluded)
-                held = (await client.checksums())[0]
-                print(version, metrics, len(held), delivery.sent_bytes)
-                assert (metrics["push_tensors_equal"], metrics["push_tensors_unknown"]) == (len(held), 0)
+                metrics = await router.end_push(version, canaries, result.digests, result.excluded)
+                checksums = (await client.checksums())[0]
+                print(version, metrics, len(checksums), delivery.sent_bytes)
+                assert (metrics["push_tensors_equal"], metrics["push_tensors_unknown"]) == (len(checksums), 0)
                 assert metrics["push_canary_mean"] <= 1e-5
                 assert delivery.sent_bytes == 4 * numbers
-                seen.append(await client.token_logprobs(SEQUENCES[0]))
+                logprobs.append(await client.token_logprobs(SEQUENCES[0]))
                 cases.randomize_adapters(trainer)
-            assert max(abs(a - b) for a, b in zip(seen[0], seen[1], strict=True)) > 0.1, "another adapter"
-            assert seen[1] == pytest.approx(seen[2], abs=1e-6)
+            assert max(abs(a - b) for a, b in zip(logprobs[0], logprobs[1], strict=True)) > 0.1, (
+                "another adapter"
+            )
+            assert logprobs[1] == pytest.approx(logprobs[2], abs=1e-6)
 
     with running_engine(config, tmp_path) as url:
         asyncio.run(pushes(url))

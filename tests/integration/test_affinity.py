@@ -59,19 +59,20 @@ async def test_long_responses_leave_the_engine_that_is_bad_at_writing_and_long_p
 
             async def placed(first: int) -> list[Sample]:
                 work = mixed(first)
-                asked = (router.generate(s, max_response_tokens=n, temperature=1.0) for s, n in work)
+                generations = (router.generate(s, max_response_tokens=n, temperature=1.0) for s, n in work)
                 async with asyncio.timeout(300):
-                    return await asyncio.gather(*asked)
+                    return await asyncio.gather(*generations)
 
-            before = await placed(0)
+            samples_before = await placed(0)
             async with asyncio.timeout(60):
                 while any(
-                    told["prefill_tokens_per_s"] is None or told["decode_tokens_per_s"] is None
-                    for told in router.engine_metrics().values()
+                    engine_figures["prefill_tokens_per_s"] is None
+                    or engine_figures["decode_tokens_per_s"] is None
+                    for engine_figures in router.engine_metrics().values()
                 ):
                     await asyncio.sleep(0.05)
             figures = router.engine_metrics()
-            after = await placed(100)
+            samples_after = await placed(100)
             watch.cancel()
             with suppress(asyncio.CancelledError):
                 await watch
@@ -80,9 +81,9 @@ async def test_long_responses_leave_the_engine_that_is_bad_at_writing_and_long_p
         return sum(s.engine == slow for s in samples if len(s.prompt_ids) == prompt)
 
     print(
-        f"on the slow engine before: {on_slow(before, LONG)} long, {on_slow(before, SHORT)} short; "
-        f"after: {on_slow(after, LONG)} long, {on_slow(after, SHORT)} short; {figures}"
+        f"on the slow engine before: {on_slow(samples_before, LONG)} long, {on_slow(samples_before, SHORT)} short; "
+        f"after: {on_slow(samples_after, LONG)} long, {on_slow(samples_after, SHORT)} short; {figures}"
     )
     assert figures[slow]["decode_tokens_per_s"] < figures[engine]["decode_tokens_per_s"]  # type: ignore[operator]
-    assert on_slow(before, SHORT) >= EACH / 4, "nothing was known then"
-    assert on_slow(after, SHORT) <= 1 and on_slow(after, LONG) >= EACH / 4
+    assert on_slow(samples_before, SHORT) >= EACH / 4, "nothing was known then"
+    assert on_slow(samples_after, SHORT) <= 1 and on_slow(samples_after, LONG) >= EACH / 4

@@ -28,9 +28,9 @@ HOST = "rlsys.agents.host"
 
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[Session]:
-    made = Session(tmp_path / "run", *AGENT)
-    yield made
-    made.kill()
+    instance = Session(tmp_path / "run", *AGENT)
+    yield instance
+    instance.kill()
 
 
 def test_agents_outlive_the_death_of_every_role(session: Session, tmp_path: Path) -> None:
@@ -90,13 +90,13 @@ def parents_line(process: psutil.Process) -> list[str]:
 
 def kill(session: Session, chosen: Callable[[psutil.Process], bool]) -> None:
     """All of them, as soon as there is one."""
-    found: list[psutil.Process] = []
+    victims: list[psutil.Process] = []
 
     def there() -> bool:
-        found[:] = [p for p in session.processes() if chosen(p)]
-        return bool(found)
+        victims[:] = [p for p in session.processes() if chosen(p)]
+        return bool(victims)
 
     session.wait_for(there)
-    for process in found:
+    for process in victims:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

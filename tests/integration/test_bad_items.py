@@ -83,8 +83,8 @@ def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = ["trainer.steps=120", "trainer.token_budget=4096", "sft.params={guesses: 0}"]
     where = [f"model.path={folder}/model", f"run.dir={folder}/sft"]
     command = [*RLSYS, "sft", "examples/tools/sft.yaml", *where, *small]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
     return folder / "sft/model"
 
 
@@ -120,21 +120,21 @@ def write_rows(folder: Path, bad: list[str]) -> tuple[str, ...]:
     has to say of them."""
     step = [kind for i, kind in enumerate(bad) for kind in ([kind, ""] if i < GROUPS - 1 else [kind])] + [""]
     assert step.count("") == GROUPS
-    made = iter(sums(8 + (STEPS + 1) * len(step)))
-    held = [
-        *(next(made) for _ in range(6)),
-        spoilt(next(made), "too long"),
-        spoilt(next(made), "half an emoji"),
+    row_iterator = iter(sums(8 + (STEPS + 1) * len(step)))
+    eval_rows = [
+        *(next(row_iterator) for _ in range(6)),
+        spoilt(next(row_iterator), "too long"),
+        spoilt(next(row_iterator), "half an emoji"),
     ]
     kinds = step * (STEPS + 1)
-    plain = [next(made) for _ in kinds]
+    plain = [next(row_iterator) for _ in kinds]
     order = [spoilt(row, kind) if kind else row for row, kind in zip(plain, kinds, strict=True)]
     numbered = [{**row, "number": i} for i, row in enumerate(plain)]
-    source = source_of(folder, numbered, held)[0]  # the order depends on the number of rows alone
+    source = source_of(folder, numbered, eval_rows)[0]  # the order depends on the number of rows alone
     rows: list[dict[str, Any]] = [{} for _ in order]
     for index, row in enumerate(order):
         rows[source.train(index).entry["number"]] = row
-    source, overrides = source_of(folder, rows, held)
+    source, overrides = source_of(folder, rows, eval_rows)
     assert [source.train(i).entry.get("bad", "") for i in range(len(order))] == kinds
     return overrides
 
@@ -182,8 +182,8 @@ def test_a_run_outlives_one_item_of_each_bad_kind_a_step(
         count, expected = metrics.steps[-1][f"censored_samples_{cause}"], counted[cause]
         assert (STEPS - 1) * expected <= count <= (STEPS + 1) * expected, cause
     assert (STEPS - 1) * len(bad) <= ledger["censored"] <= (STEPS + 1) * len(bad)
-    found = RunReader(run).samples(SampleQuery(status="censored", limit=256))
-    reasons = [seen.sample.censor_reason or "" for seen in found]
+    records = RunReader(run).samples(SampleQuery(status="censored", limit=256))
+    reasons = [record.sample.censor_reason or "" for record in records]
     assert reasons and all(0 < len(reason) <= LONGEST_REASON for reason in reasons)
     assert any("rows.jsonl:" in reason and "half of a character" in reason for reason in reasons)
     check_observed(kind, [s for g in RunReader(run).groups("train_step = ?", STEPS) for s in g.samples])

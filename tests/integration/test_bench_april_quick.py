@@ -26,9 +26,9 @@ IN_THE_SUMMARY = {
 
 def test_the_quick_bench_has_every_figure() -> None:
     command = [sys.executable, "bench/april.py", "--json", "--quick", "--repeats", "1", "--only", *MODES]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    result = json.loads(ended.stdout)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-4000:]
+    result = json.loads(process.stdout)
     assert set(result["costs"]) == {"gpu-like", "cpu"}
     for modes in result["costs"].values():
         assert list(modes) == MODES

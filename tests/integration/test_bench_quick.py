@@ -21,21 +21,21 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def printed(script: str, *args: str) -> dict[str, Any]:
     command = [sys.executable, f"bench/{script}.py", *args]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    found: dict[str, Any] = json.loads(ended.stdout)
-    return found
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-4000:]
+    result: dict[str, Any] = json.loads(process.stdout)
+    return result
 
 
 def summary(script: str) -> dict[str, float | None]:
-    found: dict[str, float | None] = printed(script, "--json", "--quick")["summary"]
-    return found
+    figures: dict[str, float | None] = printed(script, "--json", "--quick")["summary"]
+    return figures
 
 
 def test_trainer() -> None:
-    found = summary("trainer")
-    assert found.keys() == {"ratio_to_bare_megatron", "real_token_share", "logprob_share"}
-    assert found["real_token_share"] == 1, "packing on one rank has no padding"
+    figures = summary("trainer")
+    assert figures.keys() == {"ratio_to_bare_megatron", "real_token_share", "logprob_share"}
+    assert figures["real_token_share"] == 1, "packing on one rank has no padding"
 
 
 @pytest.mark.slow
@@ -46,46 +46,46 @@ def test_weight_sync() -> None:
 
 
 def test_relay() -> None:
-    found = summary("relay")
-    assert found["receivers"] == 2 and found.keys() >= {"star_growth", "relay_growth"}
-    assert 0.5 < (found["relay_link_bytes_per_model_byte"] or 0) < 1.1, "to the first receiver alone"
-    assert (found["change_bfloat16"] or 1) < (found["change_float32"] or 1) < 0.6
+    figures = summary("relay")
+    assert figures["receivers"] == 2 and figures.keys() >= {"star_growth", "relay_growth"}
+    assert 0.5 < (figures["relay_link_bytes_per_model_byte"] or 0) < 1.1, "to the first receiver alone"
+    assert (figures["change_bfloat16"] or 1) < (figures["change_float32"] or 1) < 0.6
 
 
 def test_connections() -> None:
     servers = ("exporter", "commands")
-    found = printed("connections", "--json", "--quick", "--servers", *servers)
-    assert set(found["servers"]) == set(servers)
-    for cases in found["servers"].values():
+    result = printed("connections", "--json", "--quick", "--servers", *servers)
+    assert set(result["servers"]) == set(servers)
+    for cases in result["servers"].values():
         assert list(cases) == ["quiet", "idle", "slow_heads", "slow_bodies"]
         assert all(case["requests_per_second"] > 0 < case["p50_ms"] for case in cases.values())
-    assert found["summary"]["highest_failed"] < 1
+    assert result["summary"]["highest_failed"] < 1
 
 
 @pytest.mark.slow
 def test_router() -> None:
-    found = summary("router")
-    assert {name for name, value in found.items() if value is not None} >= {
+    figures = summary("router")
+    assert {name for name, value in figures.items() if value is not None} >= {
         "throughput_ratio_to_direct",
         "added_p50_ms",
         "requests_per_second",
     }
-    assert "sglang_router_added_p50_ms" in found
+    assert "sglang_router_added_p50_ms" in figures
 
 
 def test_share() -> None:
     """All bytes of a share of 16 are read, and become tokens of micro-batches."""
-    found = printed("share", "--json", "--quick")["summary"]
-    assert found["read_gb"] > 0
-    assert 0.8 < found["share_tokens"] / (256 * 200 / 16) < 1.2
+    figures = printed("share", "--json", "--quick")["summary"]
+    assert figures["read_gb"] > 0
+    assert 0.8 < figures["share_tokens"] / (256 * 200 / 16) < 1.2
 
 
 @pytest.mark.parametrize("routes", [(), ("--routes",)], ids=["tokens", "routes"])
 def test_scale(routes: tuple[str, ...]) -> None:
-    found = printed("scale", "--json", "--quick", *routes)["this"]
-    assert found["tokens"] > 5000 and found["rollout_us_per_token"] > 0
-    assert found["disk_bytes_per_token"] > 12, "ids and log-probs are kept"
-    assert (found["take_bytes_per_sample"] > 0) and (found["slots"] == 64)
+    figures = printed("scale", "--json", "--quick", *routes)["this"]
+    assert figures["tokens"] > 5000 and figures["rollout_us_per_token"] > 0
+    assert figures["disk_bytes_per_token"] > 12, "ids and log-probs are kept"
+    assert (figures["take_bytes_per_sample"] > 0) and (figures["slots"] == 64)
 
 
 def test_rehearse() -> None:
@@ -109,12 +109,12 @@ def test_plan_check(tmp_path: Path) -> None:
     file = tmp_path / "predictions" / "plan.json"
     predicted = printed("plan_check", "--predict", "--quick", "--out", str(file))
     assert predicted == json.loads(file.read_text())
-    found = printed("plan_check", "--measure", "--quick", "--out", str(file))
-    assert found["settings"].keys() == predicted["settings"].keys() == {predicted["best"]}
-    assert found["capacity"].keys() == predicted["capacity"].keys()
-    (setting,) = found["settings"].values()
+    measurements = printed("plan_check", "--measure", "--quick", "--out", str(file))
+    assert measurements["settings"].keys() == predicted["settings"].keys() == {predicted["best"]}
+    assert measurements["capacity"].keys() == predicted["capacity"].keys()
+    (setting,) = measurements["settings"].values()
     assert setting["forecast"] > 0 < setting["measured"]["median"]
-    assert found["summary"]["chosen_of_best"] == 1
+    assert measurements["summary"]["chosen_of_best"] == 1
 
 
 @pytest.mark.slow

@@ -21,9 +21,11 @@ def run(command: list[str], log: Path) -> tuple[int, str]:
     """Its exit code and what it said. Into a file: torch's shared-memory servers outlive the ranks that began them,
     as long as an engine has their memory open, and would keep a pipe from its end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT)}
-    with log.open("wb") as said:
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT)
-    return done.returncode, log.read_text(errors="replace")
+    with log.open("wb") as log_file:
+        process = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=log_file, stderr=subprocess.STDOUT
+        )
+    return process.returncode, log.read_text(errors="replace")
 
 
 def test_each_rank_gives_its_own_engine_rank_the_weights(tmp_path: Path) -> None:
@@ -33,11 +35,14 @@ def test_each_rank_gives_its_own_engine_rank_the_weights(tmp_path: Path) -> None
     config = config_of(model, tmp_path)
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    with running_engine(config, tmp_path / "one") as one, running_engine(config, tmp_path / "two") as two:
+    with (
+        running_engine(config, tmp_path / "one") as first_url,
+        running_engine(config, tmp_path / "two") as second_url,
+    ):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-        command += ["-m", "tests.helpers.push_cases", str(model), str(tmp_path), one, two]
-        code, said = run(command, tmp_path / "ranks.log")
-    assert code == 0, said[-4000:]
+        command += ["-m", "tests.helpers.push_cases", str(model), str(tmp_path), first_url, second_url]
+        code, output = run(command, tmp_path / "ranks.log")
+    assert code == 0, output[-4000:]
     ranks = [json.loads((tmp_path / f"rank-{i}.json").read_text()) for i in range(4)]
     print([{k: rank[k] for k in ("tcp", "memory", "model")} for rank in ranks], ranks[0]["metrics"])
     metrics = ranks[0]["metrics"]
@@ -56,9 +61,9 @@ def test_two_ranks_serve_one_engine_until_it_dies(tmp_path: Path) -> None:
     gather to the end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tests.helpers.memory_push", str(tmp_path)]
-    code, said = run(command, tmp_path / "ranks.log")
-    assert code == 0, said[-4000:]
+    code, output = run(command, tmp_path / "ranks.log")
+    assert code == 0, output[-4000:]
     first, second = (json.loads((tmp_path / f"rank-{i}.json").read_text()) for i in range(2))
     assert first["seen"] == [[0.0] * 3, [1.0] * 3]
     assert first["sent"] == second["sent"] == 4 * 12
-    assert "excluded from a weight update" in said
+    assert "excluded from a weight update" in output

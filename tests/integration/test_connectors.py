@@ -27,11 +27,13 @@ Turn = str | tuple[str, list[dict[str, Any]]]
 
 @asynccontextmanager
 async def services(connector: str, python: Path, **params: Any) -> AsyncIterator[Services]:
-    made = Services(ServiceParams(connector=connector, python=str(python), params=params), "generator_params")
+    instance = Services(
+        ServiceParams(connector=connector, python=str(python), params=params), "generator_params"
+    )
     try:
-        yield made
+        yield instance
     finally:
-        await made.close()
+        await instance.close()
 
 
 async def played(
@@ -48,9 +50,9 @@ async def played(
 
 def own(python: Path, program: str, *args: str) -> Any:
     """What the package itself says, in its venv."""
-    done = subprocess.run([str(python), "-c", program, *args], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run([str(python), "-c", program, *args], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 async def test_gymnasium() -> None:
@@ -70,15 +72,15 @@ print(json.dumps([seen, rewards]))
 """
     async with services(
         "gymnasium", python, id="FrozenLake-v1", kwargs={"is_slippery": True}, penalty=-0.5
-    ) as made:
+    ) as pool:
         for seed in range(4):
-            seen, rewards = own(python, program, str(seed))
+            observations, rewards = own(python, program, str(seed))
             turns = moves[: len(rewards) + (len(rewards) > 4)]
-            read, tools, steps = await played(made, {}, seed, turns)
+            read, tools, steps = await played(pool, {}, seed, turns)
             wrong = [s for s, move in zip(steps, turns, strict=True) if move == "no idea"]
             right = [s for s, move in zip(steps, turns, strict=True) if move != "no idea"]
-            assert [m["content"] for m in read] == [str(seen[0])] and not tools
-            assert [s["messages"][0]["content"] for s in right] == [str(s) for s in seen[1:]]
+            assert [m["content"] for m in read] == [str(observations[0])] and not tools
+            assert [s["messages"][0]["content"] for s in right] == [str(s) for s in observations[1:]]
             assert [[s["reward"], s["done"]] for s in right] == rewards
             assert all(s["reward"] == -0.5 and "Discrete(4)" in s["messages"][0]["content"] for s in wrong)
 
@@ -91,11 +93,11 @@ env = gymnasium.make("MountainCarContinuous-v0")
 env.reset(seed=3)
 print(json.dumps([float(env.step(numpy.array([0.5], dtype=numpy.float32))[1]) for _ in range(2)]))
 """
-    async with services("gymnasium", python, id="MountainCarContinuous-v0") as made:
-        _, _, steps = await played(made, {}, 3, ["push 0.5", "0.5"])
+    async with services("gymnasium", python, id="MountainCarContinuous-v0") as pool:
+        _, _, steps = await played(pool, {}, 3, ["push 0.5", "0.5"])
         assert [s["reward"] for s in steps] == own(python, program)
-    async with services("gymnasium", python, id="CartPole-v1", actions=["left", "right"]) as made:
-        _, _, steps = await played(made, {}, 0, ["right, no: left", "right"])
+    async with services("gymnasium", python, id="CartPole-v1", actions=["left", "right"]) as pool:
+        _, _, steps = await played(pool, {}, 0, ["right, no: left", "right"])
         assert [s["reward"] for s in steps] == [1.0, 1.0]
 
 
@@ -109,12 +111,12 @@ print(json.dumps([[e["question"], e["answer"], [data.score_answer(answer=a, entr
 """
     async with services(
         "reasoning_gym", python, dataset="spell_backward", params={"size": 8, "seed": 5}, turns=2
-    ) as made:
+    ) as pool:
         for item, (question, answer, (full, none)) in enumerate(own(python, program)):
-            read, _, steps = await played(made, {"item": item}, 0, ["<answer>x</answer>", answer])
+            read, _, steps = await played(pool, {"item": item}, 0, ["<answer>x</answer>", answer])
             assert read[0]["content"] == question
             assert [(s["reward"], s["done"]) for s in steps] == [(0.0, False), (full, True)]
-            _, _, steps = await played(made, {"item": item}, 0, ["x", "<answer>x</answer>"])
+            _, _, steps = await played(pool, {"item": item}, 0, ["x", "<answer>x</answer>"])
             assert [(s["reward"], s["done"]) for s in steps] == [(0.0, False), (none, True)]
 
 
@@ -125,19 +127,24 @@ def call(name: str, arguments: str) -> dict[str, Any]:
 async def test_mcp() -> None:
     python = venv("mcp", "mcp==2.3.0")
     command = [str(python), str(TOYS), "mcp_sums"]
-    async with services("mcp", python, command=command, reward_tool="judge", system="use add") as made:
+    async with services("mcp", python, command=command, reward_tool="judge", system="use add") as pool:
         task = {"question": "3+4", "answer": 7}
         add = (
             "",
             [call("add", '{"terms": [3, 4]}'), call("add", "{"), call("judge", "{}"), call("no", "{}")],
         )
-        read, tools, (told, ended) = await played(made, task, 0, [add, "7"])
+        read, tools, (first_step, last_step) = await played(pool, task, 0, [add, "7"])
         assert [m["role"] for m in read] == ["system", "user"] and read[1]["content"] == "3+4"
         assert [t["function"]["name"] for t in tools] == ["add"], "the judge is not the model's"
-        said = [m["content"] for m in told["messages"]]
-        assert said[0] == "7" and all(text.startswith("error") for text in said[1:])
-        assert (ended["reward"], ended["done"], told["reward"], told["done"]) == (1.0, True, 0.0, False)
-        _, _, (wrong,) = await played(made, task, 0, ["8"])
+        contents = [m["content"] for m in first_step["messages"]]
+        assert contents[0] == "7" and all(text.startswith("error") for text in contents[1:])
+        assert (last_step["reward"], last_step["done"], first_step["reward"], first_step["done"]) == (
+            1.0,
+            True,
+            0.0,
+            False,
+        )
+        _, _, (wrong,) = await played(pool, task, 0, ["8"])
         assert (wrong["reward"], wrong["done"]) == (0.0, True)
 
 
@@ -162,22 +169,22 @@ async def main():
     print(json.dumps([state["reward"], len(row["prompt"])]))
 asyncio.run(main())
 """
-    async with services("verifiers", python, load=f"{TOYS}:load_environment") as made:
-        for said in (["3"], ["5", "2", "3"], ["5", "6", "7"]):
-            read, _, steps = await played(made, {"example": 3}, 0, said)
-            reward, messages = own(python, program, json.dumps(said), "3")
+    async with services("verifiers", python, load=f"{TOYS}:load_environment") as pool:
+        for replies in (["3"], ["5", "2", "3"], ["5", "6", "7"]):
+            read, _, steps = await played(pool, {"example": 3}, 0, replies)
+            reward, messages = own(python, program, json.dumps(replies), "3")
             assert [m["role"] for m in read] == ["system", "user"] and len(read) == messages
-            assert [s["done"] for s in steps] == [False] * (len(said) - 1) + [True]
+            assert [s["done"] for s in steps] == [False] * (len(replies) - 1) + [True]
             assert [m["content"] for s in steps[:-1] for m in s["messages"]] == [
-                "lower" if int(text) > 3 else "higher" for text in said[:-1]
+                "lower" if int(text) > 3 else "higher" for text in replies[:-1]
             ]
             assert sum(s["reward"] for s in steps) == pytest.approx(reward, abs=1e-9)
 
 
 @contextlib.contextmanager
 def openenv_server(python: Path) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
     process = subprocess.Popen([str(python), str(TOYS), "openenv_echo", str(port)])
     try:
         while process.poll() is None:
@@ -202,14 +209,14 @@ with GenericEnvClient(base_url=sys.argv[1]).sync() as env:
 """
     with openenv_server(python) as url:
         first, steps = await asyncio.to_thread(own, python, program, url)
-        async with services("openenv", python, url=url, field="message", show="heard") as made:
-            read, _, found = await played(made, {}, 4, ["hello", "you"])
+        async with services("openenv", python, url=url, field="message", show="heard") as pool:
+            read, _, service_steps = await played(pool, {}, 4, ["hello", "you"])
             assert read[0]["content"] == first == "seed 4"
-            assert [[s["messages"][0]["content"], s["reward"], s["done"]] for s in found] == steps
-            both = await asyncio.gather(*(played(made, {}, 4, ["hello", "you"]) for _ in range(3)))
-            assert all(steps == found for _, _, steps in both)
-        async with services("openenv", python, url=url, penalty=-1.0) as made:
+            assert [[s["messages"][0]["content"], s["reward"], s["done"]] for s in service_steps] == steps
+            episodes = await asyncio.gather(*(played(pool, {}, 4, ["hello", "you"]) for _ in range(3)))
+            assert all(steps == service_steps for _, _, steps in episodes)
+        async with services("openenv", python, url=url, penalty=-1.0) as pool:
             _, _, (wrong, right) = await played(
-                made, {}, 4, ["hm", 'so <action>{"message": "hello"}</action>']
+                pool, {}, 4, ["hm", 'so <action>{"message": "hello"}</action>']
             )
             assert (wrong["reward"], right["reward"]) == (-1.0, 0.5)

@@ -36,11 +36,11 @@ def rank() -> None:
 
 def test_a_take_may_last_longer_than_the_data_groups_limit() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "-m", "tests.integration.test_control"], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(line for line in done.stdout.splitlines() if "took" in line) == [
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert sorted(line for line in process.stdout.splitlines() if "took" in line) == [
         f"rank {i} took" for i in range(2)
     ]
 

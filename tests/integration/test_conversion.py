@@ -72,17 +72,17 @@ def test_there_and_back_is_bit_equal_in_every_layout(family: str, tmp_path: Path
         save_file(original, model / "model.safetensors")
     has_experts = any("experts" in name for name in original)
     for i, layout in enumerate(EXPERTS if has_experts else DENSE):
-        there, back = tmp_path / f"megatron-{i}", tmp_path / f"hf-{i}"
-        done = hf_to_megatron(model, there, layout, quiet)
-        assert (done.tensors, done.elements) == (len(original), sum(t.numel() for t in original.values()))
-        files = {int(f.name.split("_")[2]) for f in there.glob("*.distcp")}
+        megatron_folder, back = tmp_path / f"megatron-{i}", tmp_path / f"hf-{i}"
+        result = hf_to_megatron(model, megatron_folder, layout, quiet)
+        assert (result.tensors, result.elements) == (len(original), sum(t.numel() for t in original.values()))
+        files = {int(f.name.split("_")[2]) for f in megatron_folder.glob("*.distcp")}
         assert max(files) < parallel(layout).world_size, "a file for a rank that the layout does not have"
         assert len(files) >= layout.get("tp", 1) * layout.get("pp", 1)
-        megatron_to_hf(there, back, quiet)
+        megatron_to_hf(megatron_folder, back, quiet)
         returned = tensors_of(back)
         assert returned.keys() == original.keys()
         assert all(torch.equal(returned[n], t) and returned[n].dtype == t.dtype for n, t in original.items())
-    assert verify(model, there, quiet).tensors == len(original)
+    assert verify(model, megatron_folder, quiet).tensors == len(original)
 
 
 CASES = {
@@ -105,25 +105,25 @@ CASES = {
 
 def test_every_layout_loads_the_same_model_and_trains_it_alike(tmp_path: Path) -> None:
     """From the folder and from a checkpoint that was converted for another layout."""
-    alone = {}
+    references = {}
     for family in CASES:
         folder = cases.write_model(tmp_path / family / "hf", family)
         layout = {"pp": 2} if family == "Qwen2ForCausalLM" else {"pp": 2, "ep": 4}
         hf_to_megatron(folder, tmp_path / family / "megatron", layout, quiet)
-        alone[family] = family_cases.measure(folder, tmp_path / "run", "")
+        references[family] = family_cases.measure(folder, tmp_path / "run", "")
     todo = [f"{family}:{case}" for family, some in CASES.items() for case in some]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
     command = [*torchrun, "-m", family_cases.__name__, str(tmp_path), *todo]
     subprocess.run(command, check=True, env=env)
-    seen = dict(json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines())
-    assert list(seen) == todo
-    for case, got in seen.items():
-        expected = alone[case.split(":")[0]]
-        assert got["weights"] == expected["weights"], case
-        for what, tolerance in (("logps", {"rtol": 0, "atol": 1e-5}), ("steps", {"rtol": 1e-5})):
-            a, b = torch.tensor(got[what]), torch.tensor(expected[what])
-            assert torch.allclose(a, b, **tolerance), f"{case}: {what} {a} {b}"
+    results = dict(json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines())
+    assert list(results) == todo
+    for case, result in results.items():
+        expected = references[case.split(":")[0]]
+        assert result["weights"] == expected["weights"], case
+        for field, tolerance in (("logps", {"rtol": 0, "atol": 1e-5}), ("steps", {"rtol": 1e-5})):
+            a, b = torch.tensor(result[field]), torch.tensor(expected[field])
+            assert torch.allclose(a, b, **tolerance), f"{case}: {field} {a} {b}"
 
 
 @pytest.fixture(scope="module")
@@ -186,10 +186,10 @@ def test_commands_tell_what_they_did(
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line of `rlsys convert ...`, which ends with 2."""
     assert rlsys(["convert", *argv]) == 2
-    said = capsys.readouterr().err
-    line = said.splitlines()[-1]
+    stderr = capsys.readouterr().err
+    line = stderr.splitlines()[-1]
     assert line.startswith("rlsys: error: ")
-    assert "Traceback" not in said
+    assert "Traceback" not in stderr
     return line
 
 
@@ -204,10 +204,10 @@ def test_a_layout_that_does_not_fit_is_refused(
 def test_an_existing_folder_is_not_touched(
     model: Path, converted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = sorted(f.stat().st_mtime_ns for f in converted.iterdir())
+    mtimes_before = sorted(f.stat().st_mtime_ns for f in converted.iterdir())
     argv = ["hf-to-megatron", "--hf", str(model), "--out", str(converted)]
     assert "exists already; expected a new folder" in refused(argv, capsys)
-    assert before == sorted(f.stat().st_mtime_ns for f in converted.iterdir())
+    assert mtimes_before == sorted(f.stat().st_mtime_ns for f in converted.iterdir())
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(
@@ -257,8 +257,8 @@ def test_damaged_and_foreign_models_are_named(
     (foreign / manifest.NAME).unlink()
     manifest.write(foreign, 0, None, {})
     line = refused([*to_hf, str(foreign)], capsys)
-    told = "another model: embedding.word_embeddings.weight has shape (96, 64), expected (96, 32)"
-    assert told in line
+    message = "another model: embedding.word_embeddings.weight has shape (96, 64), expected (96, 32)"
+    assert message in line
     assert "expected a Megatron checkpoint" in refused([*to_hf, str(model)], capsys)
     assert not (tmp_path / "out").exists()
 
@@ -292,8 +292,8 @@ def test_a_checkpoint_of_whole_numbers_is_refused(tmp_path: Path) -> None:
     hf_to_megatron(folder, checkpoint, {}, quiet)
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     key = "decoder.layers.self_attention.linear_proj.weight"
-    old = metadata.state_dict_metadata[key].properties
-    metadata.state_dict_metadata[key].properties = replace(old, dtype=torch.int8)
+    properties = metadata.state_dict_metadata[key].properties
+    metadata.state_dict_metadata[key].properties = replace(properties, dtype=torch.int8)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     (checkpoint / manifest.NAME).unlink()
     manifest.write(checkpoint, 0, None, {})

@@ -36,14 +36,14 @@ def test_a_critic_learns_alone_at_first_and_is_restored_exactly(tmp_path: Path) 
     assert not any("value" in name for name in policy)
     assert "output_layer.bias" in values
 
-    alone = cases.step(trainer, objective, cases.WARM_UP)
+    warm_up_metrics = cases.step(trainer, objective, cases.WARM_UP)
     assert same(weights(trainer), policy) and not same(weights(critic), values)
-    assert alone["critic_lr"] == 2e-3 and alone["critic_loss"] > 0
-    assert "loss" not in alone
+    assert warm_up_metrics["critic_lr"] == 2e-3 and warm_up_metrics["critic_loss"] > 0
+    assert "loss" not in warm_up_metrics
 
-    both = cases.step(trainer, objective, 2)
+    joint_metrics = cases.step(trainer, objective, 2)
     assert not same(weights(trainer), policy)
-    assert both["lr"] == 1e-3 and both["value_error"] < alone["value_error"]
+    assert joint_metrics["lr"] == 1e-3 and joint_metrics["value_error"] < warm_up_metrics["value_error"]
     # A step of size one without clip or drift: the policy's loss has no term of the critic.
     cases.save(trainer, objective, 2)
     expected, moved = cases.step(trainer, objective, 3), (weights(trainer), weights(critic))
@@ -70,13 +70,13 @@ def test_a_critic_is_the_same_in_every_layout(layouts: tuple[str, ...], tmp_path
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
     command = [*torchrun, "-m", cases.__name__, str(tmp_path), *layouts]
     subprocess.run(command, check=True, env=env, cwd=Path(__file__).parents[2])
-    seen = json.loads((tmp_path / "seen.json").read_text())
+    results = json.loads((tmp_path / "seen.json").read_text())
     wrong = [
-        (layout, n, name, value, got[n].get(name))
-        for layout, got in seen.items()
+        (layout, n, name, value, step_metrics[n].get(name))
+        for layout, step_metrics in results.items()
         for n in range(4)
         for name, value in expected[n].items()
-        if got[n].get(name) != pytest.approx(value, rel=5e-4, abs=5e-5)
+        if step_metrics[n].get(name) != pytest.approx(value, rel=5e-4, abs=5e-5)
     ]
-    assert tuple(seen) == layouts
+    assert tuple(results) == layouts
     assert not wrong

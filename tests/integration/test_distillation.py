@@ -46,8 +46,8 @@ def trainers() -> Iterator[list[Trainer]]:
 def start(
     folders: tuple[Path, Path], run: Path, open_ones: list[Trainer], loss: str = "distill", **teacher: Any
 ) -> Trainer:
-    policy, other = folders
-    algo = {"loss": [loss], "teacher": {"path": other, **teacher}}
+    policy, teacher_folder = folders
+    algo = {"loss": [loss], "teacher": {"path": teacher_folder, **teacher}}
     rollout = {"temperature": TEMPERATURE, "max_response_tokens": 64}
     trainer = Trainer(cases.config_of(policy, run, algo=algo, rollout=rollout, trainer={"grad_clip": 1e9}))
     open_ones.append(trainer)
@@ -94,12 +94,12 @@ def expected(
             )
         m = (1 - direction) * p + direction * q
         if direction == 1:
-            gap = p * (p / q).log()
+            divergence = p * (p / q).log()
         elif direction == 0:
-            gap = q * (q / p).log()
+            divergence = q * (q / p).log()
         else:
-            gap = direction * q * (q / m).log() + (1 - direction) * p * (p / m).log()
-        total, tokens = total + gap.sum(), tokens + len(gap)
+            divergence = direction * q * (q / m).log() + (1 - direction) * p * (p / m).log()
+        total, tokens = total + divergence.sum(), tokens + len(divergence)
     (total / tokens).backward()
     return float(total / tokens), {name: p.grad for name, p in policy.named_parameters()}
 
@@ -113,9 +113,9 @@ def test_divergence_and_gradient_are_those_of_transformers(
     trainer = start(folders, tmp_path / "run", trainers, top_k=top_k, direction=direction)
     loss, gradients = expected(folders, None if top_k == 96 else top_k, direction)
     assert update(trainer) == pytest.approx(loss, abs=2e-6, rel=1e-5)
-    found: dict[str, Any] = dict(trainer.named_parameters())
+    parameters: dict[str, Any] = dict(trainer.named_parameters())
     for entry in entries(trainer.hf):
-        gradient = found[entry.megatron.format(e=entry.expert)].main_grad
+        gradient = parameters[entry.megatron.format(e=entry.expert)].main_grad
         for key, part in zip(entry.hf, to_hf(entry.rule, gradient, trainer.hf), strict=True):
             assert torch.allclose(part, gradients[key], rtol=1e-4, atol=5e-6), key
 
@@ -130,8 +130,8 @@ def test_without_a_rest_value_and_gradient_are_those_of_transformers(
     log_p, log_q = both_log_softmax(folders)
     best = log_q.topk(5).indices
     p, q = (x.gather(1, best).clamp(min=-6.0) for x in (log_p, log_q))
-    gap = (q.exp() * (q - p)).sum(1).clamp(min=0)
-    assert update(trainer) == pytest.approx(float(gap.mean()), abs=2e-6, rel=1e-5)
+    divergence = (q.exp() * (q - p)).sum(1).clamp(min=0)
+    assert update(trainer) == pytest.approx(float(divergence.mean()), abs=2e-6, rel=1e-5)
 
 
 def test_a_teacher_of_the_sampled_token_alone(
@@ -153,9 +153,9 @@ def both_log_softmax(folders: tuple[Path, Path]) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         for sample in cases.samples():
             ids = [*map(int, sample.prompt_ids), *map(int, sample.response_ids)]
-            for model, found in zip(models, rows, strict=True):
-                found.append(log_softmax(model, ids)[len(sample.prompt_ids) - 1 :])
-    policy, teacher = (torch.cat(found) for found in rows)
+            for model, model_rows in zip(models, rows, strict=True):
+                model_rows.append(log_softmax(model, ids)[len(sample.prompt_ids) - 1 :])
+    policy, teacher = (torch.cat(model_rows) for model_rows in rows)
     return policy, teacher
 
 
@@ -172,9 +172,9 @@ def test_the_policy_comes_ten_times_nearer(
 def test_another_vocabulary_is_one_line(
     folders: tuple[Path, Path], tmp_path: Path, trainers: list[Trainer]
 ) -> None:
-    other = cases.write_model(tmp_path / "teacher", "Qwen3ForCausalLM", vocab_size=64)
+    teacher_folder = cases.write_model(tmp_path / "teacher", "Qwen3ForCausalLM", vocab_size=64)
     with pytest.raises(UserError, match=r"has 64 tokens, the policy 96; expected the same vocabulary"):
-        start((folders[0], other), tmp_path / "run", trainers)
+        start((folders[0], teacher_folder), tmp_path / "run", trainers)
 
 
 def test_a_teacher_that_is_not_there_is_told_before_anything_starts(
@@ -201,30 +201,30 @@ def test_each_sample_has_the_teacher_of_its_prompts_source(
     teachers = trainer.teacher
     assert isinstance(teachers, Teachers) and len(teachers.models) == 2
     sources = ["maths", "code", "sums", "chess", "", "code", "maths", "maths", "chess", "sums"]
-    places = [teachers.index_of(source) for source in sources]
-    assert places == [0, 1, 0, 1, 0, 1, 0, 0, 1, 0]
+    teacher_indices = [teachers.index_of(source) for source in sources]
+    assert teacher_indices == [0, 1, 0, 1, 0, 1, 0, 0, 1, 0]
     batch = trainer.passes.pack(cases.samples())
     for micro in batch:
-        micro.teachers = torch.tensor(places, dtype=torch.float32)
-    alone = [list(model.score(batch)) for model in teachers.models]
+        micro.teachers = torch.tensor(teacher_indices, dtype=torch.float32)
+    teacher_scores = [list(model.score(batch)) for model in teachers.models]
     teachers.score([batch])
-    seen = set()
+    used_indices = set()
     for i, micro in enumerate(batch):
         of_token = micro.expand(micro.teachers).long().tolist()
-        seen.update(of_token)
-        for t, place in enumerate(of_token):
-            own = alone[place][i]
+        used_indices.update(of_token)
+        for t, teacher_index in enumerate(of_token):
+            expected_scores = teacher_scores[teacher_index][i]
             assert micro.teacher_logp is not None and micro.teacher_ids is not None
-            assert own.logprobs is not None and own.ids is not None
-            assert torch.equal(micro.teacher_logp[t], own.logprobs[t]) and torch.equal(
-                micro.teacher_ids[t], own.ids[t]
+            assert expected_scores.logprobs is not None and expected_scores.ids is not None
+            assert torch.equal(micro.teacher_logp[t], expected_scores.logprobs[t]) and torch.equal(
+                micro.teacher_ids[t], expected_scores.ids[t]
             )
-    assert seen == {0, 1}
+    assert used_indices == {0, 1}
 
 
 def test_a_further_teacher_with_another_vocabulary_is_named(
     folders: tuple[Path, Path], tmp_path: Path, trainers: list[Trainer]
 ) -> None:
-    other = cases.write_model(tmp_path / "other", "Qwen3ForCausalLM", vocab_size=64)
+    teacher_folder = cases.write_model(tmp_path / "other", "Qwen3ForCausalLM", vocab_size=64)
     with pytest.raises(UserError, match=r"algo.teacher.by_source.code = .* has 64 tokens, the policy 96"):
-        start(folders, tmp_path / "run", trainers, by_source={"code": other})
+        start(folders, tmp_path / "run", trainers, by_source={"code": teacher_folder})

@@ -147,24 +147,24 @@ async def test_a_push_is_exact(method: str, engine_config: Config, engine: str, 
     config = engine_config.model_copy(update={"weights": weights, "run": run})
     async with stack(config, engine) as s:
         await s.push(0)
-        before = await s.generate(sample(1), 30)
+        sample_before = await s.generate(sample(1), 30)
         version, metrics = await s.push(1)
         assert await s.client.weight_version() == version
         assert metrics["push_canary_mean"] <= 1e-6
         assert metrics["push_canary_p999"] <= 1e-5
         assert (metrics["push_tensors_equal"], metrics["push_tensors_unknown"]) == (ENGINE_TENSORS, 0)
-        after = await s.generate(sample(1), 30)
-        assert after.response_ids != before.response_ids
-        assert after.versions() == [version] * len(after.response_ids)
-        expected = logprobs(1, [*PROMPT, *after.response_ids])[len(PROMPT) - 1 :]
-        assert worst_gap(after.mu, expected) <= 1e-5
-        assert after.cached_tokens == 0, "a push empties the cache"
+        sample_after = await s.generate(sample(1), 30)
+        assert sample_after.response_ids != sample_before.response_ids
+        assert sample_after.versions() == [version] * len(sample_after.response_ids)
+        expected = logprobs(1, [*PROMPT, *sample_after.response_ids])[len(PROMPT) - 1 :]
+        assert worst_gap(sample_after.mu, expected) <= 1e-5
+        assert sample_after.cached_tokens == 0, "a push empties the cache"
         assert s.bytes_sent >= sum(t.nbytes for _, t in tensors(1))
         version, _ = await s.push(1)
         again = await s.generate(sample(1), 30)
         assert (again.response_ids, again.versions()) == (
-            after.response_ids,
-            [version] * len(after.response_ids),
+            sample_after.response_ids,
+            [version] * len(sample_after.response_ids),
         )
         assert (s.bytes_sent == 0) == (method == "disk_delta"), "nothing has changed"
 
@@ -178,12 +178,12 @@ async def test_a_broadcast_goes_on_without_an_engine_that_dies_in_it(
     async with stack(config, engine) as s:
         version = next(s._versions)
         addresses = await begin_push(s.router, version)
-        with subprocess.Popen(peer, stdout=subprocess.PIPE, text=True) as other:
-            assert other.stdout is not None
-            dying = EngineAddress(f"http://127.0.0.1:{int(other.stdout.readline())}", 1)
+        with subprocess.Popen(peer, stdout=subprocess.PIPE, text=True) as peer_process:
+            assert peer_process.stdout is not None
+            dying = EngineAddress(f"http://127.0.0.1:{int(peer_process.stdout.readline())}", 1)
             ticket = WeightUpdate(version, [*addresses, dying], CANARIES)
             await asyncio.to_thread(s.sync.push, tensors(1), ticket)
-            assert other.wait() == 9
+            assert peer_process.wait() == 9
         await s.router.end_push(version, canaries(1))
         assert s.router.engine_states() == {engine: f"version {version}"}
 
@@ -197,25 +197,27 @@ async def test_an_engine_keeps_its_requests_through_a_push(
         s = Stack(engine_config, plain.client, how)
         first, _ = await s.push(0)
         unbroken = await s.generate(sample(1, seed=11), tokens=80)
-        kept = sample(2, seed=11)
+        in_flight_sample = sample(2, seed=11)
         await s.client.slow_down(SLOW)
-        task = asyncio.create_task(s.generate(kept, tokens=80))
-        await wait_until(lambda: len(kept.response_ids) >= 20, task)
+        task = asyncio.create_task(s.generate(in_flight_sample, tokens=80))
+        await wait_until(lambda: len(in_flight_sample.response_ids) >= 20, task)
         second, _ = await s.push(0)
-        assert kept.status is Status.IN_FLIGHT
-        await wait_until(lambda: len(kept.spans) > 1, task)
-        seen = [(v.version, v.start) for v in kept.spans]
+        assert in_flight_sample.status is Status.IN_FLIGHT
+        await wait_until(lambda: len(in_flight_sample.spans) > 1, task)
+        spans_before = [(v.version, v.start) for v in in_flight_sample.spans]
         await s.client.slow_down(None)
         await task
-        assert seen == [(v.version, v.start) for v in kept.spans], "no part of its stream mixes versions"
-        assert kept.response_ids == unbroken.response_ids
-        assert worst_gap(kept.mu, unbroken.mu) <= 1e-5
-        assert ([v.version for v in kept.spans], kept.resumes) == ([first, second], 0)
-        seam = len(PROMPT) + kept.spans[1].start - 1
-        assert kept.routes[0].start == seam
+        assert spans_before == [(v.version, v.start) for v in in_flight_sample.spans], (
+            "no part of its stream mixes versions"
+        )
+        assert in_flight_sample.response_ids == unbroken.response_ids
+        assert worst_gap(in_flight_sample.mu, unbroken.mu) <= 1e-5
+        assert ([v.version for v in in_flight_sample.spans], in_flight_sample.resumes) == ([first, second], 0)
+        seam = len(PROMPT) + in_flight_sample.spans[1].start - 1
+        assert in_flight_sample.routes[0].start == seam
         with SegmentReader(engine_run) as segments:
-            (after,) = load_with_routes(segments, kept).routes
-        assert routes(unbroken, engine_run)[seam * LAYERS * TOP_K :] == after.experts
+            (route_span,) = load_with_routes(segments, in_flight_sample).routes
+        assert routes(unbroken, engine_run)[seam * LAYERS * TOP_K :] == route_span.experts
         await s.router.interrupt()
         assert s.router.stats()["lost"] == 0
 
@@ -238,8 +240,8 @@ async def test_one_wrong_bit_in_one_tensor_is_found(engine_config: Config, engin
         return bits.view(torch.float32)
 
     async with stack(engine_config, engine) as s:
-        told = r"holds other values in 1 tensor\(s\), first: model.layers.1.mlp.experts.w2_weight"
-        with pytest.raises(RunError, match=told):
+        message = r"holds other values in 1 tensor\(s\), first: model.layers.1.mlp.experts.w2_weight"
+        with pytest.raises(RunError, match=message):
             await s.push(0, corrupt=flip)
         agreement = s.router._dispatcher.pool.engines[0].agreement
         assert agreement is not None
@@ -265,10 +267,10 @@ async def test_a_router_that_comes_after_another_counts_its_own_tokens(
         task.cancel()
     async with stack(engine_config, engine) as s:
         await s.push(0)
-        done = await s.generate(sample(2), 20)
+        final_sample = await s.generate(sample(2), 20)
         await s.router.interrupt()
         stats = s.router.stats()
-        assert stats["engine_tokens"] == len(done.response_ids) + len(CANARIES)
+        assert stats["engine_tokens"] == len(final_sample.response_ids) + len(CANARIES)
         assert stats["lost"] == 0
 
 
@@ -286,24 +288,24 @@ async def test_no_faulty_push_is_attested(engine_config: Config, engine: str) ->
         faulty[f"without {name}"] = {n: t for n, t in new.items() if n != name}
         faulty[f"old {name}"] = {**new, name: old[name]}
     first, second = (f"model.layers.1.mlp.experts.{e}." for e in (0, 1))
-    others = {n.replace(second, first): t for n, t in new.items() if second in n}
-    others |= {n.replace(first, second): t for n, t in new.items() if first in n}
-    faulty["experts swapped"] = {**new, **others}
+    swapped_experts = {n.replace(second, first): t for n, t in new.items() if second in n}
+    swapped_experts |= {n.replace(first, second): t for n, t in new.items() if first in n}
+    faulty["experts swapped"] = {**new, **swapped_experts}
     attested = []
-    for fault, sent in faulty.items():
+    for fault, fault_tensors in faulty.items():
         async with stack(engine_config, engine) as s:
-            for expected, got in ((old, old), (new, sent)):
+            for expected, pushed_tensors in ((old, old), (new, fault_tensors)):
                 version = next(s._versions)
                 ticket = WeightUpdate(version, await begin_push(s.router, version), [])
                 sums = EngineChecksums(HFConfig.read(engine_config.model.path), 1)
                 for _ in sums.watch(expected.items()):
                     pass
-                await asyncio.to_thread(s.sync.push, got.items(), ticket)
+                await asyncio.to_thread(s.sync.push, pushed_tensors.items(), ticket)
                 try:
                     await s.router.end_push(version, [], sums.digests())
                     raise_if_all_quarantined(s.router, version)
                 except RunError as e:
-                    assert got is sent and "holds other values" in str(e)
+                    assert pushed_tensors is fault_tensors and "holds other values" in str(e)
                     break
             else:
                 attested.append(fault)

@@ -26,18 +26,18 @@ CONFIGS = sorted(
 def resolved() -> dict[str, dict[str, Any]]:
     command = [sys.executable, "-m", "tests.helpers.faked_h100", *map(str, CONFIGS)]
     environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "SGLANG_PLATFORM": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(answers) == len(CONFIGS), done.stderr[-3000:]
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    answers = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
+    assert len(answers) == len(CONFIGS), process.stderr[-3000:]
     return {answer["config"]: answer for answer in answers}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_sglang_takes_the_command_line(path: Any, resolved: dict[str, dict[str, Any]]) -> None:
-    config, seen = load_config(path), resolved[path.stem]
-    assert "error" not in seen
-    assert seen["tp_size"] == config.engine.tp
-    assert seen["max_total_tokens"] == config.fixed_pool_tokens
-    assert seen["enable_memory_saver"] == config.launch.release_memory
+    config, server_args = load_config(path), resolved[path.stem]
+    assert "error" not in server_args
+    assert server_args["tp_size"] == config.engine.tp
+    assert server_args["max_total_tokens"] == config.fixed_pool_tokens
+    assert server_args["enable_memory_saver"] == config.launch.release_memory
     if config.model.dtype == "float32":
-        assert seen["attention_backend"] == "triton", "FlashAttention 3 refuses float32"
+        assert server_args["attention_backend"] == "triton", "FlashAttention 3 refuses float32"

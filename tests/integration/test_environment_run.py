@@ -35,9 +35,9 @@ OVERRIDES = {
 
 @pytest.fixture(params=sorted(OVERRIDES))
 def session(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Session]:
-    made = Session(tmp_path / "run", *OVERRIDES[request.param], f"trainer.steps={STEPS}")
-    yield made
-    made.kill()
+    instance = Session(tmp_path / "run", *OVERRIDES[request.param], f"trainer.steps={STEPS}")
+    yield instance
+    instance.kill()
 
 
 def test_an_environment_outlives_the_death_of_every_role(

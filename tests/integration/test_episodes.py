@@ -25,21 +25,21 @@ RECIPES = {
 
 
 def test_a_rollout_that_is_split_into_sequences_gives_the_same_gradient(tmp_path: Path) -> None:
-    whole = cases.single_rewards(cases.recorded())
-    parts = replace(whole, groups=split_groups(whole.groups))
+    unsplit_batch = cases.single_rewards(cases.recorded())
+    parts = replace(unsplit_batch, groups=split_groups(unsplit_batch.groups))
     assert sum(len(s.extra_sequences) for g in parts.groups for s in g.samples) > 10
     config = cases.config_of(None, tmp_path / "run")
     trainer = Trainer(config, frozenset({"old"}))
     try:
         for name, overrides in RECIPES.items():
             objective = Objective(cases.config_of(None, tmp_path / "run", *overrides).algo)
-            plans = [objective.plan(sample_table(t.groups, t.train_step, ())) for t in (whole, parts)]
+            plans = [objective.plan(sample_table(t.groups, t.train_step, ())) for t in (unsplit_batch, parts)]
             assert plans[0].denominator == plans[1].denominator, name
-            (loss, expected, _), (split_loss, found, _) = (
-                gradients(trainer, objective, t) for t in (whole, parts)
+            (loss, expected, _), (split_loss, split_gradient, _) = (
+                gradients(trainer, objective, t) for t in (unsplit_batch, parts)
             )
             assert loss == pytest.approx(split_loss, abs=1e-6), name
             assert float(expected.abs().max()) > 0
-            assert float((expected - found).abs().max()) <= 1e-6, (name, float(expected.abs().max()))
+            assert float((expected - split_gradient).abs().max()) <= 1e-6, (name, float(expected.abs().max()))
     finally:
         trainer.close()

@@ -44,8 +44,8 @@ def test_an_example_trains(name: str, tmp_path: Path) -> None:
         *SMALL,
         f"run.dir={tmp_path}/run",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
     steps = read_metrics(tmp_path / "run").steps
     assert [s["step"] for s in steps] == [1, 2]
     assert all(s["lost"] == 0 and s["reward_failed"] == 0 for s in steps)
@@ -55,16 +55,16 @@ def test_what_new_writes_can_be_tried_tested_and_trained(tmp_path: Path) -> None
     def rlsys(*words: str) -> str:
         command = [sys.executable, "-m", "rlsys.cli.main", *words]
         env = os.environ | {"PYTHONPATH": python_path(ROOT)}
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
+        process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr[-3000:]
+        return process.stdout
 
     rlsys("new", "mine")
-    found = json.loads(rlsys("try", "mine/config.yaml", "--json"))
-    assert [len(entry["samples"]) for entry in found] == [SAMPLES] * PROMPTS
-    rewards = {sample["reward"] for entry in found for sample in entry["samples"]}
+    entries = json.loads(rlsys("try", "mine/config.yaml", "--json"))
+    assert [len(entry["samples"]) for entry in entries] == [SAMPLES] * PROMPTS
+    rewards = {sample["reward"] for entry in entries for sample in entry["samples"]}
     assert rewards == {0, 1}, "the model guesses some and works some out"
-    assert all("<answer>" in sample["text"] for entry in found for sample in entry["samples"])
+    assert all("<answer>" in sample["text"] for entry in entries for sample in entry["samples"])
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "mine"]
     subprocess.run(tests, cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path(ROOT)}, check=True)
     rlsys("train", "mine/config.yaml", *SMALL)
@@ -94,7 +94,7 @@ def test_a_wheel_trains_a_shipped_config_by_its_name(tmp_path: Path) -> None:
     )
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     command = [str(venv / "bin" / "rlsys"), "train", "quickstart", *SMALL]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
     assert str(ROOT) not in (tmp_path / "runs" / "quickstart" / "config.yaml").read_text()
     assert read_metrics(tmp_path / "runs" / "quickstart").last_step == 2

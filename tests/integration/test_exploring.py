@@ -26,7 +26,7 @@ def test_groups_are_sized_and_a_dead_pool_leaves_the_run_going(tmp_path: Path) -
     )  # fmt: skip
     try:
         session.wait_for(lambda: step_lines(run) >= 4)
-        url = next(url for url, told in engines(run).items() if told["pool"] == "scouts")
+        url = next(url for url, engine_figures in engines(run).items() if engine_figures["pool"] == "scouts")
         scout = engine_process(url)
         assert scout is not None
         for process in [*scout.children(recursive=True), scout]:

@@ -83,8 +83,8 @@ def rlsys(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_transport_and_a_group_policy_of_a_test_train(tmp_path: Path) -> None:
     small = ("trainer.steps=2", "rollout.groups_per_step=4", "eval.prompts=4", "engine.start_timeout=300")
-    done = rlsys(tmp_path, "train", *small)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = rlsys(tmp_path, "train", *small)
+    assert process.returncode == 0, process.stderr[-3000:]
     steps = read_metrics(tmp_path / "run").steps
     assert [s["step"] for s in steps] == [1, 2]
     for step in steps:
@@ -105,6 +105,6 @@ def test_a_transport_and_a_group_policy_of_a_test_train(tmp_path: Path) -> None:
 def test_a_transport_that_cannot_work_is_refused_before_the_start(
     overrides: list[str], told: str, tmp_path: Path
 ) -> None:
-    done = rlsys(tmp_path, "explain", *(word.replace("TMP", str(tmp_path)) for word in overrides))
-    assert done.returncode == 2, done.stdout[-2000:]
-    assert re.search(told, done.stderr), done.stderr
+    process = rlsys(tmp_path, "explain", *(word.replace("TMP", str(tmp_path)) for word in overrides))
+    assert process.returncode == 2, process.stdout[-2000:]
+    assert re.search(told, process.stderr), process.stderr

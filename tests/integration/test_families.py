@@ -50,13 +50,13 @@ def reference(folder: Path, gradients: Path) -> Tensor:
     for ids in SEQUENCES:
         logits = model(torch.tensor([ids])).logits[0, :-1]
         logps.append(logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
-    found = torch.cat(logps)
-    (-found.sum()).backward()
+    logprobs = torch.cat(logps)
+    (-logprobs.sum()).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
     tiny.save(model, gradients)
-    return found.detach()
+    return logprobs.detach()
 
 
 def gradients_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -91,28 +91,29 @@ def test_log_probs_and_gradients_are_those_of_transformers(
     folder = tiny.write(tmp_path / "model", TINY[family])
     expected = reference(folder, tmp_path / "gradients")
     trainer = start(folder)
-    found = torch.tensor([logp for canary in trainer.canaries(SEQUENCES) for logp in canary.logp])
-    gap = float((found - expected).abs().max())
+    logprobs = torch.tensor([logp for canary in trainer.canaries(SEQUENCES) for logp in canary.logp])
+    logprob_error = float((logprobs - expected).abs().max())
     trainer.export_hf(tmp_path / "exported")
     files = [HFTensors(tmp_path / name, trainer.hf) for name in ("model", "exported", "gradients")]
     original, exported, gradients = files
-    mine = tmp_path / "mine"
-    write_hf(mine, folder, gradients_of(trainer).items())
-    computed = HFTensors(mine, trainer.hf)
+    gradient_folder = tmp_path / "mine"
+    write_hf(gradient_folder, folder, gradients_of(trainer).items())
+    computed = HFTensors(gradient_folder, trainer.hf)
     cosines, sizes = {}, {}
     for entry in entries(trainer.hf):
         for name in entry.hf:
             assert torch.equal(original.read(name), exported.read(name)), name
             if entry.megatron.endswith(EXPERT_BIAS):  # no gradient reaches it
                 continue
-            theirs, ours = gradients.read(name), computed.read(name)
-            cosines[name] = cosine(ours, theirs)
-            sizes[name] = float(ours.norm() / theirs.norm()) if theirs.any() else 1.0
+            hf_gradient, trainer_gradient = gradients.read(name), computed.read(name)
+            cosines[name] = cosine(trainer_gradient, hf_gradient)
+            sizes[name] = float(trainer_gradient.norm() / hf_gradient.norm()) if hf_gradient.any() else 1.0
     worst = min(cosines, key=lambda name: cosines[name])
     print(
-        f"{family}: log-probs {gap:.1e}, {len(cosines)} gradients, least cosine {cosines[worst]:.7f} ({worst})"
+        f"{family}: log-probs {logprob_error:.1e}, {len(cosines)} gradients, "
+        f"least cosine {cosines[worst]:.7f} ({worst})"
     )
-    assert gap <= LOGPS
+    assert logprob_error <= LOGPS
     assert cosines[worst] >= COSINE, worst
     assert all(size == pytest.approx(1, rel=1e-3) for size in sizes.values()), sizes
 
@@ -129,9 +130,9 @@ def test_a_folder_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     hf_to_megatron(folder, tmp_path / "megatron", layout, lambda *_: None)
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", lambda *_: None)
     assert verify(folder, tmp_path / "back", lambda *_: None).tensors
-    before, after = tensors_of(folder), tensors_of(tmp_path / "back")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    tensors_before, tensors_after = tensors_of(folder), tensors_of(tmp_path / "back")
+    assert tensors_before.keys() == tensors_after.keys()
+    assert all(torch.equal(tensors_before[name], tensors_after[name]) for name in tensors_before)
 
 
 def test_layers_for_multi_token_prediction_go_along(tmp_path: Path, start: Callable[..., Trainer]) -> None:
@@ -140,21 +141,23 @@ def test_layers_for_multi_token_prediction_go_along(tmp_path: Path, start: Calla
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "num_nextn_predict_layers": 1}))
     tensors = tensors_of(folder)
-    more = {
+    mtp_tensors = {
         "model.layers.4.eh_proj.weight": torch.randn(64, 128),
         "model.layers.4.enorm.weight": torch.ones(64),
     }
-    save_file(tensors | more, folder / "model.safetensors")
-    there = tmp_path / "megatron"
-    done = hf_to_megatron(folder, there, {"ep": 2}, lambda *_: None)
-    assert (done.tensors, done.carried) == (len(tensors), 2)
-    megatron_to_hf(there, tmp_path / "back", lambda *_: None)
-    for name, source in (("folder", folder), ("checkpoint", there)):
+    save_file(tensors | mtp_tensors, folder / "model.safetensors")
+    megatron_folder = tmp_path / "megatron"
+    result = hf_to_megatron(folder, megatron_folder, {"ep": 2}, lambda *_: None)
+    assert (result.tensors, result.carried) == (len(tensors), 2)
+    megatron_to_hf(megatron_folder, tmp_path / "back", lambda *_: None)
+    for name, source in (("folder", folder), ("checkpoint", megatron_folder)):
         start(source).export_hf(tmp_path / name)
     for name in ("back", "folder", "checkpoint"):
-        found = tensors_of(tmp_path / name)
-        assert found.keys() == (tensors | more).keys()
-        assert all(torch.equal(found[key], tensor) for key, tensor in (tensors | more).items())
+        exported_tensors = tensors_of(tmp_path / name)
+        assert exported_tensors.keys() == (tensors | mtp_tensors).keys()
+        assert all(
+            torch.equal(exported_tensors[key], tensor) for key, tensor in (tensors | mtp_tensors).items()
+        )
 
 
 def test_a_group_is_worth_its_best_experts() -> None:

@@ -46,8 +46,8 @@ def test_three_steps_replay_the_engines_experts(family: str, tmp_path: Path) -> 
         "data.reward=tests.helpers.length_reward:shorter",
     )
     steps = read_metrics(run).steps
-    told = ("grad_norm", "mismatch_mean", "replay_share")
-    print(family, [{name: step.get(name) for name in told} for step in steps])
+    metric_names = ("grad_norm", "mismatch_mean", "replay_share")
+    print(family, [{name: step.get(name) for name in metric_names} for step in steps])
     assert len(steps) == 3
     for step in steps:
         assert step["push_tensors_unknown"] == 0
@@ -55,14 +55,16 @@ def test_three_steps_replay_the_engines_experts(family: str, tmp_path: Path) -> 
         assert step["mismatch_mean"] < 2e-5
     assert any(step["grad_norm"] > 0 for step in steps)
     checked_ledger(run)
-    before, after = (
+    tensors_before, tensors_after = (
         load_file(path / "model.safetensors") for path in (folder, run / "exports" / "step-000003")
     )
-    assert before.keys() == after.keys()
-    same = {name for name in before if torch.equal(before[name], after[name])}
-    tower = {name for name in before if ".visual." in name}
-    assert tower <= same
-    assert len(same - tower) < len(before) / 4, "the others were trained"
+    assert tensors_before.keys() == tensors_after.keys()
+    unchanged_names = {
+        name for name in tensors_before if torch.equal(tensors_before[name], tensors_after[name])
+    }
+    tower = {name for name in tensors_before if ".visual." in name}
+    assert tower <= unchanged_names
+    assert len(unchanged_names - tower) < len(tensors_before) / 4, "the others were trained"
     assert json.loads((run / "exports" / "step-000003" / "config.json").read_text())["architectures"] == [
         tiny.TINY[family].architecture
     ]
@@ -81,11 +83,11 @@ PUBLISHED = {
 def test_a_folder_as_published_is_served_as_it_is_trained(family: str, tmp_path: Path) -> None:
     """With the makers' tokenizer, template, stop ids and files: an engine samples, and the trainer's log-probs of the
     same tokens are the engine's."""
-    one, run = published_families.FAMILIES[family], tmp_path / "run"
-    folder = published_families.write(tmp_path / "model", one)
+    spec, run = published_families.FAMILIES[family], tmp_path / "run"
+    folder = published_families.write(tmp_path / "model", spec)
     train_locally(
         run, *SYNCHRONOUS, *REPLAYED, "parallel.ep=1", "trainer.steps=1", "eval.prompts=0", f"model.path={folder}",
-        f"model.trust_remote_code={str(one.form in CODE_FORMS).lower()}", "rollout.max_response_tokens=32",
+        f"model.trust_remote_code={str(spec.form in CODE_FORMS).lower()}", "rollout.max_response_tokens=32",
         "data.reward=tests.helpers.length_reward:shorter",
     )  # fmt: skip
     (step,) = read_metrics(run).steps

@@ -97,7 +97,7 @@ def test_a_run_survives_deaths_and_stops(start: Callable[[int], Session], tmp_pa
 )
 def test_a_role_that_cannot_start_is_one_line(tmp_path: Path, override: str, code: int, told: str) -> None:
     command = [*RLSYS, "train", "configs/quickstart.yaml", f"run.dir={tmp_path}/run", override]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    assert told in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == code, process.stderr
+    assert told in process.stderr.splitlines()[-1]
+    assert "Traceback" not in process.stderr

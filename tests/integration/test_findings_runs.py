@@ -37,12 +37,12 @@ def test_world_12a_changed_data_is_refused_at_the_start(tmp_path: Path) -> None:
 
 def test_pretrained_s4_the_answers_of_an_evaluation_are_kept(tmp_path: Path) -> None:
     overrides = (f"run.dir={tmp_path}/run", *SHORT, "eval.prompts=2")
-    done = rlsys("eval", "quickstart", *overrides)
-    if done.returncode:
-        pytest.fail(done.stderr)
+    eval_process = rlsys("eval", "quickstart", *overrides)
+    if eval_process.returncode:
+        pytest.fail(eval_process.stderr)
     folder = next(path.parent for path in sorted(tmp_path.rglob("metrics.jsonl")))
-    shown = rlsys("samples", str(folder))
-    assert shown.returncode == 0, shown.stderr
+    samples_process = rlsys("samples", str(folder))
+    assert samples_process.returncode == 0, samples_process.stderr
 
 
 def test_pretrained_s5_a_stopped_run_tells_from_which_step_it_goes_on(tmp_path: Path) -> None:
@@ -55,6 +55,6 @@ def test_pretrained_s5_a_stopped_run_tells_from_which_step_it_goes_on(tmp_path: 
         while steps_done(run) < 1 and p.poll() is None:
             time.sleep(0.2)
         p.send_signal(signal.SIGTERM)
-        said = p.communicate(timeout=300)[1]
-    last = [line for line in said.splitlines() if line.startswith("rlsys: error:")][-1:]
-    assert last and "step" in last[0], said[-2000:]
+        stderr = p.communicate(timeout=300)[1]
+    last = [line for line in stderr.splitlines() if line.startswith("rlsys: error:")][-1:]
+    assert last and "step" in last[0], stderr[-2000:]

@@ -22,16 +22,16 @@ async def test_security_a20_a_greedy_request_beside_changes_no_seeded_sample(eng
         async def ids(**sampling: Any) -> list[int]:
             body = {"input_ids": PROMPT, "sampling_params": {"temperature": 1.0, **sampling}}
             async with session.post(f"{engine}/generate", json=body) as answer:
-                found: list[int] = (await answer.json())["output_ids"]
-                return found
+                output_ids: list[int] = (await answer.json())["output_ids"]
+                return output_ids
 
         async def samples() -> list[list[int]]:
             return await asyncio.gather(*(ids(max_new_tokens=40, sampling_seed=seed) for seed in SEEDS))
 
-        alone = await samples()
-        assert await samples() == alone
-        beside = asyncio.create_task(ids(max_new_tokens=200, temperature=0.0, ignore_eos=True))
+        reference = await samples()
+        assert await samples() == reference
+        greedy_task = asyncio.create_task(ids(max_new_tokens=200, temperature=0.0, ignore_eos=True))
         try:
-            assert await samples() == alone
+            assert await samples() == reference
         finally:
-            await beside
+            await greedy_task

@@ -40,12 +40,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
 
 def reference(folder: Path) -> Tensor:
     """Log-probs of SEQUENCES by transformers, in float32."""
-    model, found = tiny.load(folder), []
+    model, logprobs = tiny.load(folder), []
     with torch.no_grad():
         for ids in SEQUENCES:
             logp = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-            found.append(logp.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
-    return torch.cat(found)
+            logprobs.append(logp.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+    return torch.cat(logprobs)
 
 
 # -- S5: one expert a token ----------------------------------------------------------------------------------
@@ -86,9 +86,9 @@ def test_trainer_inputs_s5_one_expert_a_token_is_right_or_refused_by_name(
     except ValueError as fault:
         setup.leave_layout()
         raise AssertionError(f"ends in a traceback: ValueError: {fault}") from None
-    found = torch.tensor([x for c in trainer.canaries(SEQUENCES) for x in c.logp])
-    gap = float((found - reference(folder)).abs().max())
-    assert gap < LOGPS, f"{gap:.3g} nats from transformers"
+    logprobs = torch.tensor([x for c in trainer.canaries(SEQUENCES) for x in c.logp])
+    logprob_error = float((logprobs - reference(folder)).abs().max())
+    assert logprob_error < LOGPS, f"{logprob_error:.3g} nats from transformers"
 
 
 def test_trainer_inputs_s5_control_plain_softmax_of_one_expert_is_right(
@@ -97,8 +97,8 @@ def test_trainer_inputs_s5_control_plain_softmax_of_one_expert_is_right(
     folder = cases.write_model(
         tmp_path / "model", "Qwen3MoeForCausalLM", num_experts_per_tok=1, norm_topk_prob=False
     )
-    found = torch.tensor([x for c in start(folder).canaries(SEQUENCES) for x in c.logp])
-    assert float((found - reference(folder)).abs().max()) < LOGPS
+    logprobs = torch.tensor([x for c in start(folder).canaries(SEQUENCES) for x in c.logp])
+    assert float((logprobs - reference(folder)).abs().max()) < LOGPS
 
 
 # -- M1: parts of size 0 -------------------------------------------------------------------------------------
@@ -119,8 +119,8 @@ def test_trainer_inputs_m1_a_model_without_shared_experts_is_transformers(
     """transformers writes tensors of size 0, and a gate for them where the family has one. Its HY-V3 has one shared
     expert, whatever the file says."""
     folder = cases.write_model(tmp_path / "model", architecture, **{field: 0})
-    found = torch.tensor([x for c in start(folder).canaries(SEQUENCES) for x in c.logp])
-    assert float((found - reference(folder)).abs().max()) < LOGPS
+    logprobs = torch.tensor([x for c in start(folder).canaries(SEQUENCES) for x in c.logp])
+    assert float((logprobs - reference(folder)).abs().max()) < LOGPS
 
 
 # -- S6: routes that no router can have chosen ---------------------------------------------------------------
@@ -196,15 +196,15 @@ def expert_biases(trainer: Trainer) -> dict[str, Tensor]:
 def test_trainer_inputs_s7_control_copies_leave_the_objective(
     model: Path, start: Callable[..., Trainer]
 ) -> None:
-    alone, filled = (update_of_three(start(model), bins) for bins in (1, 8))
-    assert filled.loss == pytest.approx(alone.loss, rel=1e-5)
-    assert filled.grad_norm == pytest.approx(alone.grad_norm, rel=1e-4)
+    one_bin, filled = (update_of_three(start(model), bins) for bins in (1, 8))
+    assert filled.loss == pytest.approx(one_bin.loss, rel=1e-5)
+    assert filled.grad_norm == pytest.approx(one_bin.grad_norm, rel=1e-4)
 
 
 def test_trainer_inputs_s7_copies_leave_the_load_figures(model: Path, start: Callable[..., Trainer]) -> None:
-    alone, filled = (update_of_three(start(model), bins) for bins in (1, 8))
+    one_bin, filled = (update_of_three(start(model), bins) for bins in (1, 8))
     names = ("expert_load_max", "expert_idle_share")
-    assert [filled.routing[n] for n in names] == pytest.approx([alone.routing[n] for n in names], abs=1e-9)
+    assert [filled.routing[n] for n in names] == pytest.approx([one_bin.routing[n] for n in names], abs=1e-9)
 
 
 def test_trainer_inputs_s7_copies_leave_the_gradient_of_the_balance_loss(
@@ -221,13 +221,13 @@ def test_trainer_inputs_s7_copies_move_no_experts_bias(tmp_path: Path, start: Ca
     moved = []
     for bins in (1, 8):
         trainer = start(folder, trainer={"balance_rate": 0.01})
-        before = expert_biases(trainer)
+        biases_before = expert_biases(trainer)
         update_of_three(trainer, bins)
-        moved.append({n: t - before[n] for n, t in expert_biases(trainer).items()})
+        moved.append({n: t - biases_before[n] for n, t in expert_biases(trainer).items()})
     assert moved[0] and any(t.any() for t in moved[0].values())
-    other = sum(int((moved[1][n].sign() != t.sign()).sum()) for n, t in moved[0].items())
+    flip_count = sum(int((moved[1][n].sign() != t.sign()).sum()) for n, t in moved[0].items())
     count = sum(t.numel() for t in moved[0].values())
-    assert other == 0, f"{other} of {count} expert biases move another way"
+    assert flip_count == 0, f"{flip_count} of {count} expert biases move another way"
 
 
 # -- M7: the way back ----------------------------------------------------------------------------------------
@@ -243,12 +243,12 @@ def test_trainer_inputs_m7_a_folder_asks_for_the_room_that_its_weights_take(
     (tmp_path / "megatron/__1_0.distcp").write_bytes(bytes(8 * weights))
     room = SimpleNamespace(total=weights, used=0, free=2 * weights)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
-    said = ""
+    error = ""
     try:
         megatron_to_hf(tmp_path / "megatron", tmp_path / "back", lambda *_: None)
     except UserError as refusal:
-        said = str(refusal)
-    assert said == ""
+        error = str(refusal)
+    assert error == ""
     room.free = weights // 2
     with pytest.raises(UserError, match="the disk has"):
         megatron_to_hf(tmp_path / "megatron", tmp_path / "again", lambda *_: None)
@@ -266,19 +266,21 @@ def test_trainer_inputs_m8_a_vocabulary_with_one_added_token_is_transformers(
         tmp_path / "model", "Qwen3ForCausalLM", vocab_size=97, tie_word_embeddings=tied
     )
     trainer = start(folder)
-    found = torch.tensor([x for c in trainer.canaries(SEQUENCES) for x in c.logp])
-    assert float((found - reference(folder)).abs().max()) < LOGPS
+    logprobs = torch.tensor([x for c in trainer.canaries(SEQUENCES) for x in c.logp])
+    assert float((logprobs - reference(folder)).abs().max()) < LOGPS
     trainer.update(trainer.passes.pack(cases.samples(97)), cases.policy_loss, cases.LR)
     trainer.export_hf(tmp_path / "exported")
-    found = torch.tensor([x for c in trainer.canaries(SEQUENCES) for x in c.logp])
-    assert float((found - reference(tmp_path / "exported")).abs().max()) < LOGPS
+    logprobs = torch.tensor([x for c in trainer.canaries(SEQUENCES) for x in c.logp])
+    assert float((logprobs - reference(tmp_path / "exported")).abs().max()) < LOGPS
     trainer.close()
     setup.leave_layout()
     hf_to_megatron(folder, tmp_path / "megatron", {"tp": 2}, lambda *_: None)
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", lambda *_: None)
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "back"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+    tensors_before, tensors_after = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("model", "back")
+    )
+    assert tensors_before.keys() == tensors_after.keys()
+    assert all(torch.equal(tensors_before[name], tensor) for name, tensor in tensors_after.items())
 
 
 # -- M2, M6 --------------------------------------------------------------------------------------------------
@@ -290,12 +292,12 @@ def test_trainer_inputs_m2_a_folder_with_a_nan_is_bit_equal_to_itself(model: Pat
     (tmp_path / "nan").mkdir()
     save_file(tensors, tmp_path / "nan/model.safetensors", metadata={"format": "pt"})
     (tmp_path / "nan/config.json").write_bytes((model / "config.json").read_bytes())
-    said = ""
+    error = ""
     try:
         verify(tmp_path / "nan", tmp_path / "nan", lambda *_: None)
     except RunError as difference:
-        said = str(difference)
-    assert said == ""
+        error = str(difference)
+    assert error == ""
 
 
 def test_trainer_inputs_m6_an_update_without_a_trained_token_moves_nothing(
@@ -307,7 +309,7 @@ def test_trainer_inputs_m6_an_update_without_a_trained_token_moves_nothing(
         return micro.masked(-scores.logp).sum(), {}
 
     trainer = start(model)
-    before = cases.weight_sums(trainer)
+    sums_before = cases.weight_sums(trainer)
     masked = TrainSample([1, 2], [3, 4, 5], [-1.0] * 3, [0] * 3, 0, trained=[0, 0, 0])
     try:
         trainer.update(trainer.passes.pack([masked]), nll, 1e-3)
@@ -315,4 +317,4 @@ def test_trainer_inputs_m6_an_update_without_a_trained_token_moves_nothing(
         pass
     except ZeroDivisionError as fault:
         raise AssertionError(f"ZeroDivisionError: {fault}") from None
-    assert cases.weight_sums(trainer) == before
+    assert cases.weight_sums(trainer) == sums_before

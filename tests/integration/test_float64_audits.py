@@ -66,9 +66,9 @@ def assert_equal_gradients(mine: dict[str, Tensor], model: Float64Model) -> None
     """Each tensor to 1e-4 of its norm; an expert that no token took has none in either."""
     worst = ("", 0.0)
     for name, weight in model.weights.items():
-        theirs = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        size = float(theirs.norm())
-        off = float((mine[name].double() - theirs).norm())
+        reference_gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        size = float(reference_gradient.norm())
+        off = float((mine[name].double() - reference_gradient).norm())
         assert off <= 1e-4 * size + 1e-9, (name, off, size)
         worst = max(worst, (name, off / size if size else 0.0), key=lambda pair: pair[1])
     print(f"{len(model.weights)} gradients, the farthest {worst[1]:.1e} of its norm: {worst[0]}")
@@ -92,9 +92,9 @@ def test_router_gradients_with_replayed_routes(folder: Path, start: Callable[...
         logp = model.token_logprobs(ids, routes)[len(sample.prompt_ids) - 1 :]
         total = total - row_weight(sample.row) * logp.sum()
     total.backward()
-    mine = gradients_of(trainer)
-    assert all(mine[f"model.layers.{i}.mlp.gate.weight"].norm() > 1e-3 for i in range(LAYERS))
-    assert_equal_gradients(mine, model)
+    gradients = gradients_of(trainer)
+    assert all(gradients[f"model.layers.{i}.mlp.gate.weight"].norm() > 1e-3 for i in range(LAYERS))
+    assert_equal_gradients(gradients, model)
 
 
 def kl_with_rest(policy: Tensor, ids: list[int], teacher: list[float], direction: float) -> Tensor:
@@ -122,18 +122,25 @@ def test_the_rest_behind_an_engine_teachers_most_probable_tokens(
 ) -> None:
     """The teacher's answers are made up: ids in the order of their probability, whose rest is 2 to 60 %."""
     generator = torch.Generator().manual_seed(5)
-    plain, taught, said = cases.samples(n=6), [], []
+    plain, taught, teacher_answers = cases.samples(n=6), [], []
     for sample in plain:
         n = len(sample.response_ids)
         logits = torch.randn(n, 96, generator=generator, dtype=torch.float64) * 2.5
         logp, ids = logits.log_softmax(-1).topk(TEACHER_TOP_K)
-        made = teacher_logprobs.encode(ids.numpy().astype(np.int32), logp.numpy().astype(np.float32))
+        encoded_logprobs = teacher_logprobs.encode(
+            ids.numpy().astype(np.int32), logp.numpy().astype(np.float32)
+        )
         taught.append(
             TrainSample(
-                sample.prompt_ids, sample.response_ids, sample.mu, [0] * n, sample.row, teacher_logprobs=made
+                sample.prompt_ids,
+                sample.response_ids,
+                sample.mu,
+                [0] * n,
+                sample.row,
+                teacher_logprobs=encoded_logprobs,
             )
         )
-        said.append((ids.tolist(), logp.float().tolist()))
+        teacher_answers.append((ids.tolist(), logp.float().tolist()))
     teacher = {
         "path": folder,
         "engine": "http://127.0.0.1:1",
@@ -148,12 +155,12 @@ def test_the_rest_behind_an_engine_teachers_most_probable_tokens(
 
     model = Float64Model(folder)
     total, rests = torch.zeros((), dtype=torch.float64), []
-    for sample, (best, chances) in zip(plain, said, strict=True):
+    for sample, (best, chances) in zip(plain, teacher_answers, strict=True):
         everything = [*map(int, sample.prompt_ids), *map(int, sample.response_ids)]
         table = model.logprobs(everything)[len(sample.prompt_ids) - 1 : -1]
-        for row, here, there in zip(table, best, chances, strict=True):
-            total = total + kl_with_rest(row, here, there, direction)
-            rests.append(1 - float(np.exp(there).sum()))
+        for row, top_ids, top_logprobs in zip(table, best, chances, strict=True):
+            total = total + kl_with_rest(row, top_ids, top_logprobs, direction)
+            rests.append(1 - float(np.exp(top_logprobs).sum()))
     assert min(rests) < 0.05 and max(rests) > 0.5
     total.backward()
     assert_equal_gradients(gradients_of(trainer), model)
@@ -173,21 +180,22 @@ def test_adapters_merged_from_tensor_and_expert_parallel_ranks(folder: Path) -> 
         merged: dict[str, Tensor] = {}
         for part in sorted((folder.parent / f"merged-{layout}").glob("*.safetensors")):
             merged |= load_file(part)
-        held = load_file(folder.parent / f"adapter-{layout}" / "adapter_model.safetensors")
+        adapter_tensors = load_file(folder.parent / f"adapter-{layout}" / "adapter_model.safetensors")
         expected: dict[str, Tensor] = {}
         adapted = 0
         for name, weight in plain.items():
             factors = [
-                held.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight") for x in "AB"
+                adapter_tensors.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight")
+                for x in "AB"
             ]
             expected[name] = weight.double()
             if factors[0] is not None and factors[1] is not None:
                 adapted += 1
                 expected[name] = expected[name] + LORA_SCALE * factors[1].double() @ factors[0].double()
             assert float((merged[name].double() - expected[name]).abs().max()) <= 1e-6, (layout, name)
-        assert adapted == len(held) // 2 and adapted >= LAYERS * (4 + 3 * 8)
+        assert adapted == len(adapter_tensors) // 2 and adapted >= LAYERS * (4 + 3 * 8)
         model = Float64Model(folder, expected)
         with torch.no_grad():
             logps = [x for ids in cases.SEQUENCES for x in model.token_logprobs(ids).tolist()]
-        seen = json.loads((folder.parent / f"logps-{layout}.json").read_text())
-        assert seen == pytest.approx(logps, abs=1e-5), layout
+        rank_logps = json.loads((folder.parent / f"logps-{layout}.json").read_text())
+        assert rank_logps == pytest.approx(logps, abs=1e-5), layout

@@ -49,8 +49,8 @@ def client(url: str) -> openai.OpenAI:
 
 
 def chat(c: openai.OpenAI, **more: Any) -> Any:
-    given = {"model": "any", "messages": QUESTION, "seed": 5, "max_tokens": 12, "temperature": 1.0}
-    return c.chat.completions.create(**{**given, **more})
+    defaults = {"model": "any", "messages": QUESTION, "seed": 5, "max_tokens": 12, "temperature": 1.0}
+    return c.chat.completions.create(**{**defaults, **more})
 
 
 def test_the_openai_client_cannot_tell_the_router_from_the_engine(router: str, engine: str) -> None:
@@ -112,8 +112,8 @@ def load_client(url: str, model: Path, folder: Path) -> dict[str, Any]:
         "--random-input-len", "24", "--random-output-len", "16", "--random-range-ratio", "1", "--num-prompts", "24",
         "--max-concurrency", "8", "--output-file", str(out), "--output-details", "--seed", "1",
     ]  # fmt: skip
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, env=os.environ)
-    assert out.exists(), done.stdout[-1000:] + done.stderr[-3000:]
+    process = subprocess.run(argv, cwd=folder, capture_output=True, text=True, env=os.environ)
+    assert out.exists(), process.stdout[-1000:] + process.stderr[-3000:]
     result: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
     return result
 
@@ -165,9 +165,9 @@ def test_a_generate_request_goes_on_from_its_tokens(
     }
     body["stream"] = stream
     asyncio.run(once(aborting_router, "/update_weights_from_disk", {"model_path": str(tiny_moe)}))
-    whole = asyncio.run(once(aborting_router, "/generate", body))
+    reference = asyncio.run(once(aborting_router, "/generate", body))
     broken = asyncio.run(slow_request(aborting_router, "/generate", body, engine, tiny_moe))
-    chunks_of_both = [x if stream else [x] for x in (whole, broken)]
+    chunks_of_both = [x if stream else [x] for x in (reference, broken)]
     for field in ("output_ids", "text"):
         a, b = ([y for c in chunks for y in c[field]] for chunks in chunks_of_both)
         assert a == b and len(a) >= 60
@@ -196,9 +196,9 @@ def test_a_chat_survives_a_weight_update(
     }
     with running_router(tmp_path, "--engine", engine, "--interruption", how) as url:
         asyncio.run(once(url, "/update_weights_from_disk", {"model_path": str(tiny_moe)}))
-        whole = asyncio.run(once(url, "/v1/chat/completions", body))
+        reference = asyncio.run(once(url, "/v1/chat/completions", body))
         broken = asyncio.run(slow_request(url, "/v1/chat/completions", body, engine, tiny_moe))
-    assert said(broken) == said(whole) and len(said(whole)) > 30
+    assert said(broken) == said(reference) and len(said(reference)) > 30
 
 
 def said(answer: Any) -> str:
@@ -249,9 +249,9 @@ def test_requests_in_a_stopped_engine_are_answered_by_another(
 
     with running_router(tmp_path, "--engine", engine, "--engine", second_engine) as url:
         asyncio.run(once(url, "/update_weights_from_disk", {"model_path": str(tiny_moe)}))
-        whole = asyncio.run(all_of_them(url))
-        assert asyncio.run(stopped(url)) == whole
-        assert [len(ids) for ids in whole] == [80] * 6
+        reference = asyncio.run(all_of_them(url))
+        assert asyncio.run(stopped(url)) == reference
+        assert [len(ids) for ids in reference] == [80] * 6
     log = next(tmp_path.glob("router-*.log")).read_text()
     assert f"{second_engine}: has not answered 5 probes" in log
 
@@ -272,28 +272,30 @@ async def test_interrupted_five_times_and_moved_equals_unbroken(
 ) -> None:
     """At random places. Token for token, log-prob for log-prob, route for route."""
     drawn = sorted(random.Random(5).sample(range(3, 52), 5))
-    places = [at + 8 * n for n, at in enumerate(drawn)]  # so far apart that each segment has tokens
+    thresholds = [
+        threshold + 8 * n for n, threshold in enumerate(drawn)
+    ]  # so far apart that each segment has tokens
     async with make_session() as session:
         a, b = EngineClient(engine, session), EngineClient(second_engine, session)
         s = Stack(engine_config, a)
         await s.push(0)
         unbroken = await s.generate(sample(1, seed=11), tokens=100)
-        both = Stack(engine_config, a)
-        both.router.add_engine(b)
-        await both.push(0)
+        two_engine_stack = Stack(engine_config, a)
+        two_engine_stack.router.add_engine(b)
+        await two_engine_stack.push(0)
         broken = sample(2, seed=11)
         for c in (a, b):
             await c.slow_down(SLOW)
-        task = asyncio.create_task(both.generate(broken, tokens=100))
+        task = asyncio.create_task(two_engine_stack.generate(broken, tokens=100))
         homes = []
-        for n, at_least in enumerate(places):
+        for n, at_least in enumerate(thresholds):
             await wait_until(lambda n=at_least: len(broken.response_ids) >= n, task)  # type: ignore[misc]
-            await both.router.interrupt()
+            await two_engine_stack.router.interrupt()
             homes.append(broken.engine)
             if n == 2:
                 assert broken.engine is not None
-                both.router.remove_engine(broken.engine)
-            both.router.resume()
+                two_engine_stack.router.remove_engine(broken.engine)
+            two_engine_stack.router.resume()
         for c in (a, b):
             await c.slow_down(None)
         await task
@@ -302,5 +304,5 @@ async def test_interrupted_five_times_and_moved_equals_unbroken(
         assert EOS not in broken.response_ids and broken.resumes == 5
         assert worst_gap(broken.mu, unbroken.mu) <= 1e-5
         assert routes(broken, engine_run) == routes(unbroken, engine_run)
-        await both.router.interrupt()
-        assert both.router.stats()["lost"] == 0
+        await two_engine_stack.router.interrupt()
+        assert two_engine_stack.router.stats()["lost"] == 0

@@ -93,14 +93,16 @@ def test_a_group_with_engines_has_one_rank_on_a_gpu(path: Path, monkeypatch: pyt
         sync = sync_of(machines.config, 0)
         push(sync, machines.engines, 0)
         sync.close()
-    theirs = [gpu for gpus in machines.gpus.values() for gpu in gpus]
-    assert [group.members for group in machines.groups if group.engines] == [[machines.trainer[0], *theirs]]
-    urls = [engine.url for engine in machines.engines]
-    asked = [
-        sorted(url for url, path, _ in machines.requests if path == wanted)
-        for wanted in (JOIN, RECEIVE, LEAVE)
+    engine_gpus = [gpu for gpus in machines.gpus.values() for gpu in gpus]
+    assert [group.members for group in machines.groups if group.engines] == [
+        [machines.trainer[0], *engine_gpus]
     ]
-    assert asked == [sorted(urls)] * 3
+    urls = [engine.url for engine in machines.engines]
+    requested_urls = [
+        sorted(url for url, path, _ in machines.requests if path == endpoint)
+        for endpoint in (JOIN, RECEIVE, LEAVE)
+    ]
+    assert requested_urls == [sorted(urls)] * 3
     assert machines.events.count("broadcast nccl") == 1
 
 
@@ -134,8 +136,8 @@ def test_a_trainer_and_an_engine_rank_of_one_gpu_are_refused_before_anything_is_
         sync = sync_of(machines.config, 0, PushPlan({}, group=True, sender=0))
         push(sync, machines.engines, 0)
     why = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0"
-    told = [r.getMessage() for r in caplog.records if "excluded from a weight update" in r.getMessage()]
-    assert len(told) == len(machines.engines) and all(why in line for line in told)
+    messages = [r.getMessage() for r in caplog.records if "excluded from a weight update" in r.getMessage()]
+    assert len(messages) == len(machines.engines) and all(why in line for line in messages)
     assert not any("broadcast" in event or RECEIVE in event for event in machines.events)
 
 
@@ -146,7 +148,7 @@ def test_a_group_with_an_engine_that_died_is_aborted(noticed: bool, monkeypatch:
     other. Nor does the watchdog end the trainer for what happens to an engine."""
     machines = fake_nccl.machines(load_config(DISAGGREGATED[-1]), monkeypatch)
     machines.failing_engine, machines.failure_is_detected = machines.engines[0].url, noticed
-    left = [engine.url for engine in machines.engines[1:]]
+    remaining_urls = [engine.url for engine in machines.engines[1:]]
     with as_rank(machines, 0, monkeypatch):
         setup.init_distributed(machines.config)
         sync = sync_of(machines.config, 0)
@@ -156,7 +158,7 @@ def test_a_group_with_an_engine_that_died_is_aborted(noticed: bool, monkeypatch:
     ends = [e for e in events if e.endswith(LEAVE) or e.split()[0] in ("abort", "destroy")]
     assert ends[0] == "abort nccl"
     # Both sides at once, so in any order (tests/unit/weights/test_group_transport.py: engines are asked first).
-    assert sorted(ends[1:]) == sorted(["destroy nccl", *(url + LEAVE for url in left)])
+    assert sorted(ends[1:]) == sorted(["destroy nccl", *(url + LEAVE for url in remaining_urls)])
     assert [e for e in events if "broadcast" in e] == ["broadcast nccl"] * 2
     assert {group.watched for group in machines.groups if group.engines} == {False}
     assert {group.watched for group in machines.groups if not group.engines} == {True}

@@ -78,11 +78,11 @@ print(json.dumps([len(kernel.asm["cubin"]), kernel.metadata.shared, "sm_90" in k
 def _answer(script: str, *args: str, interpreted: bool) -> list[Any]:
     pytest.importorskip("triton", reason="triton is not installed: its kernels are for CUDA hosts")
     environment = {**os.environ, "TRITON_INTERPRET": str(int(interpreted)), "PYTHONPATH": python_path(ROOT)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script, *args], env=environment, cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answer: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    assert process.returncode == 0, process.stderr[-2000:]
+    answer: list[Any] = json.loads(process.stdout.splitlines()[-1])
     return answer
 
 

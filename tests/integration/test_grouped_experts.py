@@ -63,9 +63,9 @@ def test_a_step_launches_no_kernel_per_expert(tmp_path: Path, start: Callable[..
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Whether experts are computed one by one from now on, as megatron-core does it."""
-    whole = grouped_gemm.supported
+    original_check = grouped_gemm.supported
     return lambda apart: monkeypatch.setattr(
-        grouped_gemm, "supported", (lambda *_: False) if apart else whole
+        grouped_gemm, "supported", (lambda *_: False) if apart else original_check
     )
 
 
@@ -79,12 +79,12 @@ def test_numbers_are_those_of_experts_one_by_one(
     one_by_one: Callable[[bool], None],
 ) -> None:
     folder = cases.write_model(tmp_path / "moe", architecture)
-    seen = []
+    results = []
     for apart in (True, False):
         one_by_one(apart)
         trainer = start(folder, model={"path": folder, "dtype": dtype})
-        seen.append((cases.canary_logps(trainer), cases.steps(trainer, 3)))
-    (logps, steps), (their_logps, their_steps) = seen
+        results.append((cases.canary_logps(trainer), cases.steps(trainer, 3)))
+    (logps, steps), (their_logps, their_steps) = results
     assert torch.equal(torch.tensor(logps), torch.tensor(their_logps))
     torch.testing.assert_close(
         torch.tensor([step[:2] for step in steps]), torch.tensor([step[:2] for step in their_steps])
@@ -113,11 +113,11 @@ def test_checkpoints_load_whichever_way_experts_were_computed(
 ) -> None:
     """Megatron's own layer wrote one of them: same keys, same optimizer state, same next step."""
     folder = cases.write_model(tmp_path / "moe")
-    own, upstream = GroupedExperts.__init__, GroupedExperts.__mro__[1].__init__
+    grouped_init, upstream = GroupedExperts.__init__, GroupedExperts.__mro__[1].__init__
 
     def write(apart: bool) -> None:
         one_by_one(apart)
-        GroupedExperts.__init__ = upstream if apart else own  # type: ignore[method-assign]
+        GroupedExperts.__init__ = upstream if apart else grouped_init  # type: ignore[method-assign]
 
     try:
         write(saved_apart)
@@ -133,14 +133,14 @@ def test_checkpoints_load_whichever_way_experts_were_computed(
             torch.tensor(cases.steps(trainer, 1)[0][:2]), torch.tensor(expected[0][:2])
         )
     finally:
-        GroupedExperts.__init__ = own  # type: ignore[method-assign]
+        GroupedExperts.__init__ = grouped_init  # type: ignore[method-assign]
 
 
 def test_weight_gradients_may_be_accumulated_as_they_are_computed(
     tmp_path: Path, start: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with Transformer Engine, but without Apex's kernel."""
-    folder, seen = cases.write_model(tmp_path / "moe"), []
+    folder, step_results = cases.write_model(tmp_path / "moe"), []
     added: list[torch.Tensor] = []
     product = weight_gradients.Products.wgrad_gemm_accum_fp32
 
@@ -154,6 +154,6 @@ def test_weight_gradients_may_be_accumulated_as_they_are_computed(
         monkeypatch.setattr(model, "_fusions", lambda *_, fields=fields: fields)
         trainer = start(folder)
         assert not added
-        seen.append([step[:2] for step in cases.steps(trainer, 2)])
+        step_results.append([step[:2] for step in cases.steps(trainer, 2)])
     assert len(added) > 0
-    torch.testing.assert_close(torch.tensor(seen[0]), torch.tensor(seen[1]))
+    torch.testing.assert_close(torch.tensor(step_results[0]), torch.tensor(step_results[1]))

@@ -38,13 +38,16 @@ def test_an_engine_joins_while_the_trainer_is_stopped(method: str, tmp_path: Pat
 
             def works() -> bool:
                 assert joiner.poll() is None
-                told = {u: f for u, f in engines(run_dir).items() if u != first and f["serving"]}
-                busy.extend(str(f["state"]) for f in told.values() if f["requests"])
+                engine_figures = {u: f for u, f in engines(run_dir).items() if u != first and f["serving"]}
+                busy.extend(str(f["state"]) for f in engine_figures.values() if f["requests"])
                 return len(busy) > 3
 
             session.wait_for(works)
-            told = engines(run_dir)
-            assert len({f["weight_version"] for f in told.values()}) == 1 and step_lines(run_dir) == lines
+            engine_figures = engines(run_dir)
+            assert (
+                len({f["weight_version"] for f in engine_figures.values()}) == 1
+                and step_lines(run_dir) == lines
+            )
             joiner.send_signal(signal.SIGTERM)
             assert joiner.wait(timeout=120) == 0
         assert list(engines(run_dir)) == [first] and step_lines(run_dir) == lines
@@ -56,9 +59,15 @@ def test_an_engine_joins_while_the_trainer_is_stopped(method: str, tmp_path: Pat
     assert code == 0, output
     assert check_ledger(run_dir)["trained"] == STEPS * GROUPS
     assert [s["step"] for s in read_metrics(run_dir).steps] == list(range(1, STEPS + 1))
-    said = (run_dir / "logs" / "rollout.log").read_text()
-    assert f"from {first}" in said and "samples continue on other engines" in said
-    print([line for line in said.splitlines() if "joins" in line or "has weight" in line or "leaves" in line])
+    log_text = (run_dir / "logs" / "rollout.log").read_text()
+    assert f"from {first}" in log_text and "samples continue on other engines" in log_text
+    print(
+        [
+            line
+            for line in log_text.splitlines()
+            if "joins" in line or "has weight" in line or "leaves" in line
+        ]
+    )
 
 
 def test_an_engine_joins_a_chain_and_gets_its_pushes(tmp_path: Path) -> None:

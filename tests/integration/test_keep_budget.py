@@ -25,9 +25,9 @@ KEEPING = (
 
 @pytest.fixture
 def sessions() -> Iterator[list[Session]]:
-    made: list[Session] = []
-    yield made
-    for session in made:
+    started_sessions: list[Session] = []
+    yield started_sessions
+    for session in started_sessions:
         session.kill()
 
 
@@ -53,9 +53,9 @@ def test_what_is_kept_follows_what_it_costs(sessions: list[Session], tmp_path: P
     assert shares == sorted(shares) and shares[-1] > shares[0]
 
     tight = steps_with(cost / 20, sessions, tmp_path / "tight")
-    for before, after in pairwise(tight[1:]):
+    for previous_step, next_step in pairwise(tight[1:]):
         # The share at the push after a step is in the metrics of the step that follows.
-        if before.get("mismatch_kept_mean", 0.0) > cost / 20:
-            assert after["keep_share"] < before["keep_share"]
+        if previous_step.get("mismatch_kept_mean", 0.0) > cost / 20:
+            assert next_step["keep_share"] < previous_step["keep_share"]
     print([(s.get("keep_share"), s.get("kept_samples"), s.get("mismatch_kept_mean")) for s in tight])
     assert min(step["keep_share"] for step in tight[1:]) < shares[-1]

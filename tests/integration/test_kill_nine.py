@@ -99,9 +99,9 @@ def test_every_role_at_every_moment(part: int, transport: str, tmp_path: Path) -
             count, times = MOMENTS[moment], rng.randint(1, 2)
             role, _, keeper = victim.partition("'s ")
             target = session.find(*WORDS.get(role, ()), *(["launch.keeper"] if keeper else []))
-            before = count(run_dir)
+            count_before = count(run_dir)
             session.wait_for(
-                lambda c=count, n=before + times: c(run_dir) >= n,  # type: ignore[misc]
+                lambda c=count, n=count_before + times: c(run_dir) >= n,  # type: ignore[misc]
                 LOOK_SECONDS,
             )
             if victim == "supervisor":

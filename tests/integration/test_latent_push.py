@@ -40,20 +40,20 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer]
         folder, tmp_path / "run", weights={"bucket_mb": 0.001},
         engine={"extra_args": ["--skip-tokenizer-init", "--load-format", "dummy"], "max_total_tokens": 4096},
     )  # fmt: skip
-    made = Trainer(config)
-    yield made
-    made.close()
+    trainer = Trainer(config)
+    yield trainer
+    trainer.close()
 
 
 def test_no_bucket_parts_what_the_engine_joins(trainer: Trainer, tmp_path: Path) -> None:
     config = trainer.config
-    sent = [
+    bucket_sizes = [
         len(bucket)
         for bucket in split_into_buckets(trainer.named_hf_tensors(), int(config.weights.bucket_mb * 2**20))
     ]
     pairs = 4 if trainer.hf.latent is not None else 0
-    assert sent.count(2) >= pairs
-    assert sent.count(1) > sent.count(2), "nearly every tensor comes alone"
+    assert bucket_sizes.count(2) >= pairs
+    assert bucket_sizes.count(1) > bucket_sizes.count(2), "nearly every tensor comes alone"
 
     async def push(url: str) -> tuple[dict[str, float], int]:
         async with make_session() as session:

@@ -51,8 +51,8 @@ def test_the_harness_finds_the_accuracy_that_the_front_gives(tmp_path: Path) -> 
         where = ["--include_path", str(TASK), "--output_path", str(tmp_path / "scores")]
         env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HOME": str(tmp_path / "hf")}
         env |= {"OPENAI_API_KEY": "none", "HF_DATASETS_OFFLINE": "1"}
-        done = subprocess.run([LM_EVAL, *words, *where], cwd=TASK, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+        process = subprocess.run([LM_EVAL, *words, *where], cwd=TASK, env=env, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr[-3000:]
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         right = 0
         for row in rows:
@@ -62,8 +62,8 @@ def test_the_harness_finds_the_accuracy_that_the_front_gives(tmp_path: Path) -> 
                 temperature=0,
                 max_tokens=200,
             )
-            found = re.search(r"<answer>\s*(-?[0-9]+)", chat.choices[0].message.content or "")
-            right += found is not None and found[1] == row["answer"]
+            match = re.search(r"<answer>\s*(-?[0-9]+)", chat.choices[0].message.content or "")
+            right += match is not None and match[1] == row["answer"]
     (results,) = (tmp_path / "scores").rglob("results_*.json")
     score = json.loads(results.read_text())["results"]["sums"]["exact_match,answer"]
     assert score == pytest.approx(right / len(rows))

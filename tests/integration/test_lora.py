@@ -82,11 +82,11 @@ def test_the_exported_model_has_the_adapters_in_it(
     """What engines get in a push is the same; so is what transformers computes of it."""
     folder = cases.write_model(tmp_path / "model", architecture)
     trainer = start(folder, trainer=LORA)
-    before = cases.canary_logps(trainer)
-    assert near(before, logps_of(from_folder(folder))), "B begins with zeros"
+    initial_logps = cases.canary_logps(trainer)
+    assert near(initial_logps, logps_of(from_folder(folder))), "B begins with zeros"
     cases.randomize_adapters(trainer)
     stirred = cases.canary_logps(trainer)
-    assert not near(before, stirred)
+    assert not near(initial_logps, stirred)
     trainer.export_hf(tmp_path / "merged")
     assert near(stirred, logps_of(from_folder(tmp_path / "merged")))
 
@@ -110,10 +110,10 @@ def test_the_folder_is_pefts(tmp_path: Path, start: Callable[..., Trainer]) -> N
     plain = {name: t.clone() for name, t in trainer.named_hf_tensors()}
     cases.randomize_adapters(trainer)
     trainer.export_adapter(tmp_path / "adapter")
-    held = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    adapter_weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     merged = dict(trainer.named_hf_tensors())
     for name in ("model.layers.1.self_attn.k_proj", "model.layers.3.mlp.experts.5.up_proj"):
-        a, b = (held[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
+        a, b = (adapter_weights[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
         assert torch.allclose(merged[f"{name}.weight"], plain[f"{name}.weight"] + 2 * b @ a, atol=1e-6)
     router = "model.layers.1.mlp.gate.weight"
     assert torch.equal(merged[router], plain[router])
@@ -131,20 +131,23 @@ def test_only_adapters_are_trained_kept_and_referred_to(
     tmp_path: Path, start: Callable[..., Trainer]
 ) -> None:
     trainer = start(cases.write_model(tmp_path / "model"), trainer=LORA)
-    before, plain = base_of(trainer), cases.canary_logps(trainer)
+    base_before, plain = base_of(trainer), cases.canary_logps(trainer)
     first = {name: p.detach().clone() for name, p in trainer.named_parameters()}
     assert all(name.startswith("adapters.") for name in first)
     losses = [step[0] for step in cases.steps(trainer, 4, 1e-2)]
     assert losses == sorted(losses, reverse=True), "it learns"
-    after = base_of(trainer)
-    assert all(torch.equal(before[name], after[name]) for name in before), "bit for bit"
+    base_after = base_of(trainer)
+    assert all(torch.equal(base_before[name], base_after[name]) for name in base_before), "bit for bit"
     with trainer.with_weights(first):
         assert cases.canary_logps(trainer) == plain, "the first adapters are the model itself"
     assert cases.canary_logps(trainer) != plain
     cases.save(trainer, 4)
-    held = DistReader(tmp_path / "run/checkpoints/step-000004").shapes
-    assert {key.split("adapters.")[0] for key in held} <= {"", *(f"optimizer.state.{x}." for x in STATES)}
-    assert sum(prod(shape) for key, shape in held.items() if key.startswith("adapters.")) == sum(
+    saved_shapes = DistReader(tmp_path / "run/checkpoints/step-000004").shapes
+    assert {key.split("adapters.")[0] for key in saved_shapes} <= {
+        "",
+        *(f"optimizer.state.{x}." for x in STATES),
+    }
+    assert sum(prod(shape) for key, shape in saved_shapes.items() if key.startswith("adapters.")) == sum(
         p.numel() for p in first.values()
     )
 
@@ -197,9 +200,11 @@ def test_a_runs_checkpoint_converts_to_the_merged_model(
     trainer.export_hf(tmp_path / "expected")
     trainer.close()
     megatron_to_hf(tmp_path / "run", tmp_path / "made", lambda done, total: None)
-    expected, made = (load_file(tmp_path / x / "model.safetensors") for x in ("expected", "made"))
-    assert expected.keys() == made.keys()
-    assert all(torch.equal(expected[name], made[name]) for name in expected)
+    expected, converted_weights = (
+        load_file(tmp_path / x / "model.safetensors") for x in ("expected", "made")
+    )
+    assert expected.keys() == converted_weights.keys()
+    assert all(torch.equal(expected[name], converted_weights[name]) for name in expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -72,8 +72,8 @@ class Engine:
             return await answer.json()
 
     async def ids(self, prompt: list[int], seed: int | None = None, **sampling: Any) -> list[int]:
-        found: list[int] = (await self.generate(prompt, seed, **sampling))["output_ids"]
-        return found
+        output_ids: list[int] = (await self.generate(prompt, seed, **sampling))["output_ids"]
+        return output_ids
 
     async def samples(self, prompt: list[int] = PROMPT, **sampling: Any) -> list[list[int]]:
         return await asyncio.gather(*(self.ids(prompt, seed, **sampling) for seed in SEEDS))
@@ -116,15 +116,15 @@ def expected_draw(
     Each kept id gets log p plus Gumbel noise from (seed, position, id): the largest is drawn.
     """
     order = sorted(logprobs, key=lambda token: (-logprobs[token], token))[: sampling.get("top_k", VOCABULARY)]
-    kept, mass = [], 0.0
+    candidates, mass = [], 0.0
     for token in order:
         probability = math.exp(logprobs[token])
         least = sampling.get("min_p", 0.0) * math.exp(logprobs[order[0]])
         if mass <= sampling.get("top_p", 1.0) and probability >= least:
-            kept.append(token)
+            candidates.append(token)
         mass += probability
     scores = []
-    for token in kept:
+    for token in candidates:
         uniform = murmur3([seed & 0xFFFFFFFF, seed >> 32, position, token]) / 0xFFFFFFFF
         scores.append((logprobs[token] - math.log(-math.log(uniform)), token))
     scores.sort(reverse=True)
@@ -139,51 +139,51 @@ async def test_tokens_are_drawn_by_the_formula(kind: str, url: str) -> None:
         for seed in (*SEEDS, 2**40 + 5):
             answer = await engine.generate(PROMPT, seed, VOCABULARY, **sampling)
             tables = answer["meta_info"]["output_top_logprobs"]
-            for place, (token, table) in enumerate(zip(answer["output_ids"], tables, strict=True)):
+            for index, (token, table) in enumerate(zip(answer["output_ids"], tables, strict=True)):
                 logprobs = {int(t): float(value) for value, t, _ in table}
                 assert len(logprobs) == VOCABULARY
-                drawn, lead = expected_draw(logprobs, seed, len(PROMPT) + place - 1, sampling)
+                drawn, lead = expected_draw(logprobs, seed, len(PROMPT) + index - 1, sampling)
                 assert token == drawn or lead < 1e-4
 
 
 async def test_a_seeded_sample_does_not_depend_on_what_is_beside_it(url: str) -> None:
     """All kinds of samples, alone and in a batch with a longer request of each kind."""
     async with engine_at(url) as engine:
-        alone = {kind: await engine.samples(**sampling) for kind, sampling in KINDS.items()}
+        references = {kind: await engine.samples(**sampling) for kind, sampling in KINDS.items()}
         greedy = await engine.ids(PROMPT, **GREEDY)
-        for beside, other in {"greedy": GREEDY, **KINDS}.items():
+        for guest_kind, guest_sampling in {"greedy": GREEDY, **KINDS}.items():
             for kind, sampling in KINDS.items():
-                longer = {**other, "max_new_tokens": 60, "ignore_eos": True}
+                longer = {**guest_sampling, "max_new_tokens": 60, "ignore_eos": True}
                 guest = asyncio.create_task(engine.ids(PROMPT, 3, **longer))
-                assert await engine.samples(**sampling) == alone[kind], (kind, beside)
-                assert (await guest)[: len(greedy)] == greedy or beside != "greedy"
+                assert await engine.samples(**sampling) == references[kind], (kind, guest_kind)
+                assert (await guest)[: len(greedy)] == greedy or guest_kind != "greedy"
 
 
 async def test_samples_of_all_kinds_in_one_batch_are_those_of_each_alone(url: str) -> None:
     """Their log-probs, too, bit by bit, where none is retracted: the cache holds all of them."""
-    asked = [(seed, {**KINDS[kind], "logprobs": 1}) for kind in KINDS for seed in list(SEEDS)[:4]]
+    requests = [(seed, {**KINDS[kind], "logprobs": 1}) for kind in KINDS for seed in list(SEEDS)[:4]]
     async with engine_at(url) as engine:
-        alone = [await engine.generate(PROMPT, seed, **sampling) for seed, sampling in asked]
+        references = [await engine.generate(PROMPT, seed, **sampling) for seed, sampling in requests]
         together = await asyncio.gather(
-            *(engine.generate(PROMPT, seed, **sampling) for seed, sampling in asked)
+            *(engine.generate(PROMPT, seed, **sampling) for seed, sampling in requests)
         )
-    for one, other in zip(alone, together, strict=True):
-        assert one["output_ids"] == other["output_ids"]
-        assert one["meta_info"]["output_token_logprobs"] == other["meta_info"]["output_token_logprobs"]
+    for reference, answer in zip(references, together, strict=True):
+        assert reference["output_ids"] == answer["output_ids"]
+        assert reference["meta_info"]["output_token_logprobs"] == answer["meta_info"]["output_token_logprobs"]
 
 
 async def test_a_prompt_prefilled_in_chunks_beside_others_has_the_same_samples(url: str) -> None:
     """A long prompt is prefilled in chunks, whose sizes follow from what is prefilled beside it."""
     assert len(LONG_PROMPT) > 2 * CHUNK
     async with engine_at(url) as engine:
-        alone = [await engine.ids(LONG_PROMPT, seed, top_k=9) for seed in list(SEEDS)[:4]]
+        references = [await engine.ids(LONG_PROMPT, seed, top_k=9) for seed in list(SEEDS)[:4]]
         guest = asyncio.create_task(engine.ids(PROMPT, **{**GREEDY, "max_new_tokens": 150}))
-        others = [engine.ids(PROMPT, seed, top_p=0.8) for seed in SEEDS]
+        other_requests = [engine.ids(PROMPT, seed, top_p=0.8) for seed in SEEDS]
         together = await asyncio.gather(
-            *others, *(engine.ids(LONG_PROMPT, seed, top_k=9) for seed in list(SEEDS)[:4])
+            *other_requests, *(engine.ids(LONG_PROMPT, seed, top_k=9) for seed in list(SEEDS)[:4])
         )
         await guest
-        assert together[-4:] == alone
+        assert together[-4:] == references
 
 
 async def test_retracted_requests_have_the_same_samples(url: str) -> None:
@@ -192,8 +192,8 @@ async def test_retracted_requests_have_the_same_samples(url: str) -> None:
     # a busy machine requests begin one after the other, and few run at a time.
     sampling = {"max_new_tokens": 300, "logit_bias": {str(END): -100.0}}
     async with engine_at(url) as engine:
-        alone = [await engine.ids(PROMPT, seed, **sampling) for seed in SEEDS]
-        before = await engine.retracted()
+        references = [await engine.ids(PROMPT, seed, **sampling) for seed in SEEDS]
+        initial_retractions = await engine.retracted()
         mixed = asyncio.gather(
             *(
                 engine.ids(
@@ -204,5 +204,5 @@ async def test_retracted_requests_have_the_same_samples(url: str) -> None:
         )
         together = await engine.samples(**sampling)
         await mixed
-        assert await engine.retracted() > before
-        assert together == alone
+        assert await engine.retracted() > initial_retractions
+        assert together == references

@@ -56,29 +56,29 @@ def no_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor
 
 def logps_of(trainer: Trainer, batch: list[MicroBatch], monkeypatch: pytest.MonkeyPatch) -> dict[int, Tensor]:
     """Of each sequence's tokens 2.., by its row; the gradient of their negative sum stays in the buffers."""
-    kept: list[Tensor] = []
+    layer_logps: list[Tensor] = []
     assert trainer._prediction is not None
     output = trainer._prediction.output
     assert output is not None
     upstream = output.logits
 
     def keep(states: Tensor, weight: Tensor) -> Tensor:
-        found = upstream(states, weight)
-        kept.append(found.detach().float().log_softmax(-1))
-        return found
+        result = upstream(states, weight)
+        layer_logps.append(result.detach().float().log_softmax(-1))
+        return result
 
     with monkeypatch.context() as patch:
         patch.setattr(output, "logits", keep)
         for model in trainer.models:
             model.zero_grad_buffer()
         trainer.passes.accumulate(batch, no_loss)
-    found = {}
-    for micro, logps in zip(batch, kept, strict=True):
+    result = {}
+    for micro, logps in zip(batch, layer_logps, strict=True):
         starts = micro.cu_seqlens.tolist()
         for row, first, end in zip(micro.rows.tolist(), starts, starts[1:], strict=False):
             tokens = micro.tokens[first + 2 : end]
-            found[row] = logps[first : end - 2].gather(1, tokens[:, None])[:, 0]
-    return found
+            result[row] = logps[first : end - 2].gather(1, tokens[:, None])[:, 0]
+    return result
 
 
 def gradients_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -111,28 +111,30 @@ def test_numbers_are_those_of_the_formula(
     trainer = start(folder, trainer={"mtp_loss": 1.0, "mtp_trunk": trunk})
     batch = trainer.passes.pack(samples_of(SEQUENCES))
     assert len(batch) < len(SEQUENCES)
-    found = logps_of(trainer, batch, monkeypatch)
-    gap = max(float((found[i] - logps).abs().max()) for i, logps in enumerate(expected))
-    alone: dict[int, Tensor] = {}
+    packed_logps = logps_of(trainer, batch, monkeypatch)
+    logp_error = max(float((packed_logps[i] - logps).abs().max()) for i, logps in enumerate(expected))
+    single_logps: dict[int, Tensor] = {}
     for i, sample in enumerate(samples_of(SEQUENCES)):
-        alone |= logps_of(trainer, trainer.passes.pack([sample]), monkeypatch)
-        assert float((alone[i] - found[i]).abs().max()) <= 1e-5
+        single_logps |= logps_of(trainer, trainer.passes.pack([sample]), monkeypatch)
+        assert float((single_logps[i] - packed_logps[i]).abs().max()) <= 1e-5
     logps_of(trainer, batch, monkeypatch)
-    mine, theirs = gradients_of(trainer), reference.gradients()
-    own = {n for e in entries(trainer.hf) if e.megatron.startswith("mtp.") for n in e.hf}
+    gradients, reference_gradients = gradients_of(trainer), reference.gradients()
+    mtp_names = {n for e in entries(trainer.hf) if e.megatron.startswith("mtp.") for n in e.hf}
     cosines = {}
-    for name, gradient in mine.items():
-        if name not in own and not trunk:
+    for name, gradient in gradients.items():
+        if name not in mtp_names and not trunk:
             assert not gradient.any(), name
-        elif name in theirs and (gradient.any() or theirs[name].any()):
-            cosines[name] = cosine(gradient, theirs[name])
-            assert float(gradient.norm() / theirs[name].norm()) == pytest.approx(1, rel=1e-3), name
+        elif name in reference_gradients and (gradient.any() or reference_gradients[name].any()):
+            cosines[name] = cosine(gradient, reference_gradients[name])
+            assert float(gradient.norm() / reference_gradients[name].norm()) == pytest.approx(1, rel=1e-3), (
+                name
+            )
     worst = min(cosines, key=lambda name: cosines[name])
     print(
-        f"{family}: log-probs {gap:.1e}, {len(cosines)} gradients, least cosine {cosines[worst]:.8f} ({worst})"
+        f"{family}: log-probs {logp_error:.1e}, {len(cosines)} gradients, least cosine {cosines[worst]:.8f} ({worst})"
     )
-    assert own - cosines.keys() <= {n for n in own if "bias" in n or ".experts." in n}
-    assert gap <= LOGPS
+    assert mtp_names - cosines.keys() <= {n for n in mtp_names if "bias" in n or ".experts." in n}
+    assert logp_error <= LOGPS
     assert cosines[worst] >= COSINE, worst
 
 
@@ -140,20 +142,22 @@ def test_no_gradient_leaves_the_layer(tmp_path: Path, start: Callable[..., Train
     """Three updates of a policy whose gradient is clipped give the bits that they give without the layer, although
     the layer's own gradient is larger; and the layer moves."""
     folder = tiny.write(tmp_path / "model", TINY["deepseek-v3"], mtp=True)
-    seen = []
+    outcomes = []
     for trained in ({}, {"mtp_loss": 30.0}):
         trainer = start(folder, trainer={**trained, "balance_rate": 0.01})
         batch = replace(trainer.passes.pack, shared="no")(cases.samples())  # as with the layer
         updates = [trainer.update(batch, cases.policy_loss, 1e-3) for _ in range(3)]
         weights = {name: tensor.clone() for name, tensor in trainer.named_hf_tensors()}
-        seen.append(([(u.loss, u.grad_norm, u.sums["gap"].item()) for u in updates], weights))
-    (plain, without), (beside, trained_weights) = seen
-    assert beside == plain
+        outcomes.append(([(u.loss, u.grad_norm, u.sums["gap"].item()) for u in updates], weights))
+    (plain, without), (mtp_updates, trained_weights) = outcomes
+    assert mtp_updates == plain
     assert min(norm for _, norm, _ in plain) > 1 / 2, "nothing was clipped"
     assert all(torch.equal(trained_weights[name], tensor) for name, tensor in without.items())
-    before = load_file(folder / "model.safetensors")
+    initial_weights = load_file(folder / "model.safetensors")
     moved = [
-        n for n in trained_weights.keys() - without.keys() if not torch.equal(before[n], trained_weights[n])
+        n
+        for n in trained_weights.keys() - without.keys()
+        if not torch.equal(initial_weights[n], trained_weights[n])
     ]
     assert "model.layers.4.eh_proj.weight" in moved and len(moved) > 10
 
@@ -163,41 +167,41 @@ def test_it_learns(tmp_path: Path, start: Callable[..., Trainer]) -> None:
     folder = tiny.write(tmp_path / "model", TINY["glm-4.5"], mtp=True)
     trainer = start(folder, **TRAINED)
     batch = trainer.passes.pack(samples_of([[5, 17, 40, 61, 80, 33] * 8, [9, 2, 77] * 12]))
-    seen = [trainer.update(batch, no_loss, 5e-3).prediction for _ in range(25)]
-    print([(round(s["mtp_loss"], 3), round(s["mtp_accuracy"], 3)) for s in seen[::6]])
-    assert seen[-1]["mtp_loss"] < 0.3 * seen[0]["mtp_loss"]
-    assert seen[-1]["mtp_accuracy"] > 0.9 > 0.2 > seen[0]["mtp_accuracy"]
+    predictions = [trainer.update(batch, no_loss, 5e-3).prediction for _ in range(25)]
+    print([(round(s["mtp_loss"], 3), round(s["mtp_accuracy"], 3)) for s in predictions[::6]])
+    assert predictions[-1]["mtp_loss"] < 0.3 * predictions[0]["mtp_loss"]
+    assert predictions[-1]["mtp_accuracy"] > 0.9 > 0.2 > predictions[0]["mtp_accuracy"]
 
 
 def test_the_layer_travels_with_the_model(tmp_path: Path) -> None:
     """Folder, checkpoint and export agree bit for bit, with the copies of embedding and head that folders have."""
     folder = tiny.write(tmp_path / "model", TINY["deepseek-v3"], mtp=True)
-    before = load_file(folder / "model.safetensors")
+    source_weights = load_file(folder / "model.safetensors")
     hf_to_megatron(folder, tmp_path / "megatron", {"ep": 2}, lambda *_: None)
-    both = {"trainer": {"mtp_loss": 1.0, "mtp_trunk": True}}
+    mtp_options = {"trainer": {"mtp_loss": 1.0, "mtp_trunk": True}}
     with cases.trainer_factory(tmp_path / "run") as start:
         for name, source in (("from folder", folder), ("from checkpoint", tmp_path / "megatron")):
             start(source, **TRAINED).export_hf(tmp_path / name)
-            found = load_file(tmp_path / name / "model.safetensors")
-            assert found.keys() == before.keys()
-            assert all(torch.equal(found[key], tensor) for key, tensor in before.items())
+            export = load_file(tmp_path / name / "model.safetensors")
+            assert export.keys() == source_weights.keys()
+            assert all(torch.equal(export[key], tensor) for key, tensor in source_weights.items())
 
-        trainer = start(folder, **both)
+        trainer = start(folder, **mtp_options)
         batch = trainer.passes.pack(cases.samples())
         trainer.update(batch, cases.policy_loss, 1e-3)
         cases.save(trainer, 1)
         trainer.export_hf(tmp_path / "exported")
         second = trainer.update(batch, cases.policy_loss, 1e-3)
 
-        trainer = start(folder, **both, engine={"extra_args": ["--speculative-algorithm", "NEXTN"]})
+        trainer = start(folder, **mtp_options, engine={"extra_args": ["--speculative-algorithm", "NEXTN"]})
         drafting = {name for name, _ in trainer.served_tensors()}
-        own = {name for name in before if name.startswith("model.layers.4.")}
-        assert own - drafting == {
+        layer_names = {name for name in source_weights if name.startswith("model.layers.4.")}
+        assert layer_names - drafting == {
             f"model.layers.4.{copy}.weight" for copy in ("embed_tokens", "shared_head.head")
         }
 
-        trainer = start(folder, **both)
-        assert {name for name, _ in trainer.served_tensors()} == drafting - own
+        trainer = start(folder, **mtp_options)
+        assert {name for name, _ in trainer.served_tensors()} == drafting - layer_names
         assert trainer.load_checkpoint() == 1
         again = trainer.update(batch, cases.policy_loss, 1e-3)
         assert (again.loss, again.grad_norm, again.prediction) == (
@@ -209,9 +213,9 @@ def test_the_layer_travels_with_the_model(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.yaml").write_text(f"model: {{path: {folder}}}\n")
     megatron_to_hf(tmp_path / "run", tmp_path / "back", lambda *_: None)
     exported, back = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "back"))
-    assert exported.keys() == back.keys() == before.keys()
+    assert exported.keys() == back.keys() == source_weights.keys()
     assert all(torch.equal(exported[key], back[key]) for key in exported)
-    moved = [key for key in before if not torch.equal(exported[key], before[key])]
+    moved = [key for key in source_weights if not torch.equal(exported[key], source_weights[key])]
     for key in ("eh_proj", "embed_tokens", "shared_head.head", "mlp.experts.0.down_proj"):
         assert f"model.layers.4.{key}.weight" in moved
     assert torch.equal(exported["model.layers.4.shared_head.head.weight"], exported["lm_head.weight"])

@@ -32,14 +32,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
 
 def gradients(trainer: Trainer, kind: str) -> dict[str, Tensor]:
     """Of the one rank's whole model, by Hugging Face name; only of what is (`matrix`) or is not (`rest`) Muon's."""
-    held: dict[str, Any] = dict(trainer.named_parameters())
-    found = {}
+    parameters: dict[str, Any] = dict(trainer.named_parameters())
+    hf_gradients = {}
     for entry in entries(trainer.hf):
         name = entry.megatron.format(e=entry.expert)
-        if is_matrix(entry) == (kind == "matrix") and name in held:
-            parts = to_hf(entry.rule, held[name].main_grad, trainer.hf)
-            found.update({n: p / DENOMINATOR for n, p in zip(entry.hf, parts, strict=True)})
-    return found
+        if is_matrix(entry) == (kind == "matrix") and name in parameters:
+            parts = to_hf(entry.rule, parameters[name].main_grad, trainer.hf)
+            hf_gradients.update({n: p / DENOMINATOR for n, p in zip(entry.hf, parts, strict=True)})
+    return hf_gradients
 
 
 class Reference:
@@ -73,21 +73,23 @@ def test_three_updates_equal_torchs(
     batch = trainer.passes.pack(cases.samples())
     trainer.passes.accumulate(batch, cases.policy_loss)
     reference = Reference(trainer)
-    mine = gradients(trainer, "matrix").keys()
-    assert {name.split(".")[-2] for name in mine} >= {"o_proj", "gate_proj", "up_proj", "down_proj"}
+    matrix_names = gradients(trainer, "matrix").keys()
+    assert {name.split(".")[-2] for name in matrix_names} >= {"o_proj", "gate_proj", "up_proj", "down_proj"}
     assert not any(
-        word in name for name in mine for word in ("embed", "norm", "lm_head", "mlp.gate.", "expert_gate")
+        word in name
+        for name in matrix_names
+        for word in ("embed", "norm", "lm_head", "mlp.gate.", "expert_gate")
     )
-    before = {name: t.clone() for name, t in reference.weights.items()}
+    initial_weights = {name: t.clone() for name, t in reference.weights.items()}
     for update in range(3):
         if update:
             trainer.passes.accumulate(batch, cases.policy_loss)
         reference.step(trainer)
         trainer.update([], cases.policy_loss, LR, DENOMINATOR)
-    for name, got in trainer.named_hf_tensors():
+    for name, weight in trainer.named_hf_tensors():
         if name in reference.weights:
-            assert torch.allclose(got, reference.weights[name], rtol=0, atol=1e-6), name
-            assert not torch.equal(got, before[name]) or "bias" in name, name
+            assert torch.allclose(weight, reference.weights[name], rtol=0, atol=1e-6), name
+            assert not torch.equal(weight, initial_weights[name]) or "bias" in name, name
 
 
 def test_a_model_in_bfloat16_takes_torchs_own_steps(tmp_path: Path, start: Callable[..., Trainer]) -> None:
@@ -97,18 +99,21 @@ def test_a_model_in_bfloat16_takes_torchs_own_steps(tmp_path: Path, start: Calla
     trainer.passes.accumulate(batch := trainer.passes.pack(cases.samples()), cases.policy_loss)
     reference = Reference(trainer)
     reference.weights = {name: t.float() for name, t in reference.weights.items()}
-    found = gradients(trainer, "matrix")
+    matrix_gradients = gradients(trainer, "matrix")
     muon = torch.optim.Muon(
-        [reference.weights[n] for n in found], lr=LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+        [reference.weights[n] for n in matrix_gradients],
+        lr=LR,
+        weight_decay=0.01,
+        adjust_lr_fn="match_rms_adamw",
     )
-    for name, gradient in found.items():
+    for name, gradient in matrix_gradients.items():
         reference.weights[name].grad = gradient
     muon.step()
     trainer.update([], cases.policy_loss, LR, DENOMINATOR)
     assert batch
-    for name, got in trainer.named_hf_tensors():
-        if name in found:
-            assert torch.equal(got, reference.weights[name].bfloat16()), name
+    for name, weight in trainer.named_hf_tensors():
+        if name in matrix_gradients:
+            assert torch.equal(weight, reference.weights[name].bfloat16()), name
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (6, 40), (40, 6)])
@@ -117,9 +122,9 @@ def test_newton_schulz_leaves_directions_and_evens_their_sizes(shape: tuple[int,
     g = torch.Generator().manual_seed(0)
     u, _, v = torch.linalg.svd(torch.randn(*shape, generator=g, dtype=torch.float64), full_matrices=False)
     sizes = torch.linspace(1.0, 0.2, len(v), dtype=torch.float64)
-    made = u.T @ orthogonal(u * sizes @ v, torch.float64) @ v.T
-    assert torch.allclose(made, made.diagonal().diag(), atol=1e-9)
-    assert made.diagonal().min() > 0.6 and made.diagonal().max() < 1.3
+    spectrum = u.T @ orthogonal(u * sizes @ v, torch.float64) @ v.T
+    assert torch.allclose(spectrum, spectrum.diagonal().diag(), atol=1e-9)
+    assert spectrum.diagonal().min() > 0.6 and spectrum.diagonal().max() < 1.3
     assert torch.equal(orthogonal(torch.zeros(shape), torch.float32), torch.zeros(shape))
 
 

@@ -49,9 +49,9 @@ class Launch:
         engines = free_ports("127.0.0.1", ENGINES)
         plan = config.run.dir.parent / f"plan-{number}.json"
         self._sockets = make_folder()
-        at = self._sockets / "proxy"
-        told = Path(f"{plan}.socket")
-        self.wires = {"trainer-rollout": [Proxy(lambda: Path(told.read_text()), at)]}
+        proxy_path = self._sockets / "proxy"
+        address_file = Path(f"{plan}.socket")
+        self.wires = {"trainer-rollout": [Proxy(lambda: Path(address_file.read_text()), proxy_path)]}
         for wire in ("rollout-engine", "trainer-engine"):
             self.wires[wire] = [Proxy(port) for port in engines]
         urls = [f"http://127.0.0.1:{p.port}" for p in self.wires["rollout-engine"]]
@@ -76,7 +76,7 @@ class Launch:
         ]
         serve = ["--config", file, *(w for u in urls for w in ("--engine", u))]
         roles.append(("rollout", "rollout", role_command("rollout", *serve), "/status"))
-        train = role_command("trainer", file, str(at), json.dumps(to_engines))
+        train = role_command("trainer", file, str(proxy_path), json.dumps(to_engines))
         plan.write_text(json.dumps([*roles, ("trainer", "trainer", train, None)]))
         own_config = config.run.dir.parent / "config.yaml"
         own_config.write_text(dump_config(config))
@@ -154,21 +154,21 @@ class Stage:
     def commit(self, fault: str) -> Callable[[], None]:
         """Do it to the newest launch. Returns what ends it."""
         launch = self.launches[-1]
-        who, _, what = fault.partition(" ")
+        target, _, effect = fault.partition(" ")
         if fault == "second owner":
             self.start()
-        elif what == "stopped":
-            stopped = launch.tree() if who == "launch" else launch.find(who)[:1]
+        elif effect == "stopped":
+            stopped = launch.tree() if target == "launch" else launch.find(target)[:1]
             send(stopped, signal.SIGSTOP)
             return lambda: send(stopped, signal.SIGCONT)
         elif fault == "keeper killed":
             send(launch.keeper("trainer"), signal.SIGKILL)
-        elif what == "killed":
-            send(launch.find(who)[:1], signal.SIGKILL)
-        elif who == "connections":
+        elif effect == "killed":
+            send(launch.find(target)[:1], signal.SIGKILL)
+        elif target == "connections":
             proxies = launch.wires[self._rng.choice(sorted(launch.wires))]
             for proxy in proxies:
-                proxy.cut() if what == "cut" else proxy.slow(self._rng.uniform(0.1, 4))
+                proxy.cut() if effect == "cut" else proxy.slow(self._rng.uniform(0.1, 4))
             return lambda: mend(proxies)
         else:
             full = launch.find("rollout")[:1]
@@ -210,9 +210,9 @@ def limit_files(processes: list[psutil.Process], size: int) -> None:
 
 @pytest.fixture
 def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
-    made = Stage(tmp_path, request.getfixturevalue("seed"))
-    yield made
-    for launch in made.launches:
+    stage = Stage(tmp_path, request.getfixturevalue("seed"))
+    yield stage
+    for launch in stage.launches:
         launch.close()
 
 
@@ -226,30 +226,30 @@ def draw(seed: int) -> list[tuple[float, str]]:
 @pytest.mark.parametrize("seed", range(SCHEDULES))
 def test_nothing_is_lost_trained_twice_or_made_by_other_weights(stage: Stage, seed: int) -> None:
     schedule = draw(seed)
-    print(f"{seed}: " + ", ".join(f"{at:.0f}s {kind}" for at, kind in schedule))
+    print(f"{seed}: " + ", ".join(f"{event_time:.0f}s {kind}" for event_time, kind in schedule))
     todo, ends = list(schedule), list[tuple[float, Callable[[], None]]]()
     lease: float | None = None
     stage.start()
     begin, deadline = None, time.monotonic() + PATIENCE
     metrics = stage.config.run.dir / "metrics.jsonl"
     while True:
-        now = time.monotonic()
-        assert now < deadline, stage.told()
+        current_time = time.monotonic()
+        assert current_time < deadline, stage.told()
         if begin is None and metrics.exists() and '"kind": "step"' in metrics.read_text():
-            begin = now
-        for at, end in [e for e in ends if e[0] <= now]:
+            begin = current_time
+        for event_time, end in [e for e in ends if e[0] <= current_time]:
             end()
-            ends.remove((at, end))
-        if begin is not None and todo and now >= begin + todo[0][0]:
+            ends.remove((event_time, end))
+        if begin is not None and todo and current_time >= begin + todo[0][0]:
             _, kind = todo.pop(0)
-            ends.append((now + PAUSE, stage.commit(kind)))
+            ends.append((current_time + PAUSE, stage.commit(kind)))
             if kind == "launch stopped":
-                lease = now + LEASE
+                lease = current_time + LEASE
         if any(launch.process.poll() == 0 for launch in stage.launches):
             break
         if all(launch.over for launch in stage.launches) and lease is None:
-            lease = now + LEASE
-        if lease is not None and now >= lease:
+            lease = current_time + LEASE
+        if lease is not None and current_time >= lease:
             stage.start()
             lease = None
         time.sleep(0.2)

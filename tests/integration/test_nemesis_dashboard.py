@@ -69,13 +69,13 @@ class Dash(ServerProcess):
                 ask(self._opener, f"{base}/?token={urllib.parse.quote(self._token)}")
                 self._logged_in = True
             ask(self._opener, f"{base}/api/runs")  # it reads the new lines
-            found: dict[str, list[float]] = json.loads(ask(self._opener, f"{base}/api/curves?names=reward"))[
-                0
-            ]["reward"]
+            reward_curve: dict[str, list[float]] = json.loads(
+                ask(self._opener, f"{base}/api/curves?names=reward")
+            )[0]["reward"]
         except Exception as e:  # noqa: BLE001  (of a link with faults: no connection, a status, no HTTP)
             self.refusals[kind_of(e)] += 1
             return None
-        return found
+        return reward_curve
 
     def close(self) -> None:
         self.heal()
@@ -105,9 +105,11 @@ def run_dash(folder: Path, seed: int, more: int) -> None:
                 if fault != "stopped" and (during := dash.curve()) is not None:
                     check_curve(during)
             dash.heal()
-            before = dash.refusals.total()
+            initial_refusals = dash.refusals.total()
             while (curve := dash.curve()) is None:
-                assert dash.process.poll() is None and dash.refusals.total() < before + 20, dash.refusals
+                assert dash.process.poll() is None and dash.refusals.total() < initial_refusals + 20, (
+                    dash.refusals
+                )
             check_curve(curve)
             assert curve["x"][-1] == step, f"{fault}: lines are lost"
         print(f"{step} steps, not answered: {dict(dash.refusals)}")
@@ -115,9 +117,9 @@ def run_dash(folder: Path, seed: int, more: int) -> None:
 
 def check_curve(curve: dict[str, list[float]]) -> None:
     """Each value is that of its step."""
-    shown = [(x, y) for x, y in zip(curve["x"], curve["y"], strict=True) if x > 2]
-    assert [(x, reward_of(int(x))) for x, _ in shown] == shown
-    assert [x for x, _ in shown] == [float(3 + i) for i in range(len(shown))]
+    points = [(x, y) for x, y in zip(curve["x"], curve["y"], strict=True) if x > 2]
+    assert [(x, reward_of(int(x))) for x, _ in points] == points
+    assert [x for x, _ in points] == [float(3 + i) for i in range(len(points))]
 
 
 @pytest.mark.gate

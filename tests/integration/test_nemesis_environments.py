@@ -51,18 +51,18 @@ class Play:
     @classmethod
     def drawn(cls, rng: random.Random) -> Play:
         terms = tuple(rng.randrange(10**6) for _ in range(TURNS))
-        totals = [sum(terms[: at + 1]) for at in range(TURNS)]
+        totals = [sum(terms[: turn + 1]) for turn in range(TURNS)]
         return cls(terms, tuple(str(total + rng.choice((0, 0, 1))) for total in totals))
 
     def expected(self) -> list[tuple[float, bool, str]]:
         """Reward, whether it is the last turn, and what the environment says."""
         return [
             (
-                float(int(text) == sum(self.terms[: at + 1])),
-                at == TURNS - 1,
-                (*map(str, self.terms), "")[at + 1],
+                float(int(text) == sum(self.terms[: turn + 1])),
+                turn == TURNS - 1,
+                (*map(str, self.terms), "")[turn + 1],
             )
-            for at, text in enumerate(self.texts)
+            for turn, text in enumerate(self.texts)
         ]
 
     def played(self, url: str, key: str) -> str:
@@ -72,8 +72,8 @@ class Play:
                 steps = [episode.step(text) for text in self.texts]
         except EnvironmentFailed as e:
             return f"failed: {e}"
-        found = [(s["reward"], s["done"], "".join(m["content"] for m in s["messages"])) for s in steps]
-        return "right" if found == self.expected() else f"wrong: {found}, expected {self.expected()}"
+        results = [(s["reward"], s["done"], "".join(m["content"] for m in s["messages"])) for s in steps]
+        return "right" if results == self.expected() else f"wrong: {results}, expected {self.expected()}"
 
 
 def second(service: Service) -> subprocess.Popen[bytes]:
@@ -104,13 +104,13 @@ async def strike(service: Service, link: Proxy, fault: str, rng: random.Random) 
         if process is not None:
             limit_files(process.pid, 0)
     elif fault == "second owner":
-        other = second(service)
-        assert other.stdout is not None and other.stdin is not None
-        await asyncio.to_thread(other.stdout.readline)
+        second_owner = second(service)
+        assert second_owner.stdout is not None and second_owner.stdin is not None
+        await asyncio.to_thread(second_owner.stdout.readline)
         await asyncio.sleep(0.5)
-        other.stdin.close()
-        await asyncio.to_thread(other.wait)
-        other.stdout.close()
+        second_owner.stdin.close()
+        await asyncio.to_thread(second_owner.wait)
+        second_owner.stdout.close()
     elif fault == "cut":
         link.cut()
         await asyncio.sleep(1)

@@ -63,10 +63,10 @@ class Launch(ServerProcess):
 
     def step(self) -> int:
         """The last step that is told, with its own reward, and never one before that of the last scrape; 0: none."""
-        if (found := self.scrape()) is None or "rlsys_trainer_step" not in found:
+        if (metrics := self.scrape()) is None or "rlsys_trainer_step" not in metrics:
             return 0
-        step = int(found["rlsys_trainer_step"])
-        assert found["rlsys_trainer_reward"] == reward_of(step) and step >= self._last_step, found
+        step = int(metrics["rlsys_trainer_step"])
+        assert metrics["rlsys_trainer_reward"] == reward_of(step) and step >= self._last_step, metrics
         self._last_step = step
         return step
 
@@ -103,8 +103,8 @@ def run_launch(folder: Path, seed: int, more: int) -> None:
                     launch.step()
             launch.heal()
             launch.wait_for(step)
-        found = launch.scrape()
-        assert found is not None and found["rlsys_role_up"] == 1
+        metrics = launch.scrape()
+        assert metrics is not None and metrics["rlsys_role_up"] == 1
         print(f"{step} steps, not answered: {dict(launch.refusals)}")
     assert "Traceback" not in launch.log(), launch.log()
 

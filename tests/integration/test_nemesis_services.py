@@ -111,7 +111,7 @@ class Chain:
     def push(self, version: int, fault: str) -> None:
         """Push a version, with the fault before one of its buckets, and count."""
         tensors = model(version, megabytes=self._rng.choice((12, 24)))  # another size is other files
-        victim, at = self._rng.choice(self.members), self._rng.randrange(1, 3)
+        victim, fault_index = self._rng.choice(self.members), self._rng.randrange(1, 3)
         owner, sent = self._relays, 0
         self._versions.append(expected(tensors))
         self.begin(owner, version)
@@ -119,7 +119,7 @@ class Chain:
         def send(flat: Any) -> None:
             nonlocal sent
             sent += 1
-            if sent == at:
+            if sent == fault_index:
                 self.strike(victim, fault)
             owner.send(flat)
 
@@ -145,9 +145,9 @@ class Chain:
         elif fault == "memory full":
             limit_files(victim.pid, 4096)
         elif fault == "second owner":
-            other = self._new()
-            self.begin(other, 10_000 + self._epoch)
-            other.close()
+            second_owner = self._new()
+            self.begin(second_owner, 10_000 + self._epoch)
+            second_owner.close()
         elif fault != "none":
             inject_link_fault(victim.link, fault, self._rng)
 
@@ -241,8 +241,8 @@ class Runs:
         )
 
     async def _reward(self, request: web.Request) -> web.Response:
-        told = await request.json()
-        self.rewards.setdefault(request.match_info["sample"], []).append(float(told["reward"]))
+        payload = await request.json()
+        self.rewards.setdefault(request.match_info["sample"], []).append(float(payload["reward"]))
         return web.json_response({})
 
     async def send(self, service: Any, policy: str, number: int) -> None:
@@ -253,8 +253,8 @@ class Runs:
             "RLSYS_REWARD_URL": f"{base}{sample}/reward", "RLSYS_SAMPLE_ID": str(number),
         }  # fmt: skip
         while True:
-            _, ended = service.start({"question": f"q{number}"}, number, env)
-            end = await ended
+            _, end_future = service.start({"question": f"q{number}"}, number, env)
+            end = await end_future
             if not end.kill_reason:
                 self.ended.setdefault(sample, []).append(end.error)
                 return
@@ -350,7 +350,7 @@ async def test_every_sample_of_a_meeting_ends_once_with_its_reward(seed: int, tm
     samples = [f"{policy}{number}" for number in range(SAMPLES) for policy in "ab"]
     lost = [s for s in samples if s not in runs.ended]
     errors = {s: e for s in samples for e in runs.ended.get(s, []) if e is not None}
-    wrong = {s: told for s, told in runs.rewards.items() if set(told) != {runs.worth(s)}}
+    wrong = {s: rewards for s, rewards in runs.rewards.items() if set(rewards) != {runs.worth(s)}}
     rewarded_well = [s for s in samples if runs.ended.get(s) == [None] and s in runs.rewards]
     print(f"{len(samples)} samples, {runs.sent_again} sent again; errors {errors}")
     assert (lost, wrong) == ([], {})

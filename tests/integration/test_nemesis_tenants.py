@@ -164,8 +164,8 @@ class Tenant:
         session = self.post(server.direct, "create_session", {})["session_id"]
         lora = {"rank": 4, "seed": 5}
         body = {"session_id": session, "model_seq_id": 0, "base_model": "model", "lora_config": lora}
-        made = self.post(server.direct, "create_model", body)
-        self.model = self.result(server.direct, made["request_id"])["model_id"]
+        response = self.post(server.direct, "create_model", body)
+        self.model = self.result(server.direct, response["request_id"])["model_id"]
         self.requests: list[tuple[str, Any]] = []
         """All of the model, in the order of their numbers, which begin with 1."""
         self.results: list[Any] = []
@@ -182,13 +182,13 @@ class Tenant:
             connection.sendall("\r\n".join([*lines, "", ""]).encode() + data)
             answer = HTTPResponse(connection)
             answer.begin()
-            found = answer.read()
+            payload = answer.read()
         is_json = answer.headers.get_content_type() == "application/json"
-        told = json.loads(found) if is_json else found
+        content = json.loads(payload) if is_json else payload
         if answer.status != 200:
-            assert answer.status == 400 or isinstance(told, dict), (answer.status, told)
-            raise HTTPError(url, answer.status, str(told), answer.headers, None)
-        return told
+            assert answer.status == 400 or isinstance(content, dict), (answer.status, content)
+            raise HTTPError(url, answer.status, str(content), answer.headers, None)
+        return content
 
     def attempt(self, path: str, body: Any) -> None:
         """Send it while a fault may last."""
@@ -216,18 +216,18 @@ class Tenant:
 
     def result(self, url: str, request_id: str) -> Any:
         while True:
-            found = self.post(url, "retrieve_future", {"request_id": request_id})
-            if not isinstance(found, dict) or found.get("type") != "try_again":
-                return found
+            response = self.post(url, "retrieve_future", {"request_id": request_id})
+            if not isinstance(response, dict) or response.get("type") != "try_again":
+                return response
 
     def all_results(self) -> list[Any]:
         """Of all its requests, as the server tells them now, without the names of this tenant's model."""
-        found = (
+        results = (
             self.result(self._server.linked, f"{self.model}:{i}") for i in range(1, 1 + len(self.requests))
         )
         return [
             json.loads(json.dumps(each).replace(self.model, "")) if isinstance(each, dict) else each
-            for each in found
+            for each in results
         ]
 
     def train(self, number: int, fault: str, rng: random.Random) -> None:
@@ -245,14 +245,14 @@ class Tenant:
             ("save_weights", {**save, "seq_id": seq + 1, "type": "save_weights"}),
             ("save_weights_for_sampler", {**save, "seq_id": seq + 2, "type": "save_weights_for_sampler"}),
         ]
-        at = rng.randrange(len(planned) + 1)
+        fault_index = rng.randrange(len(planned) + 1)
         self._server.status = self.status
         for i, request in enumerate(planned):
             self.requests.append(request)
-            if i == at:
+            if i == fault_index:
                 self._server.inject_fault(fault, rng)
             self.attempt(*request)
-        if at == len(planned):
+        if fault_index == len(planned):
             self._server.inject_fault(fault, rng)
         with self.refused():
             self.post(self._server.linked, "retrieve_future", {"request_id": f"{model}:{seq}"}, FAULT_SECONDS)
@@ -267,8 +267,8 @@ class Tenant:
             with self.refused():
                 accepted = self.post(self._server.linked, path, body)
                 assert accepted == {"request_id": f"{self.model}:{seq}"}
-                found = self.result(self._server.linked, accepted["request_id"])
-                assert not (isinstance(found, dict) and "error" in found), found
+                result = self.result(self._server.linked, accepted["request_id"])
+                assert not (isinstance(result, dict) and "error" in result), result
                 return
             self._server.wait()
         raise AssertionError((path, dict(self.refusals), self._server.log.read_text()[-3000:]))
@@ -301,17 +301,17 @@ def run_schedule(folder: Path, seed: int, more: int) -> None:
             steps[tenant.name] += 1
             tenant.train(steps[tenant.name], fault, rng)
             print(f"{fault}: {tenant.name}, {dict(tenant.refusals)}")
-        seen = [tenant.all_results() for tenant in tenants]
+        tenant_results = [tenant.all_results() for tenant in tenants]
         server.inject_fault("killed", rng)
         server.heal()
         quiet = Tenant(server, QUIET)
         for number in range(1, 1 + max(steps.values())):
             quiet.train(number, "none", rng)
         expected, files = quiet.all_results(), quiet.files()
-        for tenant, found in zip(tenants, seen, strict=True):
+        for tenant, results in zip(tenants, tenant_results, strict=True):
             n = steps[tenant.name]
-            assert found == expected[: len(found)] and tenant.all_results() == found
-            assert len(found) == n * (PASSES + 3)
+            assert results == expected[: len(results)] and tenant.all_results() == results
+            assert len(results) == n * (PASSES + 3)
             saved = tenant.files()
             assert len(saved) == 3 * n and saved == {name: files[name] for name in saved}
             kinds = {"forward_backward": n * PASSES} | dict.fromkeys(

@@ -44,10 +44,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]
 async def drawn(
     client: EngineClient, rid: str, tokens: int, temperature: float, seed: int | None = None
 ) -> list[Segment]:
-    asked = client.generate(
+    stream = client.generate(
         PROMPT, rid=rid, max_new_tokens=tokens, temperature=temperature, seed=seed, stop_ids=()
     )
-    return [segment async for segment in asked]
+    return [segment async for segment in stream]
 
 
 def joined(segments: list[Segment]) -> tuple[list[int], list[float]]:
@@ -57,8 +57,8 @@ def joined(segments: list[Segment]) -> tuple[list[int], list[float]]:
 def log_probs(model: Any, ids: list[int]) -> Tensor:
     """Of every token of the vocabulary, in the place of each of `ids`: `[len(ids), V]`."""
     with torch.no_grad():
-        found: Tensor = model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    return found
+        logprobs: Tensor = model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    return logprobs
 
 
 def test_greedy_tokens_are_the_models(served: tuple[str, Any]) -> None:
@@ -74,17 +74,17 @@ def test_greedy_tokens_are_the_models(served: tuple[str, Any]) -> None:
     ids, mu = joined(first)
     expected = log_probs(model, ids)
     assert ids == expected.argmax(-1).tolist() == joined(second)[0]
-    own = expected.gather(1, torch.tensor(ids)[:, None])[:, 0]
-    assert torch.allclose(torch.tensor(mu), own, rtol=0, atol=5e-5)
+    model_logprobs = expected.gather(1, torch.tensor(ids)[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(mu), model_logprobs, rtol=0, atol=5e-5)
     assert second[-1].checks < 30 < 60 == len(ids), "several tokens a pass"
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
     """Cells of fewer than 5 expected draws together. Returns the sum, and the degrees of freedom."""
     many = expected >= 5
-    seen = torch.cat([counts[many], counts[~many].sum()[None]])
-    wanted = torch.cat([expected[many], expected[~many].sum()[None]])
-    return float(((seen - wanted) ** 2 / wanted).sum()), int(many.sum())
+    observed_counts = torch.cat([counts[many], counts[~many].sum()[None]])
+    expected_counts = torch.cat([expected[many], expected[~many].sum()[None]])
+    return float(((observed_counts - expected_counts) ** 2 / expected_counts).sum()), int(many.sum())
 
 
 def test_sampled_tokens_have_the_models_distribution(served: tuple[str, Any]) -> None:
@@ -101,13 +101,13 @@ def test_sampled_tokens_have_the_models_distribution(served: tuple[str, Any]) ->
 
     rows = [joined(segments)[0] for segments in asyncio.run(ask())]
     first = int(torch.tensor([row[0] for row in rows]).mode().values)
-    for place, draws in ((0, [row[0] for row in rows]), (1, [row[1] for row in rows if row[0] == first])):
-        probs = log_probs(model, [first, 0])[place].exp()
-        found, degrees = chi_square(
+    for position, draws in ((0, [row[0] for row in rows]), (1, [row[1] for row in rows if row[0] == first])):
+        probs = log_probs(model, [first, 0])[position].exp()
+        statistic, degrees = chi_square(
             torch.bincount(torch.tensor(draws), minlength=96).float(), probs * len(draws)
         )
-        print(f"token {place}: chi-square {found:.1f} with {degrees} degrees, {len(draws)} draws")
-        assert found < degrees + 4.5 * degrees**0.5 + 8
+        print(f"token {position}: chi-square {statistic:.1f} with {degrees} degrees, {len(draws)} draws")
+        assert statistic < degrees + 4.5 * degrees**0.5 + 8
 
 
 def test_an_interrupt_loses_no_token(served: tuple[str, Any]) -> None:
@@ -117,16 +117,16 @@ def test_an_interrupt_loses_no_token(served: tuple[str, Any]) -> None:
     async def ask() -> tuple[list[list[Segment]], int]:
         async with make_session() as session:
             client = EngineClient(url, session)
-            before = await client.generated_tokens()
+            initial_tokens = await client.generated_tokens()
             tasks = [asyncio.create_task(drawn(client, f"cut-{i}-", 200, 1.0, seed=i)) for i in range(4)]
             while not any(task.done() for task in tasks):
                 await client.abort(None)
-            return await asyncio.gather(*tasks), await client.generated_tokens() - before
+            return await asyncio.gather(*tasks), await client.generated_tokens() - initial_tokens
 
     parts, counted = asyncio.run(ask())
     assert counted == sum(len(joined(segments)[0]) for segments in parts)
     for segments in parts:
         ids, mu = joined(segments)
         if ids:
-            own = log_probs(model, ids).gather(1, torch.tensor(ids)[:, None])[:, 0]
-            assert torch.allclose(torch.tensor(mu), own, rtol=0, atol=5e-5)
+            model_logprobs = log_probs(model, ids).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            assert torch.allclose(torch.tensor(mu), model_logprobs, rtol=0, atol=5e-5)

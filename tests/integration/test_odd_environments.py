@@ -69,8 +69,8 @@ def launch(case: Case, run: Path, tmp: Path) -> subprocess.CompletedProcess[str]
     (run / "config.yaml").write_text(dump_config(config))  # so that the folder of checkpoints is the run's
     command = [*RLSYS, "train", "configs/quickstart.yaml", *words, *case.words]
     shell = ["sh", "-c", f'{case.before.format(run=run)} && exec "$@"', "sh", *command]
-    own = ["unshare", *case.own] if case.own else []
-    return subprocess.run([*own, *shell], cwd=ROOT, env=env, capture_output=True, text=True)
+    prefix = ["unshare", *case.own] if case.own else []
+    return subprocess.run([*prefix, *shell], cwd=ROOT, env=env, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -78,16 +78,16 @@ def test_a_run_trains_or_says_in_one_line_why_not(name: str, tmp_path: Path) -> 
     case, run = CASES[name], tmp_path / "run"
     if case.own and (os.geteuid() != 0 or shutil.which("unshare") is None):
         pytest.skip("needs root, for a mount or a network of its own")
-    done = launch(case, run, tmp_path)
-    print(done.stdout[-2000:], done.stderr[-4000:], logs_of(run)[-4000:])
-    assert "Traceback" not in done.stderr
+    process = launch(case, run, tmp_path)
+    print(process.stdout[-2000:], process.stderr[-4000:], logs_of(run)[-4000:])
+    assert "Traceback" not in process.stderr
     if case.line is None:
-        assert done.returncode == 0
+        assert process.returncode == 0
         assert read_metrics(run).last_step == STEPS
         checked_ledger(run)
     else:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("rlsys: error: ")]
-        assert done.returncode in (1, 2) and len(errors) == 1
+        errors = [line for line in process.stderr.splitlines() if line.startswith("rlsys: error: ")]
+        assert process.returncode in (1, 2) and len(errors) == 1
         assert re.search(case.line, errors[0]), errors
 
 

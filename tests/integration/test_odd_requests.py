@@ -91,7 +91,7 @@ def fault_of(status: int, body: bytes) -> str:
 
 @pytest.mark.parametrize("kind", ["table", "random"])
 async def test_every_odd_request_is_answered_and_the_engines_live(servers: Servers, kind: str) -> None:
-    before = [processes(engine) for engine in servers.engines]
+    initial_processes = [processes(engine) for engine in servers.engines]
     table = (
         [*edge_requests(), *subset(odd_requests(), MOST_ODD)] if kind == "table" else random_requests(200, 39)
     )
@@ -107,51 +107,51 @@ async def test_every_odd_request_is_answered_and_the_engines_live(servers: Serve
 
         tokens = await plain(servers.router)
         for i, odd in enumerate(table):
-            status, told = await ask(session, servers.router, odd)
+            status, body = await ask(session, servers.router, odd)
             statuses[status] += 1
-            if fault := fault_of(status, told):
-                wrong.append((odd.name, odd.raw[:300], fault, told[:200]))
+            if fault := fault_of(status, body):
+                wrong.append((odd.name, odd.raw[:300], fault, body[:200]))
             if i % 10 == 9:
                 assert [await plain(url) for url in (servers.router, *servers.engines)] == [tokens] * 3, (
                     odd.name
                 )
     print(f"{kind}: {len(table)} requests, {dict(sorted(statuses.items()))}")
     assert not wrong
-    assert [processes(engine) for engine in servers.engines] == before
+    assert [processes(engine) for engine in servers.engines] == initial_processes
     assert len(table) >= 200 and statuses[200] > 10 < statuses[400]
 
 
 async def test_n_answers_differ_and_a_seed_gives_them_again(servers: Servers) -> None:
     """Before: n equal answers at temperature 1 (W29)."""
     router = servers.router
-    wanted = {"max_tokens": 24, "temperature": 1.0, "n": 8}
-    chat = {"messages": QUESTION, **wanted}
+    options = {"max_tokens": 24, "temperature": 1.0, "n": 8}
+    chat = {"messages": QUESTION, **options}
     async with make_session() as session:
 
         async def texts(path: str, body: dict[str, Any]) -> list[str]:
             async with session.post(router + path, json=body) as answer:
                 assert answer.status == 200, await answer.text()
-                told = await answer.json()
+                payload = await answer.json()
             if path == "/generate":
-                return [a["text"] for a in told]
-            assert [c["index"] for c in told["choices"]] == list(range(8))
-            assert told["usage"]["completion_tokens"] <= 8 * 24
-            return [c["text"] if "text" in c else c["message"]["content"] for c in told["choices"]]
+                return [a["text"] for a in payload]
+            assert [c["index"] for c in payload["choices"]] == list(range(8))
+            assert payload["usage"]["completion_tokens"] <= 8 * 24
+            return [c["text"] if "text" in c else c["message"]["content"] for c in payload["choices"]]
 
         for path, body, seed in (
             ("/v1/chat/completions", chat, {"seed": 3}),
-            ("/v1/completions", {"prompt": "3+4=", **wanted}, {"seed": 3}),
+            ("/v1/completions", {"prompt": "3+4=", **options}, {"seed": 3}),
         ):
             assert len(set(await texts(path, body))) > 4
             assert await texts(path, {**body, **seed}) == await texts(path, {**body, **seed})
         sampling = {"max_new_tokens": 24, "temperature": 1.0, "n": 8}
         assert len(set(await texts("/generate", {"input_ids": PROMPT, "sampling_params": sampling}))) > 4
-        one = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 24, "temperature": 1.0}}
-        found = []
+        request = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 24, "temperature": 1.0}}
+        outputs = []
         for _ in range(6):
-            async with session.post(f"{router}/generate", json=one) as answer:
-                found.append((await answer.json())["text"])
-        assert len(set(found)) > 3
+            async with session.post(f"{router}/generate", json=request) as answer:
+                outputs.append((await answer.json())["text"])
+        assert len(set(outputs)) > 3
 
 
 async def test_a_streamed_choice_is_the_whole_one(servers: Servers, tmp_path: Path) -> None:
@@ -159,14 +159,14 @@ async def test_a_streamed_choice_is_the_whole_one(servers: Servers, tmp_path: Pa
     body = {"messages": QUESTION, "max_tokens": 16, "temperature": 1.0, "n": 3, "seed": 11}
     async with make_session() as session:
         async with session.post(f"{router}/v1/chat/completions", json=body) as answer:
-            whole = await answer.json()
-        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        async with session.post(f"{router}/v1/chat/completions", json=asked) as answer:
+            response = await answer.json()
+        stream_body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with session.post(f"{router}/v1/chat/completions", json=stream_body) as answer:
             events = (await answer.text()).split("\n\n")[:-1]
     assert events[-1] == "data: [DONE]"
     chunks = [json.loads(e[6:]) for e in events[:-1]]
     pieces: dict[int, str] = {}
     for choice in (c for chunk in chunks for c in chunk["choices"]):
         pieces[choice["index"]] = pieces.get(choice["index"], "") + (choice["delta"].get("content") or "")
-    assert [pieces[i] for i in range(3)] == [c["message"]["content"] for c in whole["choices"]]
-    assert chunks[-1]["usage"] == whole["usage"]
+    assert [pieces[i] for i in range(3)] == [c["message"]["content"] for c in response["choices"]]
+    assert chunks[-1]["usage"] == response["usage"]

@@ -36,9 +36,12 @@ def test_offloaded_state_can_be_loaded_again_or_is_refused(
             setup.optimizer_config(config)
         return
     monkeypatch.setattr("megatron.core.optimizer.optimizer_config.is_te_min_version", lambda *_: True)
-    made = setup.optimizer_config(config)
-    assert (made.optimizer_cpu_offload, made.optimizer_offload_fraction) == (True, 0.5)
-    assert made.use_precision_aware_optimizer, "a resume would end in a KeyError"
+    optimizer_config = setup.optimizer_config(config)
+    assert (optimizer_config.optimizer_cpu_offload, optimizer_config.optimizer_offload_fraction) == (
+        True,
+        0.5,
+    )
+    assert optimizer_config.use_precision_aware_optimizer, "a resume would end in a KeyError"
 
 
 def test_a_run_with_offloaded_state_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
@@ -51,10 +54,10 @@ def test_a_run_with_offloaded_state_goes_on_as_if_it_had_never_stopped(tmp_path:
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT),
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     }  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    seen = json.loads(done.stdout.splitlines()[-1])
-    assert min(seen["halves"]["host"], seen["halves"]["gpu"]) > 1e5
-    assert seen["halves"]["dtypes"] == ["torch.float32"], "what is stepped; the model is in bfloat16"
-    assert seen["loaded"] == 2
-    assert seen["resumed"] == seen["unbroken"]
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
+    report = json.loads(process.stdout.splitlines()[-1])
+    assert min(report["halves"]["host"], report["halves"]["gpu"]) > 1e5
+    assert report["halves"]["dtypes"] == ["torch.float32"], "what is stepped; the model is in bfloat16"
+    assert report["loaded"] == 2
+    assert report["resumed"] == report["unbroken"]

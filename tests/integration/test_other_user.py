@@ -77,9 +77,9 @@ class Stage:
         token_file.write_text("clients-" + "t" * 32)
         keys = str(config_path(self.run, "engine-0"))
         (self.engine,) = (
-            f"http://{one.address}"
-            for one in self.listeners()
-            if "rlsys.rollout.service" not in one.command and self._is_engine(one)
+            f"http://{listener.address}"
+            for listener in self.listeners()
+            if "rlsys.rollout.service" not in listener.command and self._is_engine(listener)
         )
         options = ("--engine", self.engine, "--engine-keys", keys, "--token-file", str(token_file))
         self.router = stack.enter_context(running_router(folder, *options))
@@ -134,13 +134,15 @@ class Stage:
 
     def trees(self) -> list[psutil.Process]:
         """All processes of all servers."""
-        mine = psutil.Process()
+        test_process = psutil.Process()
         return [
-            p for p in mine.children(recursive=True) if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
+            p
+            for p in test_process.children(recursive=True)
+            if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
         ]
 
     def listeners(self) -> set[Listener]:
-        return {one for child in psutil.Process().children() for one in listeners(child.pid)}
+        return {listener for child in psutil.Process().children() for listener in listeners(child.pid)}
 
     def _is_engine(self, one: Listener) -> bool:
         """Whether it is the HTTP server of the run's engine."""
@@ -161,11 +163,11 @@ class Stage:
         return set(keys)
 
     def target(self) -> Target:
-        found = self.listeners()
-        sockets = {one.address for one in found if one.kind == "unix" and one.address.startswith("/")}
-        assert not [one for one in found if one.kind == "unix" and not one.address.startswith("/")]
+        listeners = self.listeners()
+        sockets = {one.address for one in listeners if one.kind == "unix" and one.address.startswith("/")}
+        assert not [one for one in listeners if one.kind == "unix" and not one.address.startswith("/")]
         servers = []
-        for one in sorted((one for one in found if one.kind == "tcp"), key=lambda one: one.command):
+        for one in sorted((one for one in listeners if one.kind == "tcp"), key=lambda one: one.command):
             opened = next((paths for words, paths in OPEN_PATHS.items() if re.search(words, one.command)), ())
             name = re.sub(r"\S*/bin/python\S* (-m )?", "", one.command)[:40]
             host = one.host.removeprefix("::ffff:")
@@ -209,13 +211,13 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 
 def attack(target: Target) -> list[Attack]:
     command = [sys.executable, "-I", intruder.__file__]
-    told = json.dumps(asdict(target))
-    done = subprocess.run(
-        command, input=told, capture_output=True, text=True, cwd="/",
+    payload = json.dumps(asdict(target))
+    process = subprocess.run(
+        command, input=payload, capture_output=True, text=True, cwd="/",
         start_new_session=True,  # within a session, SIGCONT may be sent to processes of other users
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [Attack(**json.loads(line)) for line in done.stdout.splitlines()]
+    assert process.returncode == 0, process.stderr
+    return [Attack(**json.loads(line)) for line in process.stdout.splitlines()]
 
 
 def check_attack(stage: Stage) -> None:
@@ -223,12 +225,12 @@ def check_attack(stage: Stage) -> None:
     for log in (*stage.folder.glob("*.log"), *stage.folder.glob("tinker/*.log")):
         log.chmod(0o600)  # of this test: their mode is that of a shell's redirection
     target = stage.target()
-    before = {(p.pid, p.create_time()): " ".join(command_line(p))[:120] for p in stage.trees()}
+    initial_processes = {(p.pid, p.create_time()): " ".join(command_line(p))[:120] for p in stage.trees()}
     assert len(target.servers) >= 6 and target.sockets and len(target.processes) > 10
-    ended, refused, slowest = threading.Event(), list[str](), dict[str, float]()
+    stop_event, refused, slowest = threading.Event(), list[str](), dict[str, float]()
 
     def ask_as_owner() -> None:
-        while not ended.wait(0.5):
+        while not stop_event.wait(0.5):
             for name, ask in stage.owner_requests.items():
                 start = time.monotonic()
                 try:
@@ -241,19 +243,21 @@ def check_attack(stage: Stage) -> None:
     owner.start()
     start = time.monotonic()
     try:
-        found = attack(target)
+        attack_results = attack(target)
     finally:
-        ended.set()
+        stop_event.set()
         owner.join()
     print(f"{time.monotonic() - start:.0f} s of attack; slowest requests of the owner: {slowest}")
-    for one in found:
-        seen = ", ".join(f"{count} {name}" for name, count in sorted(one.outcomes.items()))
-        print(f"| {one.name} | {one.expected} | {seen} | {len(one.faults)} |")
-    hits = [f"{one.name}: {hit}" for one in found for hit in one.faults]
+    for result in attack_results:
+        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(result.outcomes.items()))
+        print(f"| {result.name} | {result.expected} | {outcomes} | {len(result.faults)} |")
+    hits = [f"{result.name}: {hit}" for result in attack_results for hit in result.faults]
     assert not hits, "\n".join(hits[:60])
     assert not refused, refused[:20]
-    after = {(p.pid, p.create_time()) for p in stage.trees()}
-    ended_processes = [command for process, command in before.items() if process not in after]
+    final_processes = {(p.pid, p.create_time()) for p in stage.trees()}
+    ended_processes = [
+        command for process, command in initial_processes.items() if process not in final_processes
+    ]
     assert not ended_processes
     sizes = {str(f.relative_to(stage.folder)): f.stat().st_size for f in stage.folder.rglob("*.log")}
     print(f"logs: {sizes}")

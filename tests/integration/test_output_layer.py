@@ -34,8 +34,8 @@ ON_TWO = (
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rows")
     cases.write_model(folder / "model")
-    for name, made in (cases.MODELS | prefixes.MODELS).items():
-        cases.write_model(folder / name, **made)
+    for name, overrides in (cases.MODELS | prefixes.MODELS).items():
+        cases.write_model(folder / name, **overrides)
     return folder
 
 

@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
     cases.write_model(tmp_path / "model")
-    for name, taken in zip(("light", "whole"), share_cases.write_step(tmp_path / "run"), strict=True):
-        (tmp_path / f"{name}.msgpack").write_bytes(encode(taken))
+    for name, batch in zip(("light", "whole"), share_cases.write_step(tmp_path / "run"), strict=True):
+        (tmp_path / f"{name}.msgpack").write_bytes(encode(batch))
     return tmp_path
 
 
@@ -51,20 +51,25 @@ def test_each_rank_reads_its_own_share(ranks: int, layouts: tuple[str, ...], wor
     command = [*torchrun, "-m", "tests.helpers.share_cases", str(workplace), *layouts]
     subprocess.run(command, check=True, cwd=ROOT, env=env)
     lines = (workplace / "seen.jsonl").read_text().splitlines()
-    found: dict[str, list[dict[str, Any]]] = dict(json.loads(line) for line in lines)
-    assert tuple(found) == layouts
-    for layout, seen in found.items():
-        assert len(seen) == ranks
-        shares = {one["dp"]: one for one in seen}
-        for one in seen:
-            where = f"{layout}, rank {one['rank']}"
-            print(f"{where}: {one['read']} bytes read, {one['own']} its own, {one['all']} of all")
-            assert one["same"] and one["same_scores"], where
-            assert 0 < one["own"] <= one["read"] <= 1.1 * one["own"], where
-            assert one["rows"] == shares[one["dp"]]["rows"], where
-        rows = [row for one in shares.values() for row in one["rows"]]
-        assert len(rows) == len(set(rows)) and sum(one["own"] for one in shares.values()) == seen[0]["all"]
-        assert sum(one["read_for_scores"] for one in shares.values()) <= 1.1 * seen[0]["all_for_scores"]
+    layout_reports: dict[str, list[dict[str, Any]]] = dict(json.loads(line) for line in lines)
+    assert tuple(layout_reports) == layouts
+    for layout, reports in layout_reports.items():
+        assert len(reports) == ranks
+        shares = {report["dp"]: report for report in reports}
+        for report in reports:
+            where = f"{layout}, rank {report['rank']}"
+            print(f"{where}: {report['read']} bytes read, {report['own']} its own, {report['all']} of all")
+            assert report["same"] and report["same_scores"], where
+            assert 0 < report["own"] <= report["read"] <= 1.1 * report["own"], where
+            assert report["rows"] == shares[report["dp"]]["rows"], where
+        rows = [row for report in shares.values() for row in report["rows"]]
+        assert (
+            len(rows) == len(set(rows))
+            and sum(report["own"] for report in shares.values()) == reports[0]["all"]
+        )
+        assert (
+            sum(report["read_for_scores"] for report in shares.values()) <= 1.1 * reports[0]["all_for_scores"]
+        )
 
 
 def test_a_rank_that_does_not_see_the_run_says_so(workplace: Path) -> None:

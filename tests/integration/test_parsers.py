@@ -86,9 +86,9 @@ def streamed(url: str, **more: Any) -> tuple[str, str, list[tuple[str, str]], st
             reasoning += getattr(delta, "reasoning_content", None) or ""
             content += delta.content or ""
             for call in delta.tool_calls or []:
-                one = calls.setdefault(call.index, ["", ""])
-                one[0] += call.function.name or ""
-                one[1] += call.function.arguments or ""
+                pieces = calls.setdefault(call.index, ["", ""])
+                pieces[0] += call.function.name or ""
+                pieces[1] += call.function.arguments or ""
                 assert ids.setdefault(call.index, call.id) == (call.id or ids[call.index]), "one call, one id"
             finish = choice.finish_reason or finish
     assert len(set(ids.values())) == len(ids)
@@ -108,7 +108,7 @@ def test_the_router_gives_what_the_server_gives(server: str, tmp_path: Path) -> 
 def test_a_run_reads_a_turn_as_the_server_does(server: str, config: Config) -> None:
     """From the text of the tokens that it sampled, with and without tools, and of a turn that was cut off."""
     tokenizer = Tokenizer(config.model.path)
-    before = tokenizer.apply_chat([{"role": "user", "content": "12 + 30"}])
+    prompt = tokenizer.apply_chat([{"role": "user", "content": "12 + 30"}])
     grammar = {"max_tokens": 400, "extra_body": {"regex": GRAMMAR}}
     reasoning, content, calls, finish = whole(server, **grammar)
     assert reasoning and "think" not in reasoning and content == "so"
@@ -117,14 +117,14 @@ def test_a_run_reads_a_turn_as_the_server_does(server: str, config: Config) -> N
     async def read() -> None:
         reader = TurnReader(config)
         try:
-            turn = await reader(f"{reasoning}</think>{WRITTEN}", before, [ADD])
+            turn = await reader(f"{reasoning}</think>{WRITTEN}", prompt, [ADD])
             assert (turn.reasoning, turn.text.strip(), turn.calls) == (
                 reasoning,
                 content,
                 tuple(Call(*call) for call in calls),
             )
-            assert (await reader(f"{reasoning}</think>{WRITTEN}", before, [])).text == WRITTEN
-            assert (await reader("1 + 2", before, [ADD])).reasoning == "1 + 2"
+            assert (await reader(f"{reasoning}</think>{WRITTEN}", prompt, [])).text == WRITTEN
+            assert (await reader("1 + 2", prompt, [ADD])).reasoning == "1 + 2"
         finally:
             await reader.close()
 

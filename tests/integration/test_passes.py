@@ -55,9 +55,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[Trainer, Objective]]]:
 
 def recorded() -> TrainBatch:
     """One group of the recorded step, made stale."""
-    taken = cases.single_rewards(cases.stale(cases.recorded()))
-    mixed = [g for g in taken.groups if len({s.reward for s in g.samples}) > 1]
-    return replace(taken, groups=mixed[:2])
+    batch = cases.single_rewards(cases.stale(cases.recorded()))
+    mixed = [g for g in batch.groups if len({s.reward for s in g.samples}) > 1]
+    return replace(batch, groups=mixed[:2])
 
 
 def routed(taken: TrainBatch, trainer: Trainer) -> TrainBatch:
@@ -91,14 +91,14 @@ def by_row(batch: Sequence[MicroBatch], values: Sequence[Tensor]) -> dict[int, T
 
 def in_training(trainer: Trainer, batch: list[MicroBatch]) -> list[Tensor]:
     """Log-probs of the training forward pass, not of a scoring one."""
-    seen: list[Tensor] = []
+    logps: list[Tensor] = []
 
     def loss(scores: Any, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        seen.append(scores.logp.detach())
+        logps.append(scores.logp.detach())
         return scores.logp.sum() * 0.0, {}
 
     trainer.update(batch, loss, 0.0, denominator=1.0)
-    return seen
+    return logps
 
 
 def gap(a: dict[int, Tensor], b: dict[int, Tensor]) -> float:
@@ -109,20 +109,20 @@ def gap(a: dict[int, Tensor], b: dict[int, Tensor]) -> float:
 def test_exact_old_is_scored_with_the_experts_that_training_replays(start: Callable[..., Any]) -> None:
     """With equal weights, what an interrupt scores is what the step will compute, to the last bits."""
     trainer, _ = start("algo.anchor=behaviour", *REPLAY)
-    taken = routed(recorded(), trainer)
-    samples = [s for g in taken.groups for s in g.samples]
-    batch = pack_rows(taken, range(len(samples)), trainer)
-    training, own = (
+    train_batch = routed(recorded(), trainer)
+    samples = [s for g in train_batch.groups for s in g.samples]
+    batch = pack_rows(train_batch, range(len(samples)), trainer)
+    training, plain_logps = (
         by_row(b, in_training(trainer, b))
         for b in (batch, pack_rows(recorded(), range(len(samples)), trainer))
     )
-    found = score_parked([LogProbRequest(s, 0) for s in samples], trainer)
-    scored = {row: torch.tensor(scores.logp) for row, scores in enumerate(found)}
+    parked_scores = score_parked([LogProbRequest(s, 0) for s in samples], trainer)
+    scored = {row: torch.tensor(scores.logp) for row, scores in enumerate(parked_scores)}
     print(
-        f"|score_parked - training|: {gap(scored, training):.1e}; replayed or not: {gap(own, training):.2f}"
+        f"|score_parked - training|: {gap(scored, training):.1e}; replayed or not: {gap(plain_logps, training):.2f}"
     )
     assert gap(scored, training) <= 1e-6
-    assert gap(own, training) > 1
+    assert gap(plain_logps, training) > 1
 
 
 @pytest.mark.parametrize("replay", ["engine", "trainer"])
@@ -130,17 +130,19 @@ def test_the_reference_takes_its_own_experts(replay: str, start: Callable[..., A
     """Not the policy's, which are given at random or of other weights; and it leaves those of the policy alone."""
     returned = "engine.return_routes=true"
     trainer, objective = start("algo.loss=[clip,kl]", f"trainer.replay={replay}", returned)
-    taken, plain = routed(recorded(), trainer), recorded()
-    rows = range(sum(len(g.samples) for g in taken.groups))
+    train_batch, plain = routed(recorded(), trainer), recorded()
+    rows = range(sum(len(g.samples) for g in train_batch.groups))
     reference = pack_rows(plain, rows, trainer)
     expected = by_row(reference, trainer.passes.logprobs(reference))
     with torch.no_grad():
         for parameter in dict(trainer.named_parameters()).values():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
-    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.requirements.needs))
-    (batch,) = prepare_batches(trainer, objective, plan, taken, [list(rows)])
-    found = by_row(batch, [micro.signal("ref") for micro in batch])
-    assert gap(found, expected) <= 1e-6
+    plan = objective.plan(
+        sample_table(train_batch.groups, train_batch.train_step, objective.requirements.needs)
+    )
+    (batch,) = prepare_batches(trainer, objective, plan, train_batch, [list(rows)])
+    reference_logps = by_row(batch, [micro.signal("ref") for micro in batch])
+    assert gap(reference_logps, expected) <= 1e-6
     current = by_row(batch, trainer.passes.logprobs(batch))
     if replay == "trainer":
         assert gap(by_row(batch, [micro.signal("old") for micro in batch]), current) == 0
@@ -193,18 +195,18 @@ REUSING = {
 def test_no_scoring_pass_where_old_is_what_training_computes(name: str, start: Callable[..., Any]) -> None:
     """Loss and gradient are those with the pass; what is scored is what later updates need."""
     trainer, objective = start(*REUSING[name])
-    taken = routed(recorded(), trainer) if name == "replay" else recorded()
-    loss, grad, passes = gradients(trainer, objective, taken)
-    expected, same, before = gradients(trainer, Scored(trainer.config.algo), taken)
-    size = float(same.abs().max())
-    away = float((grad - same).abs().max())
+    train_batch = routed(recorded(), trainer) if name == "replay" else recorded()
+    loss, grad, passes = gradients(trainer, objective, train_batch)
+    expected, expected_grad, expected_passes = gradients(trainer, Scored(trainer.config.algo), train_batch)
+    size = float(expected_grad.abs().max())
+    away = float((grad - expected_grad).abs().max())
     print(
-        f"{name}: loss {loss} and {expected}, gradient {away:.1e} of {size:.1e}, scored {passes} of {before}"
+        f"{name}: loss {loss} and {expected}, gradient {away:.1e} of {size:.1e}, scored {passes} of {expected_passes}"
     )
     assert loss == pytest.approx(expected, abs=1e-6)
     assert size > 1e-4
     assert away <= 1e-6 * max(1.0, size)
-    assert passes == (before * 3 // 4 if name == "old, four" else 0)
+    assert passes == (expected_passes * 3 // 4 if name == "old, four" else 0)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +221,11 @@ def test_no_scoring_pass_where_old_is_what_training_computes(name: str, start: C
 )
 def test_who_looks_ahead_has_the_pass(overrides: tuple[str, ...], start: Callable[..., Any]) -> None:
     trainer, objective = start(*overrides)
-    taken = recorded()
-    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.requirements.needs))
-    (batch,) = prepare_batches(trainer, objective, plan, taken, [list(range(4))])
+    train_batch = recorded()
+    plan = objective.plan(
+        sample_table(train_batch.groups, train_batch.train_step, objective.requirements.needs)
+    )
+    (batch,) = prepare_batches(trainer, objective, plan, train_batch, [list(range(4))])
     assert all(micro.old is not None and not micro.old_is_current for micro in batch)
 
 
@@ -231,10 +235,15 @@ def test_averaged_weights_follow_versions(start: Callable[..., Any]) -> None:
         "algo.anchor=ewma", "algo.hooks=[{name: ewma, window: 2, reset_below: 0}]", "algo.minibatches=4",
         "trainer.lr=1e-2",
     )  # fmt: skip
-    before = {name: p.detach().clone() for name, p in trainer.named_parameters()}
+    initial_weights = {name: p.detach().clone() for name, p in trainer.named_parameters()}
     train_step(trainer, objective, recorded())
     average = objective.average()
-    assert average.keys() == before.keys()
-    for name, now in trainer.named_parameters():
-        torch.testing.assert_close(average[name], (before[name] / 2 + now.detach()) / 1.5, atol=1e-6, rtol=0)
-    assert max(float((p.detach() - before[n]).abs().max()) for n, p in trainer.named_parameters()) > 1e-3
+    assert average.keys() == initial_weights.keys()
+    for name, parameter in trainer.named_parameters():
+        torch.testing.assert_close(
+            average[name], (initial_weights[name] / 2 + parameter.detach()) / 1.5, atol=1e-6, rtol=0
+        )
+    assert (
+        max(float((p.detach() - initial_weights[n]).abs().max()) for n, p in trainer.named_parameters())
+        > 1e-3
+    )

@@ -31,10 +31,10 @@ def test_a_task_of_theirs_trains_three_steps(peer: str, tmp_path: Path) -> None:
         *SMALL,
         f"run.dir={tmp_path}/run",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]
     metrics = read_metrics(tmp_path / "run")
     assert [s["step"] for s in metrics.steps] == [1, 2, 3]
     assert all(s["lost"] == 0 and s["reward_failed"] == 0 and s["censored"] == 0 for s in metrics.steps)

@@ -86,20 +86,20 @@ async def test_engines_of_one_and_of_two_ranks_take_the_same_push(
                 checksums = EngineChecksums(hf, *config.engine.tps)
                 await asyncio.to_thread(sync.push, checksums.watch(tensors(SEED + version)), ticket)
                 assert not sync.excluded
-                told = await router.end_push(version, canaries(SEED + version), checksums.digests())
-                assert told["push_tensors_unknown"] == 0 < told["push_tensors_equal"]
+                metrics = await router.end_push(version, canaries(SEED + version), checksums.digests())
+                assert metrics["push_tensors_unknown"] == 0 < metrics["push_tensors_equal"]
             assert set(router.engine_states().values()) == {"version 2"}
             router.resume()
-            asked = [Sample(i, i, 0, [*PROMPT, 10 + i], seed=i + 1) for i in range(4)]
+            samples = [Sample(i, i, 0, [*PROMPT, 10 + i], seed=i + 1) for i in range(4)]
             await asyncio.gather(
-                *(router.generate(s, max_response_tokens=20, temperature=1.0) for s in asked)
+                *(router.generate(s, max_response_tokens=20, temperature=1.0) for s in samples)
             )
             await router.interrupt()
             stats = router.stats()
             watch.cancel()
             await asyncio.to_thread(sync.close)
-    assert {s.engine for s in asked} == {small, wide}
-    for s in asked:
+    assert {s.engine for s in samples} == {small, wide}
+    for s in samples:
         expected = logprobs(SEED + 2, [*s.prompt_ids, *s.response_ids])[len(s.prompt_ids) - 1 :]
         assert worst_gap(list(s.mu), expected) < 5e-5
     assert stats["lost"] == 0

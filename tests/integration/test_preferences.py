@@ -60,8 +60,8 @@ def test_loss_and_gradient_are_those_of_transformers_and_autograd(name: str, tmp
     traces = cases.traces()
     preference.preference_step(trainer, loss, traces, 1e-3)
     trainer.export_hf(tmp_path / "after")
-    told = preference.preference_step(trainer, loss, traces, 1e-3)
-    found = dict(trainer.named_parameters())
+    metrics = preference.preference_step(trainer, loss, traces, 1e-3)
+    parameters = dict(trainer.named_parameters())
 
     ref, model = (
         transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -80,12 +80,12 @@ def test_loss_and_gradient_are_those_of_transformers_and_autograd(name: str, tmp
         )
     )  # fmt: skip
     total.backward()
-    assert told["loss"] == pytest.approx(float(total), abs=1e-6)
-    theirs = dict(model.named_parameters())
+    assert metrics["loss"] == pytest.approx(float(total), abs=1e-6)
+    hf_parameters = dict(model.named_parameters())
     for entry in entries(trainer.hf):
-        gradient: Any = found[entry.megatron.format(e=entry.expert)]
+        gradient: Any = parameters[entry.megatron.format(e=entry.expert)]
         for key, part in zip(entry.hf, to_hf(entry.rule, gradient.main_grad, trainer.hf), strict=True):
-            assert torch.allclose(part, theirs[key].grad, rtol=0, atol=2e-6), key
+            assert torch.allclose(part, hf_parameters[key].grad, rtol=0, atol=2e-6), key
     trainer.close()
 
 
@@ -94,29 +94,29 @@ def test_a_reward_model_loads_in_transformers_with_the_same_values(workplace: Pa
     import transformers
 
     trainer, loss = cases.start(workplace / "model", tmp_path / "run", "reward_model")
-    told = [preference.preference_step(trainer, loss, cases.traces(), 1e-3) for _ in range(4)]
+    metrics = [preference.preference_step(trainer, loss, cases.traces(), 1e-3) for _ in range(4)]
     trainer.export_hf(tmp_path / "model")
     batch = trainer.passes.pack(
         [preference._sample(t, i, uses_values=True) for i, t in enumerate(cases.traces())]
     )
-    mine = torch.zeros(len(cases.traces()))
+    values = torch.zeros(len(cases.traces()))
     for micro, scores in zip(batch, trainer.passes.score(batch), strict=True):
         assert scores.values is not None
-        mine[micro.rows] = micro.per_sequence(scores.values)
+        values[micro.rows] = micro.per_sequence(scores.values)
     trainer.close()
-    assert told[0]["loss"] == pytest.approx(
+    assert metrics[0]["loss"] == pytest.approx(
         0.8, abs=0.01
     )  # all values 0: log(1 + exp(margin)), which is 0.2 on average
-    assert told[-1]["loss"] < told[0]["loss"] and told[-1]["reward_lead"] > 0
-    made = transformers.AutoModelForSequenceClassification.from_pretrained(
+    assert metrics[-1]["loss"] < metrics[0]["loss"] and metrics[-1]["reward_lead"] > 0
+    hf_model = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "model", dtype=torch.float32
     )
-    made.config.pad_token_id = 0
+    hf_model.config.pad_token_id = 0
     with torch.no_grad():
-        theirs = [
-            float(made(torch.tensor([[*t.prompt_ids, *t.response_ids]])).logits) for t in cases.traces()
+        hf_values = [
+            float(hf_model(torch.tensor([[*t.prompt_ids, *t.response_ids]])).logits) for t in cases.traces()
         ]
-    assert torch.allclose(mine, torch.tensor(theirs), rtol=0, atol=1e-5)
+    assert torch.allclose(values, torch.tensor(hf_values), rtol=0, atol=1e-5)
 
 
 LAYOUTS = ("tp=2", "pp=2", "cp=2", "dp=2", "ep=2")
@@ -124,20 +124,23 @@ LAYOUTS = ("tp=2", "pp=2", "cp=2", "dp=2", "ep=2")
 
 @pytest.mark.full
 def test_every_layout_learns_as_one_rank_does(workplace: Path, tmp_path: Path) -> None:
-    alone = functools.cache(lambda name: cases.steps(workplace / "model", tmp_path / name, name))
-    expected = {name: alone(name) for name in cases.LOSSES}
+    single_steps = functools.cache(lambda name: cases.steps(workplace / "model", tmp_path / name, name))
+    expected = {name: single_steps(name) for name in cases.LOSSES}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
     subprocess.run([*torchrun, "-m", cases.__name__, str(workplace), *LAYOUTS], check=True, env=env)
-    seen = json.loads((workplace / "seen.json").read_text())
-    one = load_file(tmp_path / "reward_model/exported-1/model.safetensors")
+    layout_steps = json.loads((workplace / "seen.json").read_text())
+    reference_weights = load_file(tmp_path / "reward_model/exported-1/model.safetensors")
     for layout in LAYOUTS:
         for name, steps in expected.items():
-            for got, wanted in zip(seen[f"{layout} {name}"], steps, strict=True):
-                assert got == pytest.approx(wanted, rel=1e-5, abs=1e-6), (layout, name)
-        other = load_file(workplace / f"{layout}-reward_model/exported-2/model.safetensors")
-        assert one.keys() == other.keys() and "score.weight" in one
-        assert all(torch.allclose(one[key], other[key], rtol=0, atol=1e-5) for key in one)
+            for step, expected_step in zip(layout_steps[f"{layout} {name}"], steps, strict=True):
+                assert step == pytest.approx(expected_step, rel=1e-5, abs=1e-6), (layout, name)
+        layout_weights = load_file(workplace / f"{layout}-reward_model/exported-2/model.safetensors")
+        assert reference_weights.keys() == layout_weights.keys() and "score.weight" in reference_weights
+        assert all(
+            torch.allclose(reference_weights[key], layout_weights[key], rtol=0, atol=1e-5)
+            for key in reference_weights
+        )
 
 
 def config_of(tmp_path: Path, run: str, **sft_section: Any) -> Config:
@@ -180,9 +183,11 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pyt
         run_sft(broken)
     setup.leave_layout()
     run_sft(broken)
-    one, other = (read_metrics(config.run.dir).steps for config in (unbroken, broken))
-    assert [s["loss"] for s in one] == [s["loss"] for s in other]
-    assert one[0]["loss"] == pytest.approx(0.6931, abs=1e-4) and one[-1]["reward_lead"] > 0
+    unbroken_steps, broken_steps = (read_metrics(config.run.dir).steps for config in (unbroken, broken))
+    assert [s["loss"] for s in unbroken_steps] == [s["loss"] for s in broken_steps]
+    assert (
+        unbroken_steps[0]["loss"] == pytest.approx(0.6931, abs=1e-4) and unbroken_steps[-1]["reward_lead"] > 0
+    )
     weights = [load_file(config.run.dir / "model/model.safetensors") for config in (unbroken, broken)]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 

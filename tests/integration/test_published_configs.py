@@ -22,9 +22,9 @@ CONFIGS = read_configs(ROOT / "configs" / "models")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_published_config_shrunk_is_computed_as_transformers_does(name: str, tmp_path: Path) -> None:
     """Also its export after a training step, which transformers loads."""
-    trip, gap, rounding, norm, gap_of_export = check_tiny_model(CONFIGS[name], tmp_path / "work")
+    trip, difference, rounding, norm, gap_of_export = check_tiny_model(CONFIGS[name], tmp_path / "work")
     assert trip == "bit-equal" and float(norm) > 0
-    assert max(float(gap), float(gap_of_export)) < max(EXACT, float(rounding))
+    assert max(float(difference), float(gap_of_export)) < max(EXACT, float(rounding))
 
 
 def test_a_verdict_is_one_line_or_a_fault() -> None:
@@ -53,19 +53,19 @@ def test_an_absent_field_has_the_value_that_it_has_for_transformers(family: str)
         except UserError as e:
             return str(e)
 
-    whole = read(part)
-    assert isinstance(whole, HFConfig)
-    unused = {"num_key_value_heads"} if whole.latent else set()
-    others = []
+    full_config = read(part)
+    assert isinstance(full_config, HFConfig)
+    unused = {"num_key_value_heads"} if full_config.latent else set()
+    mismatches = []
     for name in sorted(part):
         default = getattr(kind, name, None)
         if not isinstance(default, int | float | str) or name in unused | NO_DEFAULTS:
             continue
-        rest = {n: value for n, value in part.items() if n != name}
-        absent = read(rest)
-        if isinstance(absent, HFConfig) and absent != read({**rest, name: default}):
-            others.append(name)
-    assert not others
+        remaining_fields = {n: value for n, value in part.items() if n != name}
+        absent = read(remaining_fields)
+        if isinstance(absent, HFConfig) and absent != read({**remaining_fields, name: default}):
+            mismatches.append(name)
+    assert not mismatches
 
 
 @pytest.mark.parametrize("family", tiny.TINY)

@@ -43,8 +43,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def family(
     request: pytest.FixtureRequest, cache: None, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Published, Path]:
-    one = FAMILIES[request.param]
-    return one, write(tmp_path_factory.mktemp(request.param) / "model", one)
+    published = FAMILIES[request.param]
+    return published, write(tmp_path_factory.mktemp(request.param) / "model", published)
 
 
 @pytest.fixture
@@ -60,17 +60,17 @@ def tokenizer_of(one: Published, folder: Path) -> Tokenizer:
 
 def log_probs(folder: Path) -> Tensor:
     """Of SEQUENCES, by transformers."""
-    model, found = tiny.load(folder), []
+    model, logprobs = tiny.load(folder), []
     with torch.no_grad():
         for ids in SEQUENCES:
             logp = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-            found.append(logp.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
-    return torch.cat(found)
+            logprobs.append(logp.gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
+    return torch.cat(logprobs)
 
 
 def gap(trainer: Trainer, folder: Path) -> float:
-    found = torch.tensor([logp for canary in trainer.canaries(SEQUENCES) for logp in canary.logp])
-    return float((found - log_probs(folder)).abs().max())
+    trainer_logprobs = torch.tensor([logp for canary in trainer.canaries(SEQUENCES) for logp in canary.logp])
+    return float((trainer_logprobs - log_probs(folder)).abs().max())
 
 
 def test_every_family_of_the_trainer_is_in_the_table() -> None:
@@ -82,31 +82,37 @@ def test_its_tokenizer_is_autotokenizers(family: tuple[Published, Path]) -> None
     """Ids, a rendered conversation with a call of a tool, and where responses end."""
     from transformers import AutoTokenizer
 
-    one, folder = family
-    ours, theirs = tokenizer_of(one, folder), AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    for text in (*TEXTS, *one.stops):
-        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
+    published, folder = family
+    tokenizer, hf_tokenizer = (
+        tokenizer_of(published, folder),
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=True),
+    )
+    for text in (*TEXTS, *published.stops):
+        assert tokenizer.encode(text) == hf_tokenizer.encode(text, add_special_tokens=False), text
     for generate in (False, True):
-        rendered = theirs.apply_chat_template(
-            one.chat, tools=TOOLS, tokenize=False, add_generation_prompt=generate
+        rendered = hf_tokenizer.apply_chat_template(
+            published.chat, tools=TOOLS, tokenize=False, add_generation_prompt=generate
         )
-        assert ours.apply_chat(one.chat, tools=TOOLS, generate=generate) == rendered
+        assert tokenizer.apply_chat(published.chat, tools=TOOLS, generate=generate) == rendered
     vocabulary = HFConfig.read(folder).vocab_size
-    assert ours.stop_ids == {ours.encode(text)[0] for text in one.stops}
-    assert all(len(ours.encode(text)) == 1 for text in one.stops) and max(ours.stop_ids) < vocabulary
-    assert ours.turn_end_id == ours.encode(one.turn_end or one.eos)[0]
+    assert tokenizer.stop_ids == {tokenizer.encode(text)[0] for text in published.stops}
+    assert (
+        all(len(tokenizer.encode(text)) == 1 for text in published.stops)
+        and max(tokenizer.stop_ids) < vocabulary
+    )
+    assert tokenizer.turn_end_id == tokenizer.encode(published.turn_end or published.eos)[0]
 
 
 def test_a_right_answer_has_its_reward(family: tuple[Published, Path]) -> None:
     """Each built-in reward's, by whatever token the answer ends."""
-    one, folder = family
-    tokenizer = tokenizer_of(one, folder)
+    published, folder = family
+    tokenizer = tokenizer_of(published, folder)
     missed = []
     for reward, text in REWARDS:
         full = 2.0 if reward == "answer_and_format" else 1.0
-        for end in one.stops:
+        for end in published.stops:
             ids = [*tokenizer.encode(text), *tokenizer.encode(end)]
-            trusted = one.form in CODE_FORMS
+            trusted = published.form in CODE_FORMS
             if score_response(folder, reward, ids, Status.FINISHED, tokenizer, trusted).reward != full:
                 missed.append((reward, end))
     assert not missed
@@ -119,22 +125,30 @@ def test_a_step_and_its_export(
     goes along."""
     from transformers import AutoConfig, AutoTokenizer
 
-    one, folder = family
+    published, folder = family
     trainer, exported = start(folder), tmp_path / "exported"
     assert gap(trainer, folder) < LOGPS
     result = trainer.update(trainer.passes.pack(cases.samples()), cases.policy_loss, 1e-3)
     assert result.grad_norm > 0
     trainer.export_hf(exported)
     assert gap(trainer, exported) < LOGPS
-    there = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
-    weights = {n for n in there if n.endswith(".safetensors") or n in one.unindexed}
-    left = {str(p.relative_to(exported)) for p in exported.rglob("*") if p.is_file()}
-    assert there - weights == left - {n for n in left if n.endswith(".safetensors")}
+    source_files = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    weights = {n for n in source_files if n.endswith(".safetensors") or n in published.unindexed}
+    exported_files = {str(p.relative_to(exported)) for p in exported.rglob("*") if p.is_file()}
+    assert source_files - weights == exported_files - {
+        n for n in exported_files if n.endswith(".safetensors")
+    }
     old, new = (AutoTokenizer.from_pretrained(f, trust_remote_code=True) for f in (folder, exported))
     assert [old.encode(t) for t in TEXTS] == [new.encode(t) for t in TEXTS]
-    if one.code:
+    if published.code:
         assert (
             type(AutoConfig.from_pretrained(exported, trust_remote_code=True)).__name__ == "PublishedConfig"
         )
-    before, after = (json.loads((f / "config.json").read_text()) for f in (folder, exported))
-    assert {**before, "torch_dtype": "", "dtype": ""} == {**after, "torch_dtype": "", "dtype": ""}
+    original_config, exported_config = (
+        json.loads((f / "config.json").read_text()) for f in (folder, exported)
+    )
+    assert {**original_config, "torch_dtype": "", "dtype": ""} == {
+        **exported_config,
+        "torch_dtype": "",
+        "dtype": "",
+    }

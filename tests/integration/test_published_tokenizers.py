@@ -46,18 +46,22 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write_form(folder: Path, form: str, **how: Any) -> Path:
     """The quickstart's model with another tokenizer: rows of tokens that both have are the quickstart's."""
     shutil.copytree(QUICKSTART, folder)
-    known = Tokenizer(QUICKSTART)
+    quickstart_tokenizer = Tokenizer(QUICKSTART)
     size = -(-(write_kimi(folder, **how) if how else FORMS[form](folder)) // 8) * 8
-    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    hf_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     weights = load_file(folder / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         rows = np.zeros((size, weights[name].shape[1]), np.float32)
-        for i in range(known.vocab_size):
-            ids = theirs.encode(known.decode([i]), add_special_tokens=False)
+        for i in range(quickstart_tokenizer.vocab_size):
+            ids = hf_tokenizer.encode(quickstart_tokenizer.decode([i]), add_special_tokens=False)
             rows[ids[-1]] = weights[name][i]
         weights[name] = rows
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    ids = {"eos_token_id": theirs.eos_token_id, "bos_token_id": theirs.bos_token_id, "pad_token_id": None}
+    ids = {
+        "eos_token_id": hf_tokenizer.eos_token_id,
+        "bos_token_id": hf_tokenizer.bos_token_id,
+        "pad_token_id": None,
+    }
     edit(folder / "config.json", vocab_size=size, **ids)
     edit(folder / "generation_config.json", **ids)
     return folder
@@ -80,27 +84,27 @@ def explain(folder: Path, run: Path, *overrides: str) -> subprocess.CompletedPro
 def test_ids_are_those_of_autotokenizer(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's folder stays as it is, and the second time nothing is converted."""
     folder = write_form(tmp_path / "model", form)
-    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    original_files = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     overrides = ["model.trust_remote_code=true"] if form in CODE_FORMS else []
-    told = explain(folder, tmp_path / "run", *overrides)
-    assert told.returncode == 0, told.stderr
-    assert "NOT CHECKED" not in told.stdout
-    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+    process = explain(folder, tmp_path / "run", *overrides)
+    assert process.returncode == 0, process.stderr
+    assert "NOT CHECKED" not in process.stdout
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == original_files
 
     def never(*words: object, **how: object) -> None:
         raise AssertionError("converted again")
 
     monkeypatch.setattr(subprocess, "run", never)
     tokenizer = Tokenizer.of(config_of(folder))
-    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    hf_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     for text in TEXTS:
-        assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False), text
-    assert (tokenizer.eos_id, tokenizer.eos_token) == (theirs.eos_token_id, theirs.eos_token)
+        assert tokenizer.encode(text) == hf_tokenizer.encode(text, add_special_tokens=False), text
+    assert (tokenizer.eos_id, tokenizer.eos_token) == (hf_tokenizer.eos_token_id, hf_tokenizer.eos_token)
     chat = [{"role": "user", "content": "1+1="}]
-    expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    expected = hf_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert tokenizer.apply_chat(chat) == expected
     if form == "kimi":
-        assert tokenizer.stop_ids == {tokenizer.eos_id, theirs.convert_tokens_to_ids("<|im_end|>")}
+        assert tokenizer.stop_ids == {tokenizer.eos_id, hf_tokenizer.convert_tokens_to_ids("<|im_end|>")}
         assert "<|tool_call_begin|>" in tokenizer.without_special("a<|tool_call_begin|><|im_end|>")
         assert "<|im_end|>" not in tokenizer.without_special("a<|im_end|>")
 
@@ -110,29 +114,29 @@ def test_code_of_a_folder_runs_with_consent_only(tmp_path: Path) -> None:
     code = folder / "tokenization_ranks.py"
     code.write_text(f"{code.read_text()}\nopen({str(ran)!r}, 'w')\n")
     for command in ("explain", "train"):
-        told = rlsys(
+        process = rlsys(
             command, "configs/quickstart.yaml", f"run.dir={tmp_path / 'run'}", f"model.path={folder}"
         )
-        assert told.returncode == 2
-        (line,) = told.stderr.strip().splitlines()
+        assert process.returncode == 2
+        (line,) = process.stderr.strip().splitlines()
         assert "tokenization_ranks.RankTokenizer" in line and "model.trust_remote_code=true" in line
     assert not ran.exists()
 
 
 def test_a_tokenizer_that_no_tokenizer_json_equals_is_one_line(tmp_path: Path) -> None:
     folder = write_form(tmp_path / "model", "kimi", normalized="text.lower()")
-    told = explain(folder, tmp_path / "run", "model.trust_remote_code=true")
-    assert told.returncode == 2
-    (line,) = told.stderr.strip().splitlines()
+    process = explain(folder, tmp_path / "run", "model.trust_remote_code=true")
+    assert process.returncode == 2
+    (line,) = process.stderr.strip().splitlines()
     assert "cannot be converted to tokenizer.json" in line and "AutoTokenizer gives the ids" in line
 
 
 def test_a_damaged_vocabulary_is_one_line(tmp_path: Path) -> None:
     folder = write_form(tmp_path / "model", "gpt2")
     (folder / "vocab.json").write_text("{")
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         build_inputs(config_of(folder))
-    assert "cannot be converted to tokenizer.json" in str(told.value) and "\n" not in str(told.value)
+    assert "cannot be converted to tokenizer.json" in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.slow
@@ -151,12 +155,14 @@ def test_two_steps_and_an_export_that_loads(form: str, tmp_path: Path) -> None:
     assert len(read_metrics(run).steps) == 2
     checked_ledger(run)
     export = run / "exports" / "step-000002"
-    theirs, exported = (AutoTokenizer.from_pretrained(f, trust_remote_code=True) for f in (folder, export))
+    source_tokenizer, exported = (
+        AutoTokenizer.from_pretrained(f, trust_remote_code=True) for f in (folder, export)
+    )
     for text in TEXTS:
-        assert exported.encode(text, add_special_tokens=False) == theirs.encode(
+        assert exported.encode(text, add_special_tokens=False) == source_tokenizer.encode(
             text, add_special_tokens=False
         )
-    assert exported.chat_template == theirs.chat_template
+    assert exported.chat_template == source_tokenizer.chat_template
     assert json.loads((export / "config.json").read_text())["vocab_size"] % 8 == 0
 
 
@@ -175,9 +181,11 @@ def test_a_folder_that_was_converted_both_ways_loads(tmp_path: Path) -> None:
         ("hf-to-megatron", "--hf", folder, "--out", megatron),
         ("megatron-to-hf", "--checkpoint", megatron, "--out", back),
     ):
-        told = rlsys("convert", *map(str, words))
-        assert told.returncode == 0, told.stderr
-    theirs, found = (AutoTokenizer.from_pretrained(f, trust_remote_code=True) for f in (folder, back))
-    assert [found.encode(t) for t in TEXTS] == [theirs.encode(t) for t in TEXTS]
+        process = rlsys("convert", *map(str, words))
+        assert process.returncode == 0, process.stderr
+    source_tokenizer, back_tokenizer = (
+        AutoTokenizer.from_pretrained(f, trust_remote_code=True) for f in (folder, back)
+    )
+    assert [back_tokenizer.encode(t) for t in TEXTS] == [source_tokenizer.encode(t) for t in TEXTS]
     assert (back / "additional_chat_templates" / "plain.jinja").is_file()
     assert AutoConfig.from_pretrained(back, trust_remote_code=True).own == 7

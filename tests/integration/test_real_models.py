@@ -63,10 +63,10 @@ async def ask(url: str) -> Served:
         client = EngineClient(url, session)
 
         async def decode(i: int) -> tuple[list[int], list[float]]:
-            asked = client.generate(
+            stream = client.generate(
                 SEQUENCES[i], rid=f"r{i}-", max_new_tokens=DECODED, temperature=0.0, seed=1, stop_ids=[]
             )
-            segments = [segment async for segment in asked]
+            segments = [segment async for segment in stream]
             ids = [token for segment in segments for token in segment.ids]
             return ids, [logp for segment in segments for logp in segment.mu]
 
@@ -98,33 +98,33 @@ def test_engine_trainer_and_transformers_agree(family: str, tmp_path: Path) -> N
     config = cases.config_of(folder, tmp_path / "run", engine=engine)
     with running_engine(config, tmp_path) as url:
         served = asyncio.run(ask(url))
-    whole = [ids + more for ids, more in zip(SEQUENCES, served.decoded, strict=True)]
+    sequences = [ids + continuation for ids, continuation in zip(SEQUENCES, served.decoded, strict=True)]
     trainer = Trainer(config)
     try:
-        trained = [torch.tensor(canary.logp) for canary in trainer.canaries(whole)]
+        trained = [torch.tensor(canary.logp) for canary in trainer.canaries(sequences)]
         checksums = EngineChecksums(trainer.hf, 1)
         for _ in checksums.watch(trainer.named_hf_tensors()):
             pass
     finally:
         trainer.close()
     gaps = {"trainer": 0.0, "engine": 0.0, "decoded": 0.0, "not the most likely": 0.0}
-    references = transformers_logprobs(folder, whole)
-    for i, (ids, reference) in enumerate(zip(whole, references, strict=True)):
+    references = transformers_logprobs(folder, sequences)
+    for i, (ids, reference) in enumerate(zip(sequences, references, strict=True)):
         expected = of_tokens(reference, ids[1:])
-        said, n = torch.tensor(served.logps[i]), len(SEQUENCES[i]) - 1
+        engine_logprobs, n = torch.tensor(served.logps[i]), len(SEQUENCES[i]) - 1
         best = reference[n:].max(-1).values
-        for name, gap in (
+        for name, difference in (
             ("trainer", trained[i] - expected),
             ("engine", torch.tensor(served.scored[i]) - expected[:n]),
-            ("decoded", said - expected[n:]),
+            ("decoded", engine_logprobs - expected[n:]),
             ("not the most likely", best - expected[n:]),
         ):
-            gaps[name] = max(gaps[name], float(gap.abs().max()))
-        assert len(said) == DECODED
+            gaps[name] = max(gaps[name], float(difference.abs().max()))
+        assert len(engine_logprobs) == DECODED
     match = ChecksumVerifier().compare("engine", checksums.digests(), served.checksums)
-    told = ", ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
+    summary = ", ".join(f"{name} {difference:.1e}" for name, difference in gaps.items())
     print(
-        f"{family}: {told}; {match.equal} of {len(served.checksums[0])} tensors equal, unknown {match.unknown}"
+        f"{family}: {summary}; {match.equal} of {len(served.checksums[0])} tensors equal, unknown {match.unknown}"
     )
     assert max(gaps.values()) <= GAP
     assert match.equal == len(served.checksums[0]), match
@@ -162,8 +162,8 @@ def test_an_engine_that_computes_another_model_of_the_same_tensors_never_serves(
     wrong: dict[str, float], engine_config: Config, tmp_path: Path
 ) -> None:
     """Its first push is refused, by canaries alone. Two layers, where such a fault shows least."""
-    set_model(WIDE[0], made := tiny_moe_model(WIDE[0]))
-    made.save_pretrained(tmp_path / "model")
+    set_model(WIDE[0], model := tiny_moe_model(WIDE[0]))
+    model.save_pretrained(tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     raw = json.loads(file.read_text())
     raw["rope_parameters"] = {
@@ -256,8 +256,8 @@ def test_a_pretrained_model_is_served_and_trained_for_a_step(smollm2: Path, tmp_
     }  # fmt: skip
     command = [sys.executable, "-m", "rlsys.cli.main", "train", "configs/quickstart.yaml"]
     command += [f"{key}={value}" for key, value in overrides.items()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     (step,) = read_metrics(tmp_path / "run").steps
     print(
         {

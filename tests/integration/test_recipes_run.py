@@ -16,12 +16,12 @@ SMALL = ["trainer.steps=2", "rollout.groups_per_step=4", "eval.interval=1", "eva
 
 def test_a_recipe_runs_once_from_nothing_to_its_record(tmp_path: Path) -> None:
     recipe = dataclasses.replace(Recipe.read("chain_sum"), short={"rl": SMALL})
-    place = Place(tmp_path, recipe, "short", 1)
-    record = run(place)
+    location = Place(tmp_path, recipe, "short", 1)
+    record = run(location)
     assert [step for step, _ in record["curve"]] == [0, 1, 2]
     assert record["prompts"] == 8 and len(record["rewards"]) == 2
     assert record["stages"]["rl"]["cpu_seconds"] > 1, "of all processes, the engine too"
-    assert json.loads(place.record.read_text()) == record
-    log = place.folder / "rl.log"
+    assert json.loads(location.record.read_text()) == record
+    log = location.folder / "rl.log"
     size = log.stat().st_size
-    assert run(place) == record and log.stat().st_size == size, "it is not run again"
+    assert run(location) == record and log.stat().st_size == size, "it is not run again"

@@ -48,22 +48,22 @@ def must_agree(real: dict[str, Any], found: Figures) -> None:
     assert {k: found.live_bytes[k] for k in LASTING} == {k: real["held"][k] for k in LASTING}
     assert traffic(found.collectives) == traffic([Collective(**c) for c in real["collectives"]])
     for phase in (Phase(**p) for p in real["phases"]):
-        mine = found.phase(phase.name)
+        rehearsal = found.phase(phase.name)
         if (
             phase.name != "gather"
         ):  # adapters of experts are merged, of which two represent all in a rehearsal
-            assert mine.flops == pytest.approx(phase.flops, rel=0.01), phase.name
+            assert rehearsal.flops == pytest.approx(phase.flops, rel=0.01), phase.name
         lasting = sum(phase.peak[k] for k in LASTING)
         if (
             phase.name == "reduce"
         ):  # gloo copies what it scatters; NCCL does not, and neither does a rehearsal
             copied = sum(c.bytes for c in found.collectives if "reduce_scatter" in c.op)
-            assert 0 <= phase.total - mine.total <= copied
+            assert 0 <= phase.total - rehearsal.total <= copied
             continue
         # In a gather, gloo's thread may still hold the parts of the preceding tensor.
-        held = EMBEDDING_BYTES if phase.name == "gather" else 0
+        slack = EMBEDDING_BYTES if phase.name == "gather" else 0
         tolerance = 0.05 * (phase.total - lasting)
-        assert -tolerance <= phase.total - mine.total <= held + tolerance, phase.name
+        assert -tolerance <= phase.total - rehearsal.total <= slack + tolerance, phase.name
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_allocator_agrees() -> None:
     """Memory events of torch's profiler over a plain real step, which no meter sees."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(cases.ROOT), *sys.path])}
     command = [sys.executable, "-W", "ignore", cases.__file__, cases.PROFILE]
-    said = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    process = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
     peak = rehearsed("", 0).phase("passes").peak
-    made = sum(n for kind, n in peak.items() if kind not in LASTING)
-    assert made == pytest.approx(int(said.stdout.split()[-1]), rel=0.05)
+    transient_bytes = sum(n for kind, n in peak.items() if kind not in LASTING)
+    assert transient_bytes == pytest.approx(int(process.stdout.split()[-1]), rel=0.05)

@@ -69,14 +69,16 @@ async def test_two_engines_take_pushes_through_a_chain(
                 ticket = WeightUpdate(version, await begin_push(router, version), CANARIES)
                 assert len(ticket.engines) == 2 and all(engine.key for engine in ticket.engines)
                 checksums = EngineChecksums(hf, 1)
-                sent = await asyncio.to_thread(sync.push, checksums.watch(tensors(seed)), ticket)
+                sent_bytes = await asyncio.to_thread(sync.push, checksums.watch(tensors(seed)), ticket)
                 assert sync.excluded == {}
-                told = await router.end_push(version, canaries(seed), checksums.digests())
-                assert (told["push_tensors_equal"], told["push_tensors_unknown"]) == (ENGINE_TENSORS, 0)
-                assert told["push_canary_mean"] < 1e-5
+                metrics = await router.end_push(version, canaries(seed), checksums.digests())
+                assert (metrics["push_tensors_equal"], metrics["push_tensors_unknown"]) == (ENGINE_TENSORS, 0)
+                assert metrics["push_canary_mean"] < 1e-5
                 link.append(sync.relayed_bytes)
             assert set(router.engine_states().values()) == {"version 3"}
-            assert link[0] < 1.01 * sent and link[2] == 0, "to the first engine alone, and what has changed"
+            assert link[0] < 1.01 * sent_bytes and link[2] == 0, (
+                "to the first engine alone, and what has changed"
+            )
             for key in ("", "guess", clients[0].identity.api_key):
                 request = urllib.request.Request(
                     f"{a}/relay/open", json.dumps({"token": "t", "line": [], "seconds": 9}).encode(),

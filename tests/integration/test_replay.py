@@ -41,10 +41,10 @@ LAYERS, TOPK = TINY_MOE["num_hidden_layers"], TINY_MOE["num_experts_per_tok"]
 
 def rounded() -> Any:
     """A random model whose weights are the same in bfloat16 and in float32."""
-    made = tiny_moe_model(0)
-    for weight in made.parameters():  # not its buffers: the frequencies of positions
+    model = tiny_moe_model(0)
+    for weight in model.parameters():  # not its buffers: the frequencies of positions
         weight.data = weight.data.bfloat16().float()
-    return made
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +62,15 @@ async def generated(url: str, n: int, interrupt_at: int | None = None) -> list[S
         stream = client.generate(
             sample.prompt_ids, rid=rid, max_new_tokens=60, temperature=1.0, seed=i, stop_ids=[2], routes_from=0,
         )  # fmt: skip
-        asked = False
+        abort_requested = False
         async for segment in stream:
             sample.append(dataclasses.replace(segment, spans=[VersionSpan(1, 0, len(segment.ids))]))
             if segment.finish == "abort":
                 sample.resumes = 1
-            elif interrupt_at is not None and len(sample.response_ids) >= interrupt_at and not asked:
-                asked = True
+            elif (
+                interrupt_at is not None and len(sample.response_ids) >= interrupt_at and not abort_requested
+            ):
+                abort_requested = True
                 await client.abort(rid)
         return sample
 
@@ -87,8 +89,8 @@ def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Sa
         }
     )
     with running_engine(config, tmp_path_factory.mktemp("engine")) as url:
-        whole = asyncio.run(generated(url, SAMPLES))
-        return whole, [s for s in asyncio.run(generated(url, SAMPLES, INTERRUPT_AT)) if s.resumes]
+        complete_samples = asyncio.run(generated(url, SAMPLES))
+        return complete_samples, [s for s in asyncio.run(generated(url, SAMPLES, INTERRUPT_AT)) if s.resumes]
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +132,12 @@ def start(model: Path, tmp_path: Path) -> Iterator[Callable[[str], Trainer]]:
 
 def chosen_experts(trainer: Trainer) -> list[Tensor]:
     """Of every forward pass from now on and every router, as a map `[P, experts]`: what megatron dispatches by."""
-    seen: list[Tensor] = []
+    expert_maps: list[Tensor] = []
     for module in trainer.modules:
         for name, child in module.named_modules():
             if name.endswith("mlp.router"):
-                child.register_forward_hook(lambda _, __, out: seen.append(out[1]))
-    return seen
+                child.register_forward_hook(lambda _, __, out: expert_maps.append(out[1]))
+    return expert_maps
 
 
 def gaps(trainer: Trainer, batch: list[MicroBatch]) -> Tensor:
@@ -145,28 +147,28 @@ def gaps(trainer: Trainer, batch: list[MicroBatch]) -> Tensor:
 
 
 def as_map(experts: Tensor) -> Tensor:
-    there = experts.long().clamp(min=0)
-    return torch.zeros(len(experts), TINY_MOE["num_experts"]).scatter(1, there, 1).bool()
+    indices = experts.long().clamp(min=0)
+    return torch.zeros(len(experts), TINY_MOE["num_experts"]).scatter(1, indices, 1).bool()
 
 
 def found(trainer: Trainer, samples: list[TrainSample]) -> tuple[float, float, float]:
     """Share of tokens and layers that took the engine's experts; mean and 99.9th percentile of |logp - mu|."""
     batch = dataclasses.replace(trainer.passes.pack, shared="no")(samples)
-    seen = chosen_experts(trainer)
-    gap = gaps(trainer, batch)
-    same = torch.cat(
+    expert_maps = chosen_experts(trainer)
+    differences = gaps(trainer, batch)
+    matches = torch.cat(
         [
-            (own[: len(micro.tokens)] == as_map(engine))[engine[:, 0] >= 0].all(1)
+            (expert_map[: len(micro.tokens)] == as_map(engine))[engine[:, 0] >= 0].all(1)
             for i, micro in enumerate(batch)
-            for own, engine in zip(
-                seen[i * LAYERS : (i + 1) * LAYERS],
+            for expert_map, engine in zip(
+                expert_maps[i * LAYERS : (i + 1) * LAYERS],
                 decode(micro.routes, len(micro.tokens), LAYERS, TOPK).unbind(1),
                 strict=True,
             )
         ]
     )
-    assert len(same) == LAYERS * sum(len(s) - 1 for s in samples)
-    return float(same.double().mean()), float(gap.mean()), float(gap.quantile(0.999))
+    assert len(matches) == LAYERS * sum(len(s) - 1 for s in samples)
+    return float(matches.double().mean()), float(differences.mean()), float(differences.quantile(0.999))
 
 
 def test_replay_takes_the_engines_experts_and_log_probs_come_closer(
@@ -186,24 +188,28 @@ def test_exact_old_of_interrupted_samples_is_near_the_engine(
     """The routes of the last tokens come with the abort; scored by them, stale tokens are as near to the engine as
     fresh ones are when they train. Without routes is what waited for memory when it was aborted: its engine has let
     go of them, and the step that trains it replays none either."""
-    kept = [s for s in made[1] if s.routes]
-    print(f"{len(kept)} of {len(made[1])} interrupted samples have routes")
-    assert len(kept) >= FEW
-    for s in kept:
+    routed_samples = [s for s in made[1] if s.routes]
+    print(f"{len(routed_samples)} of {len(made[1])} interrupted samples have routes")
+    assert len(routed_samples) >= FEW
+    for s in routed_samples:
         assert (s.routes[0].start, s.routes[-1].end) == (0, len([*s.prompt_ids, *s.response_ids]) - 1)
-    mu = torch.tensor([m for s in kept for m in s.mu])
-    trainer, found = start("engine"), {}
+    mu = torch.tensor([m for s in routed_samples for m in s.mu])
+    trainer, scores = start("engine"), {}
     for name, routed in (("without routes", False), ("with routes", True)):
-        asked = [LogProbRequest(s if routed else dataclasses.replace(s, routes=[]), 0) for s in kept]
-        scored = torch.tensor([lp for found in score_parked(asked, trainer) for lp in found.logp])
-        gap = (scored - mu).abs()
-        found[name] = [float(x) for x in (gap.mean(), *gap.quantile(torch.tensor([0.99, 0.999])))]
-        shown, mean = ", ".join(f"{x:.3f}" for x in found[name]), float((scored - mu).mean())
+        requests = [
+            LogProbRequest(s if routed else dataclasses.replace(s, routes=[]), 0) for s in routed_samples
+        ]
+        scored = torch.tensor([lp for scores in score_parked(requests, trainer) for lp in scores.logp])
+        differences = (scored - mu).abs()
+        scores[name] = [
+            float(x) for x in (differences.mean(), *differences.quantile(torch.tensor([0.99, 0.999])))
+        ]
+        summary, mean = ", ".join(f"{x:.3f}" for x in scores[name]), float((scored - mu).mean())
         print(
-            f"|old - mu| of {len(mu)} stale tokens {name}: mean, p99, p99.9 = {shown}; of old - mu {mean:.4f}"
+            f"|old - mu| of {len(mu)} stale tokens {name}: mean, p99, p99.9 = {summary}; of old - mu {mean:.4f}"
         )
-    assert all(b < a for a, b in zip(*found.values(), strict=True))
-    assert found["with routes"][0] < 0.6 * found["without routes"][0]
+    assert all(b < a for a, b in zip(*scores.values(), strict=True))
+    assert scores["with routes"][0] < 0.6 * scores["without routes"][0]
 
 
 def test_replay_changes_nothing_where_both_compute_the_same(
@@ -221,15 +227,15 @@ def test_the_router_learns_under_replay_and_tokens_without_routes_are_counted(
 ) -> None:
     trainer = start("engine")
     half = [dataclasses.replace(s, routes=()) if i % 2 else s for i, s in enumerate(samples[:FEW])]
-    before = {n: t.clone() for n, t in trainer.named_hf_tensors() if "mlp.gate.weight" in n}
+    gates_before = {n: t.clone() for n, t in trainer.named_hf_tensors() if "mlp.gate.weight" in n}
     result = trainer.update(trainer.passes.pack(half), cases.policy_loss, 1e-3)
     missing = sum(len(s) - 1 for s in half if not s.routes)
     assert result.routing["replay_missing"] == missing
     assert result.routing["replay_share"] == pytest.approx(1 - missing / sum(len(s) - 1 for s in half))
     assert 0.5 < result.routing["route_agreement"] <= 1
     assert result.routing["expert_load_max"] >= 1
-    after = {n: t for n, t in trainer.named_hf_tensors() if n in before}
-    assert all(not torch.equal(before[n], t) for n, t in after.items())
+    gates_after = {n: t for n, t in trainer.named_hf_tensors() if n in gates_before}
+    assert all(not torch.equal(gates_before[n], t) for n, t in gates_after.items())
 
 
 def test_the_trainers_own_routes_stay_those_of_the_first_scoring_pass(
@@ -238,12 +244,12 @@ def test_the_trainers_own_routes_stay_those_of_the_first_scoring_pass(
     """R2: after an update the routers would choose otherwise, and do not."""
     trainer = start("trainer")
     batch = trainer.passes.pack(samples[:FEW])
-    seen = chosen_experts(trainer)
+    expert_maps = chosen_experts(trainer)
     trainer.passes.score(batch)
-    first = list(seen)
-    seen.clear()
+    first = list(expert_maps)
+    expert_maps.clear()
     shares = [trainer.update(batch, cases.policy_loss, 1e-2).routing for _ in range(3)]
-    assert all(torch.equal(a, b) for a, b in zip(seen, first * 3, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(expert_maps, first * 3, strict=True))
     assert shares[0]["route_agreement"] == 1
     assert shares[2]["route_agreement"] < 1
     assert shares[2]["replay_share"] == 1
@@ -252,8 +258,8 @@ def test_the_trainers_own_routes_stay_those_of_the_first_scoring_pass(
 def test_routes_decode_by_position_and_width() -> None:
     narrow = RouteSpan(1, 3, bytes([1, 2, 3, 4, 5, 6, 7, 8]))
     wide = RouteSpan(4, 5, b"".join(int(e).to_bytes(2, "little") for e in (300, 1, 2, 3)))
-    got = decode([narrow, wide], tokens=6, layers=2, topk=2)
-    assert got[1].tolist() == [[1, 2], [3, 4]]
-    assert got[2].tolist() == [[5, 6], [7, 8]]
-    assert got[4].tolist() == [[300, 1], [2, 3]]
-    assert (got[[0, 3, 5]] == -1).all()
+    routes = decode([narrow, wide], tokens=6, layers=2, topk=2)
+    assert routes[1].tolist() == [[1, 2], [3, 4]]
+    assert routes[2].tolist() == [[5, 6], [7, 8]]
+    assert routes[4].tolist() == [[300, 1], [2, 3]]
+    assert (routes[[0, 3, 5]] == -1).all()

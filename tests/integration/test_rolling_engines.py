@@ -80,32 +80,32 @@ class Run:
         self.made = Counter[str]()
         self.came: list[float] = []
         self.rounds: list[tuple[list[str], Counter[str]]] = []
-        heard = self.router.on_tokens
+        previous_callback = self.router.on_tokens
 
         def hear(sample: TokenSequence, tokens: int) -> None:
             self.made[str(sample.engine)] += tokens
             self.came.append(time.monotonic())
-            heard(sample, tokens)
+            previous_callback(sample, tokens)
 
         self.router.on_tokens = hear
 
     async def push(self, *, rolls: bool = True) -> None:
-        left = True
-        while left:
+        engines_left = True
+        while engines_left:
             ticket = await self.manager.begin_push()
-            urls, before = [e.url for e in ticket.engines], self.made.copy()
+            urls, initial_counts = [e.url for e in ticket.engines], self.made.copy()
             seed, checksums = ticket.weight_version % MODELS, EngineChecksums(self.hf, 1)
             if rolls:  # the engine has an update open, and the other goes on
                 async with asyncio.timeout(120):
-                    while not self._made_elsewhere(urls, before):
+                    while not self._made_elsewhere(urls, initial_counts):
                         await asyncio.sleep(0.001)
             await asyncio.to_thread(self.sync.push, checksums.watch(tensors(seed)), ticket)
             canaries = [Canary(ids, logprobs(seed, ids)) for ids in ticket.canaries]
-            found = await self.manager.end_push(ticket, canaries, checksums.digests())
-            assert found["push_tensors_equal"] == ENGINE_TENSORS and found["push_tensors_unknown"] == 0
-            left = bool(found["push_left"])
+            metrics = await self.manager.end_push(ticket, canaries, checksums.digests())
+            assert metrics["push_tensors_equal"] == ENGINE_TENSORS and metrics["push_tensors_unknown"] == 0
+            engines_left = bool(metrics["push_left"])
             if rolls:
-                self.rounds.append((urls, self.made - before))
+                self.rounds.append((urls, self.made - initial_counts))
 
     def _made_elsewhere(self, urls: list[str], before: Counter[str]) -> bool:
         return any(self.made[url] > before[url] for url in self.made if url not in urls)
@@ -147,11 +147,11 @@ async def test_one_engine_generates_while_the_other_takes_weights(
             watch = asyncio.create_task(look())
             await run.manager.restore(0)
             await run.push(rolls=False)
-            taken, began = [], len(run.came)
+            batches, start_index = [], len(run.came)
             for step in range(1, PUSHES + 1):
-                found = await run.manager.take(step)
-                assert found is not None
-                taken.append(replace(found, groups=load_tokens(config.run.dir, found.groups)))
+                batch = await run.manager.take(step)
+                assert batch is not None
+                batches.append(replace(batch, groups=load_tokens(config.run.dir, batch.groups)))
                 pushing = True
                 await run.push()
                 pushing = False
@@ -162,17 +162,17 @@ async def test_one_engine_generates_while_the_other_takes_weights(
             assert run.buffer.lost_tokens == 0
             run.buffer.close()
     for folder in ("one", "two"):  # one group for the first push, and one for the rounds of all others
-        said = (tmp_path / folder / "engine.log").read_text()
-        assert said.count("POST /init_weights_update_group ") == (2 if method == "broadcast" else 0)
+        engine_log = (tmp_path / folder / "engine.log").read_text()
+        assert engine_log.count("POST /init_weights_update_group ") == (2 if method == "broadcast" else 0)
     assert [urls for urls, _ in run.rounds] == [[a], [b]] * PUSHES
     assert idle == 0
-    for urls, made in run.rounds:
-        assert sum(made[url] for url in (a, b) if url not in urls) > 0
-    samples = [s for t in taken for g in t.groups for s in g.samples]
-    assert all(t.metrics["lost"] == 0 for t in taken)
+    for urls, token_counts in run.rounds:
+        assert sum(token_counts[url] for url in (a, b) if url not in urls) > 0
+    samples = [s for t in batches for g in t.groups for s in g.samples]
+    assert all(t.metrics["lost"] == 0 for t in batches)
     worst = max(gap_of(s) for s in samples)
     mixed = sum(len(s.spans) > 1 for s in samples)
-    gaps = [y - x for x, y in zip(run.came[began:], run.came[began + 1 :], strict=False)]
+    gaps = [y - x for x, y in zip(run.came[start_index:], run.came[start_index + 1 :], strict=False)]
     print(
         f"{method}: {len(samples)} samples, {mixed} of several versions, {sum(s.resumes for s in samples)} resumes; "
         f"worst gap {worst:.1e}; longest silence {max(gaps):.2f} s"
@@ -184,5 +184,5 @@ def gap_of(s: Sample) -> float:
     """Between the engine's log-probs and those of transformers with the weights that each token says it has."""
     ids, first = [*s.prompt_ids, *s.response_ids], len(s.prompt_ids)
     expected = {span.version: logprobs(span.version % MODELS, ids)[first - 1 :] for span in s.spans}
-    said = [expected[version][i] for i, version in enumerate(s.versions())]
-    return worst_gap(list(s.mu), said)
+    reference_logprobs = [expected[version][i] for i, version in enumerate(s.versions())]
+    return worst_gap(list(s.mu), reference_logprobs)

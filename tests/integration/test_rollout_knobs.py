@@ -127,9 +127,9 @@ class Run:
         out = []
         for _ in range(n):
             self._step += 1
-            taken = await self.manager.take(self._step)
-            assert taken is not None
-            out.append(replace(taken, groups=load_tokens(self.config.run.dir, taken.groups)))
+            batch = await self.manager.take(self._step)
+            assert batch is not None
+            out.append(replace(batch, groups=load_tokens(self.config.run.dir, batch.groups)))
             await self.push(self._step % models)
         return out
 
@@ -176,18 +176,18 @@ def average(taken: Iterable[TrainBatch], name: str) -> float:
 
 async def test_auto_moves_towards_its_share(start: Start) -> None:
     """From N'/N = 2 on, by what each step had of tokens of older weights."""
-    wanted = 0.2
-    how = {"over_provision": "auto", "auto_share": wanted, "max_staleness": 8, "groups_per_step": 8}
+    target_share = 0.2
+    how = {"over_provision": "auto", "auto_share": target_share, "max_staleness": 8, "groups_per_step": 8}
     async with start(**how) as run:
-        taken = await run.steps(6)
-    factors = [t.metrics["over_provision"] for t in taken]
-    shares = [t.metrics["off_policy_share"] for t in taken]
+        batches = await run.steps(6)
+    factors = [t.metrics["over_provision"] for t in batches]
+    shares = [t.metrics["off_policy_share"] for t in batches]
     print("auto:", [(round(f, 2), round(s, 2)) for f, s in zip(factors, shares, strict=True)])
-    for before, after, share in zip(factors, factors[1:], shares, strict=False):
-        assert (after < before) == (share > wanted)
-    assert all(t.metrics["slots"] == round(f * 16) for t, f in zip(taken, factors, strict=True))
-    most = max(t.metrics["slots"] for t in taken)
-    assert all(t.metrics["in_flight"] + t.metrics["parked"] < most + GROUP_SIZE for t in taken)
+    for factor, next_factor, share in zip(factors, factors[1:], shares, strict=False):
+        assert (next_factor < factor) == (share > target_share)
+    assert all(t.metrics["slots"] == round(f * 16) for t, f in zip(batches, factors, strict=True))
+    most = max(t.metrics["slots"] for t in batches)
+    assert all(t.metrics["in_flight"] + t.metrics["parked"] < most + GROUP_SIZE for t in batches)
     assert (factors[0], shares[0]) == (2.0, 0.0)
     assert factors[-1] < factors[1]
 
@@ -197,46 +197,48 @@ APRIL = {"over_provision": 2, "max_staleness": 1, "groups_per_step": 4}
 
 async def test_drop_trains_the_short_and_the_bias_monitor_says_so(start: Start) -> None:
     async with start(**APRIL, staleness_policy="drop", length_bias_bound=0.05) as run:
-        taken = await run.steps(18)
-    last = taken[-1].metrics
+        batches = await run.steps(18)
+    last = batches[-1].metrics
     print("drop:", {k: v for k, v in last.items() if "bias" in k or "rank" in k or k == "expired"})
     assert last["expired"] > 0
-    assert max(t.metrics["staleness_max"] for t in taken) <= 1
-    assert average(taken, "generated_len_mean") > average(taken, "response_len_mean")
+    assert max(t.metrics["staleness_max"] for t in batches) <= 1
+    assert average(batches, "generated_len_mean") > average(batches, "response_len_mean")
     assert last["length_bias"] < -0.05
-    assert [t.metrics["bias_alarm"] for t in taken] == [0] * 16 + [1] * 2
+    assert [t.metrics["bias_alarm"] for t in batches] == [0] * 16 + [1] * 2
 
 
 async def test_wait_loses_nothing(start: Start) -> None:
     async with start(**APRIL, staleness_policy="wait") as run:
-        taken = await run.steps(6)
-    print("wait:", {k: average(taken, k) for k in ("staleness_max", "response_len_mean")})
-    assert taken[-1].metrics["expired"] == 0
-    assert max(t.metrics["staleness_max"] for t in taken) == 1
-    assert max(len(s.response_ids) for s in samples(taken)) == max(TAIL)
+        batches = await run.steps(6)
+    print("wait:", {k: average(batches, k) for k in ("staleness_max", "response_len_mean")})
+    assert batches[-1].metrics["expired"] == 0
+    assert max(t.metrics["staleness_max"] for t in batches) == 1
+    assert max(len(s.response_ids) for s in samples(batches)) == max(TAIL)
 
 
 async def test_mask_trains_all_but_the_old_tokens(start: Start) -> None:
     async with start(**APRIL, staleness_policy="mask") as run:
-        taken = await run.steps(10)
-        for t in taken:
-            now = run.buffer.versions.trained_steps(t.weight_version)
+        batches = await run.steps(10)
+        for t in batches:
+            trained_steps = run.buffer.versions.trained_steps(t.weight_version)
             for s in samples([t]):
-                old = [now - run.buffer.versions.trained_steps(v) > 1 for v in s.versions()]
-                assert s.trained() == [not o for o in old]
-    print("mask:", {k: average(taken, k) for k in ("masked_tokens", "tokens", "staleness_max")})
-    assert taken[-1].metrics["expired"] == 0
-    assert max(t.metrics["staleness_max"] for t in taken) > 1
-    assert sum(t.metrics["masked_tokens"] for t in taken) > 0
+                stale_tokens = [
+                    trained_steps - run.buffer.versions.trained_steps(v) > 1 for v in s.versions()
+                ]
+                assert s.trained() == [not o for o in stale_tokens]
+    print("mask:", {k: average(batches, k) for k in ("masked_tokens", "tokens", "staleness_max")})
+    assert batches[-1].metrics["expired"] == 0
+    assert max(t.metrics["staleness_max"] for t in batches) > 1
+    assert sum(t.metrics["masked_tokens"] for t in batches) > 0
 
 
 @pytest.mark.parametrize("most", [None, 1])
 async def test_no_sample_is_resumed_more_often_than_it_may(most: int | None, start: Start) -> None:
     async with start(over_provision=3, max_staleness=16, groups_per_step=4, max_resumes=most) as run:
-        taken = await run.steps(10)
-        everywhere = [*samples(taken), *(s for g in run.buffer.groups.values() for s in g.samples)]
+        batches = await run.steps(10)
+        everywhere = [*samples(batches), *(s for g in run.buffer.groups.values() for s in g.samples)]
     resumes = max(s.resumes for s in everywhere)
-    print(f"max_resumes {most}: at most {resumes}, age {average(taken, 'staleness_mean'):.2f}")
+    print(f"max_resumes {most}: at most {resumes}, age {average(batches, 'staleness_mean'):.2f}")
     assert resumes == 1 if most == 1 else resumes > 1
 
 
@@ -261,8 +263,8 @@ async def test_a_run_is_repeated_by_its_record(start: Start, tmp_path: Path) -> 
     async def one(name: str, seconds: float, **rollout: Any) -> list[list[Sample]]:
         async with start(folder=name, **APRIL, staleness_policy="mask", **rollout) as run:
             await run.client.slow_down(seconds or None)
-            taken = await run.steps(5, models=2)
-        return [samples([t]) for t in taken]
+            batches = await run.steps(5, models=2)
+        return [samples([t]) for t in batches]
 
     first = await one("first", 0.01)
     again = await one("again", 0.0, repeat=tmp_path / "first")
@@ -287,12 +289,12 @@ NUDGED = 100
 
 
 def nudged() -> Any:
-    made = copy.deepcopy(model(0))
+    nudged_model = copy.deepcopy(model(0))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for p in made.parameters():
+        for p in nudged_model.parameters():
             p += 1e-3 * p.std() * torch.randn(p.shape, generator=generator)
-    return made
+    return nudged_model
 
 
 async def test_the_error_of_keys_and_values_kept_through_a_push(engine_config: Config, engine: str) -> None:
@@ -311,22 +313,23 @@ async def test_the_error_of_keys_and_values_kept_through_a_push(engine_config: C
         await s.client.slow_down(None)
         await everything
         await s.router.interrupt()
-        found = []
+        differences = []
         for r in running:
             new = [v == version for v in r.versions()]
             if new and not new[0]:  # it was in the engine when the weights changed
                 logp = logprobs(NUDGED, [*r.prompt_ids, *r.response_ids])[len(r.prompt_ids) - 1 :]
-                found += [abs(a - b) for a, b, n in zip(logp, r.mu, new, strict=True) if n]
-        assert len(found) > 300
-        return torch.tensor(found)
+                differences += [abs(a - b) for a, b, n in zip(logp, r.mu, new, strict=True) if n]
+        assert len(differences) > 300
+        return torch.tensor(differences)
 
     async with stack(engine_config, engine) as plain:
         error: dict[Interruption, torch.Tensor] = {
             how: await gaps(plain, how) for how in ("in_place", "retract")
         }
-        for how, gap in error.items():
+        for how, deviations in error.items():
             print(
-                f"{how}: mean {gap.mean():.1e}, 99.9th percentile {gap.quantile(0.999):.1e}, {len(gap)} tokens"
+                f"{how}: mean {deviations.mean():.1e}, 99.9th percentile {deviations.quantile(0.999):.1e}, "
+                f"{len(deviations)} tokens"
             )
         assert error["retract"].max() <= 1e-4
         assert error["in_place"].mean() > 100 * error["retract"].mean()
@@ -350,9 +353,9 @@ async def test_a_tool_turn_interrupted_in_its_middle_equals_the_unbroken_one(
         span = s.observed[0]
         assert s.response_ids[span.start - 1] == EOS
         call = re.findall("1(.*?)2", tokenizer.decode(s.response_ids[: span.start]), re.DOTALL)[-1]
-        before, after = answer_template(tokenizer, "user")
+        prefix, suffix = answer_template(tokenizer, "user")
         answer = await Calculator()(call)
-        assert tokenizer.decode(s.response_ids[span.start : span.end]) == before + answer + after
+        assert tokenizer.decode(s.response_ids[span.start : span.end]) == prefix + answer + suffix
         print("tool:", repr(call), "->", answer)
         assert not any(s.trained()[span.start : span.end])
         assert list(s.mu[span.start : span.end]) == [0.0] * (span.end - span.start)
@@ -363,10 +366,10 @@ async def test_a_tool_turn_interrupted_in_its_middle_equals_the_unbroken_one(
         prompt = Prompt(0, "", PROMPT, {})
         unbroken = [sample(i, seed=i + 1) for i in range(32)]
         await asyncio.gather(*(talk(u, prompt) for u in unbroken))
-        called = [u for u in unbroken if u.observed and u.observed[0].end + 8 < len(u.response_ids)]
-        assert called, "no response has a call"
-        print(f"tool: {len(called)} of {len(unbroken)} called it")
-        first = called[0]
+        calling_samples = [u for u in unbroken if u.observed and u.observed[0].end + 8 < len(u.response_ids)]
+        assert calling_samples, "no response has a call"
+        print(f"tool: {len(calling_samples)} of {len(unbroken)} called it")
+        first = calling_samples[0]
         await check_answer(first)
 
         await s.client.slow_down(SLOW)

@@ -104,26 +104,27 @@ def test_log_probs_of_a_cut_distribution_are_the_engines(
         buffer.finish(group, GroupState.READY)
     buffer.take(1, groups)
     buffer.flush()
-    taken = TrainBatch(1, version, buffer.read_step(1)[1], {})
+    train_batch = TrainBatch(1, version, buffer.read_step(1)[1], {})
     buffer.close()
     samples = [s for g in groups for s in g.samples]
-    tokens, kept = sum(s.tokens for s in samples), sum(len(s.support) for s in samples)
+    tokens, support_bytes = sum(s.tokens for s in samples), sum(len(s.support) for s in samples)
 
     trainer = Trainer(config)
-    batch = pack_rows(taken, range(len(samples)), trainer)
+    batch = pack_rows(train_batch, range(len(samples)), trainer)
     gaps = []
-    for whole in (False, True):
-        for micro in batch if whole else ():
+    for full_vocabulary in (False, True):
+        for micro in batch if full_vocabulary else ():
             micro.support_at = micro.support_ids = None
         scored = zip(batch, trainer.passes.logprobs(batch), strict=True)
         gaps.append(torch.cat([(logp - micro.mu)[micro.keep].abs() for micro, logp in scored]))
     trainer.close()
-    gap, off = gaps
+    difference, off = gaps
     print(
-        f"{', '.join(cut)}: |logp - mu| of {tokens} tokens: mean {gap.mean():.1e}, p99.9 {gap.quantile(0.999):.1e}, "
-        f"most {gap.max():.1e}; without the support {off.mean():.1e}; {kept / tokens:.2f} bytes a token"
+        f"{', '.join(cut)}: |logp - mu| of {tokens} tokens: mean {difference.mean():.1e}, "
+        f"p99.9 {difference.quantile(0.999):.1e}, maximum {difference.max():.1e}; "
+        f"without the support {off.mean():.1e}; {support_bytes / tokens:.2f} bytes a token"
     )
-    assert len(gap) == tokens
-    assert gap.mean() <= 1e-6
-    assert gap.quantile(0.999) <= 1e-4
-    assert off.mean() > 1000 * gap.mean()
+    assert len(difference) == tokens
+    assert difference.mean() <= 1e-6
+    assert difference.quantile(0.999) <= 1e-4
+    assert off.mean() > 1000 * difference.mean()

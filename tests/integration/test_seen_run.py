@@ -69,12 +69,12 @@ def prometheus(run: Path, place: Path) -> Iterator[Ask]:
     found_by["files"], found_by["refresh_interval"] = [str(targets_path(run).parent / "*.json")], "1s"
     path = place / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
-    at = f"127.0.0.1:{free_port()}"
-    command = ["prometheus", f"--config.file={path}", f"--web.listen-address={at}"]
+    address = f"127.0.0.1:{free_port()}"
+    command = ["prometheus", f"--config.file={path}", f"--web.listen-address={address}"]
 
     def ask(expr: str) -> list[dict[str, Any]]:
         try:
-            with urllib.request.urlopen(f"http://{at}/api/v1/query?query={quote(expr)}") as answer:
+            with urllib.request.urlopen(f"http://{address}/api/v1/query?query={quote(expr)}") as answer:
                 return list(json.load(answer)["data"]["result"])
         except OSError:  # it starts
             return []
@@ -156,11 +156,11 @@ async def test_a_real_run_live_killed_and_resumed(tmp_path: Path, monkeypatch: p
             await what_was_trained_is_shown(page, run, pictures)
             assert page.errors == []
     check_ledger(run)
-    told = first_values(run)
-    assert {s for kind, s in told if kind == "step"} == set(range(1, STEPS + 1))
-    assert {s for kind, s in told if kind == "eval"} == {0, *range(5, STEPS, 5), STEPS}
+    records = first_values(run)
+    assert {s for kind, s in records if kind == "step"} == set(range(1, STEPS + 1))
+    assert {s for kind, s in records if kind == "eval"} == {0, *range(5, STEPS, 5), STEPS}
     for name in TRACKERS:
-        assert READERS[name](run) == told, name
+        assert READERS[name](run) == records, name
     if SPANS:
         spans_came(receiver, run)
 
@@ -171,12 +171,12 @@ def all_roles_are_read(ask: Ask) -> bool:
     if {r["metric"]["job"] for r in ask("up == 1")} != {"rlsys", "sglang"}:
         return False
     roles = {r["metric"]["role"].partition("-")[0] for r in ask("rlsys_role_up == 1")}
-    asked = (
+    queries = (
         "rlsys_trainer_step >= 1", "rlsys_rollout_issued > 0", "rlsys_engine_weight_version >= 1",
         "{__name__=~'sglang.num_running_reqs'}",
         "rlsys_trainer_eval_accuracy", "rlsys_quiet_seconds{run='seen'}",
     )  # fmt: skip
-    return roles == {"engine", "rollout", "trainer"} and all(ask(expr) for expr in asked)
+    return roles == {"engine", "rollout", "trainer"} and all(ask(expr) for expr in queries)
 
 
 async def parked_samples_are_shown(page: Page, pictures: Path) -> None:
@@ -198,19 +198,19 @@ async def what_was_trained_is_shown(page: Page, run: Path, pictures: Path) -> No
     await page.open(f"{page.home}#/")
     await page.until("document.querySelectorAll('.chart polyline').length > 8")
     await page.picture(pictures / "4_ended.png", whole=True)
-    told = [s for s in samples(run, "--resumed", "--longest") if s["kept"]]
-    versions = {s["sample"]: {p["version"] for p in s["parts"]} for s in told}
-    most = max(told, key=lambda s: (len(versions[s["sample"]]), s["tokens"]))
+    kept_samples = [s for s in samples(run, "--resumed", "--longest") if s["kept"]]
+    versions = {s["sample"]: {p["version"] for p in s["parts"]} for s in kept_samples}
+    most = max(kept_samples, key=lambda s: (len(versions[s["sample"]]), s["tokens"]))
     assert len(versions[most["sample"]]) >= 3
     await page.open(f"{page.home}#/sample?run=0&sample={most['sample']}")
     cuts = await page.evaluate("document.querySelectorAll('.tokens .cut').length")
     assert cuts == len({tokens for tokens, _ in most["interrupts"]}) >= 2
     classes = "new Set([...document.querySelectorAll('.tokens span:not(.cut)')].map(s => s.className)).size"
     assert await page.evaluate(classes) == min(8, len(versions[most["sample"]]))
-    shown = (await page.text(".tokens")).replace("interrupted", "")
-    assert "".join(shown.split()) == "".join(most["response"].split())
+    page_text = (await page.text(".tokens")).replace("interrupted", "")
+    assert "".join(page_text.split()) == "".join(most["response"].split())
     await page.picture(pictures / "5_versions.png")
-    scored = next(s for s in told if s["logp"] and any(s["advantages"]))
+    scored = next(s for s in kept_samples if s["logp"] and any(s["advantages"]))
     await page.open(f"{page.home}#/sample?run=0&sample={scored['sample']}")
     for view in ("gap", "advantage"):
         await page.evaluate(f"document.querySelector('[data-view={view}]').click()")
@@ -234,17 +234,20 @@ def spans_came(receiver: Receiver, run: Path) -> None:
     assert set(range(resumed_at + 1, STEPS + 1)) <= steps.keys()
     last = steps[STEPS]
     assert {s.name for s in receiver.spans if s.parent == last.span} == {"rollout", "train", "push"}
-    whole = {(s.trace, s.span): s for s in receiver.named("sample")}
+    sample_spans = {(s.trace, s.span): s for s in receiver.named("sample")}
     assert (
-        len(last.links) == len({trace for trace, _ in last.links}) == 16 and set(last.links) <= whole.keys()
+        len(last.links) == len({trace for trace, _ in last.links}) == 16
+        and set(last.links) <= sample_spans.keys()
     )
-    told = [[name for name, _, _ in whole[link].events] for link in last.links]
-    assert all(events[-1] == "reward" for events in told) and any("interrupt" in events for events in told)
+    event_names = [[name for name, _, _ in sample_spans[link].events] for link in last.links]
+    assert all(events[-1] == "reward" for events in event_names) and any(
+        "interrupt" in events for events in event_names
+    )
 
 
 def samples(run: Path, *options: str) -> list[dict[str, Any]]:
     """As the terminal tells them."""
     command = [*RLSYS, "samples", str(run), *options, "--n", "256", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return [json.loads(line) for line in process.stdout.splitlines()]

@@ -29,7 +29,10 @@ def test_eight_ranks_push_what_they_own_to_two_engines(tmp_path: Path) -> None:
     config = config_of(model, tmp_path)
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    with running_engine(config, tmp_path / "one") as one, running_engine(config, tmp_path / "two") as two:
+    with (
+        running_engine(config, tmp_path / "one") as first_engine,
+        running_engine(config, tmp_path / "two") as second_engine,
+    ):
         command = [
             sys.executable,
             "-m",
@@ -38,9 +41,16 @@ def test_eight_ranks_push_what_they_own_to_two_engines(tmp_path: Path) -> None:
             "--nproc-per-node",
             str(RANKS),
         ]
-        command += ["-m", "tests.helpers.sharded_cases", str(model), str(tmp_path), one, two]
-        code, said = run(command, tmp_path / "ranks.log")
-    assert code == 0, said[-4000:]
+        command += [
+            "-m",
+            "tests.helpers.sharded_cases",
+            str(model),
+            str(tmp_path),
+            first_engine,
+            second_engine,
+        ]
+        code, output = run(command, tmp_path / "ranks.log")
+    assert code == 0, output[-4000:]
     ranks = [json.loads((tmp_path / f"rank-{i}.json").read_text()) for i in range(RANKS)]
     print([{k: rank[k] for k in ("tcp", "given", "most")} for rank in ranks], ranks[0]["metrics"])
     for metrics in ranks[0]["metrics"]:
@@ -48,11 +58,11 @@ def test_eight_ranks_push_what_they_own_to_two_engines(tmp_path: Path) -> None:
         assert metrics["push_tensors_unknown"] == 0
         assert metrics["push_canary_mean"] <= 1e-6
     for push in range(PUSHES):
-        sent = [rank["tcp"][push] for rank in ranks]
-        assert max(sent) <= 2 * sum(sent) / RANKS, sent
-    given = [rank["given"] / PUSHES for rank in ranks]
-    assert max(given) <= 2 * sum(given) / RANKS, given
-    assert max(rank["most"] for rank in ranks) <= 2 * sum(given) / RANKS
+        sent_bytes = [rank["tcp"][push] for rank in ranks]
+        assert max(sent_bytes) <= 2 * sum(sent_bytes) / RANKS, sent_bytes
+    given_bytes = [rank["given"] / PUSHES for rank in ranks]
+    assert max(given_bytes) <= 2 * sum(given_bytes) / RANKS, given_bytes
+    assert max(rank["most"] for rank in ranks) <= 2 * sum(given_bytes) / RANKS
 
 
 @pytest.fixture
@@ -80,16 +90,16 @@ def test_each_tensor_comes_once_from_who_owns_it(tmp_path: Path, engines: list[s
         tiny.write(tmp_path / name, tiny.TINY[name], **tiny.TINY[name].served)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += ["-m", "tests.helpers.sharded_ranks", str(tmp_path), *engines]
-    code, said = run(command, tmp_path / "ranks.log")
-    assert code == 0, said[-6000:]
-    *wholes, failing, after, last = json.loads((tmp_path / "seen.json").read_text())
-    assert [seen["case"] for seen in wholes] == list(CASES)
-    for seen in [*wholes, after, last]:
-        assert seen["left_out"] == {}
-        for got in seen["got"].values():
-            assert sorted(map(tuple, got)) == sorted(seen["expected"].items()), seen["case"]
+    code, output = run(command, tmp_path / "ranks.log")
+    assert code == 0, output[-6000:]
+    *wholes, failing, next_push, last = json.loads((tmp_path / "seen.json").read_text())
+    assert [report["case"] for report in wholes] == list(CASES)
+    for report in [*wholes, next_push, last]:
+        assert report["left_out"] == {}
+        for tensors in report["got"].values():
+            assert sorted(map(tuple, tensors)) == sorted(report["expected"].items()), report["case"]
     assert set(failing["left_out"]) == {"2", "3"}
     assert "size mismatch" in failing["left_out"]["3"]
     assert set(failing["got"]) == {"0"}
     assert {tuple(item) for item in failing["got"]["0"]} == set(failing["expected"].items())
-    assert last["joined"] == after["joined"], "the group is kept while the same engines take part"
+    assert last["joined"] == next_push["joined"], "the group is kept while the same engines take part"

@@ -48,8 +48,8 @@ ON_TWO = (
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prefixes")
     cases.write_model(folder / "model")
-    for name, made in (cases.MODELS | prefixes.MODELS).items():
-        cases.write_model(folder / name, **made)
+    for name, overrides in (cases.MODELS | prefixes.MODELS).items():
+        cases.write_model(folder / name, **overrides)
     return folder
 
 
@@ -81,8 +81,8 @@ def on_two(workplace: Path, layouts: tuple[str, ...]) -> dict[str, list[dict]]:
 
 @pytest.mark.full
 def test_nor_does_it_in_any_layout(workplace: Path) -> None:
-    found = on_two(workplace, ON_TWO)
-    assert tuple(found) == ON_TWO
-    for layout, of_ranks in found.items():
+    layout_gaps = on_two(workplace, ON_TWO)
+    assert tuple(layout_gaps) == ON_TWO
+    for layout, of_ranks in layout_gaps.items():
         for gaps in of_ranks:
             prefixes.check(layout, gaps)

@@ -62,10 +62,12 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def scored(trainer: Trainer, objective: Objective) -> list[MicroBatch]:
-    taken = cases.single_rewards(cases.recorded())
-    plan = objective.plan(sample_table(taken.groups, taken.train_step, objective.requirements.needs))
-    rows = list(range(sum(len(g.samples) for g in taken.groups)))
-    return prepare_batches(trainer, objective, plan, taken, [rows])[0]
+    train_batch = cases.single_rewards(cases.recorded())
+    plan = objective.plan(
+        sample_table(train_batch.groups, train_batch.train_step, objective.requirements.needs)
+    )
+    rows = list(range(sum(len(g.samples) for g in train_batch.groups)))
+    return prepare_batches(trainer, objective, plan, train_batch, [rows])[0]
 
 
 def test_entropy_and_its_gradient_equal_the_plain_formula(start: Callable[..., Any]) -> None:
@@ -76,48 +78,48 @@ def test_entropy_and_its_gradient_equal_the_plain_formula(start: Callable[..., A
     logits = torch.randn(rows, columns, generator=generator) * 4
     logits[0, 0] = 200.0
     target = torch.randint(0, columns, (rows,), generator=generator)
-    left, right = torch.randn(2, rows, generator=generator)
+    logp_weights, entropy_weights = torch.randn(2, rows, generator=generator)
 
     plain = logits.clone().requires_grad_()
     log_probs = plain.log_softmax(-1)
     expected_logp = log_probs.gather(1, target[:, None])[:, 0]
     expected_entropy = -(log_probs.exp() * log_probs).sum(-1)
-    (left * expected_logp + right * expected_entropy).sum().backward()
+    (logp_weights * expected_logp + entropy_weights * expected_entropy).sum().backward()
 
-    ours = logits.clone().requires_grad_()
-    logp, entropy = logprob_and_entropy(ours * 1.0, target)
-    (left * logp + right * entropy).sum().backward()
+    leaf = logits.clone().requires_grad_()
+    logp, entropy = logprob_and_entropy(leaf * 1.0, target)
+    (logp_weights * logp + entropy_weights * entropy).sum().backward()
     assert torch.allclose(logp, expected_logp, atol=1e-5)
     assert torch.allclose(entropy, expected_entropy, atol=1e-5)
-    assert torch.allclose(ours.grad, plain.grad, atol=1e-5)  # type: ignore[arg-type]
+    assert torch.allclose(leaf.grad, plain.grad, atol=1e-5)  # type: ignore[arg-type]
 
 
 def test_what_a_step_computed_of_its_tokens_can_be_read_afterwards(start: Callable[..., Any]) -> None:
     """Of the first groups by id: the log-probs of the weights that began the step, and the advantages."""
     trainer, objective = start("rollout.keep_groups=3")
-    taken = cases.single_rewards(cases.recorded())
-    kept = sorted(taken.groups, key=lambda g: g.group_id)[:3]
-    rows = [s for g in taken.groups for s in g.samples]
+    train_batch = cases.single_rewards(cases.recorded())
+    kept_groups = sorted(train_batch.groups, key=lambda g: g.group_id)[:3]
+    rows = [s for g in train_batch.groups for s in g.samples]
     batch = scored(trainer, objective)
     expected = {}
     for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
         for row, end in zip(micro.rows.tolist(), micro.cu_seqlens[1:].tolist(), strict=True):
             expected[rows[row].sample_id] = logp[end - len(rows[row].response_ids) : end].tolist()
     noted: list[MicroBatchRecord] = []
-    train_step(trainer, objective, taken, records=noted)
-    write_token_log(trainer, taken, noted)
-    found = read_records(trainer.config.run.dir, taken.train_step)
-    assert set(found) == {s.sample_id for g in kept for s in g.samples}
-    for group, sample in ((g, s) for g in kept for s in g.samples):
-        told = found[sample.sample_id]
-        assert np.frombuffer(told.ids, "<i4").tolist() == list(sample.response_ids)
-        assert read_floats(told.mu) == pytest.approx(sample.mu)
-        advantages = set(read_floats(told.advantages))
+    train_step(trainer, objective, train_batch, records=noted)
+    write_token_log(trainer, train_batch, noted)
+    records = read_records(trainer.config.run.dir, train_batch.train_step)
+    assert set(records) == {s.sample_id for g in kept_groups for s in g.samples}
+    for group, sample in ((g, s) for g in kept_groups for s in g.samples):
+        record = records[sample.sample_id]
+        assert np.frombuffer(record.ids, "<i4").tolist() == list(sample.response_ids)
+        assert read_floats(record.mu) == pytest.approx(sample.mu)
+        advantages = set(read_floats(record.advantages))
         rewards = [s.reward or 0.0 for s in group.samples]
         if len(set(rewards)) == 1:  # no gradient, so no pass
-            assert not told.logp and not advantages
+            assert not record.logp and not advantages
             continue
-        assert read_floats(told.logp) == pytest.approx(expected[sample.sample_id], abs=1e-4)
+        assert read_floats(record.logp) == pytest.approx(expected[sample.sample_id], abs=1e-4)
         (advantage,) = advantages
         assert (advantage > 0) == ((sample.reward or 0.0) > sum(rewards) / len(rewards))
 
@@ -125,21 +127,21 @@ def test_what_a_step_computed_of_its_tokens_can_be_read_afterwards(start: Callab
 def test_the_reference_stays_and_the_resident_weights_come_back(start: Callable[..., Any]) -> None:
     trainer, objective = start("algo.loss=[clip,kl]")
     first = trainer.passes.logprobs(scored(trainer, objective))
-    taken = cases.single_rewards(cases.recorded())
-    assert train_step(trainer, objective, taken)["kl"] == 0
-    assert train_step(trainer, objective, taken)["kl"] > 0
-    before = weights(trainer)
+    train_batch = cases.single_rewards(cases.recorded())
+    assert train_step(trainer, objective, train_batch)["kl"] == 0
+    assert train_step(trainer, objective, train_batch)["kl"] > 0
+    weights_before = weights(trainer)
     batch = scored(trainer, objective)
-    for micro, ref, now in zip(batch, first, trainer.passes.logprobs(batch), strict=True):
+    for micro, ref, current_logp in zip(batch, first, trainer.passes.logprobs(batch), strict=True):
         assert micro.ref is not None and torch.equal(micro.ref, ref)
-        assert not torch.equal(now, ref)
-    assert all(torch.equal(before[name], p) for name, p in trainer.named_parameters())
+        assert not torch.equal(current_logp, ref)
+    assert all(torch.equal(weights_before[name], p) for name, p in trainer.named_parameters())
 
 
 def test_exact_old_is_what_the_weights_said_that_sampled(start: Callable[..., Any]) -> None:
     """The recording holds log-probs that its trainer stored at each interrupt; the engine agreed with them."""
     trainer, objective = start("algo.anchor=behaviour")
-    taken = cases.recorded()
+    train_batch = cases.recorded()
     stale, recomputed = 0, 0.0
     batch = scored(trainer, objective)
     for micro, old in zip(batch, trainer.passes.logprobs(batch), strict=True):
@@ -152,13 +154,13 @@ def test_exact_old_is_what_the_weights_said_that_sampled(start: Callable[..., An
         stale += int(older.sum())
     assert stale > 50
     assert recomputed > 0.1  # under other weights: recomputing later would not be exact
-    sample = taken.groups[0].samples[0]
-    (found,) = score_parked([LogProbRequest(sample, 2)], trainer)
-    (whole,) = trainer.passes.logprobs(
+    sample = train_batch.groups[0].samples[0]
+    (scores,) = score_parked([LogProbRequest(sample, 2)], trainer)
+    (full_logp,) = trainer.passes.logprobs(
         [MicroBatch.of_tokens(torch.tensor([*sample.prompt_ids, *sample.response_ids]))]
     )
-    assert found.start == 2
-    assert torch.allclose(torch.tensor(found.logp), whole[len(sample.prompt_ids) + 2 :], atol=1e-5)
+    assert scores.start == 2
+    assert torch.allclose(torch.tensor(scores.logp), full_logp[len(sample.prompt_ids) + 2 :], atol=1e-5)
     assert score_parked([], trainer) == []
 
 
@@ -187,16 +189,16 @@ LONGER = (*STATEFUL, "algo.epochs=2", "algo.minibatches=2")
 def test_an_objectives_state_is_restored_exactly(
     overrides: tuple[str, ...], start: Callable[..., Any]
 ) -> None:
-    taken = cases.single_rewards(cases.recorded())
+    train_batch = cases.single_rewards(cases.recorded())
     trainer, objective = start(*overrides)
     for _ in range(2):
-        train_step(trainer, objective, taken)
+        train_step(trainer, objective, train_batch)
     trainer.save_checkpoint(2, objective)
     trainer.finish_checkpoint(wait=True)
-    expected = train_step(trainer, objective, taken)
+    expected = train_step(trainer, objective, train_batch)
     again, fresh = start(*overrides)
     assert again.load_checkpoint(fresh) == 2
-    assert train_step(again, fresh, taken) == expected
+    assert train_step(again, fresh, train_batch) == expected
 
 
 EPOCHS = ("algo.epochs=2", "algo.minibatches=2", "algo.anchor=old")
@@ -208,14 +210,14 @@ def test_epochs_go_over_the_same_minibatches_and_keep_the_scores_of_the_first(
 ) -> None:
     """Two epochs of two updates: a, b, a, b; `old` is that of the start of the step in all four, so the third moves
     away from it, whether or not somebody looks ahead."""
-    taken = cases.single_rewards(cases.recorded())
+    train_batch = cases.single_rewards(cases.recorded())
     trainer, objective = start(*EPOCHS, f"algo.corrections={corrections}")
-    seen: list[tuple[list[int], Tensor]] = []
+    updates: list[tuple[list[int], Tensor]] = []
     passes, update, forward = 0, trainer.update, trainer.passes.score
 
     def step(batch: list[MicroBatch], *args: Any, **kwargs: Any) -> Any:
         old = torch.cat([m.old for m in batch if m.old is not None])
-        seen.append(([int(r) for m in batch for r in m.rows], old.clone()))
+        updates.append(([int(r) for m in batch for r in m.rows], old.clone()))
         return update(batch, *args, **kwargs)
 
     def count(*args: Any) -> Any:
@@ -225,14 +227,16 @@ def test_epochs_go_over_the_same_minibatches_and_keep_the_scores_of_the_first(
 
     monkeypatch.setattr(trainer, "update", step)
     monkeypatch.setattr(trainer.passes, "score", count)
-    twice = train_step(trainer, objective, taken)
-    (a, old_a), (b, old_b), (a2, old_a2), (b2, old_b2) = seen
+    two_epoch_metrics = train_step(trainer, objective, train_batch)
+    (a, old_a), (b, old_b), (a2, old_a2), (b2, old_b2) = updates
     assert a == a2 and b == b2 and not set(a) & set(b)
     assert torch.equal(old_a, old_a2) and torch.equal(old_b, old_b2)
     assert passes == 2  # one for each mini-batch, before the first update
     trainer, objective = start(*EPOCHS[1:], f"algo.corrections={corrections}")
-    once = train_step(trainer, objective, taken)
-    assert twice["drift_k3_age0"] > 1.5 * once["drift_k3_age0"] > 0  # further away from where it began
+    one_epoch_metrics = train_step(trainer, objective, train_batch)
+    assert (
+        two_epoch_metrics["drift_k3_age0"] > 1.5 * one_epoch_metrics["drift_k3_age0"] > 0
+    )  # further away from where it began
 
 
 def test_what_the_current_log_probs_decide_is_scored_again_before_each_update_of_further_epochs(
@@ -256,11 +260,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     """Every recipe's metrics on the recorded step; "" is the quickstart's, "NAME without" a recipe's as WITHOUT."""
     run = tmp_path_factory.mktemp("run")
     trainer = cases.trainer_of(run)
-    found = {"": cases.outcome(trainer, None, run)}
-    found |= {recipe: cases.outcome(trainer, recipe, run) for recipe in cases.RECIPES}
-    found |= {f"{r} without": cases.outcome(trainer, r, run, *o) for r, o in WITHOUT.items()}
+    metrics = {"": cases.outcome(trainer, None, run)}
+    metrics |= {recipe: cases.outcome(trainer, recipe, run) for recipe in cases.RECIPES}
+    metrics |= {f"{r} without": cases.outcome(trainer, r, run, *o) for r, o in WITHOUT.items()}
     trainer.close()
-    return found
+    return metrics
 
 
 CLAIMS = {
@@ -338,9 +342,9 @@ def test_a_further_term_adds_its_weighted_mean(
     outcomes: dict[str, Any], recipe: str, weight: float, figure: str
 ) -> None:
     """Its mean over the tokens is in the metrics, and the loss differs by just that."""
-    whole, without = outcomes[recipe], outcomes[f"{recipe} without"]
-    assert whole[figure] > 0.01
-    assert whole["loss"] - without["loss"] == pytest.approx(weight * whole[figure], rel=5e-3)
+    metrics, without = outcomes[recipe], outcomes[f"{recipe} without"]
+    assert metrics[figure] > 0.01
+    assert metrics["loss"] - without["loss"] == pytest.approx(weight * metrics[figure], rel=5e-3)
 
 
 def test_brorl_steps_by_the_root_of_its_batch(outcomes: dict[str, Any]) -> None:
@@ -351,21 +355,21 @@ def test_brorl_steps_by_the_root_of_its_batch(outcomes: dict[str, Any]) -> None:
 
 def test_a_step_in_portions_is_the_step(outcomes: dict[str, Any]) -> None:
     """Early backward's recipe is Dr. GRPO's, half of its groups gone backward in two portions before the take."""
-    early, whole = outcomes["early_backward"], outcomes["dr_grpo"]
+    early, full_step = outcomes["early_backward"], outcomes["dr_grpo"]
     assert early["early_share"] == 0.5
-    assert set(early) == {*whole, "early_share"}
-    for name, value in whole.items():
+    assert set(early) == {*full_step, "early_share"}
+    for name, value in full_step.items():
         if name not in ("padding_share", "shared_share"):  # portions are packed apart
             assert early[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
 
 def test_an_update_that_came_before_is_no_mismatch(start: Callable[..., Any]) -> None:
     """Trainer and engine are compared by the weights that sampled: in a step's first update, however far it moves."""
-    seen = []
+    metrics = []
     for lr in (1e-30, 1e-2):
         trainer, objective = start("algo.minibatches=2", "algo.epochs=2", lr=lr)
-        seen.append(train_step(trainer, objective, cases.single_rewards(cases.recorded())))
-    still, moving = seen
+        metrics.append(train_step(trainer, objective, cases.single_rewards(cases.recorded())))
+    still, moving = metrics
     assert moving["policy_kl"] > 100 * still["policy_kl"]
     assert sum(still["mismatch_hist"]) > 0
     assert moving["mismatch_hist"] == still["mismatch_hist"]
@@ -373,17 +377,17 @@ def test_an_update_that_came_before_is_no_mismatch(start: Callable[..., Any]) ->
 
 def test_every_step_that_went_backward_early_is_one_update(start: Callable[..., Any]) -> None:
     """All groups early, none left for the take: the update still comes; and the next step begins afresh."""
-    taken = cases.single_rewards(cases.recorded())
+    train_batch = cases.single_rewards(cases.recorded())
     trainer, objective = start(lr=1e-3)
-    train_step(trainer, objective, taken)
-    expected = train_step(trainer, objective, taken)
+    train_step(trainer, objective, train_batch)
+    expected = train_step(trainer, objective, train_batch)
     again, objective = start(lr=1e-3)
     for _ in range(2):
         early = EarlyPasses()
-        backward_early(again, objective, taken, early)
-        found = train_step(again, objective, taken, early)
+        backward_early(again, objective, train_batch, early)
+        metrics = train_step(again, objective, train_batch, early)
     for name in ("loss", "grad_norm", "clip_share", "mismatch_mean"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5), name
 
 
 REJECTED = "algo.corrections=[{name: rejection, kind: k1, level: token, low: -1.0, high: 1.0}]"
@@ -399,30 +403,30 @@ def test_a_step_whose_tokens_are_all_rejected_gets_no_update(
 ) -> None:
     """Neither momentum, nor weight decay, nor the gradient of the load balance moves the weights; a run goes on."""
     trainer, objective = start("algo.anchor=old", REJECTED, "trainer.weight_decay=0.1", *balance)
-    taken = cases.single_rewards(cases.recorded())
+    train_batch = cases.single_rewards(cases.recorded())
     lost = replace(
-        taken,
+        train_batch,
         groups=[
             replace(g, samples=[replace(s, mu=log_probs(m - 90 for m in s.mu)) for s in g.samples])
-            for g in taken.groups
+            for g in train_batch.groups
         ],
     )
-    assert "updates_without_gradient" not in train_step(trainer, objective, taken)
-    before = weights(trainer)
+    assert "updates_without_gradient" not in train_step(trainer, objective, train_batch)
+    weights_before = weights(trainer)
     passes = EarlyPasses() if early else None
     if passes is not None:
         backward_early(trainer, objective, lost, passes)
-    found = train_step(trainer, objective, lost, passes)
-    assert found["updates_without_gradient"] == 1 and found["rejected_share"] == 1
-    assert all(torch.equal(before[name], p) for name, p in trainer.named_parameters())
-    assert found["effective_groups"] > 0 and "lr" not in found
+    metrics = train_step(trainer, objective, lost, passes)
+    assert metrics["updates_without_gradient"] == 1 and metrics["rejected_share"] == 1
+    assert all(torch.equal(weights_before[name], p) for name, p in trainer.named_parameters())
+    assert metrics["effective_groups"] > 0 and "lr" not in metrics
     trainer.save_checkpoint(2, objective)
     trainer.finish_checkpoint(wait=True)
-    expected = train_step(trainer, objective, taken)
+    expected = train_step(trainer, objective, train_batch)
     assert expected["grad_norm"] > 0
     again, fresh = start("algo.anchor=old", REJECTED, "trainer.weight_decay=0.1", *balance)
     assert again.load_checkpoint(fresh) == 2
-    assert train_step(again, fresh, taken) == expected
+    assert train_step(again, fresh, train_batch) == expected
 
 
 def test_what_is_written_of_tokens_is_the_same_in_every_layout(tmp_path: Path) -> None:
@@ -435,16 +439,18 @@ def test_what_is_written_of_tokens_is_the_same_in_every_layout(tmp_path: Path) -
     )
     notes.train_recorded(tmp_path / "alone")
     step = cases.recorded().train_step
-    alone = read_records(tmp_path / "alone", step)
-    assert len(alone) == notes.KEEP_GROUPS * 8 and any(told.logp for told in alone.values())
+    reference_records = read_records(tmp_path / "alone", step)
+    assert len(reference_records) == notes.KEEP_GROUPS * 8 and any(
+        reference.logp for reference in reference_records.values()
+    )
     for layout in layouts:
-        found = read_records(tmp_path / layout, step)
-        assert found.keys() == alone.keys()
-        for sample, told in alone.items():
-            assert (found[sample].ids, found[sample].mu) == (told.ids, told.mu)
+        records = read_records(tmp_path / layout, step)
+        assert records.keys() == reference_records.keys()
+        for sample, reference in reference_records.items():
+            assert (records[sample].ids, records[sample].mu) == (reference.ids, reference.mu)
             for name in ("logp", "advantages"):
-                there, here = (read_floats(getattr(t, name)) for t in (found[sample], told))
-                assert there == pytest.approx(here, abs=1e-4), (layout, sample, name)
+                values, expected = (read_floats(getattr(t, name)) for t in (records[sample], reference))
+                assert values == pytest.approx(expected, abs=1e-4), (layout, sample, name)
 
 
 def test_every_recipe_is_the_same_in_every_layout(outcomes: dict[str, Any], tmp_path: Path) -> None:
@@ -455,13 +461,13 @@ def test_every_recipe_is_the_same_in_every_layout(outcomes: dict[str, Any], tmp_
     env = {**os.environ, **plain}
     layouts = ["dp=2", "cp=2"]
     subprocess.run([*torchrun, "-m", cases.__name__, str(tmp_path), *layouts], check=True, env=env)
-    seen = json.loads((tmp_path / "seen.json").read_text())
+    layout_metrics = json.loads((tmp_path / "seen.json").read_text())
     wrong = [
-        (layout, recipe, name, value, got[name])
+        (layout, recipe, name, value, metrics[name])
         for layout in layouts
-        for recipe, got in seen[layout].items()
+        for recipe, metrics in layout_metrics[layout].items()
         for name, value in outcomes[recipe].items()
         if name not in ("padding_share", "shared_share")  # these depend on how sequences are cut
-        and got[name] != pytest.approx(value, rel=2e-4, abs=2e-5)
+        and metrics[name] != pytest.approx(value, rel=2e-4, abs=2e-5)
     ]
     assert not wrong

@@ -24,10 +24,10 @@ TINY = (*SMALL, "trainer.steps=2", "rollout.groups_per_step=4", "eval.prompts=4"
 def test_every_socket_of_a_run_is_loopback_and_in_the_table(method: str, tmp_path: Path) -> None:
     """Two trainer ranks, so that process groups have peers."""
     words = (f"run.dir={tmp_path / 'run'}", f"weights.method={method}", "parallel.ep=2", *TINY)
-    found, _ = run_and_watch("train", "quickstart", *words)
-    print(format_table(found))
-    assert violations(found) == []
-    kinds = {entry_of(one) for one in found}
+    listeners, _ = run_and_watch("train", "quickstart", *words)
+    print(format_table(listeners))
+    assert violations(listeners) == []
+    kinds = {entry_of(listener) for listener in listeners}
     assert {TABLE[0], TABLE[2]} <= kinds, "engine and rollout process listen, and were seen"
 
 
@@ -40,15 +40,15 @@ def test_neither_a_long_tmpdir_nor_a_host_name_without_address_ends_a_run(tmp_pa
     nameless = (
         ("unshare", "--uts", "sh", "-c", 'hostname nosuchhost; exec "$@"', "sh") if os.geteuid() == 0 else ()
     )
-    found, _ = run_and_watch("train", "quickstart", *words, before=nameless, env={"TMPDIR": str(long)})
-    assert violations(found) == []
+    listeners, _ = run_and_watch("train", "quickstart", *words, before=nameless, env={"TMPDIR": str(long)})
+    assert violations(listeners) == []
 
 
 def test_fine_tuning_listens_to_nobody_outside(tmp_path: Path) -> None:
     config = ROOT / "configs" / "quickstart_sft.yaml"
-    found, _ = run_and_watch("sft", str(config), f"run.dir={tmp_path / 'run'}", MODEL, "trainer.steps=2")
-    print(format_table(found))
-    assert violations(found) == []
+    listeners, _ = run_and_watch("sft", str(config), f"run.dir={tmp_path / 'run'}", MODEL, "trainer.steps=2")
+    print(format_table(listeners))
+    assert violations(listeners) == []
 
 
 def test_a_process_started_by_hand_listens_to_nobody(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_process_started_by_hand_listens_to_nobody(tmp_path: Path) -> None:
         "init_distributed(load_config(Path('configs/quickstart.yaml'), []))\n"
         "print(sorted(one.address for one in listeners(os.getpid())))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    addresses = eval(done.stdout.splitlines()[-1])
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    addresses = eval(process.stdout.splitlines()[-1])
     assert [a for a in addresses if not a.startswith("127.")] == []

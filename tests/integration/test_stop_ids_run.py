@@ -23,12 +23,12 @@ def steps_of(run: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 def test_rewards_are_those_of_the_model_whose_eos_ends_it(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(QUICKSTART, other)
-    edit(other / "tokenizer_config.json", eos_token="<unk>")
+    other_model = tmp_path / "other"
+    shutil.copytree(QUICKSTART, other_model)
+    edit(other_model / "tokenizer_config.json", eos_token="<unk>")
     for name in ("config.json", "generation_config.json"):
-        edit(other / name, eos_token_id=[3, 2])
-    found, expected = steps_of(tmp_path / "run", other), steps_of(tmp_path / "expected", QUICKSTART)
-    print(found, expected)
+        edit(other_model / name, eos_token_id=[3, 2])
+    steps, expected = steps_of(tmp_path / "run", other_model), steps_of(tmp_path / "expected", QUICKSTART)
+    print(steps, expected)
     assert any(step["reward"] > 0 for step in expected)
-    assert same_curve(found, expected)
+    assert same_curve(steps, expected)

@@ -57,9 +57,9 @@ async def test_engine_and_trainer_say_the_same(engine: str, tiny_moe: Path, tmp_
         await client.end_weight_update()
         await client.update_weights_from_disk(str(tiny_moe), 1)
         await client.flush()
-        said = [await client.most_probable(s.prompt_ids, list(s.response_ids), TOP_K) for s in samples]
+        top_tokens = [await client.most_probable(s.prompt_ids, list(s.response_ids), TOP_K) for s in samples]
         sampled = [await client.most_probable(s.prompt_ids, list(s.response_ids), 0) for s in samples]
-    for sample, (ids, logp), (best_ids, best) in zip(samples, sampled, said, strict=True):
+    for sample, (ids, logp), (best_ids, best) in zip(samples, sampled, top_tokens, strict=True):
         assert ids[:, 0].tolist() == list(sample.response_ids) and logp.shape == (len(ids), 1)
         is_best = ids == best_ids
         assert np.abs(np.broadcast_to(logp, best.shape)[is_best] - best[is_best]).max(initial=0.0) <= 1e-5
@@ -75,13 +75,13 @@ async def test_engine_and_trainer_say_the_same(engine: str, tiny_moe: Path, tmp_
         for micro in batch:
             assert micro.teacher_ids is not None and micro.teacher_logp is not None
             starts = micro.cu_seqlens.tolist()
-            for place, row in enumerate(micro.rows.tolist()):
-                response = slice(starts[place] + len(samples[row].prompt_ids), starts[place + 1])
+            for position, row in enumerate(micro.rows.tolist()):
+                response = slice(starts[position] + len(samples[row].prompt_ids), starts[position + 1])
                 ids, logp = (x[response].cpu().numpy() for x in (micro.teacher_ids, micro.teacher_logp))
-                worst = max(worst, float(np.abs(logp - said[row][1]).max()))
-                other = ids != said[row][0]
-                assert np.abs(logp - said[row][1])[other].max(initial=0.0) <= 1e-4
-                assert other.mean() < 0.01
+                worst = max(worst, float(np.abs(logp - top_tokens[row][1]).max()))
+                mismatch = ids != top_tokens[row][0]
+                assert np.abs(logp - top_tokens[row][1])[mismatch].max(initial=0.0) <= 1e-4
+                assert mismatch.mean() < 0.01
         assert worst <= 1e-4
         print(f"largest difference of log-probs: {worst:.2g}")
     finally:
@@ -104,20 +104,22 @@ def divergence(student: Path, teacher: Path) -> float:
     with torch.no_grad():
         for prompt in heldout:
             ids = torch.tensor([prompt.ids])
-            made = p.generate(ids, do_sample=True, top_k=0, temperature=1.0, max_new_tokens=LONGEST)
-            here, there = (m(made).logits[0, len(prompt.ids) - 1 : -1].log_softmax(-1) for m in (p, q))
-            total += float((here.exp() * (here - there)).sum())
-            tokens += len(here)
+            sequences = p.generate(ids, do_sample=True, top_k=0, temperature=1.0, max_new_tokens=LONGEST)
+            student_logp, teacher_logp = (
+                m(sequences).logits[0, len(prompt.ids) - 1 : -1].log_softmax(-1) for m in (p, q)
+            )
+            total += float((student_logp.exp() * (student_logp - teacher_logp)).sum())
+            tokens += len(student_logp)
     return total / tokens
 
 
 def kept(run: Path, steps: int) -> dict[int, bytes]:
     """What the teacher said of each sample that these steps took."""
-    found: dict[int, bytes] = {}
+    teacher_logprobs: dict[int, bytes] = {}
     for step in range(1, steps + 1):
         groups = RunReader(run).groups("train_step = ?", step)
-        found |= {s.sample_id: bytes(s.teacher_logprobs) for g in groups for s in g.samples}
-    return found
+        teacher_logprobs |= {s.sample_id: bytes(s.teacher_logprobs) for g in groups for s in g.samples}
+    return teacher_logprobs
 
 
 def kill(process: psutil.Process) -> None:
@@ -151,7 +153,7 @@ def test_a_policy_comes_ten_times_nearer_in_a_run_that_outlives_its_teacher(tmp_
         kill(session.find("rlsys.engine.server", str(teacher)))
         session.wait_for(lambda: UNAVAILABLE in (run / "logs" / "rollout.log").read_text())
         session.wait_for_steps(9)
-        before = kept(run, 8)
+        logprobs_before = kept(run, 8)
         kill(session.find("rlsys.rollout.service"))
         code, output = session.end()
     finally:
@@ -161,8 +163,12 @@ def test_a_policy_comes_ten_times_nearer_in_a_run_that_outlives_its_teacher(tmp_
     steps = read_metrics(run).steps
     assert [s["step"] for s in steps] == list(range(1, STEPS + 1))
     assert max(s["censored"] for s in steps) > 0 and all(s["lost"] == 0 for s in steps)
-    after = kept(run, 8)
-    assert len(before) == 8 * GROUPS * SIZE and all(before.values()) and after == before
+    logprobs_after = kept(run, 8)
+    assert (
+        len(logprobs_before) == 8 * GROUPS * SIZE
+        and all(logprobs_before.values())
+        and logprobs_after == logprobs_before
+    )
     first, last = (
         divergence(s, teacher)
         for s in (ROOT / "configs/models/quickstart-moe", run / "exports" / f"step-{STEPS:06d}")

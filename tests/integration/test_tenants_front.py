@@ -44,9 +44,9 @@ ADAM = {
 @pytest.fixture
 def learner(tmp_path: Path) -> Iterator[Learner]:
     folder = cases.write_model(tmp_path / "model")
-    made = Learner(cases.config_of(folder, tmp_path / "run", trainer={"lora": {"rank": 4, "alpha": 8}}))
-    yield made
-    made.trainer.close()
+    learner = Learner(cases.config_of(folder, tmp_path / "run", trainer={"lora": {"rank": 4, "alpha": 8}}))
+    yield learner
+    learner.trainer.close()
 
 
 class Rig:
@@ -63,8 +63,8 @@ class Rig:
         else:
             data = json.dumps(body)
         async with self._client.post(f"/api/v1/{path}", data=data, headers=headers) as answer:
-            found = await answer.read()
-            return answer.status, found if answer.content_type.endswith("protobuf") else json.loads(found)
+            content = await answer.read()
+            return answer.status, content if answer.content_type.endswith("protobuf") else json.loads(content)
 
     async def result(self, path: str, body: Any) -> Any:
         status, accepted = await self.post(path, body)
@@ -119,57 +119,59 @@ def step(model: str, seq: int) -> dict[str, Any]:
 
 
 async def three_steps(at: Rig, model: str, first: int = 1, last: int = 6) -> list[Any]:
-    seen = []
+    results = []
     for seq in range(first, last + 1):
         odd = seq % 2
         path = "forward_backward" if odd else "optim_step"
-        seen.append(await at.result(path, passes(model, seq, [3, 5, 7, 9, seq]) if odd else step(model, seq)))
-    return seen
+        results.append(
+            await at.result(path, passes(model, seq, [3, 5, 7, 9, seq]) if odd else step(model, seq))
+        )
+    return results
 
 
 def test_strangers_and_other_tenants_find_nothing(learner: Learner) -> None:
     async def scenario() -> None:
-        async with rig(learner) as at:
-            model = await at.model(session := await at.session())
-            _, mine = await at.post("forward_backward", passes(model, 1, [3, 5, 7]))
+        async with rig(learner) as client:
+            model = await client.model(session := await client.session())
+            _, own_request = await client.post("forward_backward", passes(model, 1, [3, 5, 7]))
             save = {"model_id": model, "seq_id": 2, "path": "w", "type": "save_weights"}
-            path = (await at.result("save_weights", save))["path"]
-            for shown in ("", "tml-guess", "tml-" + "0" * 64):
-                for asked in ("create_session", "retrieve_future", "nothing/there"):
-                    assert (await at.post(asked, {}, shown))[0] == 401
-            bobs = await at.session("bob")
+            path = (await client.result("save_weights", save))["path"]
+            for api_key in ("", "tml-guess", "tml-" + "0" * 64):
+                for endpoint in ("create_session", "retrieve_future", "nothing/there"):
+                    assert (await client.post(endpoint, {}, api_key))[0] == 401
+            bobs = await client.session("bob")
             load = {"path": path, "optimizer": True, "session_id": bobs, "model_seq_id": 0}
             create = {"session_id": session, "model_seq_id": 9, "base_model": "model"}
-            for asked, body in (
+            for endpoint, body in (
                 ("forward_backward", passes(model, 3, [3, 5, 7])), ("optim_step", step(model, 3)),
-                ("retrieve_future", mine), ("get_info", {"model_id": model}), ("load_weights", load),
+                ("retrieve_future", own_request), ("get_info", {"model_id": model}), ("load_weights", load),
                 ("create_model", create), ("session_heartbeat", {"session_id": session}), ("nothing", {}),
             ):  # fmt: skip
-                status, told = await at.post(asked, body, "bob")
-                nobodys = str(told).replace(model, "x").replace(session, "x").replace(path, "x")
-                assert (status, "error" in told) == (404, True), (asked, told)
+                status, content = await client.post(endpoint, body, "bob")
+                nobodys = str(content).replace(model, "x").replace(session, "x").replace(path, "x")
+                assert (status, "error" in content) == (404, True), (endpoint, content)
                 assert "alice" not in nobodys
-            assert (await at.post("telemetry", {"x": "y" * LIMITS.body_bytes}))[0] in (200, 413)
-            assert (await at.post("forward_backward", b"\xff" * 9))[0] == 400
-            assert (await at.post("forward_backward", b"\x0a" + b"\xff" * 4))[0] == 400
+            assert (await client.post("telemetry", {"x": "y" * LIMITS.body_bytes}))[0] in (200, 413)
+            assert (await client.post("forward_backward", b"\xff" * 9))[0] == 400
+            assert (await client.post("forward_backward", b"\x0a" + b"\xff" * 4))[0] == 400
 
     asyncio.run(scenario())
 
 
 def test_a_model_that_was_never_made_trains_nobodys_adapters(learner: Learner) -> None:
     async def scenario() -> None:
-        async with rig(learner) as at:
-            model = await at.model(session := await at.session())
+        async with rig(learner) as client:
+            model = await client.model(session := await client.session())
             save = {"model_id": model, "seq_id": 1, "path": "s", "type": "save_weights_for_sampler"}
-            path = (await at.result("save_weights_for_sampler", save))["path"]
+            path = (await client.result("save_weights_for_sampler", save))["path"]
             load = {"path": path, "optimizer": False, "session_id": session, "model_seq_id": 1}
-            assert "no such weights" in (await at.result("load_weights", load))["error"]
-            other = f"{session}:train:1"
-            for asked in (
-                await at.result("forward_backward", passes(other, 1, [3, 5, 7])),
-                await at.result("optim_step", step(other, 2)),
+            assert "no such weights" in (await client.result("load_weights", load))["error"]
+            missing_model = f"{session}:train:1"
+            for result in (
+                await client.result("forward_backward", passes(missing_model, 1, [3, 5, 7])),
+                await client.result("optim_step", step(missing_model, 2)),
             ):
-                assert "does not exist; its first request failed" in asked["error"]
+                assert "does not exist; its first request failed" in result["error"]
             learner.enter(model, Path())
             assert learner.state().updates == 0 and not learner.state().gradients
 
@@ -178,16 +180,16 @@ def test_a_model_that_was_never_made_trains_nobodys_adapters(learner: Learner) -
 
 def test_what_is_sent_again_is_done_once(learner: Learner) -> None:
     async def scenario() -> None:
-        async with rig(learner) as at:
-            model = await at.model(await at.session())
-            late = await at.post("optim_step", step(model, 2))  # before the one that it follows
-            twice = [await at.post("forward_backward", passes(model, 1, [3, 5, 7])) for _ in range(2)]
-            assert twice[0] == twice[1]
-            assert (await at.post("optim_step", step(model, 2))) == late
-            done = (await at.post("retrieve_future", late[1]))[1]
-            assert done["metrics"]["updates:max"] == 1
-            assert (await at.post("optim_step", {**step(model, 2), "adam_params": {}}))[0] == 422
-            again = await at.result("optim_step", step(model, 3))
+        async with rig(learner) as client:
+            model = await client.model(await client.session())
+            late = await client.post("optim_step", step(model, 2))  # before the one that it follows
+            responses = [await client.post("forward_backward", passes(model, 1, [3, 5, 7])) for _ in range(2)]
+            assert responses[0] == responses[1]
+            assert (await client.post("optim_step", step(model, 2))) == late
+            result = (await client.post("retrieve_future", late[1]))[1]
+            assert result["metrics"]["updates:max"] == 1
+            assert (await client.post("optim_step", {**step(model, 2), "adam_params": {}}))[0] == 422
+            again = await client.result("optim_step", step(model, 3))
             assert "expected a forward_backward since" in again["error"] and again["category"] == "user"
 
     asyncio.run(scenario())
@@ -197,27 +199,29 @@ def test_a_server_that_ends_at_any_moment_goes_on_bit_for_bit(learner: Learner, 
     """After each request in turn, with one more that was accepted and not done."""
 
     async def scenario() -> None:
-        async with rig(learner) as at:
-            model = await at.model(await at.session())
-            expected = await three_steps(at, model)
+        async with rig(learner) as client:
+            model = await client.model(await client.session())
+            expected = await three_steps(client, model)
         for cut in range(1, 6):
-            async with rig(learner) as at:
-                model = await at.model(await at.session())
-                seen = await three_steps(at, model, last=cut)
+            async with rig(learner) as client:
+                model = await client.model(await client.session())
+                results = await three_steps(client, model, last=cut)
             learner.forget(model)
-            held = Ledger(tmp_path / "run" / FOLDER / "alice")
+            ledger = Ledger(tmp_path / "run" / FOLDER / "alice")
             odd = (cut + 1) % 2
             body = passes(model, cut + 1, [3, 5, 7, 9, cut + 1])
             kind = "forward_backward" if odd else "optim_step"
-            held.accept(model, cut + 1, kind, body if odd else json.dumps(step(model, cut + 1)).encode())
-            held.close()
-            async with rig(learner) as at:
+            ledger.accept(model, cut + 1, kind, body if odd else json.dumps(step(model, cut + 1)).encode())
+            ledger.close()
+            async with rig(learner) as client:
                 request = {"request_id": f"{model}:{cut}"}
-                assert (await at.post("retrieve_future", request))[1] == seen[-1], "it keeps its result"
+                assert (await client.post("retrieve_future", request))[1] == results[-1], (
+                    "it keeps its result"
+                )
                 request = {"request_id": f"{model}:{cut + 1}"}
-                seen.append((await at.post("retrieve_future", request))[1])
-                seen += await three_steps(at, model, first=cut + 2)
-            assert seen == expected, cut
+                results.append((await client.post("retrieve_future", request))[1])
+                results += await three_steps(client, model, first=cut + 2)
+            assert results == expected, cut
         learner.trainer.check_base()
 
     asyncio.run(scenario())

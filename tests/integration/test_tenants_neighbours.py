@@ -24,10 +24,10 @@ SLOW_BODIES = 64
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with ExitStack() as stack:
-        made = Server(tmp_path_factory.mktemp("neighbours"), stack.enter_context(engine()))
-        stack.callback(made.close)
-        made.wait()
-        yield made
+        server = Server(tmp_path_factory.mktemp("neighbours"), stack.enter_context(engine()))
+        stack.callback(server.close)
+        server.wait()
+        yield server
 
 
 def times(server: Server, *models: Tenant) -> list[tuple[float, float]]:

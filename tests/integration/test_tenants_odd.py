@@ -38,8 +38,8 @@ class Tenant:
     def __init__(self, server: Server, name: str) -> None:
         self._url, self._key = server.url, server.key_file(name).read_text().strip()
         self.session = self.post("create_session", {})[1]["session_id"]
-        asked = {"session_id": self.session, "sampling_session_seq_id": 0, "base_model": MODEL}
-        self._sampler = self.post("create_sampling_session", asked)[1]["sampling_session_id"]
+        body = {"session_id": self.session, "sampling_session_seq_id": 0, "base_model": MODEL}
+        self._sampler = self.post("create_sampling_session", body)[1]["sampling_session_id"]
         self._seq = 0
 
     def post(self, path: str, body: Any) -> tuple[int, Any]:
@@ -48,17 +48,19 @@ class Tenant:
         request = urllib.request.Request(f"{self._url}/api/v1/{path}", data, headers)
         try:
             with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-                told = answer.read()
+                content = answer.read()
                 is_json = answer.headers.get_content_type() == "application/json"
-                return answer.status, json.loads(told) if is_json else told
+                return answer.status, json.loads(content) if is_json else content
         except urllib.error.HTTPError as e:
             return e.code, json.loads(e.read())
 
     def sample(self, params: str) -> tuple[int, Any]:
         """Of `params` as JSON: the refusal, or what came of it."""
         self._seq += 1
-        told = f'"sampling_session_id": "{self._sampler}", "seq_id": {self._seq}, "sampling_params": {params}'
-        body = f'{{{told}, "prompt": {{"chunks": [{{"tokens": {json.dumps(PROMPT)}}}]}}}}'.encode()
+        fields = (
+            f'"sampling_session_id": "{self._sampler}", "seq_id": {self._seq}, "sampling_params": {params}'
+        )
+        body = f'{{{fields}, "prompt": {{"chunks": [{{"tokens": {json.dumps(PROMPT)}}}]}}}}'.encode()
         status, answer = self.post("asample", body)
         while status == 200 and isinstance(answer, dict) and "request_id" in answer:
             status, answer = self.post("retrieve_future", {"request_id": answer["request_id"]})
@@ -67,9 +69,9 @@ class Tenant:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("tenants-odd") / "run", ["bob"])
-    yield made
-    made.end()
+    server = Server(tmp_path_factory.mktemp("tenants-odd") / "run", ["bob"])
+    yield server
+    server.end()
 
 
 def engines(server: Server) -> set[int]:
@@ -78,8 +80,8 @@ def engines(server: Server) -> set[int]:
 
 
 def test_every_odd_sample_is_answered_and_the_engine_lives(server: Server, tmp_path: Path) -> None:
-    bob, before, wrong = Tenant(server, "bob"), engines(server), []
-    assert before
+    bob, initial_engines, wrong = Tenant(server, "bob"), engines(server), []
+    assert initial_engines
     plain = json.dumps({"max_tokens": 8, "seed": 7})
     status, expected = bob.sample(plain)
     assert status == 200 and isinstance(expected, bytes)
@@ -93,4 +95,4 @@ def test_every_odd_sample_is_answered_and_the_engine_lives(server: Server, tmp_p
         if i % 10 == 9:
             assert bob.sample(plain) == (200, expected), (name, value)
     assert not wrong
-    assert engines(server) == before
+    assert engines(server) == initial_engines

@@ -124,19 +124,19 @@ class Client:
 
 @contextmanager
 def clients(server: Server, *tenants: str) -> Iterator[list[Client]]:
-    made = [Client(server, server.key_file(tenant)) for tenant in tenants]
+    clients = [Client(server, server.key_file(tenant)) for tenant in tenants]
     try:
-        yield made
+        yield clients
     finally:
-        for each in made:
+        for each in clients:
             each.close()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("tenants") / "run", ["alice", "bob", "carol"])
-    yield made
-    made.end()
+    server = Server(tmp_path_factory.mktemp("tenants") / "run", ["alice", "bob", "carol"])
+    yield server
+    server.end()
 
 
 def imitation(answer: list[int]) -> dict[str, Any]:
@@ -147,32 +147,32 @@ def imitation(answer: list[int]) -> dict[str, Any]:
 
 
 def test_two_tenants_learn_at_once_each_its_own_task(server: Server) -> None:
-    with clients(server, "alice", "bob") as both:
+    with clients(server, "alice", "bob") as tenants:
         answers = list(ANSWERS.values())
-        for seed, client in enumerate(both):
+        for seed, client in enumerate(tenants):
             client("create", model="m", base=MODEL, rank=16, seed=seed)
             client("sampler_of", sampler="base", base_model=MODEL)
-        base = [client("logprobs", sampler="base", prompt=PROMPT + ANSWERS["alice"]) for client in both]
+        base = [client("logprobs", sampler="base", prompt=PROMPT + ANSWERS["alice"]) for client in tenants]
         assert base[0] == pytest.approx(base[1], abs=1e-6)
         for _ in range(MOST_STEPS):  # both at once
-            for client, answer in zip(both, answers, strict=True):
+            for client, answer in zip(tenants, answers, strict=True):
                 client.begin("train", model="m", data=[imitation(answer)], loss="cross_entropy", lr=4e-3)
-            losses = [client.answer()["result"][0] for client in both]
+            losses = [client.answer()["result"][0] for client in tenants]
             if max(losses) < 0.6:  # each token is then more probable than all others together
                 break
         assert max(losses) < 0.6, losses
-        alice, bob = both
+        alice, bob = tenants
         alice("sampler", sampler="now", model="m")
         bob("sampler", sampler="now", model="m")
-        before = alice("logprobs", sampler="now", prompt=PROMPT + ANSWERS["alice"])
-        for client, answer in zip(both, answers, strict=True):
-            (made,) = client("sample", sampler="now", prompt=PROMPT, max_tokens=8, temperature=0.0)
-            assert (made["ids"], made["reason"]) == (answer, "stop")
+        logprobs_before = alice("logprobs", sampler="now", prompt=PROMPT + ANSWERS["alice"])
+        for client, answer in zip(tenants, answers, strict=True):
+            (sample,) = client("sample", sampler="now", prompt=PROMPT, max_tokens=8, temperature=0.0)
+            assert (sample["ids"], sample["reason"]) == (answer, "stop")
         for _ in range(3):
             bob("train", model="m", data=[imitation(answers[1])], loss="cross_entropy", lr=1e-2)
         bob("sampler", sampler="later", model="m")
-        after = alice("logprobs", sampler="now", prompt=PROMPT + ANSWERS["alice"])
-        assert after[1:] == pytest.approx(before[1:], abs=1e-6), (
+        logprobs_after = alice("logprobs", sampler="now", prompt=PROMPT + ANSWERS["alice"])
+        assert logprobs_after[1:] == pytest.approx(logprobs_before[1:], abs=1e-6), (
             "bob's training does not touch alice's sampling"
         )
         assert alice("logprobs", sampler="base", prompt=PROMPT + ANSWERS["alice"])[1:] == pytest.approx(
@@ -182,24 +182,24 @@ def test_two_tenants_learn_at_once_each_its_own_task(server: Server) -> None:
 
 def test_what_the_engine_samples_is_what_the_trainer_scores(server: Server) -> None:
     """At temperature 1, of trained adapters; then the policy gradient on them raises what is rewarded."""
-    wanted = 15
+    target_id = 15
     with clients(server, "alice") as (alice,):
         alice("create", model="rl", base=MODEL, rank=16, seed=7)
         rewards: list[float] = []
         gaps: list[float] = []
         while len(rewards) < 40 and max(rewards, default=0) < 0.9:
             alice("sampler", sampler="s", model="rl")
-            made = alice("sample", sampler="s", prompt=PROMPT, n=32, max_tokens=2, temperature=1.0)
-            marks = [each["ids"].count(wanted) / 2 for each in made]
+            samples = alice("sample", sampler="s", prompt=PROMPT, n=32, max_tokens=2, temperature=1.0)
+            marks = [each["ids"].count(target_id) / 2 for each in samples]
             mean = sum(marks) / len(marks)
             rewards.append(mean)
-            data = [_rewarded(each, mark - mean) for each, mark in zip(made, marks, strict=True)]
-            done = alice("run", model="rl", data=data, loss="importance_sampling", only=True)
-            for each, logp in zip(made, done["logprobs"], strict=True):
-                ours = logp[len(PROMPT) - 1 :]
-                gaps += [abs(a - b) for a, b in zip(ours, each["logprobs"], strict=True)]
+            data = [_rewarded(each, mark - mean) for each, mark in zip(samples, marks, strict=True)]
+            result = alice("run", model="rl", data=data, loss="importance_sampling", only=True)
+            for each, logp in zip(samples, result["logprobs"], strict=True):
+                trainer_logprobs = logp[len(PROMPT) - 1 :]
+                gaps += [abs(a - b) for a, b in zip(trainer_logprobs, each["logprobs"], strict=True)]
             if mean == 0:  # nothing was found that could be rewarded: show it once
-                data = [imitation([wanted])]
+                data = [imitation([target_id])]
                 alice("train", model="rl", data=data, loss="cross_entropy", lr=3e-3)
             else:
                 alice("train", model="rl", data=data, loss="importance_sampling", lr=3e-3)
@@ -224,13 +224,13 @@ def test_a_server_that_is_killed_goes_on_bit_for_bit(server: Server) -> None:
     data = [imitation(ANSWERS["alice"]), imitation(ANSWERS["bob"])]
     adam = {"learning_rate": 1e-2, "weight_decay": 0.01, "grad_clip_norm": 1.0}
     with clients(server, "carol", "bob") as (carol, bob):
-        seen: list[list[Any]] = [[], []]
-        for client, record in zip((carol, bob), seen, strict=True):
+        records: list[list[Any]] = [[], []]
+        for client, record in zip((carol, bob), records, strict=True):
             client("create", model="m", base=MODEL, rank=16, seed=3)
             for step in range(3):
                 for portion in data:
-                    done = client("run", model="m", data=[portion], loss="cross_entropy")
-                    record.append([done["metrics"], done["logprobs"]])
+                    result = client("run", model="m", data=[portion], loss="cross_entropy")
+                    record.append([result["metrics"], result["logprobs"]])
                     if client is carol and step == 1:
                         server.kill("rlsys.tenants.serve")
                 record.append(client("step", model="m", **adam))
@@ -238,11 +238,11 @@ def test_a_server_that_is_killed_goes_on_bit_for_bit(server: Server) -> None:
                     path = client("save", model="m", name="two")
                     server.kill("rlsys.tenants.serve")
             record.append(client("run", model="m", data=data, loss="cross_entropy", only=True))
-        assert seen[0] == seen[1]
+        assert records[0] == records[1]
         carol("load", model="again", path=path, optimizer=True)
         at_two = [carol("run", model="again", data=[p], loss="cross_entropy") for p in data]
-        assert [[p["metrics"], p["logprobs"]] for p in at_two] == seen[1][6:8], "what was saved is there"
-        assert carol("step", model="again", **adam) == seen[1][8]
+        assert [[p["metrics"], p["logprobs"]] for p in at_two] == records[1][6:8], "what was saved is there"
+        assert carol("step", model="again", **adam) == records[1][8]
         assert ": exists; use another name" in carol.fails("save", model="m", name="two")
         server.kill("rlsys.engine.server")
         carol("sampler", sampler="s", model="m")
@@ -258,8 +258,8 @@ def test_the_client_is_told_what_is_not_served(server: Server) -> None:
             "create", model="m", base="other", rank=16, seed=0
         )
         alice("create", model="m", base=MODEL, rank=16, seed=0)
-        told = alice.fails("run", model="m", data=[imitation([500])], loss="cross_entropy")
-        assert "target_tokens has the id 500, the vocabulary 128 ids" in told
+        refusal = alice.fails("run", model="m", data=[imitation([500])], loss="cross_entropy")
+        assert "target_tokens has the id 500, the vocabulary 128 ids" in refusal
         alice("run", model="m", data=[imitation([50])], loss="cross_entropy")
         assert "expected a forward_backward" not in alice("step", model="m", learning_rate=1e-3)
         assert "expected a forward_backward" in alice.fails("step", model="m", learning_rate=1e-3)

@@ -25,15 +25,15 @@ STEPS = 3
 def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer]:
     folder = cases.write_model(tmp_path / "model")
     config = cases.config_of(folder, tmp_path / "run", trainer=LORA, model={"dtype": request.param})
-    made = Trainer(config)
-    yield made
-    made.close()
+    trainer = Trainer(config)
+    yield trainer
+    trainer.close()
 
 
 def rollouts(tenant: int) -> list[list[Any]]:
     """Two portions of recorded samples of each tenant, another half for each."""
-    mine = cases.samples(n=16)[8 * tenant : 8 * tenant + 8]
-    return [mine[:4], mine[4:]]
+    samples = cases.samples(n=16)[8 * tenant : 8 * tenant + 8]
+    return [samples[:4], samples[4:]]
 
 
 class Turns:
@@ -61,13 +61,13 @@ class Turns:
 
     def update(self, tenant: int) -> None:
         self.enter(tenant)
-        done = self._trainer.apply(1e-2, 64.0, 64.0)
-        assert not done.skipped
+        result = self._trainer.apply(1e-2, 64.0, 64.0)
+        assert not result.skipped
         state = self._resident.copy()
         self._updates[tenant] += 1
         assert (state.updates, state.gradients) == (self._updates[tenant], [])
         self.seen[tenant].append(
-            torch.tensor([done.loss, done.grad_norm, *_sums(state)], dtype=torch.float64)
+            torch.tensor([result.loss, result.grad_norm, *_sums(state)], dtype=torch.float64)
         )
 
 
@@ -102,22 +102,24 @@ def alone(trainer: Trainer, tenant: int) -> list[Tensor]:
         turns.backward(tenant, 0)
         turns.backward(tenant, 1)
         turns.update(tenant)
-    seen: list[Tensor] = turns.seen[tenant]
-    return seen
+    figures: list[Tensor] = turns.seen[tenant]
+    return figures
 
 
 def test_two_that_take_turns_have_the_losses_and_gradients_of_each_alone(trainer: Trainer) -> None:
-    before = trainer.adapters.base if trainer.adapters else 0
-    both = together(trainer)
+    base_before = trainer.adapters.base if trainer.adapters else 0
+    shared_figures = together(trainer)
     gaps = []
     for tenant in (0, 1):
-        for a, b in zip(both[tenant], alone(trainer, tenant), strict=True):
+        for a, b in zip(shared_figures[tenant], alone(trainer, tenant), strict=True):
             gaps.append(float((a - b).abs().max()))
     print(f"largest difference of losses, gradients, weights and moments: {max(gaps):.1e}")
     assert max(gaps) <= 1e-6
-    assert float((both[0][0] - both[1][0]).abs().max()) > 1e-3, "they learn different things"
+    assert float((shared_figures[0][0] - shared_figures[1][0]).abs().max()) > 1e-3, (
+        "they learn different things"
+    )
     trainer.check_base()
-    assert trainer.adapters is not None and trainer.adapters.base == before
+    assert trainer.adapters is not None and trainer.adapters.base == base_before
 
 
 def test_a_set_that_was_written_goes_on_bit_for_bit(trainer: Trainer) -> None:
@@ -126,15 +128,15 @@ def test_a_set_that_was_written_goes_on_bit_for_bit(trainer: Trainer) -> None:
 
     def step() -> list[float]:
         trainer.passes.accumulate(trainer.passes.pack(rollouts(0)[0]), cases.policy_loss)
-        done = trainer.apply(1e-2, 64.0, 64.0)
-        return [done.loss, done.grad_norm, *_sums(resident.copy())]
+        result = trainer.apply(1e-2, 64.0, 64.0)
+        return [result.loss, result.grad_norm, *_sums(resident.copy())]
 
     step()
-    written = resident.copy().to_bytes()
+    state_bytes = resident.copy().to_bytes()
     expected = [step(), step()]
-    resident.enter(AdapterState.read(written))
+    resident.enter(AdapterState.read(state_bytes))
     assert [step(), step()] == expected
-    fresh = AdapterState.read(written, optimizer=False)
+    fresh = AdapterState.read(state_bytes, optimizer=False)
     assert (fresh.moments, fresh.updates) == ({}, 0)
     resident.enter(fresh)
     assert step() != expected[0], "the optimizer began anew"
@@ -150,9 +152,9 @@ def test_a_set_of_other_factors_is_refused(trainer: Trainer) -> None:
 
 
 def test_a_trainer_without_adapters_is_refused(tmp_path: Path) -> None:
-    made = Trainer(cases.config_of(cases.write_model(tmp_path / "model"), tmp_path / "run"))
+    trainer = Trainer(cases.config_of(cases.write_model(tmp_path / "model"), tmp_path / "run"))
     try:
         with pytest.raises(UserError, match=r"trainer.lora: expected adapters"):
-            Resident(made)
+            Resident(trainer)
     finally:
-        made.close()
+        trainer.close()

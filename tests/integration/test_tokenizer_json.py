@@ -58,15 +58,19 @@ def test_ids_are_those_of_autotokenizer(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = folder_of(tmp_path, **changes)
-    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    hf_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     try:
-        ours = Tokenizer(folder)
+        tokenizer = Tokenizer(folder)
     except UserError as refusal:
         raise AssertionError(str(refusal)) from None
     texts = list(check_texts(["<eos>", "<tool_call>", "<image>", "<|end|>", "zz"]))
-    assert [t for t in texts if ours.encode(t) != theirs.encode(t, add_special_tokens=False)][:3] == []
-    assert ours.eos_id == theirs.eos_token_id and ours.vocab_size == len(theirs)
+    assert [t for t in texts if tokenizer.encode(t) != hf_tokenizer.encode(t, add_special_tokens=False)][
+        :3
+    ] == []
+    assert tokenizer.eos_id == hf_tokenizer.eos_token_id and tokenizer.vocab_size == len(hf_tokenizer)
     chat = [{"role": "user", "content": "1+1="}]
     for tools in (None, [{"type": "function", "function": {"name": "f", "parameters": {}}}]):
-        expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, tools=tools)
-        assert ours.apply_chat(chat, tools=tools) == expected
+        expected = hf_tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True, tools=tools
+        )
+        assert tokenizer.apply_chat(chat, tools=tools) == expected

@@ -44,9 +44,9 @@ SFT_STEPS = 120
 def module(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"tools_{name}", TOOLS / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    tool_module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool_module)
+    return tool_module
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = [f"trainer.steps={SFT_STEPS}", "trainer.token_budget=4096", "sft.params={guesses: 0}"]
     where = [f"model.path={folder}/model", f"run.dir={folder}/sft"]
     command = [*RLSYS, "sft", "examples/tools/sft.yaml", *where, *small]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
     return folder / "sft/model"
 
 
@@ -82,12 +82,12 @@ def test_the_ledger_has_what_the_engine_says_that_it_made(agent: str, model: Pat
     record.mkdir()
     words = ["--log-requests", "--log-requests-level", "3", "--log-requests-format", "json"]
     words += ["--log-requests-target", str(record)]
-    told = ("engine.stream_interval=1000", f"engine.extra_args={json.dumps(words)}")
+    options = ("engine.stream_interval=1000", f"engine.extra_args={json.dumps(words)}")
     steps = (
         "trainer.steps=3",
         "trainer.checkpoint_every=100",
     )  # a checkpoint lets tokens of earlier steps go
-    session = Session(run, *overrides(model, agent), *steps, *told)
+    session = Session(run, *overrides(model, agent), *steps, *options)
     try:
         code, output = session.end()
     finally:
@@ -97,42 +97,42 @@ def test_the_ledger_has_what_the_engine_says_that_it_made(agent: str, model: Pat
     assert sum(s["resumed_samples"] for s in read_metrics(run).steps) > 0, "over_provision"
     samples = [s for g in RunReader(run).groups("state = 'trained'") for s in g.samples]
     assert any(s.observed for s in samples), "the tool was called"
-    made = finished_requests(record)
+    requests = finished_requests(record)
     for sample in samples:
-        check_record(sample, made[sample.sample_id])
+        check_record(sample, requests[sample.sample_id])
     summary = as_json("report", str(run))[1]  # its 99.9th percentile is of a handful of tokens here
     assert summary["mean_abs_logprob_diff"] <= 1e-6
 
 
 def finished_requests(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """What the engine has written of each sample's requests (SGLang's --log-requests), in their order."""
-    found = defaultdict(list)
+    requests = defaultdict(list)
     lines = [line for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
-    for said in (json.loads(line.partition("] ")[2]) for line in lines):
-        if said["event"] == "request.finished" and said["rid"].endswith("."):
-            sample_id = said["rid"].partition("-")[2].rpartition("-")[0]
-            found[int(sample_id)].append(said)
-    return found
+    for entry in (json.loads(line.partition("] ")[2]) for line in lines):
+        if entry["event"] == "request.finished" and entry["rid"].endswith("."):
+            sample_id = entry["rid"].partition("-")[2].rpartition("-")[0]
+            requests[int(sample_id)].append(entry)
+    return requests
 
 
 def check_record(sample: Sample, requests: list[dict[str, Any]]) -> None:
     """Each request was asked with what the sample has, and made what follows there. The record of a stream has its
     last chunk and how many tokens there were: here all but the first one."""
     ids = [*sample.prompt_ids, *sample.response_ids]
-    first, made = len(sample.prompt_ids), 0
+    first, token_count = len(sample.prompt_ids), 0
     for request in requests:
-        asked, told = request["obj"]["input_ids"], request["out"]["meta_info"]
-        end = len(asked) + told["completion_tokens"]
-        made += told["completion_tokens"]
-        chunk = [(token, logp) for logp, token, *_ in told["output_token_logprobs"]]
-        assert len(chunk) >= told["completion_tokens"] - 1
-        assert asked == ids[: len(asked)]
+        input_ids, meta = request["obj"]["input_ids"], request["out"]["meta_info"]
+        end = len(input_ids) + meta["completion_tokens"]
+        token_count += meta["completion_tokens"]
+        chunk = [(token, logp) for logp, token, *_ in meta["output_token_logprobs"]]
+        assert len(chunk) >= meta["completion_tokens"] - 1
+        assert input_ids == ids[: len(input_ids)]
         start = end - len(chunk)
         assert [token for token, _ in chunk] == ids[start:end]
         assert [logp for _, logp in chunk] == pytest.approx(
             list(sample.mu[start - first : end - first]), abs=1e-7
         )
-    assert made == sample.sampled_tokens
+    assert token_count == sample.sampled_tokens
 
 
 STEPS = 8
@@ -140,9 +140,9 @@ STEPS = 8
 
 @pytest.fixture
 def session(model: Path, tmp_path: Path) -> Iterator[Session]:
-    made = Session(tmp_path / "run", *overrides(model, "sdk"), f"trainer.steps={STEPS}")
-    yield made
-    made.kill()
+    session = Session(tmp_path / "run", *overrides(model, "sdk"), f"trainer.steps={STEPS}")
+    yield session
+    session.kill()
 
 
 def test_nothing_is_lost_when_everybody_is_killed(session: Session, tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ SMALL = (
 def test_a_run_with_tools_trains_the_cleanest_successes(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [*RLSYS, "train", RECIPE, f"run.dir={run}", f"rollout.generator_params={CALLS}", *SMALL]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
     check_ledger(run)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
@@ -41,21 +41,23 @@ def test_a_run_with_tools_trains_the_cleanest_successes(tmp_path: Path) -> None:
     tell_penalties(groups)
     samples = [s for g in groups for s in g.samples]
     assert [len(g.samples) for g in groups] == [8] * 4, "twice rollout.group_size"
-    called = [s for s in samples if s.observed]
-    assert called and all(not any(s.trained()[a.start : a.end]) for s in called for a in s.observed)
+    calling_samples = [s for s in samples if s.observed]
+    assert calling_samples and all(
+        not any(s.trained()[a.start : a.end]) for s in calling_samples for a in s.observed
+    )
     assert len({s.tool_penalty for s in samples}) > 1
     assert all(s.tool_penalty >= NO_CALL for s in samples if not s.observed)
 
     (selector,) = [build("selector", "grpo_roc", keep=0.5, penalty="tools")]
     table = sample_table(groups, 1, {"tool_penalty"})
-    kept = selector(table, None) > 0
-    assert int(kept.sum()) == 16
+    selection = selector(table, None) > 0
+    assert int(selection.sum()) == 16
     assert steps[0]["effective_groups"] <= 4
     for first in range(0, len(samples), 8):
         rows = range(first, first + 8)
         won = [r for r in rows if float(table.reward[r]) > 0.5]
-        worst_kept = max((samples[r].tool_penalty for r in won if kept[r]), default=0.0)
-        assert all(samples[r].tool_penalty >= worst_kept for r in won if not kept[r])
+        worst_kept = max((samples[r].tool_penalty for r in won if selection[r]), default=0.0)
+        assert all(samples[r].tool_penalty >= worst_kept for r in won if not selection[r])
 
 
 def tell_penalties(groups: list[SampleGroup]) -> None:

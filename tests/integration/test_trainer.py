@@ -131,7 +131,7 @@ def test_packed_equals_one_by_one(
 ) -> None:
     """Log-probs, loss and gradient do not depend on how the samples were cut into micro-batches. Qwen3-Next's states
     pass along a sequence, and must not reach the next one."""
-    folder, seen = model, []
+    folder, outcomes = model, []
     if family == "qwen3-next":
         folder = tiny.write(tmp_path / "next", TINY[family], **TINY[family].served)
     for budget in (64, 128, 4096):
@@ -142,11 +142,11 @@ def test_packed_equals_one_by_one(
             for micro, packed in zip(batch, trainer.passes.logprobs(batch), strict=True)
             for tokens, logp in zip(split(micro.tokens, micro), split(packed, micro), strict=True)
         }
-        seen.append((len(batch), logps, cases.steps(trainer, 2)))
-    assert [n for n, _, _ in seen] == sorted({n for n, _, _ in seen}, reverse=True)
-    for _, logps, steps in seen[1:]:
-        assert all(torch.allclose(logps[k], v, rtol=0, atol=1e-5) for k, v in seen[0][1].items())
-        assert torch.allclose(torch.tensor(steps), torch.tensor(seen[0][2]), rtol=1e-5)
+        outcomes.append((len(batch), logps, cases.steps(trainer, 2)))
+    assert [n for n, _, _ in outcomes] == sorted({n for n, _, _ in outcomes}, reverse=True)
+    for _, logps, steps in outcomes[1:]:
+        assert all(torch.allclose(logps[k], v, rtol=0, atol=1e-5) for k, v in outcomes[0][1].items())
+        assert torch.allclose(torch.tensor(steps), torch.tensor(outcomes[0][2]), rtol=1e-5)
 
 
 def test_padding_is_undone() -> None:
@@ -175,7 +175,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_stops_the_run_in_the_end(
         return scores.logp.sum() * torch.inf, {}
 
     trainer = start(model, trainer={"nonfinite_limit": 1})
-    before, batch = cases.weight_sums(trainer), trainer.passes.pack(cases.samples())
+    initial_sums, batch = cases.weight_sums(trainer), trainer.passes.pack(cases.samples())
     assert trainer.update(batch, broken, 1e-2).skipped
     assert not trainer.update(batch, cases.policy_loss, 0.0).skipped  # the row is broken
     assert trainer.update(batch, broken, 1e-2).skipped
@@ -183,15 +183,18 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_stops_the_run_in_the_end(
         RunError, match=r"not finite in 2 updates in a row; expected at most trainer.nonfinite_limit = 1"
     ):
         trainer.update(batch, broken, 1e-2)
-    assert cases.weight_sums(trainer) == before
+    assert cases.weight_sums(trainer) == initial_sums
 
 
 @pytest.mark.parametrize("recompute", [["layer"], ["moe", "layernorm"], ["core_attn"]], ids=str)
 def test_recompute_changes_no_number(
     recompute: list[str], model: Path, start: Callable[..., Trainer]
 ) -> None:
-    again, kept = cases.steps(start(model, trainer={"recompute": recompute}), 2), cases.steps(start(model), 2)
-    assert torch.allclose(torch.tensor(again), torch.tensor(kept), rtol=1e-6)
+    again, reference = (
+        cases.steps(start(model, trainer={"recompute": recompute}), 2),
+        cases.steps(start(model), 2),
+    )
+    assert torch.allclose(torch.tensor(again), torch.tensor(reference), rtol=1e-6)
 
 
 def test_the_balance_loss_has_its_weight_whatever_divides_the_objective(
@@ -214,12 +217,12 @@ def test_the_balance_loss_has_its_weight_whatever_divides_the_objective(
 
 
 def test_what_a_model_lacks_is_refused(model: Path, start: Callable[..., Trainer]) -> None:
-    for asked, message in (
+    for overrides, message in (
         ({"balance_rate": 0.001}, r"trainer.balance_rate = 0.001, but the routers of .* have no bias"),
         ({"recompute": ["mla_up_proj"]}, r"trainer.recompute names mla_up_proj, which .* does not have"),
     ):
         with pytest.raises(UserError, match=message):
-            start(model, trainer=asked)
+            start(model, trainer=overrides)
 
 
 def test_bfloat16_trains_close_to_float32(model: Path, start: Callable[..., Trainer]) -> None:
@@ -235,12 +238,12 @@ def test_a_resumed_run_goes_on_bit_for_bit(model: Path, start: Callable[..., Tra
     assert unbroken.load_checkpoint() == 0
     cases.steps(unbroken, 2)
     cases.save(unbroken, 2)
-    after = cases.steps(unbroken, 3)
+    expected = cases.steps(unbroken, 3)
     weights = {name: t.clone() for name, t in unbroken.named_hf_tensors()}
 
     resumed = start(model)
     assert resumed.load_checkpoint() == 2
-    assert cases.steps(resumed, 3) == after
+    assert cases.steps(resumed, 3) == expected
     assert all(torch.equal(t, weights[name]) for name, t in resumed.named_hf_tensors())
 
 

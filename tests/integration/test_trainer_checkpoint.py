@@ -34,9 +34,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trainer(model: Path, tmp_path: Path) -> Iterator[Trainer]:
-    made = Trainer(cases.config_of(model, tmp_path / "run", trainer={"keep_checkpoints": 2}))
-    yield made
-    made.close()
+    trainer = Trainer(cases.config_of(model, tmp_path / "run", trainer={"keep_checkpoints": 2}))
+    yield trainer
+    trainer.close()
 
 
 def folder(trainer: Trainer) -> Path:
@@ -128,10 +128,10 @@ def test_a_checkpoint_of_another_model_is_refused(trainer: Trainer, tmp_path: Pa
     cases.save(trainer, 1)
     trainer.close()
     wider = cases.write_model(tmp_path / "wider", num_hidden_layers=2, moe_intermediate_size=64)
-    other = Trainer(cases.config_of(wider, tmp_path / "run"))
+    wider_trainer = Trainer(cases.config_of(wider, tmp_path / "run"))
     with pytest.raises(RunError, match=r"step-000001: the checkpoint cannot be loaded"):
-        other.load_checkpoint()
-    other.close()
+        wider_trainer.load_checkpoint()
+    wider_trainer.close()
 
 
 def test_a_disk_that_takes_no_more_is_said(trainer: Trainer) -> None:
@@ -160,8 +160,8 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before_it(model: P
     assert process.stdout.readline() == "writing\n"
     process.send_signal(signal.SIGKILL)
     process.wait()
-    left = {p.name for p in (tmp_path / "run/checkpoints").iterdir()}
-    assert left == {"step-000001", "step-000002.partial"}
+    folder_names = {p.name for p in (tmp_path / "run/checkpoints").iterdir()}
+    assert folder_names == {"step-000001", "step-000002.partial"}
     resumed = Trainer(cases.config_of(model, tmp_path / "run"))
     assert resumed.load_checkpoint() == 1
     assert repr(cases.weight_sums(resumed)) == expected.strip()

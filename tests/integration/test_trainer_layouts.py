@@ -116,8 +116,8 @@ MTP_ON_FOUR = (
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     cases.write_model(folder / "model")
-    for name, made in cases.MODELS.items():
-        cases.write_model(folder / name, **made)
+    for name, overrides in cases.MODELS.items():
+        cases.write_model(folder / name, **overrides)
     return folder
 
 
@@ -132,11 +132,11 @@ def alone(workplace: Path) -> Callable[[str], dict[str, Any]]:
                 workplace / cases.model_name(name), workplace / f"run-{name}", **cases.sections(name)
             )
         )
-        seen = cases.three_steps(trainer)
+        outcome = cases.three_steps(trainer)
         cases.save(trainer, 3)
-        seen["fourth"] = cases.steps(trainer, 1, cases.LR)
+        outcome["fourth"] = cases.steps(trainer, 1, cases.LR)
         trainer.close()
-        return seen
+        return outcome
 
     return of_kind
 
@@ -172,16 +172,16 @@ def test_every_layout_trains_as_one_rank_does(
     (workplace / "seen.jsonl").unlink(missing_ok=True)
     command = [*torchrun, "-m", cases.__name__, str(workplace), *layouts]
     subprocess.run(command, check=True, env=env)
-    seen = dict(json.loads(line) for line in (workplace / "seen.jsonl").read_text().splitlines())
-    assert tuple(seen) == layouts
-    for layout, got in seen.items():
-        one = single[layout]
-        assert near(got["before"], one["before"], rtol=0, atol=1e-5), layout
-        assert near(got["steps"], one["steps"], rtol=1e-5), layout
-        assert near(got["after"], one["after"], rtol=0, atol=1e-5), layout
-        assert got["sums"] == pytest.approx(one["sums"], rel=1e-5), layout
-        assert got["loaded"] == 3
-        assert near(got["fourth"], one["fourth"], rtol=1e-5), layout
+    outcomes = dict(json.loads(line) for line in (workplace / "seen.jsonl").read_text().splitlines())
+    assert tuple(outcomes) == layouts
+    for layout, outcome in outcomes.items():
+        reference = single[layout]
+        assert near(outcome["before"], reference["before"], rtol=0, atol=1e-5), layout
+        assert near(outcome["steps"], reference["steps"], rtol=1e-5), layout
+        assert near(outcome["after"], reference["after"], rtol=0, atol=1e-5), layout
+        assert outcome["sums"] == pytest.approx(reference["sums"], rel=1e-5), layout
+        assert outcome["loaded"] == 3
+        assert near(outcome["fourth"], reference["fourth"], rtol=1e-5), layout
     if saved := next((layout for layout in layouts if "save" in layout), None):
         on_one = {**cases.sections(saved), "parallel": {}}
         trainer = Trainer(cases.config_of(workplace / cases.model_name(saved), workplace / saved, **on_one))

@@ -25,14 +25,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["alltoall", "allgather"])
 def trainer(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[Trainer]:
     """Computes every layer again in the backward pass, with either token dispatcher."""
-    made = Trainer(
+    trainer = Trainer(
         cases.config_of(
             model, tmp_path, parallel={"dispatcher": request.param},
             trainer={"recompute": ["layer"]},
         )
     )  # fmt: skip
-    yield made
-    made.close()
+    yield trainer
+    trainer.close()
 
 
 class GatheredBytes(TorchDispatchMode):
@@ -44,9 +44,9 @@ class GatheredBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and "allgather" in func._opname:
-            made = args[0][0] if isinstance(args[0], list) and isinstance(args[0][0], list) else args[0]
-            made = made if isinstance(made, list) else [made]
-            self.total += sum(t.nbytes for t in made if t.is_floating_point())  # pickled objects are bytes
+            tensors = args[0][0] if isinstance(args[0], list) and isinstance(args[0][0], list) else args[0]
+            tensors = tensors if isinstance(tensors, list) else [tensors]
+            self.total += sum(t.nbytes for t in tensors if t.is_floating_point())  # pickled objects are bytes
         return func(*args, **(kwargs or {}))
 
 
@@ -56,8 +56,10 @@ def test_an_update_gathers_each_parameter_once(trainer: Trainer) -> None:
     trainer.passes.accumulate(batch, cases.policy_loss)
     with GatheredBytes() as gathered:
         trainer.update([], cases.policy_loss, 1e-3, denominator=10.0)
-    held = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for _, p in trainer.named_parameters()}
-    assert gathered.total == sum(held.values())
+    storage_sizes = {
+        p.untyped_storage()._cdata: p.untyped_storage().nbytes() for _, p in trainer.named_parameters()
+    }
+    assert gathered.total == sum(storage_sizes.values())
 
 
 def test_a_save_gathers_no_state_where_the_engines_memory_is(trainer: Trainer) -> None:
@@ -73,11 +75,11 @@ def test_a_save_gathers_no_state_where_the_engines_memory_is(trainer: Trainer) -
 def layer_inputs(trainer: Trainer, tokens: int) -> list[Tensor]:
     """The tensors alive that are as large as a layer's input, without the model's own."""
     gc.collect()
-    own = {p.untyped_storage()._cdata for _, p in trainer.named_parameters()}
+    parameter_storages = {p.untyped_storage()._cdata for _, p in trainer.named_parameters()}
     return [
         x for x in gc.get_objects()
         if type(x) is Tensor and x.is_floating_point() and x.numel() == tokens * trainer.hf.hidden_size
-        and x.untyped_storage()._cdata not in own
+        and x.untyped_storage()._cdata not in parameter_storages
     ]  # fmt: skip
 
 

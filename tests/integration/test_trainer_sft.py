@@ -72,14 +72,14 @@ def test_an_interrupted_warm_start_goes_on_bit_for_bit(
     assert losses(broken) == losses(unbroken)
     assert losses(unbroken)[0] == pytest.approx(math.log(128), abs=0.2)  # random weights guess evenly
     assert losses(unbroken)[-1] < losses(unbroken)[0] - (0.02 if lora else 0.2)
-    one, other, start = (
+    unbroken_weights, broken_weights, start = (
         load_file(folder / "model.safetensors")
         for folder in (unbroken.run.dir / "model", broken.run.dir / "model", tmp_path / "empty")
     )
-    assert one.keys() == other.keys() == start.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert unbroken_weights.keys() == broken_weights.keys() == start.keys()
+    assert all(torch.equal(unbroken_weights[name], broken_weights[name]) for name in unbroken_weights)
     embedding = "model.embed_tokens.weight"
-    assert torch.equal(one[embedding], start[embedding]) == (lora is not None)
+    assert torch.equal(unbroken_weights[embedding], start[embedding]) == (lora is not None)
     assert (unbroken.run.dir / "adapter/adapter_model.safetensors").is_file() == (lora is not None)
     assert (unbroken.run.dir / "model/tokenizer.json").read_bytes() == (
         tmp_path / "empty/tokenizer.json"
@@ -104,7 +104,7 @@ def test_turns_that_are_not_trained_count_in_no_loss(tmp_path: Path) -> None:
     ]
     config = cases.config_of(folder, tmp_path / "run", trainer={"grad_clip": 1e9})
     trainer = sft_module.trainer_for(sft_module.at_temperature_one(config), CrossEntropy())
-    told = sft_module.imitate(trainer, CrossEntropy(), traces, 1e-30)
+    metrics = sft_module.imitate(trainer, CrossEntropy(), traces, 1e-30)
     trainer.close()
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -119,5 +119,5 @@ def test_turns_that_are_not_trained_count_in_no_loss(tmp_path: Path) -> None:
         tokens += int((labels[1:] >= 0).sum())
     (total / tokens).backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    assert told["loss"] == pytest.approx(float(total / tokens), rel=1e-6)
-    assert told["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(float(total / tokens), rel=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)

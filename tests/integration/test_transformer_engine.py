@@ -26,17 +26,17 @@ def run(which: str, folder: Path, *todo: str) -> dict[str, Any]:
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     }  # fmt: skip
     command = [sys.executable, "tests/helpers/te_cases.py", which, str(folder), *todo]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads((folder / f"{which}.json").read_text())
-    return found
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
+    report: dict[str, Any] = json.loads((folder / f"{which}.json").read_text())
+    return report
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By kind of process."""
     folder = tmp_path_factory.mktemp("te")
-    return {which: run(which, folder) for which in ("plain", "stub", "back")}
+    return {kind: run(kind, folder) for kind in ("plain", "stub", "back")}
 
 
 SHARED = (
@@ -76,9 +76,9 @@ def close(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_familys_steps_are_those_of_the_local_layers(seen: dict[str, Any], family: str) -> None:
-    plain, stub = (seen[which]["trained"][family] for which in ("plain", "stub"))
-    for mine, theirs in zip(stub["steps"], plain["steps"], strict=True):
-        assert mine == pytest.approx(theirs, rel=SAME_OF.get(family, SAME))
+    plain, stub = (seen[kind]["trained"][family] for kind in ("plain", "stub"))
+    for te_step, plain_step in zip(stub["steps"], plain["steps"], strict=True):
+        assert te_step == pytest.approx(plain_step, rel=SAME_OF.get(family, SAME))
     for name in ("before", "after"):
         assert close(stub[name], plain[name])
 
@@ -89,9 +89,9 @@ def test_a_checkpoint_crosses_transformer_engine_and_plain_torch(
     seen: dict[str, Any], reader: str, writer: str, family: str
 ) -> None:
     """With the optimizer: the next step is that of the run which saved it, and so are the weights behind it."""
-    whole, loaded = seen[writer]["trained"][family], seen[reader]["loaded"][family]
-    assert loaded["third"][0] == pytest.approx(whole["steps"][2], rel=SAME)
-    assert close(loaded["after"], whole["after"])
+    reference, loaded = seen[writer]["trained"][family], seen[reader]["loaded"][family]
+    assert loaded["third"][0] == pytest.approx(reference["steps"][2], rel=SAME)
+    assert close(loaded["after"], reference["after"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,6 +21,6 @@ print(type(model).__name__, model.generate(ids, max_new_tokens=4, do_sample=Fals
 
 
 def test_transformers_loads_the_shipped_model_and_generates() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-600:]
-    assert done.stdout.split()[0] == "Qwen3MoeForCausalLM"
+    process = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-600:]
+    assert process.stdout.split()[0] == "Qwen3MoeForCausalLM"

@@ -67,18 +67,18 @@ async def test_advantages_of_branches_are_those_of_a_count_of_tokens(
     table = replace(sample_table(groups, 1, method.needs()), eligible=everybody)
     parts = pack([TrainSample.of(s, row) for row, s in enumerate(samples)], 256)
     assert len(parts) > 1
-    found = method.per_token(method(table), table, parts, single_rank)
+    part_advantages = method.per_token(method(table), table, parts, single_rank)
     expected = []
     for group in groups:
         stems = [-1 if s.fork is None else s.fork.source for s in group.samples]
         forks = [0 if s.fork is None else s.fork.at for s in group.samples]
         texts = token_names(stems, forks, [s.tokens for s in group.samples])
         expected += depth_wise_advantages([float(s.reward or 0) for s in group.samples], texts)
-    for part, advantages in zip(parts, found, strict=True):
+    for part, advantages in zip(parts, part_advantages, strict=True):
         bounds = part.cu_seqlens.tolist()
         for row, end in zip(part.rows.tolist(), bounds[1:], strict=True):
-            own = advantages[end - len(expected[row]) : end].tolist()
-            assert own == pytest.approx(expected[row], abs=1e-5), (row, samples[row].fork)
+            sample_advantages = advantages[end - len(expected[row]) : end].tolist()
+            assert sample_advantages == pytest.approx(expected[row], abs=1e-5), (row, samples[row].fork)
 
 
 @pytest.mark.parametrize(("generator", "params"), [("latr", LATR), ("echo", ECHO)])
@@ -107,9 +107,9 @@ async def test_every_branch_has_the_log_probs_of_its_tokens(
             b.status in (Status.FINISHED, Status.TRUNCATED) for b in family.samples
         )
         gaps = [
-            (abs(mu - logp), place)
+            (abs(mu - logp), position)
             for b in family.samples
-            for place, (mu, logp) in enumerate(
+            for position, (mu, logp) in enumerate(
                 zip(b.mu, logprobs(0, [*PROMPT, *b.response_ids])[len(PROMPT) - 1 :], strict=True)
             )
         ]

@@ -77,7 +77,9 @@ def check_trees(run: Path) -> None:
         if s.fork is None:
             continue
         stem = next(
-            other for other in samples if (other.group_id, other.index) == (s.group_id, s.fork.source)
+            candidate
+            for candidate in samples
+            if (candidate.group_id, candidate.index) == (s.group_id, s.fork.source)
         )
         assert list(s.response_ids[: s.fork.at]) == list(stem.response_ids[: s.fork.at])
         assert list(s.mu[: s.fork.at]) == list(stem.mu[: s.fork.at])
@@ -85,19 +87,19 @@ def check_trees(run: Path) -> None:
 
 
 def test_a_forked_sample_gives_the_gradient_of_one_that_is_built_by_hand(tmp_path: Path) -> None:
-    taken = cases.single_rewards(cases.recorded())
-    forked = replace(taken, groups=[branched(g, by_hand=False) for g in taken.groups])
-    by_hand = replace(taken, groups=[branched(g, by_hand=True) for g in taken.groups])
+    train_batch = cases.single_rewards(cases.recorded())
+    forked = replace(train_batch, groups=[branched(g, by_hand=False) for g in train_batch.groups])
+    by_hand = replace(train_batch, groups=[branched(g, by_hand=True) for g in train_batch.groups])
     assert sum(s.fork is not None for g in forked.groups for s in g.samples) >= 12
     config = cases.config_of(None, tmp_path / "run")
     trainer, objective = Trainer(config, frozenset({"old"})), Objective(config.algo)
     try:
-        (loss, expected, _), (found_loss, found, _) = (
+        (loss, expected, _), (found_loss, gradient, _) = (
             gradients(trainer, objective, t) for t in (by_hand, forked)
         )
         assert found_loss == pytest.approx(loss, abs=1e-6)
         assert float(expected.abs().max()) > 0
-        assert float(torch.max(torch.abs(expected - found))) <= 1e-6
+        assert float(torch.max(torch.abs(expected - gradient))) <= 1e-6
     finally:
         trainer.close()
 
@@ -105,24 +107,33 @@ def test_a_forked_sample_gives_the_gradient_of_one_that_is_built_by_hand(tmp_pat
 def branched(group: SampleGroup, *, by_hand: bool) -> SampleGroup:
     """Every second sample begins with half of the one before it, and goes on with its own last tokens."""
     samples = [replace(s, routes=[]) for s in group.samples]
-    for source, own in zip(samples[::2], samples[1::2], strict=False):
-        at, last = source.tokens // 2, own.tokens // 2
-        rest = Segment(
-            own.response_ids[last:], own.mu[last:], [VersionSpan(own.versions()[-1], 0, own.tokens - last)]
+    for source, sibling in zip(samples[::2], samples[1::2], strict=False):
+        fork_point, last = source.tokens // 2, sibling.tokens // 2
+        tail = Segment(
+            sibling.response_ids[last:],
+            sibling.mu[last:],
+            [VersionSpan(sibling.versions()[-1], 0, sibling.tokens - last)],
         )
-        made = Sample(
-            own.sample_id, own.group_id, own.index, own.prompt_ids, own.seed, status=Status.FINISHED
+        branch = Sample(
+            sibling.sample_id,
+            sibling.group_id,
+            sibling.index,
+            sibling.prompt_ids,
+            sibling.seed,
+            status=Status.FINISHED,
         )
-        made.reward = own.reward
+        branch.reward = sibling.reward
         if by_hand:
-            first = Segment(source.response_ids[:at], source.mu[:at], parts(source.spans, at))
-            made.append(first)
+            first = Segment(
+                source.response_ids[:fork_point], source.mu[:fork_point], parts(source.spans, fork_point)
+            )
+            branch.append(first)
         else:
-            fork(source, at, made)
-            made.behaviour = []
-            assert made.fork == Fork(source.index, at)
-        made.append(rest)
-        samples[own.index] = made
+            fork(source, fork_point, branch)
+            branch.behaviour = []
+            assert branch.fork == Fork(source.index, fork_point)
+        branch.append(tail)
+        samples[sibling.index] = branch
     return replace(group, samples=samples)
 
 

@@ -51,22 +51,24 @@ def rlsys(*words: str, path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_explain_reports_a_trainer_that_cannot_be_built(newer_megatron: Path) -> None:
-    done = rlsys("explain", "configs/quickstart.yaml", path=newer_megatron)
-    assert done.returncode == 2, done.stdout
-    assert "Traceback" not in done.stderr
+    process = rlsys("explain", "configs/quickstart.yaml", path=newer_megatron)
+    assert process.returncode == 2, process.stdout
+    assert "Traceback" not in process.stderr
     (line,) = [
-        text for text in done.stderr.splitlines() if text.startswith("rlsys: ")
+        text for text in process.stderr.splitlines() if text.startswith("rlsys: ")
     ]  # torch may warn of CUDA
     assert "megatron-core 0.19.2" in line and "0.16.1" in line and "AttributeError" in line
 
 
 def test_doctor_reports_a_trainer_that_cannot_be_built(newer_megatron: Path) -> None:
-    done = rlsys("doctor", path=newer_megatron)
-    told = " ".join(done.stdout.split())
-    assert (done.returncode, "AttributeError" in told) == (1, True), told
+    process = rlsys("doctor", path=newer_megatron)
+    output = " ".join(process.stdout.split())
+    assert (process.returncode, "AttributeError" in output) == (1, True), output
 
 
 def test_doctor_builds_the_trainer_of_this_environment(tmp_path: Path) -> None:
-    done = rlsys("doctor", path=tmp_path)
-    (line,) = [line for line in done.stdout.splitlines() if line.split()[:1] == ["trainer"]] or [done.stdout]
+    process = rlsys("doctor", path=tmp_path)
+    (line,) = [line for line in process.stdout.splitlines() if line.split()[:1] == ["trainer"]] or [
+        process.stdout
+    ]
     assert "can be built" in line

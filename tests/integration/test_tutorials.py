@@ -21,8 +21,10 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_first_run_learns(first_run: Path) -> None:
-    before, after = (e["accuracy"] for e in read_metrics(first_run / "runs" / "quickstart").evals)
-    assert before < 0.1 and after > 0.8, "as the page says: from 5 % to 98 %"
+    initial_accuracy, final_accuracy = (
+        e["accuracy"] for e in read_metrics(first_run / "runs" / "quickstart").evals
+    )
+    assert initial_accuracy < 0.1 and final_accuracy > 0.8, "as the page says: from 5 % to 98 %"
     assert "eval at step 5" in (first_run / "told").read_text(encoding="utf-8")
 
 

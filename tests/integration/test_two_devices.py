@@ -32,8 +32,8 @@ def recorded(folder: Path, cases: Sequence[str]) -> dict[str, Any]:
     """`{case: {part: what it recorded}}`, of a process of its own."""
     file = folder / "recorded.json"
     command = [sys.executable, two_device_life.__file__, str(file), str(folder), *cases]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, (process.stdout + process.stderr)[-4000:]
     lives: dict[str, Any] = json.loads(file.read_text())
     return lives
 

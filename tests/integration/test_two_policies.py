@@ -32,14 +32,14 @@ class Meet:
         self.start()
 
     def start(self) -> None:
-        named = [word for p in POLICIES for word in ("--policy", p)]
-        command = [*RLSYS, "meet", "examples/relay/relay.py:play", *named, "--port", str(self.port)]
+        policy_options = [word for p in POLICIES for word in ("--policy", p)]
+        command = [*RLSYS, "meet", "examples/relay/relay.py:play", *policy_options, "--port", str(self.port)]
         self._process = subprocess.Popen(command, cwd=ROOT)
 
     def counts(self) -> dict[str, int]:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/") as answer:
-            found: dict[str, int] = json.load(answer)
-        return found
+            counts: dict[str, int] = json.load(answer)
+        return counts
 
     def kill(self) -> None:
         self._process.kill()
@@ -52,9 +52,9 @@ class Meet:
 
 @pytest.fixture
 def meet() -> Iterator[Meet]:
-    made = Meet()
-    yield made
-    made.kill()
+    meet = Meet()
+    yield meet
+    meet.kill()
 
 
 def session(meet: Meet, run: Path, steps: int, *overrides: str) -> Session:
@@ -66,10 +66,10 @@ def session(meet: Meet, run: Path, steps: int, *overrides: str) -> Session:
 
 @pytest.fixture
 def runs(meet: Meet, tmp_path: Path) -> Iterator[dict[str, Session]]:
-    made = {p: session(meet, tmp_path / p, STEPS) for p in POLICIES}
-    yield made
-    for one in made.values():
-        one.kill()
+    sessions = {p: session(meet, tmp_path / p, STEPS) for p in POLICIES}
+    yield sessions
+    for policy_session in sessions.values():
+        policy_session.kill()
 
 
 def test_nothing_is_lost_when_everybody_is_killed(
@@ -79,7 +79,7 @@ def test_nothing_is_lost_when_everybody_is_killed(
     first.wait_for_steps(1)
     second.find("rlsys.rollout.service").send_signal(signal.SIGKILL)
     first.wait_for_steps(3)
-    before = meet.counts()
+    initial_counts = meet.counts()
     meet.kill()
     meet.start()
     first.wait_for_steps(4)
@@ -94,8 +94,8 @@ def test_nothing_is_lost_when_everybody_is_killed(
         assert check_ledger(run)["trained"] == STEPS * GROUPS
         assert {s["step"] for s in read_metrics(run).steps} == set(range(1, STEPS + 1))
         check_agreement(run)
-    assert before["came_again"] > 0, "the second policy's samples came back to their episodes"
-    assert before["failed"] == meet.counts()["failed"] == 0, "what was told is said again"
+    assert initial_counts["came_again"] > 0, "the second policy's samples came back to their episodes"
+    assert initial_counts["failed"] == meet.counts()["failed"] == 0, "what was told is said again"
     meet.end()
 
 
@@ -104,16 +104,16 @@ def test_beside_a_frozen_partner_it_trains_as_it_does_alone_on_the_same_rollouts
 ) -> None:
     """Without its checkpoints it begins once more: its ledger has the rollouts, and nobody else is there."""
     run, all_kept = tmp_path / "first", "trainer.checkpoint_every=100"
-    both = [
+    sessions = [
         session(meet, run, 3, all_kept),
         session(meet, tmp_path / "second", 3, all_kept, "trainer.lr=1.0e-30"),
     ]
     try:
-        assert [one.end()[0] for one in both] == [0, 0]
+        assert [policy_session.end()[0] for policy_session in sessions] == [0, 0]
     finally:
-        for one in both:
-            one.kill()
-    beside = read_metrics(run).steps
+        for policy_session in sessions:
+            policy_session.kill()
+    shared_steps = read_metrics(run).steps
     shutil.rmtree(run / "checkpoints")
     (run / "metrics.jsonl").unlink()
     again = session(meet, run, 3, all_kept)
@@ -122,12 +122,12 @@ def test_beside_a_frozen_partner_it_trains_as_it_does_alone_on_the_same_rollouts
     finally:
         again.kill()
     assert code == 0, output
-    alone = read_metrics(run).steps
-    assert [s["step"] for s in alone] == [s["step"] for s in beside] == [1, 2, 3]
+    solo_steps = read_metrics(run).steps
+    assert [s["step"] for s in solo_steps] == [s["step"] for s in shared_steps] == [1, 2, 3]
     # A step whose groups all have equal rewards has neither.
-    found, expected = (
+    figures, expected = (
         {(s["step"], name): s[name] for s in steps for name in ("loss", "grad_norm") if name in s}
-        for steps in (alone, beside)
+        for steps in (solo_steps, shared_steps)
     )
-    assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
-    assert any(value for (_, name), value in found.items() if name == "grad_norm")
+    assert figures == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert any(value for (_, name), value in figures.items() if name == "grad_norm")

@@ -113,17 +113,17 @@ class Stop(Exception):
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
     """Calls of torch.cuda on a host with an H100, as far as questions go."""
-    made: list[tuple[str, Any]] = []
+    cuda_calls: list[tuple[str, Any]] = []
     answers = {"is_available": True, "get_device_capability": (9, 0), "set_device": None, "empty_cache": None}
     for name, answer in answers.items():
         assert callable(getattr(torch.cuda, name))
 
         def call(*given: Any, name: str = name, answer: Any = answer) -> Any:
-            made.append((name, given))
+            cuda_calls.append((name, given))
             return answer
 
         monkeypatch.setattr(torch.cuda, name, call)
-    yield made
+    yield cuda_calls
 
 
 def test_a_rank_takes_its_gpu_and_nccl_for_what_is_on_it(
@@ -158,8 +158,8 @@ def test_what_is_not_installed_is_said_on_a_gpu(
 
 def test_layers_are_made_on_the_device(calls: list[tuple[str, Any]]) -> None:
     config = load_config(QUICKSTART, [])
-    made = transformer_config(config, HFConfig.read(config.model.path))
-    assert not made.use_cpu_initialization and not made.deterministic_mode
+    model_config = transformer_config(config, HFConfig.read(config.model.path))
+    assert not model_config.use_cpu_initialization and not model_config.deterministic_mode
 
 
 def test_an_engine_on_cuda_gets_no_hook_of_a_cpu(
@@ -199,10 +199,10 @@ def test_experts_are_hashed_apart_on_a_gpu(cuda: bool, monkeypatch: pytest.Monke
     """The tile hash of a GPU puts experts together that several ranks send; a host's hash needs them from one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(weight_update_cost, "on_cuda", lambda config: cuda)
-    asked: list[bool] = []
+    together_flags: list[bool] = []
 
     def plan_senders(config: Any, hf: Any, *, experts_together: bool) -> None:
-        asked.append(experts_together)
+        together_flags.append(experts_together)
         raise Stop
 
     monkeypatch.setattr(sharded_push, "plan_senders", plan_senders)
@@ -212,7 +212,7 @@ def test_experts_are_hashed_apart_on_a_gpu(cuda: bool, monkeypatch: pytest.Monke
         weight_push.WeightPush(SimpleNamespace(config=config, served_config=None), SimpleNamespace())
     with pytest.raises(Stop):
         weight_update_cost.sender_plan(config, None)
-    assert asked == [not cuda, not cuda]
+    assert together_flags == [not cuda, not cuda]
 
 
 @pytest.mark.parametrize("cuda", [False, True])

@@ -33,18 +33,18 @@ def doc(request: pytest.FixtureRequest) -> Path:
 
 
 def test_files_are_there(doc: Path) -> None:
-    named = re.findall(rf"(?<![\w/.<])((?:{FOLDERS})/[\w./-]*\w)", doc.read_text(encoding="utf-8"))
-    assert [name for name in named if not (ROOT / name).exists() and not (doc.parent / name).exists()] == []
+    paths = re.findall(rf"(?<![\w/.<])((?:{FOLDERS})/[\w./-]*\w)", doc.read_text(encoding="utf-8"))
+    assert [name for name in paths if not (ROOT / name).exists() and not (doc.parent / name).exists()] == []
 
 
 def test_links_lead_somewhere(doc: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", doc.read_text(encoding="utf-8")):
-        path, _, place = target.partition("#")
-        there = (doc.parent / path).resolve() if path else doc
-        assert there.exists(), target
-        if place:
-            headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
-            assert place in {anchor(heading) for heading in headings}, target
+        path, _, fragment = target.partition("#")
+        target_file = (doc.parent / path).resolve() if path else doc
+        assert target_file.exists(), target
+        if fragment:
+            headings = re.findall(r"^#+ (.*)$", target_file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert fragment in {anchor(heading) for heading in headings}, target
 
 
 @pytest.mark.parametrize("name", ["SECURITY.md", "tests/findings_security.md"])
@@ -58,9 +58,9 @@ def test_tests_that_the_threat_tables_name_are_there(name: str) -> None:
         name for name in re.findall(r"`(test_\w+\.py)`", text) if not any(p.name == name for p in sources)
     ]
     assert files == []
-    named = re.findall(r"\b(test_\w+?)(?:\.\.\.)?`", text)
-    named += [f"test_security_{finding}" for finding in re.findall(r"(?<![/\w])(a\d\d(?:_\w+)?)", text)]
-    assert named and [test for test in named if not any(t.startswith(test) for t in tests)] == []
+    test_names = re.findall(r"\b(test_\w+?)(?:\.\.\.)?`", text)
+    test_names += [f"test_security_{finding}" for finding in re.findall(r"(?<![/\w])(a\d\d(?:_\w+)?)", text)]
+    assert test_names and [test for test in test_names if not any(t.startswith(test) for t in tests)] == []
     for path, finding in re.findall(r"`(unit/[\w/]+\.py)` (a\d\d)", text):
         assert f"def test_security_{finding}_" in sources[ROOT / "tests" / path], (path, finding)
 
@@ -89,14 +89,14 @@ def test_hooks_of_pre_commit_name_commands_that_are_there() -> None:
 
 def test_config_fields_are_there(doc: Path) -> None:
     sections = {name: field.annotation for name, field in Config.model_fields.items()}
-    named = re.findall(rf"`({'|'.join(sections)})\.(\w+)\b(?!\.|\()", doc.read_text(encoding="utf-8"))
+    references = re.findall(rf"`({'|'.join(sections)})\.(\w+)\b(?!\.|\()", doc.read_text(encoding="utf-8"))
     files = ("py", "md", "sbatch", "yaml")
-    gone = {
+    unknown_fields = {
         f"{section}.{field}"
-        for section, field in named
+        for section, field in references
         if field not in files
         and not field.endswith("_")  # a family of fields: `weights.canary_*`
         and not hasattr(sections[section], field)
         and field not in getattr(sections[section], "model_fields", {})
     }
-    assert gone == set()
+    assert unknown_fields == set()

@@ -21,10 +21,10 @@ def test_attack_1_an_exit_in_a_task_of_a_generators_own_costs_its_sample(raised:
         return item.censored
 
     try:
-        found = asyncio.run(sample())
+        outcome = asyncio.run(sample())
     except (SystemExit, KeyboardInterrupt) as e:
-        found = e
-    assert isinstance(found, Censored), repr(found)
+        outcome = e
+    assert isinstance(outcome, Censored), repr(outcome)
 
 
 async def test_attack_1_tasks_outside_a_boundary_and_cancelled_ones_are_as_asyncio_has_them() -> None:

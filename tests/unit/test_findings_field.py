@@ -34,8 +34,10 @@ def test_field_04_a_small_pool_makes_generation_longer() -> None:
         real("model.dtype=bfloat16", *sizes, f"engine.max_total_tokens={tokens}")
         for tokens in (81_920, 2_000_000)
     )
-    one, two = (forecast_step(c, read_model(c), machines()["h100"]).generation for c in (small, large))
-    assert one > two
+    small_time, large_time = (
+        forecast_step(c, read_model(c), machines()["h100"]).generation for c in (small, large)
+    )
+    assert small_time > large_time
 
 
 def test_field_09_explain_warns_of_a_toys_learning_rate(
@@ -43,8 +45,8 @@ def test_field_09_explain_warns_of_a_toys_learning_rate(
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert main.main(["explain", "quickstart", *FIRST, "trainer.lr=1e-4"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    odd = said.partition("odd")[2]
+    output = " ".join(capsys.readouterr().out.split())
+    odd = output.partition("odd")[2]
     assert "trainer.lr" in odd
 
 

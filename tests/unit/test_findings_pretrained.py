@@ -42,8 +42,8 @@ def test_pretrained_s2_a_run_without_gpus_is_compared_with_the_machine(
     monkeypatch.chdir(ROOT)
     overrides = (f"model.path={REAL}", "trainer.token_budget=65536", "eval.prompts=4")
     assert run_cli("explain", "quickstart", *overrides) == (0, "")
-    said = " ".join(capsys.readouterr().out.split())
-    odd = said.rpartition(" odd ")[2]
+    output = " ".join(capsys.readouterr().out.split())
+    odd = output.rpartition(" odd ")[2]
     assert "memory" in odd and "a GPU has" not in odd
 
 
@@ -84,8 +84,8 @@ def test_pretrained_s3_explain_describes_fine_tuning(
     monkeypatch.chdir(ROOT)
     overrides = (f"model.path={MODEL}", f"run.dir={tmp_path}/run")
     assert run_cli("explain", "quickstart_sft", *overrides) == (0, "")
-    said = capsys.readouterr().out
-    assert "advantage" not in said and "chain_sum" in said
+    output = capsys.readouterr().out
+    assert "advantage" not in output and "chain_sum" in output
 
 
 def chats(path: Path) -> tuple[str, ...]:
@@ -102,12 +102,12 @@ def test_pretrained_s3_explain_reads_the_rows_of_fine_tuning(
 
 def test_pretrained_s3_a_missing_file_names_its_field(tmp_path: Path) -> None:
     config = load_config(Path("quickstart_sft"), chats(tmp_path / "none.jsonl"))
-    said = ""
+    message = ""
     try:
         next(iter(trace_batches(config, Tokenizer(MODEL, {}), 0)))
     except UserError as e:
-        said = str(e)
-    assert "sft.params" in said and "data.params" not in said
+        message = str(e)
+    assert "sft.params" in message and "data.params" not in message
 
 
 def test_pretrained_s4_an_evaluation_tells_the_mean_reward() -> None:

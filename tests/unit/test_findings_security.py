@@ -234,13 +234,13 @@ def test_security_a08_a_sender_creates_no_file_and_changes_no_size() -> None:
     relay = Relay()
     relay.open("token", [], 1.0)
     assert relay.declare(0, [FileSpec(100, 1, (digest(content),))])["success"]
-    before = len(os.listdir("/proc/self/fd"))
+    descriptor_count = len(os.listdir("/proc/self/fd"))
     for location in ((1, 0), (0, 1), (-1, 0), (0, -1), (2**70, 0)):
         with pytest.raises(Undeclared):
             bring(relay, content, location=location)
     assert bring(relay, np.full(99, 1, np.uint8)) == 422
     assert bring(relay, np.full(2**20, 1, np.uint8)) == 422
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == descriptor_count
     assert relay.state(1)["folder"] is None
     assert bring(relay, content) == 200
     assert relay.state(1)["folder"] is not None
@@ -271,26 +271,26 @@ def test_security_a08_what_was_checked_is_what_is_loaded() -> None:
 async def test_security_a08_nested_lists_are_no_server_error() -> None:
     relay = Relay()
     relay.open("token", [], 1.0)
-    said: list[dict[str, Any]] = []
+    sent_messages: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
-        said.append(message)
+        sent_messages.append(message)
 
     async def receive() -> Any:
         return {"type": "http.request", "body": b"[" * 100_000}
 
     headers = [(TOKEN_HEADER.encode(), b"token"), (PIECE_HEADER.encode(), b"[" * 2000)]
     scope = {"type": "http", "path": "/relay/pieces", "method": "POST", "headers": headers}
-    found = []
+    statuses = []
     for path in (OFFER, PIECE):
-        said.clear()
+        sent_messages.clear()
         try:
             await RelayMiddleware(cast(Any, None), relay)({**scope, "path": path}, receive, send)
         except RecursionError:
-            found.append(500)
+            statuses.append(500)
             continue
-        found.append(said[0]["status"])
-    assert all(400 <= status < 500 for status in found)
+        statuses.append(sent_messages[0]["status"])
+    assert all(400 <= status < 500 for status in statuses)
 
 
 # -- A9: a meeting --------------------------------------------------------------------------------------------
@@ -301,8 +301,8 @@ async def test_security_a09_a_sample_that_comes_again_meets_its_partner() -> Non
     async with aiohttp.ClientSession() as session:
         meeting = EpisodeServer(("a", "b"), 30, session)
         async with meeting.listening(0) as base:
-            place = {"url": "http://127.0.0.1:9", "reward_url": "http://127.0.0.1:9/r", "key": "k"}
-            body = _arrival({"question": "x"}, place)
+            endpoint = {"url": "http://127.0.0.1:9", "reward_url": "http://127.0.0.1:9/r", "key": "k"}
+            body = _arrival({"question": "x"}, endpoint)
 
             async def arrive(policy: str) -> int:
                 async with session.post(f"{base}/{policy}", json=body) as answer:
@@ -312,16 +312,16 @@ async def test_security_a09_a_sample_that_comes_again_meets_its_partner() -> Non
             await _until(lambda: sum(len(e.arrivals) for e in meeting._episodes.values()) == 1)
             again = asyncio.create_task(arrive("a"))
             await first
-            other = asyncio.create_task(arrive("b"))
+            partner_task = asyncio.create_task(arrive("b"))
             await _until(lambda: len(list(meeting._endpoints.values())) >= 2, seconds=1.0)
             await asyncio.sleep(0.3)
-            places = [
+            arrival_counts = [
                 sum(s.arrival is not None for s in e.endpoints.values()) for e in meeting._episodes.values()
             ]
-            for task in (again, other):
+            for task in (again, partner_task):
                 task.cancel()
-            await asyncio.gather(again, other, return_exceptions=True)
-            assert places == [2]
+            await asyncio.gather(again, partner_task, return_exceptions=True)
+            assert arrival_counts == [2]
 
 
 async def test_security_a09_samples_of_another_user_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,9 +329,9 @@ async def test_security_a09_samples_of_another_user_do_not_arrive(monkeypatch: p
         aiohttp.ClientSession() as session,
         EpisodeServer(("a", "b"), 30, session).listening(0) as base,
     ):
-        place = {"url": "http://127.0.0.1:9", "reward_url": "http://127.0.0.1:9/r", "key": "k"}
+        endpoint = {"url": "http://127.0.0.1:9", "reward_url": "http://127.0.0.1:9/r", "key": "k"}
         monkeypatch.setattr(os, "geteuid", lambda: 54777)
-        async with session.post(f"{base}/a", json=_arrival({"question": "x"}, place)) as answer:
+        async with session.post(f"{base}/a", json=_arrival({"question": "x"}, endpoint)) as answer:
             assert answer.status == 403
             assert "only the user of this server" in await answer.text()
 
@@ -365,7 +365,7 @@ async def _until(true: Any, seconds: float = 5.0) -> None:
 
 
 def test_security_a10_a_runs_folder_is_its_owners_alone(tmp_path: Path) -> None:
-    before = os.umask(0o022)
+    previous_umask = os.umask(0o022)
     try:
         for share, mode in ((None, 0o700), ("group", 0o750), (None, 0o700)):
             run = {"dir": tmp_path / "run", "share": share}
@@ -373,7 +373,7 @@ def test_security_a10_a_runs_folder_is_its_owners_alone(tmp_path: Path) -> None:
             with open_run_dir(config, lambda _: None):
                 assert (tmp_path / "run").stat().st_mode & 0o777 == mode
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
 
 
 # -- A11: whoever the data names is asked ---------------------------------------------------------------------
@@ -417,9 +417,9 @@ def test_security_a11_a_schema_of_a_row_fetches_nothing() -> None:
         with pytest.raises(ValueError, match="latest/meta-data': expected a reference within the schema"):
             score(prompt, Response('"x"', finished=True))
         assert not paths
-    known = {"$ref": "https://json-schema.org/draft/2020-12/schema"}
-    assert score(Prompt(0, "", [1], {"schema": known}), Response('{"type": 3}', finished=True)) == 0
-    assert score(Prompt(0, "", [1], {"schema": known}), Response('{"type": "null"}', finished=True)) == 1
+    metaschema = {"$ref": "https://json-schema.org/draft/2020-12/schema"}
+    assert score(Prompt(0, "", [1], {"schema": metaschema}), Response('{"type": 3}', finished=True)) == 0
+    assert score(Prompt(0, "", [1], {"schema": metaschema}), Response('{"type": "null"}', finished=True)) == 1
 
 
 async def test_security_a11_a_judges_redirect_is_not_followed() -> None:
@@ -477,10 +477,10 @@ def test_security_a15_an_optimizer_step_that_makes_a_model_nan_is_refused(adam: 
     body = json.dumps({"adam_params": adam, "model_id": "m", "seq_id": 1}).encode()
     try:
         read(OptimStep, body)
-        taken = True
+        is_accepted = True
     except UserError:
-        taken = False
-    assert not taken
+        is_accepted = False
+    assert not is_accepted
 
 
 # -- A21: adapters ---------------------------------------------------------------------------------------------
@@ -488,12 +488,12 @@ def test_security_a15_an_optimizer_step_that_makes_a_model_nan_is_refused(adam: 
 
 async def test_security_a21_a_sample_of_the_base_model_does_not_wait_for_adapters(tmp_path: Path) -> None:
     """Places count requests: those of many adapters, of which an engine decodes a few at once, take all."""
-    asked: list[str | None] = []
+    adapters: list[str | None] = []
     free = asyncio.Event()
 
     async def generate(request: web.Request) -> web.Response:
         adapter = (await request.json()).get("lora_path")
-        asked.append(adapter)
+        adapters.append(adapter)
         if adapter is not None:
             await free.wait()
         meta = {"output_token_logprobs": [[-0.5, 7, None]], "finish_reason": {"type": "length"}}
@@ -518,16 +518,16 @@ async def test_security_a21_a_sample_of_the_base_model_does_not_wait_for_adapter
                 if path is not None:
                     ledger.add_save(path, "m", i, 0)
                 await service.new_sampler(bob, f"s:sample:{i}", path)
-                told = {
+                body = {
                     "sampling_session_id": f"s:sample:{i}",
                     "seq_id": 0,
                     "prompt": {"chunks": [{"tokens": [1]}]},
                     "sampling_params": {"max_tokens": 1},
                 }
-                await service.submit(bob, f"s:sample:{i}", 0, "sample", json.dumps(told).encode())
-            await _until(lambda: None in asked, seconds=1.0)
+                await service.submit(bob, f"s:sample:{i}", 0, "sample", json.dumps(body).encode())
+            await _until(lambda: None in adapters, seconds=1.0)
             try:
-                assert None in asked
+                assert None in adapters
             finally:
                 free.set()
                 await _until(lambda: not bob.pending)

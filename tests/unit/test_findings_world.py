@@ -56,12 +56,12 @@ def test_world_06_rewards_can_start_processes(tmp_path: Path) -> None:
     file = tmp_path / "pool_reward.py"
     file.write_text("def work(x):\n    return float(x)\n")
     work = resolve("data.reward", f"{file}:work", {})
-    said = ""
+    message = ""
     try:
         pickle.dumps(work)
     except pickle.PicklingError as e:
-        said = str(e)
-    assert not said
+        message = str(e)
+    assert not message
 
 
 def test_world_07_an_engine_without_a_writable_home_has_its_caches_elsewhere(
@@ -106,8 +106,8 @@ def test_world_10_a_file_of_the_user_does_not_hide_ours(tmp_path: Path) -> None:
     config = quickstart(f"run.dir={tmp_path}/run")
     command = keeper_command(Role("engine-0", ["true"], "engine"), config, shielded=False)
     module = command[: command.index("-m") + 2]
-    done = subprocess.run([*module, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([*module, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
 
 
 def test_world_11_the_engines_of_a_run_of_another_user(
@@ -149,10 +149,10 @@ def test_world_11_status_names_the_config_that_it_cannot_read(
 @pytest.mark.parametrize("path", ["~/run", "$HOME/run", "${HOME}/run"])
 def test_world_12_a_home_folder_in_a_path_is_expanded_or_refused(path: str) -> None:
     try:
-        found = str(quickstart(f"run.dir={path}").run.dir)
+        run_folder = str(quickstart(f"run.dir={path}").run.dir)
     except UserError:
-        found = ""
-    assert not found.startswith(("~", "$"))
+        run_folder = ""
+    assert not run_folder.startswith(("~", "$"))
 
 
 def test_world_13_a_reward_function_sees_what_requests_need() -> None:
@@ -173,8 +173,8 @@ def test_world_19_a_command_without_a_standard_output(monkeypatch: pytest.Monkey
 def test_world_22_a_compressed_file_is_read_or_named(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl.gz"
     file.write_bytes(gzip.compress(b'{"prompt": "1+1=", "answer": "2"}\n'))
-    found = lines_of(file)
-    assert isinstance(found, list) or "gzip" in found.replace(str(file), "")
+    result = lines_of(file)
+    assert isinstance(result, list) or "gzip" in result.replace(str(file), "")
 
 
 def test_world_22_an_integer_of_5000_digits_costs_no_file(tmp_path: Path) -> None:
@@ -187,12 +187,12 @@ def test_world_22_an_integer_of_5000_digits_costs_no_file(tmp_path: Path) -> Non
     ("override", "hint"), [("trainer.learning_rate=1e-6", "trainer.lr"), ("rollout.keep_budget=None", "null")]
 )
 def test_world_23_the_hint_names_the_right_field(override: str, hint: str) -> None:
-    said = ""
+    message = ""
     try:
         quickstart(override)
     except UserError as e:
-        said = str(e)
-    assert hint in said.replace("trainer.learning_rate", "")
+        message = str(e)
+    assert hint in message.replace("trainer.learning_rate", "")
 
 
 def test_world_24_the_version_is_told() -> None:

@@ -50,11 +50,11 @@ def ends() -> Iterator[None]:
     def stop(signum: int, frame: object) -> None:
         raise AssertionError("the import did not end within 60 s")
 
-    before = signal.signal(signal.SIGALRM, stop)
+    previous_handler = signal.signal(signal.SIGALRM, stop)
     signal.alarm(60)
     yield
     signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    signal.signal(signal.SIGALRM, previous_handler)
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def incomplete(made: Import, theirs: str, *places: str) -> None:
     assert theirs in made.said
     listed = [line for line in made.text.splitlines() if line.startswith("# MISSING:")]
     assert any(theirs in line for line in listed), made.text
-    for place in places:
-        assert field(made.config, place) is None, place
+    for field_name in places:
+        assert field(made.config, field_name) is None, field_name
 
 
 @pytest.mark.parametrize("framework", ["slime", "verl"])
@@ -105,9 +105,9 @@ def test_a_whole_script_is_translated(
     framework: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lr = {"slime": "--lr 1e-6", "verl": "actor_rollout_ref.actor.optim.lr=1e-6"}[framework]
-    made = run(framework, f'{SLIME if framework == "slime" else VERL} {lr} "$@"', capsys, "run.sh")
-    assert made.code == 0, made.said
-    assert field(made.config, "trainer.lr") == 1e-6
+    result = run(framework, f'{SLIME if framework == "slime" else VERL} {lr} "$@"', capsys, "run.sh")
+    assert result.code == 0, result.said
+    assert field(result.config, "trainer.lr") == 1e-6
     load_config(Path("out.yaml"), [])
 
 
@@ -131,18 +131,18 @@ HOLES = {
 def test_world_01_a_hole_in_a_learning_rate_of_slime(
     case: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before, value = HOLES[case]
-    made = run("slime", f"{before}{SLIME} --lr {value} --weight-decay 0.1\n", capsys, "run.sh")
-    incomplete(made, "--lr", "trainer.lr")
+    prefix, value = HOLES[case]
+    result = run("slime", f"{prefix}{SLIME} --lr {value} --weight-decay 0.1\n", capsys, "run.sh")
+    incomplete(result, "--lr", "trainer.lr")
 
 
 @pytest.mark.parametrize("case", ["unset", "command", "empty"])
 def test_world_01_a_hole_in_a_batch_size_of_verl(
     case: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before, value = HOLES[case]
-    made = run("verl", f"{before}{VERL} data.train_batch_size={value}\n", capsys, "run.sh")
-    incomplete(made, "data.train_batch_size", "rollout.groups_per_step", "algo.minibatches")
+    prefix, value = HOLES[case]
+    result = run("verl", f"{prefix}{VERL} data.train_batch_size={value}\n", capsys, "run.sh")
+    incomplete(result, "data.train_batch_size", "rollout.groups_per_step", "algo.minibatches")
 
 
 VALUES = {
@@ -158,21 +158,23 @@ VALUES = {
 
 
 def test_what_bash_computes_is_known(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = "".join(f"{text}L{i}={value}\nunset LR\n" for i, (text, value) in enumerate(VALUES.values()))
-    same = " ".join(f"$L{i}" for i in range(len(VALUES)))
-    script = f"{before}for L in {same}; do [ $L = 1e-6 ] || exit 9; done\n{SLIME} --lr $L"
-    made = run("slime", script, capsys, "run.sh")
-    assert (made.code, field(made.config, "trainer.lr")) == (0, 1e-6), made.said
+    assignments = "".join(
+        f"{text}L{i}={value}\nunset LR\n" for i, (text, value) in enumerate(VALUES.values())
+    )
+    variables = " ".join(f"$L{i}" for i in range(len(VALUES)))
+    script = f"{assignments}for L in {variables}; do [ $L = 1e-6 ] || exit 9; done\n{SLIME} --lr $L"
+    result = run("slime", script, capsys, "run.sh")
+    assert (result.code, field(result.config, "trainer.lr")) == (0, 1e-6), result.said
 
 
 def test_world_01_what_a_hole_decides_beside_its_own_field(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpus = "--actor-num-gpus-per-node $N --rollout-num-gpus $N"
-    made = run("slime", f"{SLIME} --lr 1e-6 {gpus}", capsys)
-    incomplete(made, "--actor-num-gpus-per-node", "launch.gpus_per_node", "engine.count", "parallel.dp")
-    made = run("slime", f"{SLIME} --lr 1e-6 --save $OUT/run1", capsys, out="saved.yaml")
-    incomplete(made, "--save", "run.dir")
+    result = run("slime", f"{SLIME} --lr 1e-6 {gpus}", capsys)
+    incomplete(result, "--actor-num-gpus-per-node", "launch.gpus_per_node", "engine.count", "parallel.dp")
+    result = run("slime", f"{SLIME} --lr 1e-6 --save $OUT/run1", capsys, out="saved.yaml")
+    incomplete(result, "--save", "run.dir")
 
 
 @pytest.mark.parametrize("more", ["", "--colocate", "--lr 1e-6"])
@@ -180,18 +182,18 @@ def test_world_01_a_whole_word_that_is_not_known(
     more: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It may be an option that changes anything."""
-    made = run("slime", f"{SLIME} --lr 1e-6 {more} $EXTRA_ARGS", capsys)
-    incomplete(made, "$EXTRA_ARGS")
-    assert field(made.config, "trainer.lr") == 1e-6
+    result = run("slime", f"{SLIME} --lr 1e-6 {more} $EXTRA_ARGS", capsys)
+    incomplete(result, "$EXTRA_ARGS")
+    assert field(result.config, "trainer.lr") == 1e-6
     incomplete(run("verl", f"{VERL} $EXTRA_ARGS", capsys, out="verl.yaml"), "$EXTRA_ARGS")
 
 
 @pytest.mark.parametrize("join", ["\n", " && "])
 def test_world_01_a_second_command(join: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     second = f"{SLIME} --lr 5e-5 --num-rollout 900"
-    made = run("slime", f"{SLIME} --lr 1e-6{join}{second}", capsys, "run.sh")
-    incomplete(made, "command")
-    assert (field(made.config, "trainer.lr"), field(made.config, "trainer.steps")) == (1e-6, 4)
+    result = run("slime", f"{SLIME} --lr 1e-6{join}{second}", capsys, "run.sh")
+    incomplete(result, "command")
+    assert (field(result.config, "trainer.lr"), field(result.config, "trainer.steps")) == (1e-6, 4)
 
 
 def test_world_20_a_function_that_gets_the_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,8 +205,8 @@ def test_world_01_a_file_that_is_not_here(folder: Path, capsys: pytest.CaptureFi
     script = f"source settings.sh\n{SLIME} --lr $LR"
     incomplete(run("slime", script, capsys, "run.sh"), "--lr", "trainer.lr")
     Path("settings.sh").write_text("LR=3e-6\n")
-    made = run("slime", script, capsys, "run.sh", out="here.yaml")
-    assert (made.code, field(made.config, "trainer.lr")) == (0, 3e-6), made.said
+    result = run("slime", script, capsys, "run.sh", out="here.yaml")
+    assert (result.code, field(result.config, "trainer.lr")) == (0, 3e-6), result.said
 
 
 @pytest.mark.parametrize(
@@ -225,8 +227,8 @@ def test_world_01_what_else_leaves_a_run_open(
 def test_world_01_a_batch_size_that_says_nothing(
     value: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = run("verl", f"{VERL} data.train_batch_size={value}", capsys)
-    incomplete(made, "data.train_batch_size", "rollout.groups_per_step")
+    result = run("verl", f"{VERL} data.train_batch_size={value}", capsys)
+    incomplete(result, "data.train_batch_size", "rollout.groups_per_step")
 
 
 # Sections and options that are not known
@@ -259,31 +261,31 @@ def test_world_01_a_batch_size_that_says_nothing(
 def test_world_02_each_word_of_verl_is_a_row(
     setting: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = run("verl", f"{VERL} {setting}", capsys)
-    incomplete(made, setting.lstrip("+").partition("=")[0])
+    result = run("verl", f"{VERL} {setting}", capsys)
+    incomplete(result, setting.lstrip("+").partition("=")[0])
 
 
 def test_world_02_the_present_names_of_rewards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("my.py").write_text(
         "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
     )
-    made = run(
+    result = run(
         "verl",
         f"{VERL} reward.custom_reward_function.path=my.py reward.custom_reward_function.name=f "
         "reward.reward_manager.name=dapo +reward.reward_kwargs.overlong_buffer_cfg.enable=True "
         "+reward.reward_kwargs.overlong_buffer_cfg.len=64 +reward.reward_kwargs.max_resp_len=512",
         capsys,
     )
-    assert made.code == 0, made.said
-    assert field(made.config, "data.reward") == "my.py:f"
-    assert field(made.config, "algo.shaping") == [
+    assert result.code == 0, result.said
+    assert field(result.config, "data.reward") == "my.py:f"
+    assert field(result.config, "algo.shaping") == [
         {"name": "overlong", "cap": 512, "buffer": 64, "factor": 1.0}
     ]
 
 
 def test_world_02_a_batch_size_of_zero(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = run("verl", f"{VERL} data.train_batch_size=0", capsys)
-    incomplete(made, "data.train_batch_size", "rollout.groups_per_step")
+    result = run("verl", f"{VERL} data.train_batch_size=0", capsys)
+    incomplete(result, "data.train_batch_size", "rollout.groups_per_step")
 
 
 @pytest.mark.parametrize(
@@ -331,36 +333,36 @@ SPEED = {
 def test_field_07_an_option_that_changes_speed_alone(
     framework: str, setting: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = {"slime": f"{SLIME} --lr 1e-6", "verl": VERL}[framework]
-    made = run(framework, f"{whole} {setting}", capsys)
-    assert made.code == 0, made.said
-    warnings = [line for line in made.said.splitlines() if line.startswith("warning:")]
-    assert len(warnings) == 1 and setting.split()[0].lstrip("+").partition("=")[0] in warnings[0], made.said
+    command = {"slime": f"{SLIME} --lr 1e-6", "verl": VERL}[framework]
+    result = run(framework, f"{command} {setting}", capsys)
+    assert result.code == 0, result.said
+    warnings = [line for line in result.said.splitlines() if line.startswith("warning:")]
+    assert len(warnings) == 1 and setting.split()[0].lstrip("+").partition("=")[0] in warnings[0], result.said
     assert "always" not in warnings[0]
 
 
 def test_field_07_options_of_sglang_are_passed_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = (
+    options = (
         "--sglang-mem-fraction-static 0.7 --sglang-disable-radix-cache --sglang-dp-size 2 --sglang-ep-size 2 "
         "--sglang-cuda-graph-bs 1 2 4 8 16 24 --sglang-speculative-algorithm EAGLE"
     )
-    made = run("slime", f"{SLIME} --lr 1e-6 {more}", capsys)
-    assert made.code == 0, made.said
-    assert field(made.config, "engine.extra_args") == [
+    result = run("slime", f"{SLIME} --lr 1e-6 {options}", capsys)
+    assert result.code == 0, result.said
+    assert field(result.config, "engine.extra_args") == [
         "--disable-radix-cache", "--dp-size", "2", "--ep-size", "2",
         "--cuda-graph-bs", "1", "2", "4", "8", "16", "24", "--speculative-algorithm", "EAGLE",
     ]  # fmt: skip
-    assert field(made.config, "engine.memory_fraction") == 0.7
+    assert field(result.config, "engine.memory_fraction") == 0.7
 
 
 def test_field_03_the_pool_is_sized_only_by_the_script(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for framework, whole in (("slime", f"{SLIME} --lr 1e-6"), ("verl", VERL)):
-        made = run(framework, whole, capsys, out=f"{framework}.yaml")
-        assert made.code == 0 and field(made.config, "engine.max_total_tokens") is None, made.said
-    made = run("slime", f"{SLIME} --lr 1e-6 --sglang-max-total-tokens 300000", capsys)
-    assert field(made.config, "engine.max_total_tokens") == 300000
+    for framework, command in (("slime", f"{SLIME} --lr 1e-6"), ("verl", VERL)):
+        result = run(framework, command, capsys, out=f"{framework}.yaml")
+        assert result.code == 0 and field(result.config, "engine.max_total_tokens") is None, result.said
+    result = run("slime", f"{SLIME} --lr 1e-6 --sglang-max-total-tokens 300000", capsys)
+    assert field(result.config, "engine.max_total_tokens") == 300000
 
 
 @pytest.mark.parametrize(
@@ -370,15 +372,15 @@ def test_field_03_the_pool_is_sized_only_by_the_script(
 def test_field_06_fine_tuning_becomes_a_config_of_rlsys_sft(
     option: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = "--lr 1e-5 --min-lr 1e-6 --lr-decay-style cosine --calculate-per-token-loss --num-epoch 3"
+    options = "--lr 1e-5 --min-lr 1e-6 --lr-decay-style cosine --calculate-per-token-loss --num-epoch 3"
     batch = "--rollout-batch-size 16 --global-batch-size 16 --input-key messages"
     command = SLIME.replace("--num-rollout 4", "")
-    made = run("slime", f"{command} {more} {batch} {option}", capsys)
-    assert made.code == 0 and "rlsys sft out.yaml" in made.said, made.said
+    result = run("slime", f"{command} {options} {batch} {option}", capsys)
+    assert result.code == 0 and "rlsys sft out.yaml" in result.said, result.said
     sft = {"traces": "chats", "params": {"path": "train.jsonl", "batch": 16}, "schedule": "cosine"}
-    assert field(made.config, "sft") == {**sft, "lr_end": pytest.approx(0.1)}
+    assert field(result.config, "sft") == {**sft, "lr_end": pytest.approx(0.1)}
     assert load_config(Path("out.yaml"), []).trainer.steps == 3 * 400 // 16
-    assert {"algo", "rollout", "engine"}.isdisjoint(made.config)
+    assert {"algo", "rollout", "engine"}.isdisjoint(result.config)
 
 
 def test_field_06_verls_sft_trainer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,13 +388,13 @@ def test_field_06_verls_sft_trainer(folder: Path, capsys: pytest.CaptureFixture[
         "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_files=train.jsonl optim.lr=1e-5 "
         "model.path=m data.messages_key=messages trainer.total_epochs=2 data.train_batch_size=40"
     )
-    made = run("verl", command, capsys)
-    assert made.code == 0, made.said
-    assert field(made.config, "sft.params") == {"path": "train.jsonl", "batch": 40}
-    assert field(made.config, "sft.schedule") == "constant"
+    result = run("verl", command, capsys)
+    assert result.code == 0, result.said
+    assert field(result.config, "sft.params") == {"path": "train.jsonl", "batch": 40}
+    assert field(result.config, "sft.schedule") == "constant"
     first = command.replace("sft_trainer", "fsdp_sft_trainer").replace("optim.lr=1e-5", "")
-    made = run("verl", first, capsys, out="first.yaml")
-    assert (field(made.config, "sft.schedule"), field(made.config, "trainer.lr")) == ("cosine", 1e-5)
+    result = run("verl", first, capsys, out="first.yaml")
+    assert (field(result.config, "sft.schedule"), field(result.config, "trainer.lr")) == ("cosine", 1e-5)
     incomplete(run("verl", f"{command} optim.made_up=3", capsys, out="other.yaml"), "optim.made_up")
 
 
@@ -403,32 +405,33 @@ def test_field_06_distillation_has_a_teacher(folder: Path, capsys: pytest.Captur
         "--custom-rm-path slime.rollout.on_policy_distillation.reward_func "
         "--custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards"
     )
-    made = run("slime", script, capsys, "run.sh")
-    assert made.code == 0, made.said
-    assert field(made.config, "algo.teacher") == {"path": "/m/teacher", "engine": "http://127.0.0.1:13141"}
-    assert field(made.config, "algo.loss") == [{"name": "distill", "weight": 0.5}]
+    result = run("slime", script, capsys, "run.sh")
+    assert result.code == 0, result.said
+    assert field(result.config, "algo.teacher") == {"path": "/m/teacher", "engine": "http://127.0.0.1:13141"}
+    assert field(result.config, "algo.loss") == [{"name": "distill", "weight": 0.5}]
     section = "distillation.teacher_models.teacher_model"
-    more = f"distillation.enabled=True {section}.model_path=/m/teacher distillation.nnodes=1"
+    options = f"distillation.enabled=True {section}.model_path=/m/teacher distillation.nnodes=1"
     loss = "distillation.distillation_loss"
-    made = run(
-        "verl", f"{VERL} {more} {loss}.loss_mode=forward_kl_topk {loss}.topk=16", capsys, out="verl.yaml"
+    result = run(
+        "verl", f"{VERL} {options} {loss}.loss_mode=forward_kl_topk {loss}.topk=16", capsys, out="verl.yaml"
     )
-    assert made.code == 0, made.said
+    assert result.code == 0, result.said
     teacher = {"path": "/m/teacher", "engine": "own", "direction": 0.0, "top_k": 16, "tail_bucket": False}
-    assert field(made.config, "algo.teacher") == teacher
-    assert [term["name"] for term in field(made.config, "algo.loss")] == ["dual_clip", "distill"]
+    assert field(result.config, "algo.teacher") == teacher
+    assert [term["name"] for term in field(result.config, "algo.loss")] == ["dual_clip", "distill"]
     incomplete(
-        run("verl", f"{VERL} {more} {loss}.loss_max_clamp=10", capsys, out="c.yaml"), f"{loss}.loss_max_clamp"
+        run("verl", f"{VERL} {options} {loss}.loss_max_clamp=10", capsys, out="c.yaml"),
+        f"{loss}.loss_max_clamp",
     )
 
 
 def test_field_06_what_has_a_counterpart_is_translated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = "--lr 1e-6 --min-lr 1e-7 --lr-warmup-fraction 0.5 --lr-decay-style cosine"
-    made = run("slime", f"{SLIME} {more}", capsys)
-    assert made.code == 0, made.said
-    trainer = field(made.config, "trainer")
+    options = "--lr 1e-6 --min-lr 1e-7 --lr-warmup-fraction 0.5 --lr-decay-style cosine"
+    result = run("slime", f"{SLIME} {options}", capsys)
+    assert result.code == 0, result.said
+    trainer = field(result.config, "trainer")
     assert (trainer["lr_end"], trainer["schedule"]) == (pytest.approx(0.1), "cosine")
     assert load_config(Path("out.yaml"), []).trainer.warmup_steps == 2
 
@@ -436,35 +439,38 @@ def test_field_06_what_has_a_counterpart_is_translated(
 def test_verls_corrections(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     section = "algorithm.rollout_correction"
     settings = ("is=sequence", "is_threshold=2.0", "rs=token_k1,seq_max_k2", "rs_threshold=0.5_2.0,2.5")
-    more = " ".join(f"{section}.rollout_{setting}" for setting in settings)
-    made = run("verl", f"{VERL} {more}", capsys)
-    assert made.code == 0, made.said
-    assert field(made.config, "algo.corrections") == [
+    options = " ".join(f"{section}.rollout_{setting}" for setting in settings)
+    result = run("verl", f"{VERL} {options}", capsys)
+    assert result.code == 0, result.said
+    assert field(result.config, "algo.corrections") == [
         {"name": "tis", "cap": 2.0, "level": "sequence"},
         {"name": "rejection", "kind": "k1", "level": "token", "low": math.log(0.5), "high": math.log(2.0)},
         {"name": "rejection", "kind": "k2", "level": "sequence_max", "high": 2.5},
     ]
-    made = run("verl", f"{VERL} {section}.bypass_mode=True", capsys, out="mu.yaml")
-    assert (made.code, field(made.config, "algo.anchor")) == (0, "mu"), made.said
+    result = run("verl", f"{VERL} {section}.bypass_mode=True", capsys, out="mu.yaml")
+    assert (result.code, field(result.config, "algo.anchor")) == (0, "mu"), result.said
 
 
 def test_verls_asynchronous_trainers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engines = "rollout.nnodes=1 rollout.n_gpus_per_node=4 actor_rollout_ref.hybrid_engine=False"
-    one = VERL.replace("verl.trainer.main_ppo", "verl.experimental.one_step_off_policy.main_ppo")
-    made = run("verl", f"{one} {engines}", capsys)
-    assert made.code == 0, made.said
-    assert (field(made.config, "rollout.max_staleness"), field(made.config, "engine.count")) == (1, 4)
-    assert field(made.config, "algo.anchor") == "mu"  # its config has bypass_mode
+    one_step = VERL.replace("verl.trainer.main_ppo", "verl.experimental.one_step_off_policy.main_ppo")
+    result = run("verl", f"{one_step} {engines}", capsys)
+    assert result.code == 0, result.said
+    assert (field(result.config, "rollout.max_staleness"), field(result.config, "engine.count")) == (1, 4)
+    assert field(result.config, "algo.anchor") == "mu"  # its config has bypass_mode
     full = VERL.replace("verl.trainer.main_ppo", "verl.experimental.fully_async_policy.fully_async_main")
     sizes = "async_training.require_batches=2 async_training.trigger_parameter_sync_step=3"
     sizes += " rollout.total_rollout_steps=480"
-    made = run("verl", f"{full} {engines} {sizes} data.gen_batch_size=1", capsys, out="full.yaml")
-    assert made.code == 0, made.said
-    assert (field(made.config, "rollout.groups_per_step"), field(made.config, "trainer.steps")) == (48, 10)
-    assert field(made.config, "algo.minibatches") == 6
+    result = run("verl", f"{full} {engines} {sizes} data.gen_batch_size=1", capsys, out="full.yaml")
+    assert result.code == 0, result.said
+    assert (field(result.config, "rollout.groups_per_step"), field(result.config, "trainer.steps")) == (
+        48,
+        10,
+    )
+    assert field(result.config, "algo.minibatches") == 6
     warm = f"{sizes} actor_rollout_ref.actor.optim.lr_warmup_steps=10"  # updates of a mini-batch
-    made = run("verl", f"{full} {engines} {warm}", capsys, out="warm.yaml")
-    assert (made.code, field(made.config, "trainer.warmup_steps")) == (0, 4), made.said
+    result = run("verl", f"{full} {engines} {warm}", capsys, out="warm.yaml")
+    assert (result.code, field(result.config, "trainer.warmup_steps")) == (0, 4), result.said
 
 
 def test_field_05_rows_with_images(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -486,8 +492,8 @@ def test_field_05_a_vision_model(model: str, folder: Path, capsys: pytest.Captur
 
 def test_world_21_a_path_is_printed_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = "/a/very/long/folder/name/" * 6 + "dapo-math-17k.jsonl"
-    made = run("slime", f"{SLIME} --lr 1e-6 --eval-prompt-data aime {path}", capsys)
-    assert path in made.said
+    result = run("slime", f"{SLIME} --lr 1e-6 --eval-prompt-data aime {path}", capsys)
+    assert path in result.said
 
 
 # Bounds
@@ -495,17 +501,17 @@ def test_world_21_a_path_is_printed_whole(folder: Path, capsys: pytest.CaptureFi
 
 def test_security_a13_a_yaml_file_is_not_cut_off(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = f"hf_checkpoint: {MODEL}\nprompt_data: train.jsonl\n" + "# padding\n" * 500_000 + "lr: 1.0e-6\n"
-    made = run("slime", text, capsys, name="run.yaml")
-    assert made.code == 2 and made.said.count("\n") == 1 and made.text == "", made.said
+    result = run("slime", text, capsys, name="run.yaml")
+    assert result.code == 2 and result.said.count("\n") == 1 and result.text == "", result.said
 
 
 @pytest.mark.parametrize("text", ["A='", "A=(", "$(", "A=$((9**9**9", "fi"])
 def test_a_script_that_bash_refuses_is_one_line(
     text: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = run("slime", f"{text}\n{SLIME} --lr 1e-6", capsys, "run.sh")
-    assert made.code == 2 and made.said.count("\n") == 1, made.said
-    assert made.said.startswith("rlsys: error: run.sh: no training command"), made.said
+    result = run("slime", f"{text}\n{SLIME} --lr 1e-6", capsys, "run.sh")
+    assert result.code == 2 and result.said.count("\n") == 1, result.said
+    assert result.said.startswith("rlsys: error: run.sh: no training command"), result.said
 
 
 @pytest.mark.parametrize(
@@ -514,9 +520,9 @@ def test_a_script_that_bash_refuses_is_one_line(
 def test_security_a13_a_number_that_is_none(
     value: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = run("verl", f"{VERL} data.train_batch_size={value}", capsys)
-    assert made.code == 2 and made.said.count("\n") == 1, made.said
-    assert "data.train_batch_size" in made.said and len(made.said) < 500
+    result = run("verl", f"{VERL} data.train_batch_size={value}", capsys)
+    assert result.code == 2 and result.said.count("\n") == 1, result.said
+    assert "data.train_batch_size" in result.said and len(result.said) < 500
 
 
 _NAMES = "bcdefghij"
@@ -539,8 +545,8 @@ YAML = {
 def test_security_a13_yaml_of_a_stranger(
     framework: str, case: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = run(framework, YAML[case], capsys, name="run.yaml")
-    assert made.code == 2 and made.said.count("\n") == 1, made.said
+    result = run(framework, YAML[case], capsys, name="run.yaml")
+    assert result.code == 2 and result.said.count("\n") == 1, result.said
 
 
 @pytest.mark.parametrize("name", ["pipe.sh", "pipe.yaml", "zero.txt", "folder.sh"])
@@ -552,9 +558,9 @@ def test_a_file_that_is_not_regular_is_one_line(
     (tmp_path / "zero.txt").symlink_to("/dev/zero")
     (tmp_path / "folder.sh").mkdir()
     assert main.main(["import", "slime", str(tmp_path / name), "--out", str(tmp_path / "y.yaml")]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert f"{name}: {'Is a directory' if name == 'folder.sh' else 'not a regular file'}" in said
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1
+    assert f"{name}: {'Is a directory' if name == 'folder.sh' else 'not a regular file'}" in stderr
 
 
 MIS = """use_tis: true
@@ -577,17 +583,17 @@ def test_slimes_corrections_of_a_yaml_file(folder: Path, capsys: pytest.CaptureF
     (folder / "examples").mkdir()
     (folder / "examples" / "mis.yaml").write_text(MIS)
     script = f"{SLIME} --lr 1e-6 {CORRECTED} --custom-config-path"
-    made = run("slime", f"{script} /root/slime/examples/mis.yaml", capsys, "run.sh")
-    assert made.code == 0, made.said
-    assert field(made.config, "algo.corrections") == [
+    result = run("slime", f"{script} /root/slime/examples/mis.yaml", capsys, "run.sh")
+    assert result.code == 0, result.said
+    assert field(result.config, "algo.corrections") == [
         {"name": "tis", "cap": 2.0, "normalise": True},
         {"name": "icepop", "weighted": False, "low": 0.5, "high": 2.0, "level": "token", "veto": 1e-4},
     ]
     (folder / "examples" / "mis.yaml").write_text(MIS.replace("truncate", "mask"))
-    made = run("slime", f"{script} examples/mis.yaml", capsys, "run.sh", "mask.yaml")
-    incomplete(made, "--tis-batch-normalize", "algo.corrections")
-    made = run("slime", f"{script} /etc/hostname", capsys, "run.sh", "host.yaml")
-    incomplete(made, "--custom-config-path")
+    result = run("slime", f"{script} examples/mis.yaml", capsys, "run.sh", "mask.yaml")
+    incomplete(result, "--tis-batch-normalize", "algo.corrections")
+    result = run("slime", f"{script} /etc/hostname", capsys, "run.sh", "host.yaml")
+    incomplete(result, "--custom-config-path")
 
 
 @pytest.mark.parametrize(
@@ -603,11 +609,11 @@ def test_slimes_corrections_of_a_yaml_file(folder: Path, capsys: pytest.CaptureF
 def test_slimes_keys_and_functions(
     more: str, missing: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = run("slime", f"{SLIME} --lr 1e-6 {more}", capsys)
+    result = run("slime", f"{SLIME} --lr 1e-6 {more}", capsys)
     if missing:
-        incomplete(made, missing)
+        incomplete(result, missing)
     else:
-        assert made.code == 0, made.said
+        assert result.code == 0, result.said
 
 
 def test_slimes_variables_of_the_environment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -617,10 +623,10 @@ def test_slimes_variables_of_the_environment(folder: Path, capsys: pytest.Captur
 
 
 def test_rows_that_are_held_out_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = "check: data.params: one row in eight is held out"
-    assert said in run("slime", f"{SLIME} --lr 1e-6", capsys).said
-    held = "--eval-prompt-data test test.jsonl"
-    assert said not in run("slime", f"{SLIME} --lr 1e-6 {held}", capsys, out="held.yaml").said
+    warning = "check: data.params: one row in eight is held out"
+    assert warning in run("slime", f"{SLIME} --lr 1e-6", capsys).said
+    evaluation_option = "--eval-prompt-data test test.jsonl"
+    assert warning not in run("slime", f"{SLIME} --lr 1e-6 {evaluation_option}", capsys, out="held.yaml").said
 
 
 def test_slimes_evaluation_rows_have_keys_of_their_own(
@@ -628,31 +634,31 @@ def test_slimes_evaluation_rows_have_keys_of_their_own(
 ) -> None:
     keys = "--input-key prompt --label-key answer --eval-input-key question"
     sets = "--eval-interval 5 --eval-prompt-data sums test.parquet"
-    made = run("slime", f"{SLIME} --lr 1e-6 {keys} {sets}", capsys)
-    assert made.code == 0, made.said
-    assert field(made.config, "data.keys") == {"prompt": "prompt", "answer": "answer"}
-    assert field(made.config, "data.params.heldout_keys") == {"prompt": "question", "answer": "answer"}
-    made = run(
+    result = run("slime", f"{SLIME} --lr 1e-6 {keys} {sets}", capsys)
+    assert result.code == 0, result.said
+    assert field(result.config, "data.keys") == {"prompt": "prompt", "answer": "answer"}
+    assert field(result.config, "data.params.heldout_keys") == {"prompt": "question", "answer": "answer"}
+    result = run(
         "slime", f"{SLIME} --lr 1e-6 {keys.replace('question', 'prompt')} {sets}", capsys, out="same.yaml"
     )
-    assert made.code == 0 and field(made.config, "data.params.heldout_keys") is None
+    assert result.code == 0 and field(result.config, "data.params.heldout_keys") is None
 
 
 def test_slimes_stop_ids_that_the_model_does_not_have(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = run("slime", f"{SLIME} --lr 1e-6 --rollout-stop-token-ids 7 9", capsys)
-    assert made.code == 0, made.said
-    assert field(made.config, "rollout.stop_ids") == [7, 9]
+    result = run("slime", f"{SLIME} --lr 1e-6 --rollout-stop-token-ids 7 9", capsys)
+    assert result.code == 0, result.said
+    assert field(result.config, "rollout.stop_ids") == [7, 9]
 
 
 def test_slimes_longest_conversation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generate = "--custom-generate-function-path examples.agent.generate --rollout-max-context-len 4096"
-    made = run("slime", f"{SLIME} --lr 1e-6 {generate}", capsys)
-    assert made.code == 0, made.said
+    result = run("slime", f"{SLIME} --lr 1e-6 {generate}", capsys)
+    assert result.code == 0, result.said
     limits = {"rollout_max_context_len": 4096, "eval_max_context_len": 4096}
-    assert field(made.config, "rollout.generator_params") == limits
-    assert field(made.config, "data.params.max_prompt_tokens") == 4095
+    assert field(result.config, "rollout.generator_params") == limits
+    assert field(result.config, "data.params.max_prompt_tokens") == 4095
 
 
 # Defaults of the other framework that decide the method
@@ -773,9 +779,9 @@ VERL_FIELDS: list[tuple[str, str, Any]] = [
 def test_what_verl_does_by_default(
     more: str, place: str, expected: Any, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = run("verl", f"{VERL} {more}", capsys)
-    assert made.code == 0, made.said
-    assert field(made.config, place) == expected
+    result = run("verl", f"{VERL} {more}", capsys)
+    assert result.code == 0, result.said
+    assert field(result.config, place) == expected
 
 
 @pytest.mark.parametrize(
@@ -816,19 +822,20 @@ def test_verls_partial_rollouts_are_over_provisioned(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = VERL.replace("verl.trainer.main_ppo", "recipe.partial_rollout.main_ppo")
-    made = run("verl", f"{command} +async_training.partial_rollout=True", capsys)
-    assert made.code == 0, made.said
-    assert field(made.config, "rollout.over_provision") == 2.0
-    assert field(made.config, "rollout.max_staleness") == 4
-    assert field(made.config, "engine.max_running_requests") == 16  # 8 prompts x 4 samples on 2 engines
-    assert field(made.config, "algo.anchor") == "behaviour"
-    assert "check: rollout.max_staleness = 4: the script has no bound" in made.said
+    result = run("verl", f"{command} +async_training.partial_rollout=True", capsys)
+    assert result.code == 0, result.said
+    assert field(result.config, "rollout.over_provision") == 2.0
+    assert field(result.config, "rollout.max_staleness") == 4
+    assert field(result.config, "engine.max_running_requests") == 16  # 8 prompts x 4 samples on 2 engines
+    assert field(result.config, "algo.anchor") == "behaviour"
+    assert "check: rollout.max_staleness = 4: the script has no bound" in result.said
     incomplete(run("verl", command, capsys, out="off.yaml"), "async_training.partial_rollout")
     ignored = "+async_training.partial_rollout=True +algorithm.filter_groups.enable=True"
-    made = run("verl", f"{command} {ignored}", capsys, out="ignored.yaml")
-    assert made.code == 0 and field(made.config, "algo.planners") is None
+    result = run("verl", f"{command} {ignored}", capsys, out="ignored.yaml")
+    assert result.code == 0 and field(result.config, "algo.planners") is None
     assert (
-        "filter_groups.enable = True: recipe.partial_rollout.main_ppo does not read this setting" in made.said
+        "filter_groups.enable = True: recipe.partial_rollout.main_ppo does not read this setting"
+        in result.said
     )
 
 
@@ -843,65 +850,67 @@ def test_verls_asynchronous_trainers_take_the_engines_log_probs(
     program: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = VERL.replace("verl.trainer.main_ppo", program) + " rollout.n_gpus_per_node=2"
-    made = run("verl", command, capsys)
-    assert made.code == 0 and field(made.config, "algo.anchor") == "mu", made.said
-    made = run("verl", f"{command} {RATIO.rpartition('.')[0]}.bypass_mode=False", capsys, out="scored.yaml")
-    assert made.code == 0 and field(made.config, "algo.anchor") != "mu", made.said
+    result = run("verl", command, capsys)
+    assert result.code == 0 and field(result.config, "algo.anchor") == "mu", result.said
+    result = run("verl", f"{command} {RATIO.rpartition('.')[0]}.bypass_mode=False", capsys, out="scored.yaml")
+    assert result.code == 0 and field(result.config, "algo.anchor") != "mu", result.said
 
 
 def test_verls_async_flow_has_engines_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flow = VERL.replace("verl.trainer.main_ppo", "recipe.async_flow.grpo_main").replace(
         "rollout.n=4", "rollout.n=8"
     )
-    more = "async_resources.actor_train.n_gpus_per_node=4 async_resources.ref_fwd.n_gpus_per_node=2"
-    made = run("verl", f"{flow} {more} actor_rollout_ref.actor.ppo_mini_batch_size=4", capsys)
-    assert made.code == 0, made.said
+    resources = "async_resources.actor_train.n_gpus_per_node=4 async_resources.ref_fwd.n_gpus_per_node=2"
+    result = run("verl", f"{flow} {resources} actor_rollout_ref.actor.ppo_mini_batch_size=4", capsys)
+    assert result.code == 0, result.said
     launch = {"gpus_per_node": 4, "nodes": 2, "backend": "ray", "placement": "disaggregated"}
-    assert field(made.config, "launch") == launch
-    assert field(made.config, "parallel.dp") == 4 and field(made.config, "engine.count") == 2
-    assert field(made.config, "rollout.over_provision") == 2.0
-    assert field(made.config, "rollout.max_staleness") == 1
-    assert field(made.config, "algo.minibatches") == 2
-    assert field(made.config, "trainer.warmup_fraction") == pytest.approx(0.015)
-    assert field(made.config, "eval.prompts") == 0 and field(made.config, "data.params.heldout_path") is None
-    assert "memory or logging: async_resources.ref_fwd.n_gpus_per_node" in made.said
-    made = run("verl", f"{flow} {more} async_flow.staleness=0", capsys, out="sync.yaml")
-    assert made.code == 0 and field(made.config, "rollout.over_provision") is None, made.said
-    assert field(made.config, "rollout.max_staleness") == 0
+    assert field(result.config, "launch") == launch
+    assert field(result.config, "parallel.dp") == 4 and field(result.config, "engine.count") == 2
+    assert field(result.config, "rollout.over_provision") == 2.0
+    assert field(result.config, "rollout.max_staleness") == 1
+    assert field(result.config, "algo.minibatches") == 2
+    assert field(result.config, "trainer.warmup_fraction") == pytest.approx(0.015)
+    assert (
+        field(result.config, "eval.prompts") == 0 and field(result.config, "data.params.heldout_path") is None
+    )
+    assert "memory or logging: async_resources.ref_fwd.n_gpus_per_node" in result.said
+    result = run("verl", f"{flow} {resources} async_flow.staleness=0", capsys, out="sync.yaml")
+    assert result.code == 0 and field(result.config, "rollout.over_provision") is None, result.said
+    assert field(result.config, "rollout.max_staleness") == 0
 
 
 def test_what_verl_does_otherwise_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sampled = (
         "actor_rollout_ref.rollout.val_kwargs.temperature=1.0 actor_rollout_ref.rollout.val_kwargs.top_p=0.7"
     )
-    made = run("verl", f"{VERL} {sampled} trainer.test_freq=5", capsys)
-    assert made.code == 0 and "check: eval.sets: top_k is 1024" in made.said
-    made = run(
+    result = run("verl", f"{VERL} {sampled} trainer.test_freq=5", capsys)
+    assert result.code == 0 and "check: eval.sets: top_k is 1024" in result.said
+    result = run(
         "verl", f"{VERL} {ACTOR}.policy_loss.loss_mode=gspo {ACTOR}.use_kl_loss=True", capsys, out="g.yaml"
     )
-    assert made.code == 0 and "check: algo.reducer = sequence_mean for all terms" in made.said
+    assert result.code == 0 and "check: algo.reducer = sequence_mean for all terms" in result.said
     balanced = f"{VERL} {MEGATRON}.moe_aux_loss_coeff=0.001"
-    made = run("verl", balanced, capsys, out="b.yaml")
-    assert made.code == 0 and "check: trainer.balance_loss: that of each sequence" in made.said
+    result = run("verl", balanced, capsys, out="b.yaml")
+    assert result.code == 0 and "check: trainer.balance_loss: that of each sequence" in result.said
 
 
 def test_what_slime_does_by_default(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kl = "--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3"
-    made = run("slime", f"{SLIME} --lr 1e-6 {kl}", capsys)
-    assert field(made.config, "algo.loss")[1] == {"name": "kl", "beta": 0.1, "kind": "k3", "cap": None}
+    result = run("slime", f"{SLIME} --lr 1e-6 {kl}", capsys)
+    assert field(result.config, "algo.loss")[1] == {"name": "kl", "beta": 0.1, "kind": "k3", "cap": None}
     for flag, whiten in (("", False), ("--normalize-advantages", True)):
         ppo = f"--advantage-estimator ppo {flag} --value-clip 0.3"
-        made = run("slime", f"{SLIME} --lr 1e-6 {ppo}", capsys, out=f"ppo{whiten}.yaml")
-        assert made.code == 0, made.said
-        assert field(made.config, "algo.advantage") == {**GAE, "whiten": whiten}
-        assert field(made.config, "algo.loss")[1] == {"name": "value", "coefficient": 2.0, "clip": 0.3}
+        result = run("slime", f"{SLIME} --lr 1e-6 {ppo}", capsys, out=f"ppo{whiten}.yaml")
+        assert result.code == 0, result.said
+        assert field(result.config, "algo.advantage") == {**GAE, "whiten": whiten}
+        assert field(result.config, "algo.loss")[1] == {"name": "value", "coefficient": 2.0, "clip": 0.3}
     mtp = "--optimizer-cpu-offload --enable-mtp-training --mtp-num-layers 1"
-    made = run("slime", f"{SLIME} --lr 1e-6 {mtp}", capsys, out="mtp.yaml")
-    assert "check: trainer.offload_optimizer: not together with trainer.mtp_loss" in made.said
-    assert field(made.config, "trainer.offload_optimizer") is None
-    made = run(
+    result = run("slime", f"{SLIME} --lr 1e-6 {mtp}", capsys, out="mtp.yaml")
+    assert "check: trainer.offload_optimizer: not together with trainer.mtp_loss" in result.said
+    assert field(result.config, "trainer.offload_optimizer") is None
+    result = run(
         "slime", f"{SLIME} --lr 1e-6 --num-steps-per-rollout 4 --lr-warmup-iters 10", capsys, out="warm.yaml"
     )
-    assert (made.code, field(made.config, "trainer.warmup_steps")) == (0, 3), made.said
+    assert (result.code, field(result.config, "trainer.warmup_steps")) == (0, 3), result.said
     discounted = "--advantage-estimator reinforce_plus_plus --normalize-advantages --gamma 0.9"
     incomplete(run("slime", f"{SLIME} --lr 1e-6 {discounted}", capsys, out="g.yaml"), "--gamma")

@@ -129,26 +129,32 @@ LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_package_imports_lower_levels_only(path: Path) -> None:
-    here = package(path)
-    if here in (None, "__init__"):
+    source_package = package(path)
+    if source_package in (None, "__init__"):
         return
-    assert here in LEVEL, f"{path}: the package {here!r} has no level yet; add it here and in the docs"
+    assert source_package in LEVEL, (
+        f"{path}: the package {source_package!r} has no level yet; add it here and in the docs"
+    )
     for module in imports(path):
-        there = package_of(module)
-        if there in (None, here):
+        target_package = package_of(module)
+        if target_package in (None, source_package):
             continue
-        assert LEVEL[there] < LEVEL[here], f"{here} must not import {module}"
-        assert there not in FORBIDDEN.get(here, ()), f"{here} must not import {module}"
-        assert there != "launch" or here == "cli", f"{here} must not import {module}"
+        assert LEVEL[target_package] < LEVEL[source_package], f"{source_package} must not import {module}"
+        assert target_package not in FORBIDDEN.get(source_package, ()), (
+            f"{source_package} must not import {module}"
+        )
+        assert target_package != "launch" or source_package == "cli", (
+            f"{source_package} must not import {module}"
+        )
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_heavy_imports_stay_in_their_packages(path: Path) -> None:
-    here, name = package(path), str(path.relative_to(ROOT))
+    source_package, name = package(path), str(path.relative_to(ROOT))
     tops = {module.split(".")[0] for module in imports(path)}
-    if (here in TORCH_FREE and name not in TORCH_IN_A_FUNCTION) or name in TORCH_FREE_FILES:
+    if (source_package in TORCH_FREE and name not in TORCH_IN_A_FUNCTION) or name in TORCH_FREE_FILES:
         assert not tops & HEAVY
-    if here not in MEGATRON_PACKAGES:
+    if source_package not in MEGATRON_PACKAGES:
         assert "megatron" not in tops
 
 
@@ -163,8 +169,10 @@ def test_plug_ins_of_the_rollout_process_import_no_torch() -> None:
 
 def test_launch_takes_of_heavy_packages_what_needs_no_torch() -> None:
     heavy = ("rlsys.convert", "rlsys.weights")
-    taken = {m for p in sources() if package(p) == "launch" for m in imports(p) if m.startswith(heavy)}
-    assert {m.replace(".", "/") + ".py" for m in taken} <= set(TORCH_FREE_FILES)
+    heavy_imports = {
+        m for p in sources() if package(p) == "launch" for m in imports(p) if m.startswith(heavy)
+    }
+    assert {m.replace(".", "/") + ".py" for m in heavy_imports} <= set(TORCH_FREE_FILES)
 
 
 def test_what_runs_in_any_python_imports_the_standard_library_only() -> None:
@@ -178,12 +186,12 @@ def test_what_runs_in_any_python_imports_the_standard_library_only() -> None:
     )
     names = ["launch/bootstrap", *(f"rlsys/{n}" for n in in_a_venv)]
     names += [f"rlsys/environments/{p.stem}" for p in (ROOT / "rlsys/environments").glob("*.py")]
-    found = {m for name in names for m in imports(ROOT / f"{name}.py")}
-    ours = {m for m in found if m.startswith("rlsys.")}
-    assert {m.split(".")[0] for m in found - ours} <= sys.stdlib_module_names
-    assert {m.removeprefix("rlsys.").replace(".", "/") for m in ours if "environments" not in m} <= {
-        *in_a_venv
-    }
+    modules = {m for name in names for m in imports(ROOT / f"{name}.py")}
+    project_modules = {m for m in modules if m.startswith("rlsys.")}
+    assert {m.split(".")[0] for m in modules - project_modules} <= sys.stdlib_module_names
+    assert {
+        m.removeprefix("rlsys.").replace(".", "/") for m in project_modules if "environments" not in m
+    } <= {*in_a_venv}
 
 
 def test_one_package_serves_and_opens_http() -> None:
@@ -235,7 +243,7 @@ def test_the_list_of_files_in_the_docs_is_made_from_the_source() -> None:
 def test_modules_that_processes_run_can_be_found() -> None:
     """A module's name in a command line is a whole literal, which no import checks."""
     command = re.compile(r"(rlsys|launch|megatron_patches)(\.[a-z_0-9]+)+")
-    named = set()
+    module_names = set()
     for path in sources():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for words in (node for node in ast.walk(tree) if isinstance(node, ast.List | ast.Tuple)):
@@ -244,10 +252,10 @@ def test_modules_that_processes_run_can_be_found() -> None:
                     assert not isinstance(module, ast.JoinedStr), (
                         f"{path}:{words.lineno}: write the whole name"
                     )
-                    named.add(getattr(module, "value", None))
+                    module_names.add(getattr(module, "value", None))
         if path.parts[-2:] in (("launch", "plan.py"), ("cli", "main.py"), ("cli", "project.py")):
             constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
-            named |= {text for text in constants if isinstance(text, str) and command.fullmatch(text)}
-    modules = {name for name in named if isinstance(name, str) and command.fullmatch(name)}
+            module_names |= {text for text in constants if isinstance(text, str) and command.fullmatch(text)}
+    modules = {name for name in module_names if isinstance(name, str) and command.fullmatch(name)}
     assert {"rlsys.evaluation.evaluation", "rlsys.evaluation.tryout", "rlsys.train"} <= modules
     assert [name for name in sorted(modules) if not (ROOT / (name.replace(".", "/") + ".py")).is_file()] == []

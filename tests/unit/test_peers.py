@@ -39,11 +39,11 @@ async def test_a_task_of_theirs_is_read_and_rewarded_as_they_do(
     try:
         scorer = build_scorer(config, rewards, tokenizer)
         texts = [f"1+1=2</think><answer>{a}</answer><eos>" for a in (prompt.entry["answer"], "x")]
-        found = [await scorer.score(prompt, sample_of(tokenizer.encode(t))) for t in (*texts, "hm<eos>")]
+        verdicts = [await scorer.score(prompt, sample_of(tokenizer.encode(t))) for t in (*texts, "hm<eos>")]
     finally:
         await rewards.close()
-    assert [v.reward for v in found] == pytest.approx(REWARDS[peer]), found[0].reason
-    assert [v.right for v in found] == [True, False, False]
+    assert [v.reward for v in verdicts] == pytest.approx(REWARDS[peer]), verdicts[0].reason
+    assert [v.right for v in verdicts] == [True, False, False]
 
 
 @pytest.fixture

@@ -42,17 +42,17 @@ def arguments(script: str, folder: Path, given: list[str], **job: str) -> list[s
         stand_in.write_text(f"#!/bin/sh\n{body}\n")
         stand_in.chmod(0o755)
     env = {**os.environ, **JOB, **job, "PATH": f"{folder}:{os.environ['PATH']}"}
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", str(ROOT / "slurm" / script), *given], cwd=folder, env=env, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_runs_a_command_that_exists(script: str, tmp_path: Path) -> None:
-    given = GIVEN.get(script, [CONFIG, "engine.count=4"])
-    args = make_parser().parse_args(arguments(script, tmp_path, given))
+    script_args = GIVEN.get(script, [CONFIG, "engine.count=4"])
+    args = make_parser().parse_args(arguments(script, tmp_path, script_args))
     if script in GIVEN:
         return
     config = load_config(Path(getattr(args, "config", None) or args.target), args.overrides)

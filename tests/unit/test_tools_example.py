@@ -24,17 +24,17 @@ TOOLS = ROOT / "examples/tools"
 def module(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"tools_{name}", TOOLS / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = made
-    spec.loader.exec_module(made)
-    return made
+    tool_module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = tool_module
+    spec.loader.exec_module(tool_module)
+    return tool_module
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("model")
-    module("model").write_model(made)
-    return made
+    model_folder = tmp_path_factory.mktemp("model")
+    module("model").write_model(model_folder)
+    return model_folder
 
 
 @pytest.mark.parametrize("name", ["rl", "rl_anthropic"])
@@ -44,13 +44,13 @@ async def test_an_agent_calls_the_tool_in_the_words_of_the_warm_start(
     """rl_sdk's package is in no venv of ours."""
     monkeypatch.chdir(ROOT)
     tokenizer = Tokenizer(folder)
-    here = f"rollout.generator_params.python={sys.executable}"
-    config: Config = load_config(TOOLS / f"{name}.yaml", [f"model.path={folder}", here])
+    python_override = f"rollout.generator_params.python={sys.executable}"
+    config: Config = load_config(TOOLS / f"{name}.yaml", [f"model.path={folder}", python_override])
     sft = load_config(TOOLS / "sft.yaml", [f"model.path={folder}"])
     call, answer = module("traces").calls(sft, tokenizer)(0)[:2]
-    said = [tokenizer.decode(trace.response_ids) for trace in (call, answer)]
+    responses = [tokenizer.decode(trace.response_ids) for trace in (call, answer)]
     question = tokenizer.decode(call.prompt_ids).partition("<user>")[2].partition("<assistant>")[0]
-    model = Model(said, budget=config.rollout.max_response_tokens)
+    model = Model(responses, budget=config.rollout.max_response_tokens)
     model.said = [call.response_ids, answer.response_ids]
     sample = Sample(5, 1, 0, [1], seed=1)
     generate = build_generator(config, tokenizer, model)
@@ -61,7 +61,7 @@ async def test_an_agent_calls_the_tool_in_the_words_of_the_warm_start(
     assert before_answer == answer.prompt_ids
     assert [*sample.prompt_ids, *sample.response_ids] == [*answer.prompt_ids, *answer.response_ids]
     assert [tokenizer.decode(sample.response_ids[o.start : o.end]) for o in sample.observed] == [
-        f"<tool>{said[1].removeprefix('<answer>').partition('<')[0]}<assistant>"
+        f"<tool>{responses[1].removeprefix('<answer>').partition('<')[0]}<assistant>"
     ]
 
 

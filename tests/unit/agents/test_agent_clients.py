@@ -53,8 +53,8 @@ class Scripted:
     def __init__(self, config: Config) -> None: ...
 
     async def __call__(self, text: str, before: str, tools: Sequence[object]) -> Turn:
-        made = [json.loads(body) for body in re.findall("<tool_call>\n(.*?)\n</tool_call>", text)]
-        calls = tuple(Call(c["name"], json.dumps(c["arguments"])) for c in made)
+        tool_calls = [json.loads(body) for body in re.findall("<tool_call>\n(.*?)\n</tool_call>", text)]
+        calls = tuple(Call(c["name"], json.dumps(c["arguments"])) for c in tool_calls)
         return Turn(text.partition("<tool_call>")[0].strip(), "", calls)
 
 
@@ -93,8 +93,8 @@ async def test_stock_clients_play_with_tools(
     first = "<tools>add </tools><system>add\n<user>3+4+(2+2)\n<assistant>"
     assert (tokenizer.decode(s.prompt_ids), s.own_prompt) == (first, True)
     assert [tokenizer.decode(s.response_ids[o.start : o.end]) for o in s.observed] == OBSERVED
-    whole = SAID[0] + OBSERVED[0] + SAID[1] + OBSERVED[1] + SAID[2]
-    assert (tokenizer.decode(s.response_ids), s.status, model.sides) == (whole, Status.FINISHED, [])
+    transcript = SAID[0] + OBSERVED[0] + SAID[1] + OBSERVED[1] + SAID[2]
+    assert (tokenizer.decode(s.response_ids), s.status, model.sides) == (transcript, Status.FINISHED, [])
 
 
 @pytest.mark.gate
@@ -120,8 +120,13 @@ def test_a_question_that_begins_with_all_that_was_said_is_the_next_turn() -> Non
     ]
     new: dict[str, Any] = {"role": "tool", "content": "2", "tool_call_id": "c"}
     assert new_messages(history, [*history, new]) == [new]
-    other = {**call, "function": {"name": "f", "arguments": '{"b":2,"a":1}'}}
-    stripped: dict[str, Any] = {"role": "assistant", "content": "so", "tool_calls": [other], "refusal": None}
+    reordered_call = {**call, "function": {"name": "f", "arguments": '{"b":2,"a":1}'}}
+    stripped: dict[str, Any] = {
+        "role": "assistant",
+        "content": "so",
+        "tool_calls": [reordered_call],
+        "refusal": None,
+    }
     assert new_messages(history, [history[0], stripped, new]) == [new]
     changes: list[dict[str, Any]] = [{"content": "no"}, {"tool_calls": []}, {"role": "user"}]
     for changed in changes:
@@ -132,7 +137,7 @@ def test_a_question_that_begins_with_all_that_was_said_is_the_next_turn() -> Non
 def test_a_turn_without_a_word_is_an_empty_text_and_one_of_calls_has_none() -> None:
     """As OpenAI answers: programs look into the content of an answer without calls."""
     call = ToolCall("c", "f", "{}")
-    empty, called = (Answer("a", "", "", calls, "stop", 1, 1) for calls in ((), (call,)))
+    empty, call_answer = (Answer("a", "", "", calls, "stop", 1, 1) for calls in ((), (call,)))
     assert chat.to_json(empty, {})["choices"][0]["message"]["content"] == ""
-    assert chat.to_json(called, {})["choices"][0]["message"]["content"] is None
+    assert chat.to_json(call_answer, {})["choices"][0]["message"]["content"] is None
     assert responses.to_json(empty, {})["output"][0]["content"][0]["text"] == ""

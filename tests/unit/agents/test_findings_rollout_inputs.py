@@ -109,15 +109,15 @@ async def observed_by_functions(
 ) -> str:
     """What a sample has between `turn`, which calls a function, and the next turn of the model."""
     tokenizer = tokenizer_of(template)
-    found = TurnEnds([tokenizer.encode(e)[0] for e in ends], texts, tokenizer.decode)
+    turn_ends = TurnEnds([tokenizer.encode(e)[0] for e in ends], texts, tokenizer.decode)
     functions: Any = answered
-    made = FunctionTurns(
-        speaker(tokenizer, found, turn, f"7{ends[0]}"), tokenizer, Reader(), functions, lambda _: [SCHEMA],  # type: ignore[arg-type]
-        ends=found, max_turns=3, max_response_tokens=200,
+    turns = FunctionTurns(
+        speaker(tokenizer, turn_ends, turn, f"7{ends[0]}"), tokenizer, Reader(), functions, lambda _: [SCHEMA],  # type: ignore[arg-type]
+        ends=turn_ends, max_turns=3, max_response_tokens=200,
     )  # fmt: skip
     sample = Sample(0, 0, 0, [5], seed=1)
     try:
-        await made(sample, Prompt(0, "", [5], {"tools": [SCHEMA]}))
+        await turns(sample, Prompt(0, "", [5], {"tools": [SCHEMA]}))
     except UserError as refusal:
         return f"UserError: {refusal}"
     (span,) = sample.observed
@@ -156,16 +156,16 @@ async def test_rollout_inputs_f6_the_calculator_ends_a_turn_that_a_stop_text_end
     async def tool(_: str) -> str:
         return "7"
 
-    made = ToolTurns(
+    turns = ToolTurns(
         speaker(tokenizer, ends, "<answer>3+4</answer>", "7<eos>"), tokenizer, tool, ends=ends,
         call=("<answer>", "</answer>"), answer=answer_template(tokenizer, "user"),
         max_turns=3, max_response_tokens=200,
     )  # fmt: skip
     sample = Sample(0, 0, 0, [5], seed=1)
-    await made(sample, Prompt(0, "", [5], {}))
+    await turns(sample, Prompt(0, "", [5], {}))
     (span,) = sample.observed
-    found = tokenizer.decode(sample.response_ids[span.start : span.end])
-    assert found == "<eos>\n<user>7<assistant>"
+    observation = tokenizer.decode(sample.response_ids[span.start : span.end])
+    assert observation == "<eos>\n<user>7<assistant>"
 
 
 CALLED = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -191,8 +191,8 @@ def rendered(template: str, render: Callable[[Rendering], list[int]]) -> str:
     reason="rollout_inputs F6: behind an agent's turn its calls are not rendered, so some templates refuse answers",
 )
 def test_rollout_inputs_f6_an_answer_follows_the_call_that_the_turn_made() -> None:
-    found = rendered(WANTS_A_CALL, lambda r: r.continuation([ANSWERED], [SCHEMA], "<eos>"))
-    assert found == "\n<tool>7<assistant>"
+    text = rendered(WANTS_A_CALL, lambda r: r.continuation([ANSWERED], [SCHEMA], "<eos>"))
+    assert text == "\n<tool>7<assistant>"
 
 
 @pytest.mark.xfail(
@@ -201,8 +201,8 @@ def test_rollout_inputs_f6_an_answer_follows_the_call_that_the_turn_made() -> No
     reason="rollout_inputs F6: a turn that ended with the mark of a last turn gets that of an earlier one, too",
 )
 def test_rollout_inputs_f6_a_turn_behind_an_agents_ends_once() -> None:
-    found = rendered(TWO_ENDS, lambda r: r.continuation([{"role": "user", "content": "2"}], [], "<eos>"))
-    assert found == "<user>2<assistant>"
+    text = rendered(TWO_ENDS, lambda r: r.continuation([{"role": "user", "content": "2"}], [], "<eos>"))
+    assert text == "<user>2<assistant>"
 
 
 def broken(arguments: str) -> list[Mapping[str, Any]]:
@@ -223,9 +223,9 @@ def broken(arguments: str) -> list[Mapping[str, Any]]:
 def test_rollout_inputs_f6_a_first_question_may_have_calls_in_its_history(
     template: str, history: list[Mapping[str, Any]]
 ) -> None:
-    found = rendered(template, lambda r: r.prompt(history, ()))
-    assert not found.startswith("400"), found
-    assert found.endswith("<tool>7<assistant>")
+    text = rendered(template, lambda r: r.prompt(history, ()))
+    assert not text.startswith("400"), text
+    assert text.endswith("<tool>7<assistant>")
 
 
 # -- F7: what reward functions get -----------------------------------------------------------------------------
@@ -267,18 +267,18 @@ async def slime_truncated(args, sample, **kwargs):  # type: ignore[no-untyped-de
 async def scored(model: Path, reward: Any, ids: Sequence[int]) -> float | None:
     """Of a response of these ids to a prompt of two, as the rollout asks for it."""
     config = Config.model_validate({"model": {"path": model}, "data": {"reward": reward}})
-    made, tokenizer, unused = Rewards(config), Tokenizer(model), mock.Mock()
+    rewards, tokenizer, unused = Rewards(config), Tokenizer(model), mock.Mock()
     sample = Sample(0, 0, 0, [1, 2], seed=1)
     sample.append(Segment(list(ids), [-1.0] * len(ids), [VersionSpan(1, 0, len(ids))]))
     sample.status = Status.FINISHED if ids[-1] == EOS else Status.TRUNCATED
-    scorer = build_scorer(config, made, tokenizer)
+    scorer = build_scorer(config, rewards, tokenizer)
     streams = Streams(config, unused, scorer, unused, unused, unused, unused, flush_tokens=1)
     try:
         verdict = await streams.score(
             sample, Prompt(0, "", [1, 2], {"answer": "3", "prompt": "1+2="}, "1+2=")
         )
     finally:
-        await made.close()
+        await rewards.close()
     assert verdict.reason is None, verdict.reason
     return verdict.reward
 
@@ -322,11 +322,11 @@ async def test_rollout_inputs_f7_the_reward_length_counts_sampled_tokens(merging
 
 def lines_of(path: Path) -> tuple[list[Any], list[str]] | str:
     try:
-        found = read_lines([path])
+        lines = read_lines([path])
     except UserError as refusal:
         return str(refusal)
-    rows = [found.row(i) for i in range(len(found))]
-    return rows, [found.location(i).rpartition(":")[2] for i in range(len(found))]
+    rows = [lines.row(i) for i in range(len(lines))]
+    return rows, [lines.location(i).rpartition(":")[2] for i in range(len(lines))]
 
 
 @pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085"], ids=["U+2028", "U+2029", "U+0085"])
@@ -443,13 +443,13 @@ def test_rollout_inputs_f11_a_malformed_request_is_the_clients_fault(change: Map
 
 def test_rollout_inputs_f11_stream_options_are_checked_before_the_stream() -> None:
     body = {**OPENAI, "stream": True, "stream_options": "x"}
-    refusal, ended = refusal_of(chat.read, body), b""
+    refusal, stream = refusal_of(chat.read, body), b""
     if not refusal:
         try:
-            ended = b"".join(chat.events(Answer("1", "7", "", (), "stop", 3, 1), body))
+            stream = b"".join(chat.events(Answer("1", "7", "", (), "stop", 3, 1), body))
         except AttributeError as fault:
             refusal = f"breaks off: {fault}"
-    assert refusal.startswith("400") or ended.endswith(b"data: [DONE]\n\n"), refusal
+    assert refusal.startswith("400") or stream.endswith(b"data: [DONE]\n\n"), refusal
 
 
 async def test_rollout_inputs_f11_a_deep_body_is_the_clients_fault() -> None:
@@ -467,26 +467,26 @@ async def test_rollout_inputs_f11_a_deep_body_is_the_clients_fault() -> None:
 def test_rollout_inputs_f11_a_prefill_is_gone_on_from_or_refused(api: Any) -> None:
     body = {**OPENAI, "max_tokens": 9, "messages": [*ASKS, {"role": "assistant", "content": "<answer>"}]}
     try:
-        asked = api.read(body)
-        found = Tokenizer(MODEL).decode(Rendering(Tokenizer(MODEL)).prompt(asked.messages, ()))
+        request = api.read(body)
+        prompt = Tokenizer(MODEL).decode(Rendering(Tokenizer(MODEL)).prompt(request.messages, ()))
     except BadRequest:
         return
-    assert found.endswith("<answer>"), f"the model goes on from {found!r}"
+    assert prompt.endswith("<answer>"), f"the model goes on from {prompt!r}"
 
 
 def test_rollout_inputs_f11_tools_in_the_flat_form_are_refused_or_put_into_the_other() -> None:
     try:
-        asked = chat.read({**OPENAI, "tools": [CODEX_TOOL]})
+        request = chat.read({**OPENAI, "tools": [CODEX_TOOL]})
     except BadRequest:
         return
-    assert [t.get("function", {}).get("name") for t in asked.tools] == ["shell"]
+    assert [t.get("function", {}).get("name") for t in request.tools] == ["shell"]
 
 
 def test_rollout_inputs_f11_one_prompt_can_be_trained_on(tmp_path: Path) -> None:
     """The usual test whether anything learns: overfit one prompt. Nothing is held out, or the prompt itself."""
     path = tmp_path / "one.jsonl"
     path.write_text('{"prompt": "1+2=", "answer": "3"}\n')
-    said = []
+    refusals = []
     for prompts in (1, 0):
         try:
             config = Config.model_validate(
@@ -498,15 +498,15 @@ def test_rollout_inputs_f11_one_prompt_can_be_trained_on(tmp_path: Path) -> None
             build_source(config, Tokenizer(MODEL)).heldout(prompts)
             return
         except (UserError, ValueError) as refusal:
-            said.append(" ".join(str(refusal).split()))
-    raise AssertionError(f"eval.prompts = 1: {said[0]}; eval.prompts = 0: {said[1]}")
+            refusals.append(" ".join(str(refusal).split()))
+    raise AssertionError(f"eval.prompts = 1: {refusals[0]}; eval.prompts = 0: {refusals[1]}")
 
 
 def chunk_of(mu: str, tops: str = "") -> bytes:
-    more = f',"output_top_logprobs":[{tops}]' if tops else ""
+    extra_field = f',"output_top_logprobs":[{tops}]' if tops else ""
     meta = (
         '{"weight_version":"1","finish_reason":null,"prompt_tokens":3,"completion_tokens":1,'
-        f'"output_token_logprobs":[[{mu},5,null]]{more}}}'
+        f'"output_token_logprobs":[[{mu},5,null]]{extra_field}}}'
     )
     return f'{{"output_ids":[5],"meta_info":{meta}}}'.encode()
 
@@ -521,7 +521,7 @@ def test_rollout_inputs_f11_a_candidate_of_probability_0_is_no_fault_of_the_engi
 
 def test_rollout_inputs_f11_a_log_prob_above_0_is_a_fault_of_the_engine() -> None:
     try:
-        found = read_chunk(decode_chunk(chunk_of("0.7")), 0, int).mu
+        logprobs = read_chunk(decode_chunk(chunk_of("0.7")), 0, int).mu
     except ValueError:
         return
-    assert max(found) <= 0
+    assert max(logprobs) <= 0

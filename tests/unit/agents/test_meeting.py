@@ -61,9 +61,9 @@ class Run:
         made_for = config("", {"run": None, "url": f"{base}/{policy}"}, **rollout)
         wanting = made_for.model_copy(update={"data": DataConfig.model_validate({"reward": "agent"})})
         self.model = model or Model(SAID[policy])
-        made = build_generator(wanting, TOKENIZER, self.model)
-        assert isinstance(made, AgentGenerator)
-        self.generate: AgentGenerator = made
+        generator = build_generator(wanting, TOKENIZER, self.model)
+        assert isinstance(generator, AgentGenerator)
+        self.generate: AgentGenerator = generator
 
     async def play(self, row: dict[str, Any], sample: Sample | None = None, seed: int = 1) -> Sample:
         text = TOKENIZER.apply_chat([{"role": "user", "content": "3+4+(2+2)"}])
@@ -95,19 +95,19 @@ async def test_samples_of_one_row_and_seed_meet_and_each_gets_its_reward(tmp_pat
     row = row_of(tmp_path)
     async with met("talk") as (meeting, base):
         runs = {p: Run(p, base) for p in SAID}
-        mine, theirs, *others = await asyncio.gather(
+        first_sample, second_sample, *other_pair = await asyncio.gather(
             *(run.play(row, seed=seed) for seed in (1, 2) for run in runs.values())
         )
         assert meeting.counts["played"] == 2
-    for first, second in ((mine, theirs), others):
+    for first, second in ((first_sample, second_sample), other_pair):
         check("first", first, 0.25)
         check("second", second, 0.75)
 
 
 async def test_it_may_be_a_coroutine_and_ask_for_streams(tmp_path: Path) -> None:
     async with met("talk_once") as (_, base):
-        both = await asyncio.gather(*(Run(p, base).play(row_of(tmp_path)) for p in SAID))
-    assert [reward(s) for s in both] == [1, 1]
+        samples = await asyncio.gather(*(Run(p, base).play(row_of(tmp_path)) for p in SAID))
+    assert [reward(s) for s in samples] == [1, 1]
 
 
 async def killed(run: Run, row: dict[str, Any], tokens: int) -> Sample:
@@ -127,13 +127,13 @@ async def test_a_sample_whose_process_was_killed_comes_back_to_its_episode(
     policy: str, tokens: int, tmp_path: Path
 ) -> None:
     """Its partner notices nothing, and the function runs once."""
-    row, other = row_of(tmp_path), next(p for p in SAID if p != policy)
+    row, partner_policy = row_of(tmp_path), next(p for p in SAID if p != policy)
     async with met("talk") as (meeting, base):
-        partner = asyncio.create_task(Run(other, base).play(row))
+        partner = asyncio.create_task(Run(partner_policy, base).play(row))
         back = await killed(Run(policy, base), row, tokens)
         assert not partner.done()
         check(policy, await Run(policy, base).play(row, back), {"first": 0.25, "second": 0.75}[policy])
-        check(other, await partner, {"first": 0.25, "second": 0.75}[other])
+        check(partner_policy, await partner, {"first": 0.25, "second": 0.75}[partner_policy])
         assert meeting.counts["came_again"] == 1
     assert noted(tmp_path) == ["begun", "ended"]
 
@@ -141,12 +141,12 @@ async def test_a_sample_whose_process_was_killed_comes_back_to_its_episode(
 async def test_one_that_has_not_written_down_its_end_is_told_it_again(tmp_path: Path) -> None:
     row = row_of(tmp_path)
     async with met("talk") as (_, base):
-        mine, theirs = await asyncio.gather(*(Run(p, base).play(row) for p in SAID))
-        mine.turn_rewards, mine.status = None, Status.PARKED
+        first_sample, second_sample = await asyncio.gather(*(Run(p, base).play(row) for p in SAID))
+        first_sample.turn_rewards, first_sample.status = None, Status.PARKED
         again = Run("first", base)
-        check("first", await again.play(row, mine), 0.25)
+        check("first", await again.play(row, first_sample), 0.25)
         assert again.model.asked == [], "all of it was in the ledger"
-    check("second", theirs, 0.75)
+    check("second", second_sample, 0.75)
     assert noted(tmp_path) == ["begun", "ended"]
 
 
@@ -170,12 +170,12 @@ async def test_one_that_then_says_something_else_is_censored_and_so_is_its_partn
 async def test_an_episode_that_is_killed_is_played_again_from_what_was_said(tmp_path: Path) -> None:
     async with met("is_killed_once") as (meeting, base):
         runs = {p: Run(p, base) for p in SAID}
-        both = await asyncio.gather(*(run.play(row_of(tmp_path)) for run in runs.values()))
+        samples = await asyncio.gather(*(run.play(row_of(tmp_path)) for run in runs.values()))
         assert meeting.counts["played_again"] == 1
         counts = [run.generate.counts["agent_restarts"] for run in runs.values()]
     assert counts == [1, 1]
     # What it asked before it was killed began a conversation: the same question again is its next.
-    assert [reward(s) for s in both] == [0.25, 0.75]
+    assert [reward(s) for s in samples] == [0.25, 0.75]
     assert noted(tmp_path) == ["killed", "begun", "ended"]
 
 
@@ -183,19 +183,19 @@ async def test_an_episode_that_is_killed_is_played_again_from_what_was_said(tmp_
 async def test_the_meeting_may_die(tokens: int, tmp_path: Path) -> None:
     """Another one at the same port plays its episodes again; the samples have what was said."""
     row, runs = row_of(tmp_path), {}
-    heard = asyncio.Event()
+    token_event = asyncio.Event()
 
     class Heard(Model):
         async def __call__(self, sample: Sample, **limits: Any) -> None:
             await super().__call__(sample, **limits)
             if len(sample.response_ids) >= tokens:
-                heard.set()
+                token_event.set()
                 await asyncio.sleep(0)
 
     async with met("talk") as (_, base):
         runs = {p: Run(p, base, Heard(SAID[p])) for p in SAID}
         playing = [asyncio.create_task(run.play(row)) for run in runs.values()]
-        await heard.wait()
+        await token_event.wait()
     async with met("talk", port=int(base.rpartition(":")[2])) as (meeting, _):
         for policy, sample, worth in zip(SAID, await asyncio.gather(*playing), (0.25, 0.75), strict=True):
             check(policy, sample, worth)
@@ -228,20 +228,20 @@ async def test_one_whose_conversation_is_full_has_ended(tmp_path: Path) -> None:
     row = row_of(tmp_path)
     async with met("insists") as (_, base):
         first = Run("first", base, Model(["no<eos>"] * 99, budget=60), max_response_tokens=60)
-        mine, theirs = await asyncio.gather(first.play(row), Run("second", base).play(row))
-    assert (reward(mine), reward(theirs)) == (0, 1)
+        first_sample, second_sample = await asyncio.gather(first.play(row), Run("second", base).play(row))
+    assert (reward(first_sample), reward(second_sample)) == (0, 1)
     assert len(noted(tmp_path)) == 1 and "it reached its limit of tokens" in noted(tmp_path)[0]
 
 
 @pytest.mark.parametrize("worth", [None, float("nan"), "much"])
 async def test_an_episode_without_a_reward_for_each_is_censored(worth: object, tmp_path: Path) -> None:
     async with met("talk") as (_, base):
-        both = await asyncio.gather(
+        results = await asyncio.gather(
             *(Run(p, base).play(row_of(tmp_path, worth=worth)) for p in SAID), return_exceptions=True
         )
     assert all(
         isinstance(e, ToolFailed) and 'expected {"first": NUMBER, "second": NUMBER}, finite ones' in str(e)
-        for e in both
+        for e in results
     )
 
 
@@ -271,41 +271,41 @@ async def test_a_strangers_call_is_refused(tmp_path: Path) -> None:
 async def test_whatever_their_orders_and_losses_two_runs_with_few_places_do_not_stall(tmp_path: Path) -> None:
     """Each has 6 places for 40 samples in its own order; some of them it never sends. All end, with a reward
     on both sides or with the reason."""
-    rows, places = 10, 6
+    rows, slots = 10, 6
     rng = random.Random(0)
     keys = [(r, s) for r in range(rows) for s in range(4)]
-    sent = {p: [k for k in keys if rng.random() < 0.9] for p in SAID}
-    sent["second"] = [
-        k for r in range(0, rows, 2) for row in (r + 1, r) for k in sent["second"] if k[0] == row
+    sent_keys = {p: [k for k in keys if rng.random() < 0.9] for p in SAID}
+    sent_keys["second"] = [
+        k for r in range(0, rows, 2) for row in (r + 1, r) for k in sent_keys["second"] if k[0] == row
     ]
 
     async def session(policy: str, base: str) -> dict[tuple[int, int], float | str]:
-        run, free = Run(policy, base), asyncio.Semaphore(places)
-        found: dict[tuple[int, int], float | str] = {}
+        run, free = Run(policy, base), asyncio.Semaphore(slots)
+        outcomes: dict[tuple[int, int], float | str] = {}
 
         async def one(key: tuple[int, int]) -> None:
             async with free:
                 try:
                     sample = await run.play(row_of(tmp_path, number=key[0]), seed=1 + key[0] * 4 + key[1])
-                    found[key] = reward(sample)
+                    outcomes[key] = reward(sample)
                 except ToolFailed as e:
-                    found[key] = str(e)
+                    outcomes[key] = str(e)
 
-        await asyncio.gather(*map(one, sent[policy]))
-        return found
+        await asyncio.gather(*map(one, sent_keys[policy]))
+        return outcomes
 
     async with met("talk", wait=3.0) as (meeting, base):
         first, second = await asyncio.gather(*(session(p, base) for p in SAID))
         async with aiohttp.ClientSession() as client, client.get(base) as answer:
             assert (await answer.json())["playing"] == 0
-    both = set(sent["first"]) & set(sent["second"])
-    assert set(first) == set(sent["first"]) and set(second) == set(sent["second"]), "all have ended"
-    for key in both:
+    shared_keys = set(sent_keys["first"]) & set(sent_keys["second"])
+    assert set(first) == set(sent_keys["first"]) and set(second) == set(sent_keys["second"]), "all have ended"
+    for key in shared_keys:
         assert isinstance(first[key], float) == isinstance(second[key], float)
-    for found in (first, second):
-        others = {key: what for key, what in found.items() if not isinstance(what, float)}
-        assert set(found) - both <= set(others) and all(
-            "no sample of" in str(what) for what in others.values()
+    for outcomes in (first, second):
+        failures = {key: outcome for key, outcome in outcomes.items() if not isinstance(outcome, float)}
+        assert set(outcomes) - shared_keys <= set(failures) and all(
+            "no sample of" in str(outcome) for outcome in failures.values()
         )
     assert meeting.counts["played"] > 0
 

@@ -77,10 +77,10 @@ ANSWERS = [
 def asked(api: ModuleType, body: dict[str, Any]) -> None:
     """What the endpoint and a conversation do with a request; raises BadRequest where it is refused."""
     try:
-        sent = msgspec.json.decode(json.dumps(body))
+        request = msgspec.json.decode(json.dumps(body))
     except (msgspec.DecodeError, UnicodeEncodeError):  # NaN, half of a character: answered 400 before
         return
-    question = api.read(sent)
+    question = api.read(request)
     assert question.key
     assert all(question.stop) and isinstance(question.max_tokens, int | None)
     RENDERING.prompt(question.messages, question.tools)
@@ -89,8 +89,8 @@ def asked(api: ModuleType, body: dict[str, Any]) -> None:
     for answer in ANSWERS:
         text = min((answer.content.partition(s)[0] for s in question.stop), key=len, default="")
         assert text in answer.content
-        json.dumps(api.to_json(answer, sent))
-        assert b"".join(api.events(answer, sent))
+        json.dumps(api.to_json(answer, request))
+        assert b"".join(api.events(answer, request))
 
 
 @pytest.mark.parametrize("name", APIS)

@@ -40,16 +40,16 @@ def test_gdpo_by_hand() -> None:
         group_ids=samples.group_ids,
         lengths=samples.lengths,
     )
-    got = build("advantage", "gdpo", eps=0.0)(samples)
-    close(got, vector(1, 1, -2) / math.sqrt(3))
+    advantages = build("advantage", "gdpo", eps=0.0)(samples)
+    close(advantages, vector(1, 1, -2) / math.sqrt(3))
 
 
 def test_gdpo_tells_apart_what_the_sum_of_rewards_does_not() -> None:
     """(1, 0) and (0, 1) have one sum, but the second reward is the rarer: it counts for more."""
     rewards = torch.tensor([[1.0, 0], [0, 1], [0, 0], [1, 0]], dtype=DOUBLE)
     samples = Samples(rewards=rewards, group_ids=torch.zeros(4), lengths=torch.ones(4))
-    got = build("advantage", "gdpo")(samples)
-    assert got[1] > got[0] + 0.1
+    advantages = build("advantage", "gdpo")(samples)
+    assert advantages[1] > advantages[0] + 0.1
     grpo = build("advantage", "grpo")(samples)
     assert grpo[0] == grpo[1]
 
@@ -66,8 +66,8 @@ def test_gdpo_weights_must_fit() -> None:
 def test_gapo_by_hand() -> None:
     """Sorted 0, 1, 1.2, 5: the two neighbours of smallest range are 1, 1.2, so Q = 1.1;
     squares 1.21, 0.01, 0.01, 15.21, sum 16.44, over 3 is 5.48."""
-    got = build("advantage", "gapo", eps=0.0)(table([5, 0, 1.2, 1], [0] * 4))
-    close(got, vector(3.9, -1.1, 0.1, -0.1) / math.sqrt(5.48))
+    advantages = build("advantage", "gapo", eps=0.0)(table([5, 0, 1.2, 1], [0] * 4))
+    close(advantages, vector(3.9, -1.1, 0.1, -0.1) / math.sqrt(5.48))
 
 
 def test_gapo_is_not_moved_by_an_outlier() -> None:
@@ -78,8 +78,8 @@ def test_gapo_is_not_moved_by_an_outlier() -> None:
 
 def test_mc_grpo_by_hand() -> None:
     """0, 1, 2, 4, 9: median 2, distances 2, 1, 0, 2, 7, MAD 2; times 5/4."""
-    got = build("advantage", "mc_grpo")(table([0, 1, 2, 4, 9], [0] * 5))
-    close(got, vector(-2, -1, 0, 2, 7) / 3 * 1.25)
+    advantages = build("advantage", "mc_grpo")(table([0, 1, 2, 4, 9], [0] * 5))
+    close(advantages, vector(-2, -1, 0, 2, 7) / 3 * 1.25)
 
 
 def test_mc_grpo_weighs_all_groups_of_zeros_and_ones_alike() -> None:
@@ -87,9 +87,9 @@ def test_mc_grpo_weighs_all_groups_of_zeros_and_ones_alike() -> None:
     eps gives a thousand times as much."""
     for n, k in ((5, 1), (5, 2), (9, 4), (33, 1)):
         samples = table([1] * k + [0] * (n - k), [0] * n)
-        got = build("advantage", "mc_grpo")(samples)
-        close(got, vector(*[n / k] * k, *[0] * (n - k)))
-        close(build("advantage", "mc_grpo", eps=1e-3)(samples), 1000 * got)
+        advantages = build("advantage", "mc_grpo")(samples)
+        close(advantages, vector(*[n / k] * k, *[0] * (n - k)))
+        close(build("advantage", "mc_grpo", eps=1e-3)(samples), 1000 * advantages)
 
 
 def test_mc_grpo_refuses_even_groups() -> None:
@@ -130,8 +130,8 @@ def test_puzzlecraft_by_hand() -> None:
     close(choices(samples), weighed * math.sqrt(1.5 / 3))
     some = table([1, 0, 0, 0], [0] * 4, answers=torch.tensor([1, 2, -1, -1]))
     close(choices(some), weighed * math.sqrt(1 / 3))
-    for same in (torch.full((4,), -1), torch.full((4,), 3)):
-        close(choices(table([1, 0, 0, 0], [0] * 4, answers=same)), weighed * 0)
+    for answers in (torch.full((4,), -1), torch.full((4,), 3)):
+        close(choices(table([1, 0, 0, 0], [0] * 4, answers=answers)), weighed * 0)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +149,11 @@ def test_puzzlecraft_is_told_how_many_options_there_are(params: dict[str, Any], 
 def test_outcome_exploration_by_hand() -> None:
     """History: unseen 1 - 1/2; after 16 visits 1/4 - 1/2. Groups of one reward show the bonus alone."""
     method = build("advantage", "outcome_exploration", c=1.0)
-    once = table([1, 1], [0, 0], answers=torch.tensor([7, -1]), prompt_index=torch.tensor([3, 3]))
-    close(method(once), vector(0.5, 0))  # no answer, no bonus
+    samples = table([1, 1], [0, 0], answers=torch.tensor([7, -1]), prompt_index=torch.tensor([3, 3]))
+    close(method(samples), vector(0.5, 0))  # no answer, no bonus
     for _ in range(15):
-        method(once)
-    close(method(once), vector(0.25 - 0.5, 0))
+        method(samples)
+    close(method(samples), vector(0.25 - 0.5, 0))
     elsewhere = table([1, 1], [0, 0], answers=torch.tensor([7, 7]), prompt_index=torch.tensor([4, 4]))
     close(method(elsewhere), vector(0.5, 0.5))
 
@@ -169,9 +169,9 @@ def test_outcome_exploration_within_a_batch_and_centred() -> None:
 def test_outcome_exploration_centres_on_responses_with_an_answer_by_hand() -> None:
     """After 16 visits 1/4, unseen 1: their mean is 5/8. The one without an answer neither gets nor moves anything."""
     method = build("advantage", "outcome_exploration", c=1.0, mode="ucb_mean")
-    one = torch.zeros(1, dtype=torch.long)
+    index = torch.zeros(1, dtype=torch.long)
     for _ in range(16):
-        method(table([1], [0], answers=one + 7, prompt_index=one))
+        method(table([1], [0], answers=index + 7, prompt_index=index))
     samples = table([1, 1, 1], [0] * 3, answers=torch.tensor([7, 9, -1]), prompt_index=torch.zeros(3).long())
     close(method(samples), vector(-3 / 8, 3 / 8, 0))
     silent = table([1, 1], [0, 0], answers=torch.tensor([-1, -1]), prompt_index=torch.zeros(2).long())
@@ -181,8 +181,8 @@ def test_outcome_exploration_centres_on_responses_with_an_answer_by_hand() -> No
 def test_minimum_variance_by_hand() -> None:
     """w^2 = 1, 4; |g|^2 ~ 3, 1: b = (3 R1 + 4 R2) / 7 with R = 1, 0; std = 1/sqrt 2."""
     samples = table([1, 0], [0, 0], [3, 1], log_weight=vector(0, math.log(2)))
-    got = build("advantage", "vcpo", norm="length", eps=0.0)(samples)
-    close(got, vector(1 - 3 / 7, -3 / 7) * math.sqrt(2))
+    advantages = build("advantage", "vcpo", norm="length", eps=0.0)(samples)
+    close(advantages, vector(1 - 3 / 7, -3 / 7) * math.sqrt(2))
     equal = table(
         [1, 0], [0, 0], [3, 1], log_weight=vector(700, 700)
     )  # on-policy up to a factor: no overflow
@@ -192,24 +192,24 @@ def test_minimum_variance_by_hand() -> None:
 def test_reinforce_pp_whitens_over_tokens_by_hand() -> None:
     """Rewards 1 on one token, 0 on three: mean 1/4, variance (9/16 + 3/16) / 3 = 1/4."""
     method, samples = build("advantage", "reinforce_pp", eps=0.0), table([1, 0], [0, 0], [1, 3])
-    (got,) = method.per_token(method(samples), samples, [packed([1, 3])], single_rank)
-    close(got, vector(1.5, -0.5, -0.5, -0.5))
+    (advantages,) = method.per_token(method(samples), samples, [packed([1, 3])], single_rank)
+    close(advantages, vector(1.5, -0.5, -0.5, -0.5))
 
 
 def test_reinforce_pp_takes_off_the_kl_to_come_by_hand() -> None:
     """Two tokens with KL 0.1 and 0.3, beta 1, reward 1: 1 - 0.4 and 1 - 0.3; whitened +-1/sqrt 2."""
     method, samples = build("advantage", "reinforce_pp", beta=1.0, eps=0.0), table([1], [0], [2])
     part = packed([2], old=[0.1, 0.3], ref=[0.0, 0.0])
-    (got,) = method.per_token(method(samples), samples, [part], single_rank)
-    close(got, vector(-1, 1) / math.sqrt(2))
+    (advantages,) = method.per_token(method(samples), samples, [part], single_rank)
+    close(advantages, vector(-1, 1) / math.sqrt(2))
 
 
 def test_reinforce_pp_baseline_by_hand() -> None:
     """Rewards 3, 1 | 5, 5 less their groups' means: 1, -1, 0, 0 on 1, 2, 1, 1 tokens, mean -1/5, variance
     (1.44 + 2 * 0.64 + 2 * 0.04) / 4 = 0.7."""
     method, samples = build("advantage", "reinforce_pp_baseline", eps=0.0), table([3, 1, 5, 5], [0, 0, 1, 1])
-    (got,) = method.per_token(method(samples), samples, [packed([1, 2, 1, 1])], single_rank)
-    close(got, vector(1.2, -0.8, -0.8, 0.2, 0.2) / math.sqrt(0.7))
+    (advantages,) = method.per_token(method(samples), samples, [packed([1, 2, 1, 1])], single_rank)
+    close(advantages, vector(1.2, -0.8, -0.8, 0.2, 0.2) / math.sqrt(0.7))
 
 
 def test_gae_whitens_by_default_by_hand() -> None:
@@ -217,25 +217,25 @@ def test_gae_whitens_by_default_by_hand() -> None:
     The critic's targets are those before the whitening."""
     method, samples = build("advantage", "gae"), table([3, 0], [0, 0], [2, 1])
     part = packed([2, 1], values=[1.0, 2.0, 0.5])
-    (got,) = method.per_token(method(samples), samples, [part], single_rank)
+    (advantages,) = method.per_token(method(samples), samples, [part], single_rank)
     plain = [1.95 - 2.45 / 3, 1 - 2.45 / 3, -0.5 - 2.45 / 3]
     deviation = math.sqrt(sum(x * x for x in plain) / 2)
-    close(got, vector(*plain) / deviation, atol=1e-5, rtol=0)
+    close(advantages, vector(*plain) / deviation, atol=1e-5, rtol=0)
     close(part.returns, vector(2.95, 3, 0))
 
 
 def test_gae_by_hand() -> None:
     """gamma 1/2, lambda 1/2, V = 1, 2; r = 0, 3. delta = 0 + 1/2 * 2 - 1 = 0; 3 - 2 = 1. A = 0 + 1/4 * 1, 1."""
-    got = gae(vector(0, 3, 5), vector(1, 2, 4), torch.tensor([0, 0, 1]), 0.5, 0.5)
-    close(got, vector(0.25, 1, 1))
+    advantages = gae(vector(0, 3, 5), vector(1, 2, 4), torch.tensor([0, 0, 1]), 0.5, 0.5)
+    close(advantages, vector(0.25, 1, 1))
 
 
 def test_gae_skips_masked_tokens_and_sets_returns() -> None:
     """A tool token between two trained ones is not there: the value before it looks at the value after it."""
     method, samples = build("advantage", "gae", gamma=1.0, lam=0.0, whiten=False), table([3], [0], [2])
     part = packed([3], values=[1.0, 99.0, 2.0], mask=[1.0, 0.0, 1.0])
-    (got,) = method.per_token(method(samples), samples, [part], single_rank)
-    close(got, vector(1, 0, 1))  # 0 + 2 - 1; 3 + 0 - 2
+    (advantages,) = method.per_token(method(samples), samples, [part], single_rank)
+    close(advantages, vector(1, 0, 1))  # 0 + 2 - 1; 3 + 0 - 2
     close(part.returns, vector(2, 0, 3))
 
 
@@ -257,15 +257,15 @@ def test_mssr_takes_a_half_for_a_prompt_without_a_record() -> None:
     1: r - v = 0.5 - d, 0.5 + d, 0.5, of deviation d."""
     method = build("advantage", "mssr", lam=0.0)
     method(table([1, 0], [0, 1], prompt_index=torch.tensor([8, 9])))
-    got = method(table([1, 1, 1], [0, 1, 2], prompt_index=torch.tensor([8, 9, 7])))
-    close(got, vector(-1, 1, 0), atol=1e-4, rtol=0)
+    advantages = method(table([1, 1, 1], [0, 1, 2], prompt_index=torch.tensor([8, 9, 7])))
+    close(advantages, vector(-1, 1, 0), atol=1e-4, rtol=0)
 
 
 def test_mssr_bonus_by_hand() -> None:
     """a + min(|a| / 0.4, 2 H): a = -1 with H = 0.5 gives -1 + 1; with H = 9 it is bounded: -1 + 2.5."""
     method, samples = build("advantage", "mssr"), table([1], [0], prompt_index=torch.tensor([1]))
-    (got,) = method.per_token(vector(-1), samples, [packed([2], entropy=[0.5, 9.0])], single_rank)
-    close(got, vector(0, 1.5))
+    (advantages,) = method.per_token(vector(-1), samples, [packed([2], entropy=[0.5, 9.0])], single_rank)
+    close(advantages, vector(0, 1.5))
 
 
 def test_scans_by_hand() -> None:
@@ -326,8 +326,8 @@ def test_a_shift_of_all_rewards_leaves_the_tokens_of_reinforce_pp(rewards: list[
 
     def tokens(shift: int) -> torch.Tensor:
         samples = table([r + shift for r in rewards], [0, 1, 2, 3])
-        (got,) = method.per_token(method(samples), samples, [part], single_rank)
-        return torch.as_tensor(got)
+        (advantages,) = method.per_token(method(samples), samples, [part], single_rank)
+        return torch.as_tensor(advantages)
 
     close(tokens(4), tokens(0), atol=1e-6, rtol=1e-6)
 
@@ -348,8 +348,8 @@ def test_a_scale_of_all_rewards_changes_nothing(rewards: list[int], name: str) -
 def test_no_nan(name: str, groups: list[int], rewards: list[float]) -> None:
     if name == "mc_grpo" and 6 in [groups.count(g) for g in groups]:
         groups = [0] * 3 + [1] * 3 + [2] * 3
-    got = build("advantage", name)(table(rewards, groups, **columns(9)))
-    assert torch.isfinite(got).all()
+    advantages = build("advantage", name)(table(rewards, groups, **columns(9)))
+    assert torch.isfinite(advantages).all()
 
 
 @pytest.mark.parametrize("name", [n for n in TABLE["advantage"] if n != "gae"])
@@ -370,8 +370,8 @@ def test_what_is_said_to_hang_on_one_group_alone_does(name: str) -> None:
     ],
 )  # fmt: skip
 def test_groups_of_one_reward_get_zero(name: str) -> None:
-    got = build("advantage", name)(table([1] * 5 + [0] * 5, [0] * 5 + [1] * 5, **columns(10)))
-    close(got, torch.zeros(10, dtype=DOUBLE), atol=1e-9, rtol=0)
+    advantages = build("advantage", name)(table([1] * 5 + [0] * 5, [0] * 5 + [1] * 5, **columns(10)))
+    close(advantages, torch.zeros(10, dtype=DOUBLE), atol=1e-9, rtol=0)
 
 
 def test_limits_are_grpo() -> None:
@@ -380,6 +380,6 @@ def test_limits_are_grpo() -> None:
         [1, 0, 0, 2, 1, 1], [0, 0, 0, 1, 1, 1], **columns(6) | {"log_weight": torch.zeros(6, dtype=DOUBLE)}
     )
     grpo = build("advantage", "grpo")(samples)
-    same = {"gdpo": {}, "xrpo": {"lam": 0.0}, "outcome_exploration": {"c": 0.0}, "vcpo": {"norm": "one"}}
-    for name, params in same.items():
+    variants = {"gdpo": {}, "xrpo": {"lam": 0.0}, "outcome_exploration": {"c": 0.0}, "vcpo": {"norm": "one"}}
+    for name, params in variants.items():
         close(build("advantage", name, **params)(samples), grpo)

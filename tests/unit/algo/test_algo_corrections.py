@@ -34,9 +34,9 @@ def correct(
 ) -> Correction:
     plugin, prox = build("correction", name, **params), vector(*anchor)
     update_stats = plugin.prepare([batch], [prox], single_rank)
-    now = prox if logp is None else vector(*logp)
-    got: Correction = plugin(View(batch, now, prox), update_stats)
-    return got
+    current_logp = prox if logp is None else vector(*logp)
+    correction: Correction = plugin(View(batch, current_logp, prox), update_stats)
+    return correction
 
 
 def test_tis_by_hand() -> None:
@@ -50,9 +50,9 @@ def test_tis_by_hand() -> None:
 
 def test_icepop_by_hand() -> None:
     batch, anchor = packed([2, 1]), [LOG2, -3 * LOG2, 0.0]
-    got = correct("icepop", batch, anchor)
-    assert got.keep.tolist() == [True, False, True]
-    close(got.weight[got.keep], vector(2, 1))
+    correction = correct("icepop", batch, anchor)
+    assert correction.keep.tolist() == [True, False, True]
+    close(correction.weight[correction.keep], vector(2, 1))
     plain = correct("icepop", batch, anchor, weighted=False)
     close(plain.weight, vector(1, 1, 1))
     # geometric mean of the first sequence: sqrt(2 / 8) = 1/2 < 0.9
@@ -68,18 +68,18 @@ def test_icepop_by_hand() -> None:
 def test_icepop_normalises_over_what_it_keeps_by_hand() -> None:
     """2 and 1 are kept, 1/8 is not: their mean is 1.5. Nothing kept: nothing divided."""
     batch, anchor = packed([2, 1], advantages=[1, 1, -1]), [LOG2, -3 * LOG2, 0.0]
-    got = correct("icepop", batch, anchor, normalise=True)
-    assert got.keep.tolist() == [True, False, True]
-    close(got.weight[got.keep], vector(2, 1) / 1.5)
+    correction = correct("icepop", batch, anchor, normalise=True)
+    assert correction.keep.tolist() == [True, False, True]
+    close(correction.weight[correction.keep], vector(2, 1) / 1.5)
     assert not correct("icepop", packed([1], advantages=[1]), [-9.0], normalise=True).keep.any()
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("gaps", [[50.0, -50.0, -50.0], [-50.0] * 3, [50.0] * 3])
 def test_tis_normalise_at_log_ratios_of_fifty_has_mean_one(level: str, gaps: list[float]) -> None:
-    got = correct("tis", packed([2, 1], advantages=[1, 1, -1]), gaps, level=level, normalise=True)
-    assert torch.isfinite(got.weight).all()
-    assert got.weight.mean() == pytest.approx(1)
+    correction = correct("tis", packed([2, 1], advantages=[1, 1, -1]), gaps, level=level, normalise=True)
+    assert torch.isfinite(correction.weight).all()
+    assert correction.weight.mean() == pytest.approx(1)
 
 
 def test_tis_normalise_between_mu_and_current_needs_the_current_log_probs_by_hand() -> None:
@@ -99,8 +99,8 @@ def test_tis_normalise_between_mu_and_current_needs_the_current_log_probs_by_han
 def test_opsm_by_hand() -> None:
     """Mean of mu - logp: 0.1 for the first and the second; only the second has A < 0. The anchor has moved as far."""
     batch = packed([2, 2, 1], mu=[0.2, 0.0, 0.2, 0.0, 0.0], advantages=[1, 1, -1, -1, -1])
-    got = correct("opsm", batch, [0.0] * 5, logp=[0.0] * 5, delta=0.05)
-    assert got.keep.tolist() == [True, True, False, False, True]
+    correction = correct("opsm", batch, [0.0] * 5, logp=[0.0] * 5, delta=0.05)
+    assert correction.keep.tolist() == [True, True, False, False, True]
 
 
 def test_opsm_acts_where_the_anchor_has_moved_along() -> None:
@@ -145,15 +145,15 @@ def test_minpro_by_hand() -> None:
     batch, logp = packed([3, 2]), [-LOG2, LOG2, -2 * LOG2, LOG2, LOG2]
     close(correct("minpro", batch, [0.0] * 5, logp=logp).weight, vector(1, 0.5, 0.5, 1, 1))
     close(correct("minpro", batch, [0.0] * 5, logp=logp, cap=None).weight, vector(1, 0.5, 0.5, 1, 2))
-    got = correct("minpro", batch, [0.0] * 5, logp=logp, inclusive=True, cap=None).weight
-    close(got, vector(0.5, 0.5, 0.25, 2, 2))
+    weight = correct("minpro", batch, [0.0] * 5, logp=logp, inclusive=True, cap=None).weight
+    close(weight, vector(0.5, 0.5, 0.25, 2, 2))
 
 
 def test_minpro_takes_the_ratio_to_what_sampled() -> None:
     """Log-ratios -ln 2, 0: the second token has the first one's 1/2, whatever mu is."""
     batch = packed([2], [-0.3, -1.2])
-    got = correct("minpro", batch, [0.0] * 2, logp=[-0.3 - LOG2, -1.2]).weight
-    close(got, vector(1, 0.5))
+    weight = correct("minpro", batch, [0.0] * 2, logp=[-0.3 - LOG2, -1.2]).weight
+    close(weight, vector(1, 0.5))
 
 
 def test_minpro_does_not_see_masked_tokens() -> None:
@@ -236,8 +236,13 @@ def test_d3s_by_hand() -> None:
     weight = plugin(samples, vector(-3, 1, 0, 3))
     assert weight.tolist() == [1, 0, 0, 1]
     batch = packed([2, 2], advantages=[1, -2, 1, 1], entropy=[0.1, 0.2, 0.3, 9], weight=[1.0, 1, 1, 0])
-    (got,) = plugin.per_token([batch], replace(samples, selected=weight > 0), single_rank)
-    assert (got * batch.weight).tolist() == [0, 1, 1, 0]  # scores 0.1, 0.4, 0.3; two of the four tokens
+    (token_weight,) = plugin.per_token([batch], replace(samples, selected=weight > 0), single_rank)
+    assert (token_weight * batch.weight).tolist() == [
+        0,
+        1,
+        1,
+        0,
+    ]  # scores 0.1, 0.4, 0.3; two of the four tokens
     assert plugin.denominator_share(weight, samples.lengths.double(), 0) == 4 / 18 * 0.5
     everything = build("selector", "d3s", denominator="all")
     assert everything.denominator_share(weight, samples.lengths.double(), 0) == 1
@@ -399,15 +404,15 @@ def test_mismatch_by_hand() -> None:
     batch = packed([4], versions=[7.0, 6.0, 4.0, 7.0], mask=[1.0, 1.0, 1.0, 0.0])
     batch.version = 7
     clipped, rejected = (torch.tensor(f) > 0 for f in ([0, 1, 0, 1], [0, 0, 1, 1]))
-    got = mismatch_metrics(mismatch_sums(vector(0, LOG2, -LOG2, 9), batch, clipped, rejected))
-    assert got["drift_mean"] == pytest.approx(2 * LOG2 / 3)
-    assert got["drift_mean_age0"] == 0
-    assert got["drift_k3_age1"] == pytest.approx(1 - LOG2)
-    assert got["drift_ess"] == pytest.approx(3.5**2 / 5.25 / 3)
-    assert "drift_mean_age4" not in got
-    assert got["clip_share"] == got["rejected_share"] == pytest.approx(1 / 3)
-    assert [got[f"clip_share_age{age}"] for age in (0, 1, 2)] == [0, 1, 0]
-    assert [got[f"rejected_share_age{age}"] for age in (0, 1, 2)] == [0, 0, 1]
+    metrics = mismatch_metrics(mismatch_sums(vector(0, LOG2, -LOG2, 9), batch, clipped, rejected))
+    assert metrics["drift_mean"] == pytest.approx(2 * LOG2 / 3)
+    assert metrics["drift_mean_age0"] == 0
+    assert metrics["drift_k3_age1"] == pytest.approx(1 - LOG2)
+    assert metrics["drift_ess"] == pytest.approx(3.5**2 / 5.25 / 3)
+    assert "drift_mean_age4" not in metrics
+    assert metrics["clip_share"] == metrics["rejected_share"] == pytest.approx(1 / 3)
+    assert [metrics[f"clip_share_age{age}"] for age in (0, 1, 2)] == [0, 1, 0]
+    assert [metrics[f"rejected_share_age{age}"] for age in (0, 1, 2)] == [0, 0, 1]
 
 
 def stepped(objective: Objective, batch: Batch, logp: torch.Tensor) -> dict[str, float]:
@@ -421,10 +426,10 @@ def test_a_token_that_is_rejected_is_not_clipped_as_well() -> None:
     objective = Objective(section(anchor="old", corrections=["icepop"], loss=["clip", "dual_clip"]))
     batch = packed([4], old=[3 * LOG2, 0.0, 3 * LOG2, 0.0], versions=[0.0, 0.0, 1.0, 1.0])
     batch.version = 1
-    got = stepped(objective, batch, vector(4 * LOG2, LOG2, 3 * LOG2, 0))
-    assert (got["clip_share"], got["rejected_share"], got["active_share"]) == (0.25, 0.5, 0.25)
-    assert (got["clip_share_age1"], got["rejected_share_age1"]) == (0.5, 0.5)
-    assert (got["clip_share_age0"], got["rejected_share_age0"]) == (0, 0.5)
+    metrics = stepped(objective, batch, vector(4 * LOG2, LOG2, 3 * LOG2, 0))
+    assert (metrics["clip_share"], metrics["rejected_share"], metrics["active_share"]) == (0.25, 0.5, 0.25)
+    assert (metrics["clip_share_age1"], metrics["rejected_share_age1"]) == (0.5, 0.5)
+    assert (metrics["clip_share_age0"], metrics["rejected_share_age0"]) == (0, 0.5)
 
 
 def test_the_average_goes_on_while_clipped_and_rejected_tokens_are_the_same() -> None:

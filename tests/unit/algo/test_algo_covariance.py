@@ -67,10 +67,10 @@ def test_kl_cov_holds_the_share_that_covaries_most() -> None:
     batch = batch_of()
     batch.mu = batch.mu + vector(0.1, 0.1, 0.1, 0.1)
     ratio = math.exp(-0.1)
-    for share, held in ((0.25, [0, 0, 0, 1]), (0.5, [1, 0, 0, 1]), (1e-4, [0, 0, 0, 1]), (1.0, [1, 1, 1, 1])):
+    for share, mask in ((0.25, [0, 0, 0, 1]), (0.5, [1, 0, 0, 1]), (1e-4, [0, 0, 0, 1]), (1.0, [1, 1, 1, 1])):
         grad, figures = gradient("kl_cov", batch, share=share, coefficient=0.5)
-        close(grad, -ratio * vector(*ADVANTAGES) - 0.5 * vector(*held))
-        assert figures["held_share"].tolist() == held
+        close(grad, -ratio * vector(*ADVANTAGES) - 0.5 * vector(*mask))
+        assert figures["held_share"].tolist() == mask
 
 
 def test_covariance_is_about_the_mean_of_the_advantages() -> None:
@@ -92,15 +92,15 @@ def test_rounding_at_the_anchor_gives_no_token_a_direction() -> None:
 
 def test_rounding_does_not_choose_between_tokens_that_are_alike() -> None:
     """The same response three times in a group: a draw picks one of the three, in every layout the same."""
-    held = []
+    masks = []
     for noise in ([0, 1e-7, -1e-7], [1e-7, -1e-7, 0]):
         entropy = [1.7 + n for n in noise]
         assert entropy_weights(0.4, [packed([4], entropy=[*entropy, 0.3])]) == [[1, 1, 1, 0]]
-        now = [-0.5 + n for n in noise]
-        batch = packed([4], mu=[0.0] * 4, advantages=[1, 1, 1, -1], current=[*now, -0.1])
-        held.append(gradient("kl_cov", batch, share=0.25)[1]["held_share"].tolist())
-    assert held[0] == held[1]
-    assert sum(held[0]) == 1
+        logps = [-0.5 + n for n in noise]
+        batch = packed([4], mu=[0.0] * 4, advantages=[1, 1, 1, -1], current=[*logps, -0.1])
+        masks.append(gradient("kl_cov", batch, share=0.25)[1]["held_share"].tolist())
+    assert masks[0] == masks[1]
+    assert sum(masks[0]) == 1
 
 
 def test_masked_tokens_are_in_no_mean() -> None:
@@ -110,24 +110,24 @@ def test_masked_tokens_are_in_no_mean() -> None:
     )  # fmt: skip
     for name in ("clip_cov", "kl_cov"):
         plugin = build("loss", name, share=0.5)
-        of, cut = plugin.prepare([batch], [batch.mu], single_rank)
-        assert (of.tokens, of.advantage, of.logp) == (4, 0, -1.5)
+        statistics, cut = plugin.prepare([batch], [batch.mu], single_rank)
+        assert (statistics.tokens, statistics.advantage, statistics.logp) == (4, 0, -1.5)
         assert math.isfinite(cut)
 
 
 def test_draws_are_spread_evenly_and_belong_to_row_place_and_version() -> None:
     long = packed([4000, 4000])
-    found = token_draws(long)
-    assert found.min() >= 0 and found.max() < 1
-    assert abs(float(found.mean()) - 0.5) < 0.02
-    assert len(found.unique()) == 8000
-    steps = (found[1:] - found[:-1]) % 1
+    draws = token_draws(long)
+    assert draws.min() >= 0 and draws.max() < 1
+    assert abs(float(draws.mean()) - 0.5) < 0.02
+    assert len(draws.unique()) == 8000
+    steps = (draws[1:] - draws[:-1]) % 1
     assert float(steps.std()) > 0.25  # neighbours are not told from each other
     second = packed([4000])
     second.rows = torch.tensor([1])
-    close(token_draws(second), found[4000:])
+    close(token_draws(second), draws[4000:])
     second.version = 1
-    assert not torch.equal(token_draws(second), found[4000:])
+    assert not torch.equal(token_draws(second), draws[4000:])
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
@@ -168,6 +168,6 @@ def test_the_denominator_counts_the_tokens_that_are_sure() -> None:
     everything = sum(len(s["mask"]) - 2 for s in world.sequences)
     assert len(chosen.rows) == 20
     assert trained <= math.ceil(0.2 * everything)
-    for row, found in chosen.gradients.items():
-        there = found[0] != 0
-        close(found[0][there], plain.gradients[row][0][there])
+    for row, gradient in chosen.gradients.items():
+        mask = gradient[0] != 0
+        close(gradient[0][mask], plain.gradients[row][0][mask])

@@ -67,16 +67,16 @@ def test_the_expected_gradient_is_that_of_kl(kind: str, gradient: str, stale: bo
     """Over a whole vocabulary of five, each token once, weighted by the probability with which it was sampled: exact.
     Off-policy only the ratio is right."""
     g = torch.Generator().manual_seed(0)
-    logits, ref, other = torch.randn(3, 5, generator=g, dtype=DOUBLE)
+    logits, ref, other_logits = torch.randn(3, 5, generator=g, dtype=DOUBLE)
     logits.requires_grad_()
     (expected,) = torch.autograd.grad(kl_of(logits, ref), logits)
-    sampler = other if stale else logits.detach()
+    sampler = other_logits if stale else logits.detach()
     mu = sampler.log_softmax(0)
     batch = packed([5], mu=mu.tolist(), ref=ref.log_softmax(0).tolist())
     plugin = build("loss", "kl", beta=1.0, kind=kind, gradient=gradient, cap=None)
     loss, figures = plugin(View(batch, logits.log_softmax(0), batch.mu), None)
-    (found,) = torch.autograd.grad((mu.exp() * loss).sum(), logits, retain_graph=True)
-    close(found, expected)
+    (loss_gradient,) = torch.autograd.grad((mu.exp() * loss).sum(), logits, retain_graph=True)
+    close(loss_gradient, expected)
     if gradient == "ratio" or kind == "k1" or not stale:
         close((mu.exp() * figures["kl"]).sum(), kl_of(logits, ref).detach())
     plain = build("loss", "kl", beta=1.0, kind=kind, cap=None)(

@@ -202,19 +202,19 @@ def test_selectors_of_equal_rewards_and_of_groups_of_one(selector: Any, advantag
 
 def plug_ins() -> dict[str, AlgoSection]:
     """Every loss, correction, selector and estimator by itself, and reducers of both kinds."""
-    found: dict[str, dict[str, Any]] = {}
+    variants: dict[str, dict[str, Any]] = {}
     for field, kind in (("loss", "loss"), ("corrections", "correction"), ("selectors", "selector")):
-        found |= {f"{kind} {name}": {field: [name]} for name in TABLE[kind]}
-    found["loss value"] |= {"advantage": "gae"}
-    found["loss adaptive_entropy"] = {
+        variants |= {f"{kind} {name}": {field: [name]} for name in TABLE[kind]}
+    variants["loss value"] |= {"advantage": "gae"}
+    variants["loss adaptive_entropy"] = {
         "loss": [{"name": "adaptive_entropy", "coefficient": 0.1}]
     }  # starts at 0
-    found |= {f"tis normalised {t['level']}": {"corrections": [t]} for t in TIS if t["normalise"]}
-    found |= {f"advantage {name}": {"advantage": name} for name in TABLE["advantage"]}
-    found |= {f"reducer {name}": {"reducer": name} for name in TABLE["reducer"]}
-    found["reducer active"] = {"reducer": {"name": "token_mean", "over": "active"}}
-    found["m2po mask"] = {"loss": [{"name": "m2po", "form": "mask"}]}
-    return {name: section(anchor="old", **given) for name, given in found.items()}
+    variants |= {f"tis normalised {t['level']}": {"corrections": [t]} for t in TIS if t["normalise"]}
+    variants |= {f"advantage {name}": {"advantage": name} for name in TABLE["advantage"]}
+    variants |= {f"reducer {name}": {"reducer": name} for name in TABLE["reducer"]}
+    variants["reducer active"] = {"reducer": {"name": "token_mean", "over": "active"}}
+    variants["m2po mask"] = {"loss": [{"name": "m2po", "form": "mask"}]}
+    return {name: section(anchor="old", **fields) for name, fields in variants.items()}
 
 
 @pytest.mark.parametrize("name", list(plug_ins()))

@@ -133,9 +133,9 @@ def test_largest_cap_by_hand() -> None:
 @pytest.mark.parametrize("anchor", [0.0, -2.0])
 def test_m2po_mask_by_hand(anchor: float) -> None:
     """Log-ratios 0.1, 0.2, 0.3, 1: the last two drop out of the budget; the kept have -r A and its gradient."""
-    now = [anchor + gap for gap in (0.1, 0.2, 0.3, 1.0)]
-    batch = tokens(1, -1, 1, -1, mu=[anchor] * 4, current=now)
-    loss, grad, sums = losses("m2po", batch, now, prepare=True, form="mask")
+    logps = [anchor + log_ratio for log_ratio in (0.1, 0.2, 0.3, 1.0)]
+    batch = tokens(1, -1, 1, -1, mu=[anchor] * 4, current=logps)
+    loss, grad, sums = losses("m2po", batch, logps, prepare=True, form="mask")
     close(loss, vector(-math.exp(0.1), math.exp(0.2), 0, 0))
     close(grad, loss)
     assert sums["clipped"] == 2
@@ -143,8 +143,8 @@ def test_m2po_mask_by_hand(anchor: float) -> None:
 
 def test_m2po_bounds_by_hand() -> None:
     """Only what a trust region can bite counts: 0.1 (A > 0), -1 (A < 0). The cap sqrt(0.07) bounds all ratios."""
-    now = [0.1, -1.0, -5.0]
-    loss, _, sums = losses("m2po", tokens(1, -1, 1, current=now), now, prepare=True)
+    logps = [0.1, -1.0, -5.0]
+    loss, _, sums = losses("m2po", tokens(1, -1, 1, current=logps), logps, prepare=True)
     close(loss, vector(-math.exp(0.1), math.exp(-math.sqrt(0.07)), -math.exp(-5)), atol=1e-6, rtol=0)
     assert sums["clipped"] == 1
 
@@ -164,14 +164,14 @@ def test_m2po_bounds_do_not_hang_on_the_signs_of_rounding() -> None:
 def test_bapo_takes_equal_shares_as_equal_in_any_order() -> None:
     """All ratios 1: C+ = C- = 0.6, but 0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1 differ in the last bit."""
     term, parts = build("loss", "bapo"), tokens(0.1, 0.2, 0.3, -0.3, -0.2, -0.1, current=[0.0] * 6)
-    other = tokens(0.3, 0.2, 0.1, -0.1, -0.2, -0.3, current=[0.0] * 6)
-    found = [term.prepare([batch], [batch.mu], single_rank) for batch in (parts, other)]
-    assert found == [(0.6, 1.2)] * 2
+    permuted_batch = tokens(0.3, 0.2, 0.1, -0.1, -0.2, -0.3, current=[0.0] * 6)
+    bounds = [term.prepare([batch], [batch.mu], single_rank) for batch in (parts, permuted_batch)]
+    assert bounds == [(0.6, 1.2)] * 2
 
 
 def test_m2po_within_budget_clips_nothing_and_a_floor_holds() -> None:
-    now = [0.1, -0.1]
-    assert losses("m2po", tokens(1, -1, current=now), now, prepare=True)[2]["clipped"] == 0
+    logps = [0.1, -0.1]
+    assert losses("m2po", tokens(1, -1, current=logps), logps, prepare=True)[2]["clipped"] == 0
     term = build("loss", "m2po", floor_low=0.3, floor_high=0.5)
     wild = tokens(1, -1, current=[3.0, -3.0])
     low, high = term.prepare([wild], [wild.mu], single_rank)

@@ -47,16 +47,16 @@ def same(one: Outcome, gradients: dict[int, Tensor], other: Outcome) -> None:
 def test_every_recipe_gives_the_same_however_it_is_cut(path: Path) -> None:
     """One part, one part per sequence, two ranks with several parts: loss, gradients and metrics agree."""
     world, algo = World(graded=path.stem == "grpo_passk"), recipe(path)
-    one = run(world, algo, whole)
-    assert all(torch.isfinite(g).all() for g in one.gradients.values())
-    assert any(g.abs().sum() > 0 for g in one.gradients.values())
+    reference = run(world, algo, whole)
+    assert all(torch.isfinite(g).all() for g in reference.gradients.values())
+    assert any(g.abs().sum() > 0 for g in reference.gradients.values())
     many = run(world, algo, lambda rows: [[r] for r in rows])
-    same(one, many.gradients, many)
+    same(reference, many.gradients, many)
     ranks = on_ranks(
         2, lambda rank, reduce: run(world, algo, lambda rows: [[r] for r in rows[rank::2]], reduce)
     )
     for outcome in ranks:
-        same(one, ranks[0].gradients | ranks[1].gradients, outcome)
+        same(reference, ranks[0].gradients | ranks[1].gradients, outcome)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
@@ -74,18 +74,18 @@ def test_every_recipe_changes_something_about_the_step(path: Path) -> None:
     algo = recipe(path)
     world = World(scale=0.7)
     world.samples = replace(world.samples, lengths=25 * world.samples.lengths)  # some are near the cap of 256
-    base, other = run(world, AlgoSection(), whole), run(world, algo, whole)
+    base, outcome = run(world, AlgoSection(), whole), run(world, algo, whole)
     trainer_side = algo.model_copy(
         update={"planners": [], "prompt": AlgoSection().prompt, "group_reward": None}
     )
     if trainer_side == AlgoSection():
-        assert other.loss == base.loss
-        told = yaml.safe_load(path.read_text(encoding="utf-8"))
-        assert algo != AlgoSection() or "data" in told or "generator" in told.get("rollout", {})
+        assert outcome.loss == base.loss
+        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert algo != AlgoSection() or "data" in fields or "generator" in fields.get("rollout", {})
     elif path.stem == "gdpo":  # with one reward it is GRPO, on purpose
-        assert other.loss == pytest.approx(base.loss)
+        assert outcome.loss == pytest.approx(base.loss)
     else:
-        assert (other.loss, other.lr_factor, other.rows) != (base.loss, base.lr_factor, base.rows)
+        assert (outcome.loss, outcome.lr_factor, outcome.rows) != (base.loss, base.lr_factor, base.rows)
 
 
 ACTIVE = {"name": "token_mean", "over": "active"}
@@ -139,11 +139,11 @@ def test_a_term_of_weight_zero_changes_nothing(algo: dict[str, Any]) -> None:
     plain = run(world, section(**algo), whole)
     assert len(plain.rows) < 20
     for term in ({"name": "kl", "beta": 0.0}, {"name": "entropy", "coefficient": 0.0}):
-        other = run(world, section(**{**algo, "loss": [*losses, term]}), whole)
-        assert (other.loss, other.denominator) == (pytest.approx(plain.loss), plain.denominator)
-        assert len(other.rows) == 20
+        outcome = run(world, section(**{**algo, "loss": [*losses, term]}), whole)
+        assert (outcome.loss, outcome.denominator) == (pytest.approx(plain.loss), plain.denominator)
+        assert len(outcome.rows) == 20
         for row in plain.rows:
-            torch.testing.assert_close(other.gradients[row], plain.gradients[row])
+            torch.testing.assert_close(outcome.gradients[row], plain.gradients[row])
 
 
 def test_over_active_of_late_advantages_is_known_with_them() -> None:
@@ -198,10 +198,10 @@ def test_d3s_is_a_mean_over_what_it_keeps_so_that_a_selection_makes_gradients_la
 
     d3s = {"name": "d3s", "samples_start": 0.5, "tokens_start": 0.2}
     plain, denominator, _ = size()
-    kept, less, tokens = size(selectors=[d3s])
+    selected_mean, less, tokens = size(selectors=[d3s])
     assert less < 0.2 * denominator
-    assert kept > plain
-    assert kept == pytest.approx(1.2, rel=0.3)  # of advantages around 1
+    assert selected_mean > plain
+    assert selected_mean == pytest.approx(1.2, rel=0.3)  # of advantages around 1
     samples = world.samples
     assert tokens == pytest.approx(0.2 * 0.5 * float(samples.lengths.sum()), rel=0.2)
 
@@ -228,11 +228,11 @@ def test_rorecomp_puts_the_rest_off() -> None:
 
 def test_two_updates_share_the_denominator() -> None:
     """Each divides by half of it: with the same log-probs, their losses and gradients are twice those of one."""
-    one, two = run(World(), section(), whole), run(World(), section(minibatches=2), whole)
-    assert (two.denominator, two.rows) == (one.denominator, one.rows)
-    assert two.loss == pytest.approx(2 * one.loss)
-    for row, gradient in one.gradients.items():
-        torch.testing.assert_close(two.gradients[row], 2 * gradient)
+    one_update, two_updates = run(World(), section(), whole), run(World(), section(minibatches=2), whole)
+    assert (two_updates.denominator, two_updates.rows) == (one_update.denominator, one_update.rows)
+    assert two_updates.loss == pytest.approx(2 * one_update.loss)
+    for row, gradient in one_update.gradients.items():
+        torch.testing.assert_close(two_updates.gradients[row], 2 * gradient)
 
 
 def test_bounds_of_a_second_update_come_from_its_own_log_probs_by_hand() -> None:
@@ -240,8 +240,8 @@ def test_bounds_of_a_second_update_come_from_its_own_log_probs_by_hand() -> None
     objective = Objective(section(loss=["m2po"]))
     batch = packed([1], advantages=[1.0], weight=[1.0])
     shares = []
-    for now in (0.1, 0.5):
-        batch.current = torch.tensor([now], dtype=DOUBLE)
+    for logp in (0.1, 0.5):
+        batch.current = torch.tensor([logp], dtype=DOUBLE)
         objective.prepare([batch])
         sums = objective(torch.tensor([0.5], dtype=DOUBLE), batch)[1]
         shares.append(loss_metrics(sums, objective.requirements.needs)["clip_share"])
@@ -252,15 +252,15 @@ def test_the_extra_update_trains_what_was_put_off_with_the_advantages_of_its_gro
     """Four of the samples that alpha leaves, the oldest, over their own denominator."""
     alpha = {"name": "rorecomp", "alpha": 0.5}
     world, plain = World(), run(World(), section(selectors=[{**alpha, "capacity": 99}]), whole)
-    both = run(world, section(selectors=[{**alpha, "capacity": 4}]), whole)
-    rows = both.rows[len(plain.rows) :]
+    outcome = run(world, section(selectors=[{**alpha, "capacity": 4}]), whole)
+    rows = outcome.rows[len(plain.rows) :]
     assert len(rows) == 4 and not set(rows) & set(plain.rows)
     for row in plain.rows:
-        torch.testing.assert_close(both.gradients[row], plain.gradients[row])
+        torch.testing.assert_close(outcome.gradients[row], plain.gradients[row])
     every = run(world, section(), whole)
     scale = every.denominator / float(world.samples.lengths[rows].sum())
     for row in rows:
-        torch.testing.assert_close(both.gradients[row], scale * every.gradients[row])
+        torch.testing.assert_close(outcome.gradients[row], scale * every.gradients[row])
 
 
 def test_needs_name_exactly_the_passes() -> None:
@@ -326,7 +326,7 @@ def test_early_backward_of_finished_groups_adds_up_to_the_whole_step() -> None:
     assert Objective(section(advantage="reinforce_pp_baseline")).requirements.needs_whole_step == (
         "ReinforcePPBaseline",
     )
-    one = run(world, algo, whole)
+    reference = run(world, algo, whole)
     total, gradients = 0.0, {}
     for g in range(world.groups):
         rows = list(range(g * world.size, (g + 1) * world.size))
@@ -344,9 +344,9 @@ def test_early_backward_of_finished_groups_adds_up_to_the_whole_step() -> None:
             plan.rows, logp.grad.split([len(world.sequences[rows[i]]["mu"]) for i in plan.rows]), strict=True
         ):
             gradients[rows[i]] = piece
-    assert total == pytest.approx(one.loss)
+    assert total == pytest.approx(reference.loss)
     for row, piece in gradients.items():
-        torch.testing.assert_close(piece, one.gradients[row][0])
+        torch.testing.assert_close(piece, reference.gradients[row][0])
 
 
 def test_state_of_plugins_goes_through_a_checkpoint() -> None:
@@ -387,12 +387,12 @@ def test_samples_name_a_column_of_the_wrong_length() -> None:
 
 def test_one_process_equals_ranks_of_any_number() -> None:
     world, algo = World(groups=6), section(loss=[{"name": "m2po", "form": "mask"}])
-    one = run(world, algo, whole)
+    reference = run(world, algo, whole)
     cut: Callable[[int], Callable[[list[int]], list[list[int]]]] = lambda k: lambda rows: [rows[k::3]]  # noqa: E731
     ranks = on_ranks(3, lambda rank, reduce: run(world, algo, cut(rank), reduce))
     merged = {row: g for r in ranks for row, g in r.gradients.items()}
-    same(one, merged, ranks[2])
-    assert one.metrics["clip_share"] > 0
+    same(reference, merged, ranks[2])
+    assert reference.metrics["clip_share"] > 0
 
 
 def test_the_default_is_the_plain_clipped_loss_on_grpo_advantages() -> None:

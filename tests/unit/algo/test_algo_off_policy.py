@@ -104,9 +104,9 @@ def test_the_square_holds_samples_of_advantage_zero(loss: list[str]) -> None:
 
 def test_dro_is_reinforce_with_kimis_penalty() -> None:
     world = World()
-    one = run(world, section(loss=[{"name": "dro", "beta": 0.3}]), lambda rows: [rows])
-    two = run(world, section(loss=["reinforce", {"name": "kimi", "tau": 0.3}]), lambda rows: [rows])
-    assert one.loss == pytest.approx(two.loss)
+    dro_outcome = run(world, section(loss=[{"name": "dro", "beta": 0.3}]), lambda rows: [rows])
+    kimi_outcome = run(world, section(loss=["reinforce", {"name": "kimi", "tau": 0.3}]), lambda rows: [rows])
+    assert dro_outcome.loss == pytest.approx(kimi_outcome.loss)
 
 
 def test_the_square_is_taken_from_the_anchor_of_the_config_beside_reinforce() -> None:

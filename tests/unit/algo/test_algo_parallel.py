@@ -32,35 +32,39 @@ TRAINED = ("logp", "entropy", "values", "divergence")
 
 def cases() -> dict[str, AlgoSection]:
     """Recipes by name, plug-ins with their defaults as field.name."""
-    found = {path.stem: read_layers(path).get("algo", {}) for path in RECIPES}
+    sections = {path.stem: read_layers(path).get("algo", {}) for path in RECIPES}
     for field in TRAINER_SIDE:
         for name in TABLE[SECTION_KINDS[field]]:
-            one = field in ("advantage", "reducer")
-            given: dict[str, Any] = {"anchor": "old", field: name if one else [name]}
+            is_single = field in ("advantage", "reducer")
+            fields: dict[str, Any] = {"anchor": "old", field: name if is_single else [name]}
             if (field, name) == ("loss", "value"):
-                given["advantage"] = "gae"  # makes its targets
+                fields["advantage"] = "gae"  # makes its targets
             if (field, name) == ("loss", "adaptive_entropy"):
-                given["loss"] = [{"name": name, "coefficient": 0.1}]  # starts at 0
-            found[f"{field}.{name}"] = given
+                fields["loss"] = [{"name": name, "coefficient": 0.1}]  # starts at 0
+            sections[f"{field}.{name}"] = fields
     everything = {
         "loss": ["m2po", "kl", "entropy"],
         "corrections": [{"name": "tis", "normalise": True}, "minpro"],
     }
-    found["several"] = {"anchor": "old", "selectors": ["d3s"], "hooks": ["vcpo"], **everything}
-    found["two updates"] = {"anchor": "old", "minibatches": 2, "hooks": ["brorl"], **everything}
-    found["two epochs of two updates"] = {"anchor": "old", "minibatches": 2, "epochs": 2, **everything}
+    sections["several"] = {"anchor": "old", "selectors": ["d3s"], "hooks": ["vcpo"], **everything}
+    sections["two updates"] = {"anchor": "old", "minibatches": 2, "hooks": ["brorl"], **everything}
+    sections["two epochs of two updates"] = {"anchor": "old", "minibatches": 2, "epochs": 2, **everything}
     groups = {"name": "rejection", "level": "group_mean", "high": 0.1}
-    found["groups over two updates"] = {"anchor": "old", "minibatches": 2, "corrections": [groups]}
-    found["few tokens of two updates"] = {
+    sections["groups over two updates"] = {"anchor": "old", "minibatches": 2, "corrections": [groups]}
+    sections["few tokens of two updates"] = {
         "minibatches": 2,
         "loss": ["kl_cov", "clip_cov"],
         "selectors": ["top_entropy"],
     }
     normalised = {"corrections": [{"name": "tis", "normalise": True}]}
-    found["two updates between mu and current"] = {"anchor": "interpolated", "minibatches": 2, **normalised}
-    found[EXTRA] = {"selectors": [{"name": "rorecomp", "alpha": 0.5, "capacity": 4}], "minibatches": 2}
-    found[NAMED] = {"advantage": "gdpo"}
-    return {name: AlgoSection.model_validate(given) for name, given in found.items()}
+    sections["two updates between mu and current"] = {
+        "anchor": "interpolated",
+        "minibatches": 2,
+        **normalised,
+    }
+    sections[EXTRA] = {"selectors": [{"name": "rorecomp", "alpha": 0.5, "capacity": 4}], "minibatches": 2}
+    sections[NAMED] = {"advantage": "gdpo"}
+    return {name: AlgoSection.model_validate(fields) for name, fields in sections.items()}
 
 
 EXTRA, NAMED = "an extra update on what was put off", "two rewards"
@@ -105,12 +109,12 @@ def one_part_each(rank: int, rows: list[int]) -> list[list[int]]:
 
 
 def on_rank(ranks: int, rank: int) -> dict[str, dict[str, Outcome]]:
-    found = {}
+    outcomes = {}
     for name, algo in cases().items():
         dp = run(world(name), algo, partial(one_part_each, rank), added_up)
         cp = run(world(name), algo, whole, single_rank, through_the_trainers_share)
-        found[name] = {"dp2": dp, "cp2": cp}
-    return found
+        outcomes[name] = {"dp2": dp, "cp2": cp}
+    return outcomes
 
 
 def together(ranks: list[Outcome], rows: list[int]) -> dict[int, Tensor]:
@@ -120,18 +124,20 @@ def together(ranks: list[Outcome], rows: list[int]) -> dict[int, Tensor]:
 
 def gaps(one: Outcome, ranks: list[Outcome]) -> dict[str, float]:
     """Largest difference of each figure; a metric that is missing on a rank is as far off as it can be."""
-    found = {"loss": 0.0, "lr_factor": 0.0, "gradients": 0.0}
+    differences = {"loss": 0.0, "lr_factor": 0.0, "gradients": 0.0}
     for outcome in ranks:
-        found["loss"] = max(found["loss"], abs(outcome.loss - one.loss))
-        found["lr_factor"] = max(found["lr_factor"], abs(outcome.lr_factor - one.lr_factor))
+        differences["loss"] = max(differences["loss"], abs(outcome.loss - one.loss))
+        differences["lr_factor"] = max(differences["lr_factor"], abs(outcome.lr_factor - one.lr_factor))
         for name in one.metrics.keys() | outcome.metrics.keys():
             values = one.metrics.get(name, torch.inf), outcome.metrics.get(name, torch.inf)
-            found[name] = max(found.get(name, 0.0), abs(values[0] - values[1]))
+            differences[name] = max(differences.get(name, 0.0), abs(values[0] - values[1]))
     summed = together(ranks, one.rows)
     assert set().union(*(o.gradients for o in ranks)) == set(one.rows)
     for row in one.rows:
-        found["gradients"] = max(found["gradients"], float((summed[row] - one.gradients[row]).abs().max()))
-    return found
+        differences["gradients"] = max(
+            differences["gradients"], float((summed[row] - one.gradients[row]).abs().max())
+        )
+    return differences
 
 
 @pytest.mark.gate  # the cuts of a step in one process: test_algo_objective.py
@@ -139,11 +145,13 @@ def test_every_recipe_and_plug_in_is_the_same_on_one_process_dp2_and_cp2(tmp_pat
     loaded = on_gloo_ranks(2, on_rank, tmp_path)
     wrong, moved = {}, 0
     for name, algo in cases().items():
-        one = run(world(name), algo, whole, share=unsharded)
-        moved += any(g.abs().sum() > 0 for g in one.gradients.values())
+        reference = run(world(name), algo, whole, share=unsharded)
+        moved += any(g.abs().sum() > 0 for g in reference.gradients.values())
         for layout in ("dp2", "cp2"):
-            found = gaps(one, [rank[name][layout] for rank in loaded])
-            if far := {figure: gap for figure, gap in found.items() if not gap <= BOUND}:
+            differences = gaps(reference, [rank[name][layout] for rank in loaded])
+            if far := {
+                figure: difference for figure, difference in differences.items() if not difference <= BOUND
+            }:
                 wrong[f"{name} on {layout}"] = far
     assert not wrong
     assert moved == len(cases())

@@ -132,7 +132,7 @@ TOKEN_MEAN, SEQUENCE_MEAN = "token_mean", "sequence_mean"
 def test_verl_advantages(libraries: SimpleNamespace, name: str) -> None:
     data, verl, index = Padded(), libraries.verl, torch.tensor(GROUPS).numpy()
     args = (data.token_rewards.clone(), data.mask)
-    theirs = {
+    verl_advantages = {
         "grpo": lambda: verl.compute_grpo_outcome_advantage(*args, index),
         "dr_grpo": lambda: verl.compute_grpo_outcome_advantage(*args, index, norm_adv_by_std_in_grpo=False),
         "rloo": lambda: verl.compute_rloo_outcome_advantage(*args, index),
@@ -148,36 +148,36 @@ def test_verl_advantages(libraries: SimpleNamespace, name: str) -> None:
     }[name]()[0]
     params: dict[str, object] = {"eps": 0.0} if name.startswith("reinforce") else {}
     params |= {"counts": "rewarded"} if name == "gpg" else {}
-    close(data.advantages(name, **params), data.flat(theirs))
+    close(data.advantages(name, **params), data.flat(verl_advantages))
 
 
 @pytest.mark.parametrize("weighed", [False, True], ids=["plain", "importance weights"])
 def test_verl_optimal_token_baseline(libraries: SimpleNamespace, weighed: bool) -> None:
     data, cap = Padded(), 1.5
     squares = data.values.abs().clamp(max=1)
-    theirs, _ = libraries.verl.compute_optimal_token_baseline_advantage(
+    verl_advantages, _ = libraries.verl.compute_optimal_token_baseline_advantage(
         data.token_rewards, data.mask, torch.tensor(GROUPS).numpy(), data.old, squares,
         rollout_is_weights=(data.old - data.mu).exp().clamp(max=cap) if weighed else None,
     )  # fmt: skip
     method = build("advantage", "optimal_token_baseline", cap=cap if weighed else None)
     samples, batch = data.samples(), data.batch()
     batch.sum_pi_squared = data.flat(squares)
-    (found,) = method.per_token(method(samples), samples, [batch], lambda total: total)
-    close(found, data.flat(theirs))
+    (advantages,) = method.per_token(method(samples), samples, [batch], lambda total: total)
+    close(advantages, data.flat(verl_advantages))
 
 
 def test_trl_sync_of_the_reference(libraries: SimpleNamespace) -> None:
     from trl.trainer.callbacks import SyncRefModelCallback
 
-    policy, theirs = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    policy, reference = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     hook = build("hook", "sync_ref", interval=1, alpha=0.6)
-    hook.start(theirs.named_parameters())
+    hook.start(reference.named_parameters())
     for _ in range(3):
         with torch.no_grad():
             policy.weight.add_(0.5)
-        SyncRefModelCallback._sync_target_model(policy, theirs, 0.6)
+        SyncRefModelCallback._sync_target_model(policy, reference, 0.6)
         hook.after_version(policy.named_parameters(), 1.0)
-    for name, parameter in theirs.named_parameters():
+    for name, parameter in reference.named_parameters():
         close(hook.reference()[name], parameter.detach())
 
 
@@ -187,13 +187,13 @@ def test_trl_scale_rewards_batch(libraries: SimpleNamespace) -> None:
 
     data = Padded()
     rewards, mean = data.rewards[:, 0], data.rewards[:, 0].view(2, 4).mean(1).repeat_interleave(4)
-    theirs = (rewards - mean) / (nanstd(rewards) + 1e-4)
-    close(data.advantages("lite_ppo"), data.flat(theirs[:, None].expand(B, L)))
+    trl_advantages = (rewards - mean) / (nanstd(rewards) + 1e-4)
+    close(data.advantages("lite_ppo"), data.flat(trl_advantages[:, None].expand(B, L)))
 
 
 def test_verl_gae_and_returns(libraries: SimpleNamespace) -> None:
     data = Padded()
-    theirs, returns = libraries.verl.compute_gae_advantage_return(
+    verl_advantages, returns = libraries.verl.compute_gae_advantage_return(
         data.token_rewards, data.values, data.mask, 0.99, 0.9
     )
     objective = Objective(
@@ -201,23 +201,23 @@ def test_verl_gae_and_returns(libraries: SimpleNamespace) -> None:
     )
     plan, batch = objective.plan(data.samples()), data.batch()
     objective.finish(plan, [batch])
-    close(batch.signal("advantages"), data.flat(theirs))
+    close(batch.signal("advantages"), data.flat(verl_advantages))
     close(batch.signal("returns"), data.flat(returns))
 
 
 def test_verl_gdpo_but_verl_whitens_over_tokens_and_we_over_samples(libraries: SimpleNamespace) -> None:
     """Before the whitening both are the same: compared up to the one shift and scale that whitening is."""
     data, index = Padded(), torch.tensor(GROUPS).numpy()
-    theirs = sum(
+    verl_advantages = sum(
         libraries.verl.compute_grpo_outcome_advantage(
             data.rewards[:, k : k + 1].clone(), torch.ones(B, 1), index
         )[0]
         for k in range(2)
     )
-    ours = data.advantages("gdpo", data.rewards)
+    advantages = data.advantages("gdpo", data.rewards)
     first = torch.tensor([0, *LENGTHS]).cumsum(0)[:-1]
-    expected = theirs[:, 0] / theirs[:, 0].std()
-    close(ours[first], expected - expected.mean())
+    expected = verl_advantages[:, 0] / verl_advantages[:, 0].std()
+    close(advantages[first], expected - expected.mean())
 
 
 def actor(libraries: SimpleNamespace, **fields: Any) -> Any:
@@ -256,8 +256,8 @@ def test_verl_losses_and_gradients(
     function = getattr(libraries.verl, f"compute_policy_loss_{theirs}")
     expected, _ = function(data.old, leaf, advantages[:, None].expand(B, L), data.mask, mode, config)
     expected.backward()
-    got, gradient = data.loss(advantages, **ours)
-    close(got, expected.detach())
+    loss, gradient = data.loss(advantages, **ours)
+    close(loss, expected.detach())
     close(gradient, data.flat(leaf.grad))
 
 
@@ -285,11 +285,11 @@ def test_verl_icepop(libraries: SimpleNamespace, level: str) -> None:
     weights, _ = libraries.corrections.compute_rollout_correction_weights(
         data.old - data.mu, data.mask, level, "0.7_1.5"
     )
-    kept = data.flat(weights) > 0
-    assert kept.any() and not kept.all()
-    ones = torch.ones(B, dtype=DOUBLE)
+    keep_mask = data.flat(weights) > 0
+    assert keep_mask.any() and not keep_mask.all()
+    advantages = torch.ones(B, dtype=DOUBLE)
     correction = {"name": "icepop", "low": 0.7, "high": 1.5, "level": level}
-    _, gradient = data.loss(ones, TOKEN_MEAN, loss=["reinforce"], corrections=[correction])
+    _, gradient = data.loss(advantages, TOKEN_MEAN, loss=["reinforce"], corrections=[correction])
     close(gradient, data.flat(-weights) / sum(LENGTHS))
 
 
@@ -305,12 +305,12 @@ def test_verl_rejection_but_verl_bounds_the_inverse_ratio(
     mask, _ = libraries.corrections.compute_rollout_rejection_mask(
         data.old - data.mu, data.mask, theirs, "0.8_1.25"
     )
-    kept = data.flat(mask)
-    assert 0 < kept.sum() < len(kept)
+    keep_mask = data.flat(mask)
+    assert 0 < keep_mask.sum() < len(keep_mask)
     correction = {"name": "icepop", "low": 1 / 1.25, "high": 1 / 0.8, "level": level, "weighted": False}
-    ones = torch.ones(B, dtype=DOUBLE)
-    _, gradient = data.loss(ones, TOKEN_MEAN, loss=["reinforce"], corrections=[correction])
-    close(gradient, -kept / sum(LENGTHS))
+    advantages = torch.ones(B, dtype=DOUBLE)
+    _, gradient = data.loss(advantages, TOKEN_MEAN, loss=["reinforce"], corrections=[correction])
+    close(gradient, -keep_mask / sum(LENGTHS))
 
 
 @pytest.mark.parametrize(("above", "threshold"), [("clamp", "1.5"), ("mask", "1e-9_1.5")])
@@ -327,18 +327,18 @@ def test_verl_decoupled_ppo(libraries: SimpleNamespace, above: str, threshold: s
     )
     expected.backward()
     correction = {"name": "decoupled_ppo", "cap": 1.5, "above": above}
-    got, gradient = data.loss(advantages, TOKEN_MEAN, loss=["clip"], corrections=[correction])
-    close(got, expected.detach())
+    loss, gradient = data.loss(advantages, TOKEN_MEAN, loss=["clip"], corrections=[correction])
+    close(loss, expected.detach())
     close(gradient, data.flat(leaf.grad))
 
 
 def test_trl_overlong_punishment(libraries: SimpleNamespace) -> None:
     """Up to the cap, which no response of ours exceeds."""
     data = Padded()
-    theirs = libraries.overlong(9, 4)(completion_ids=[[1] * n for n in LENGTHS])
-    got = build("shaping", "overlong", cap=9, buffer=4)(data.samples())
-    close(got - data.rewards[:, 0], torch.tensor(theirs))
-    assert min(theirs) == -1 and len(set(theirs)) > 3
+    trl_penalties = libraries.overlong(9, 4)(completion_ids=[[1] * n for n in LENGTHS])
+    shaped_rewards = build("shaping", "overlong", cap=9, buffer=4)(data.samples())
+    close(shaped_rewards - data.rewards[:, 0], torch.tensor(trl_penalties))
+    assert min(trl_penalties) == -1 and len(set(trl_penalties)) > 3
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
@@ -346,10 +346,10 @@ def test_verl_kl_estimates_within_their_clamp_of_ten(libraries: SimpleNamespace,
     from rlsys.algo.kl import kl_estimate
 
     data = Padded()
-    theirs = libraries.verl.kl_penalty_forward(
+    verl_kl = libraries.verl.kl_penalty_forward(
         data.logp, data.ref, {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}[kind]
     )
-    close(kl_estimate(data.logp, data.ref, kind), theirs)
+    close(kl_estimate(data.logp, data.ref, kind), verl_kl)
 
 
 @pytest.mark.parametrize(("gradient", "theirs"), [("estimate", "k3"), ("k2", "k3+")])
@@ -364,18 +364,18 @@ def test_verl_kl_with_its_clamp_and_straight_through(
     assert (data.flat(penalty.detach()) == 10).any()
     (penalty * data.mask).sum().backward()
     kl = {"name": "kl", "beta": 1.0, "gradient": gradient}
-    got, found = data.loss(torch.zeros(B, dtype=DOUBLE), TOKEN_MEAN, loss=["clip", kl])
-    close(got, (penalty * data.mask).sum().detach() / sum(LENGTHS))
-    close(found, data.flat(leaf.grad) / sum(LENGTHS))
+    loss, loss_gradient = data.loss(torch.zeros(B, dtype=DOUBLE), TOKEN_MEAN, loss=["clip", kl])
+    close(loss, (penalty * data.mask).sum().detach() / sum(LENGTHS))
+    close(loss_gradient, data.flat(leaf.grad) / sum(LENGTHS))
 
 
 def test_verl_adaptive_kl_of_one_sample_an_update(libraries: SimpleNamespace) -> None:
-    theirs = libraries.verl.AdaptiveKLController(0.01, 0.1, 50.0)
-    ours = build("loss", "adaptive_kl", beta=0.01, target=0.1, horizon=50.0)
+    controller = libraries.verl.AdaptiveKLController(0.01, 0.1, 50.0)
+    term = build("loss", "adaptive_kl", beta=0.01, target=0.1, horizon=50.0)
     for kl in (0.3, 0.105, 0.01, 0.2):
-        theirs.update(kl, n_steps=1)
-        ours.observe({"kl": kl})
-        assert ours.weight() == pytest.approx(theirs.value, rel=1e-12)
+        controller.update(kl, n_steps=1)
+        term.observe({"kl": kl})
+        assert term.weight() == pytest.approx(controller.value, rel=1e-12)
 
 
 def test_verl_value_loss(libraries: SimpleNamespace) -> None:
@@ -385,10 +385,10 @@ def test_verl_value_loss(libraries: SimpleNamespace) -> None:
     returns, new = data.values + 0.5 * data.ref, data.values + data.logp
     expected, _ = libraries.verl.compute_value_loss(new, returns, data.values, data.mask, 0.2)
     batch.returns = data.flat(returns)
-    got = build("loss", "value", coefficient=1.0)(
+    loss = build("loss", "value", coefficient=1.0)(
         View(batch, batch.mu, batch.mu, values=data.flat(new)), None
     )[0]
-    close(got.mean(), expected)
+    close(loss.mean(), expected)
 
 
 def trl_loss(
@@ -410,14 +410,14 @@ def trl_loss(
         gather=lambda t: t, num_processes=1, sync_gradients=True, gather_for_metrics=lambda t: t,
         reduce=lambda t, reduction: t,
     )  # fmt: skip
-    asked = {
+    trl_args = {
         "use_bias_correction_kl": False, "delta": None, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
         "steps_per_generation": 1, **(args or {}),
     }  # fmt: skip
     this = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *a, **k: (leaf, entropy, None),
         aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=0.0,
-        args=SimpleNamespace(**asked),
+        args=SimpleNamespace(**trl_args),
         importance_sampling_level="token", loss_type="grpo", epsilon_low=0.2, epsilon_high=0.28, use_vllm=False,
         model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1, max_completion_length=L,
         accelerator=quiet, _entropy_bonus_enabled=False, _metrics=defaultdict(lambda: defaultdict(list)),
@@ -425,13 +425,13 @@ def trl_loss(
     )  # fmt: skip
     for name, value in fields.items():
         setattr(this, name, value)
-    given = {
+    trl_inputs = {
         "prompt_ids": torch.zeros(B, 1), "prompt_mask": torch.ones(B, 1), "completion_ids": torch.zeros(B, L),
         "completion_mask": data.mask, "advantages": advantages, "old_per_token_logps": data.old,
         "ref_per_token_logps": data.ref, "sampling_per_token_logps": data.mu, "num_items_in_batch": data.mask.sum(),
         **(inputs or {}),
     }  # fmt: skip
-    loss = libraries.trl._compute_loss(this, None, given)
+    loss = libraries.trl._compute_loss(this, None, trl_inputs)
     loss.backward()
     if keep is not None:
         keep |= {name: getattr(this, name) for name in keep}
@@ -457,8 +457,8 @@ def test_trl_losses_and_gradients(
 ) -> None:
     data, advantages = Padded(), torch.linspace(-2, 2, B, dtype=DOUBLE)
     expected, expected_gradient = trl_loss(libraries, data, advantages, **theirs)
-    got, gradient = data.loss(advantages, **ours)
-    close(got, expected)
+    loss, gradient = data.loss(advantages, **ours)
+    close(loss, expected)
     close(gradient, expected_gradient)
 
 
@@ -466,17 +466,17 @@ def test_trl_entropy_bonus_but_trl_takes_its_mean_over_tokens_whatever_the_reduc
     libraries: SimpleNamespace,
 ) -> None:
     data, advantages = Padded(), torch.linspace(-2, 2, B, dtype=DOUBLE)
-    theirs, ours = data.values.abs().requires_grad_(), data.flat(data.values.abs()).requires_grad_()
+    trl_entropy, entropy = data.values.abs().requires_grad_(), data.flat(data.values.abs()).requires_grad_()
     expected, expected_gradient = trl_loss(
-        libraries, data, advantages, theirs,
+        libraries, data, advantages, trl_entropy,
         loss_type="dapo", _entropy_bonus_enabled=True, use_adaptive_entropy=False, entropy_coef=0.3,
     )  # fmt: skip
     terms = ["clip", {"name": "entropy", "coefficient": 0.3}]
-    got, gradient = data.loss(advantages, TOKEN_MEAN, ours, loss=terms)
-    close(got, expected)
+    loss, gradient = data.loss(advantages, TOKEN_MEAN, entropy, loss=terms)
+    close(loss, expected)
     close(gradient, expected_gradient)
-    assert theirs.grad is not None and ours.grad is not None
-    close(ours.grad, data.flat(theirs.grad))
+    assert trl_entropy.grad is not None and entropy.grad is not None
+    close(entropy.grad, data.flat(trl_entropy.grad))
 
 
 def test_trl_bias_corrected_kl_but_trl_takes_the_ratio_to_its_old_policy(libraries: SimpleNamespace) -> None:
@@ -485,14 +485,14 @@ def test_trl_bias_corrected_kl_but_trl_takes_the_ratio_to_its_old_policy(librari
     data.mu = data.old
     expected = trl_loss(libraries, data, advantages, beta=0.1, args={"use_bias_correction_kl": True})
     kl = {"name": "kl", "beta": 0.1, "gradient": "ratio"}
-    got = data.loss(advantages, SEQUENCE_MEAN, loss=["clip", kl], anchor="mu")
-    close(got[0], expected[0])
-    close(got[1], expected[1])
+    result = data.loss(advantages, SEQUENCE_MEAN, loss=["clip", kl], anchor="mu")
+    close(result[0], expected[0])
+    close(result[1], expected[1])
 
 
 def test_trl_adaptive_entropy_but_trl_has_no_bonus_before_it_has_measured(libraries: SimpleNamespace) -> None:
     """Its state after windows of mean entropy near 0.8, 0.4, 0.8 for a target of 0.6."""
-    data, ours = Padded(), build("loss", "adaptive_entropy", coefficient=0.1, target=0.6, delta=0.03)
+    data, term = Padded(), build("loss", "adaptive_entropy", coefficient=0.1, target=0.6, delta=0.03)
     state: dict[str, Any] = {
         "entropy_coef": 0.1,
         "_last_world_entropy": float("inf"),
@@ -507,15 +507,15 @@ def test_trl_adaptive_entropy_but_trl_has_no_bonus_before_it_has_measured(librar
     for step, scale in enumerate((1.0, 0.5, 1.0)):
         entropy = data.values.abs() * scale
         state["_metrics"] = defaultdict(lambda: defaultdict(list))
-        theirs = trl_loss(
+        trl_bonus = trl_loss(
             libraries, data, torch.zeros(B, dtype=DOUBLE), entropy, loss_type="dapo", args=args, keep=state,
             _entropy_bonus_enabled=True, use_adaptive_entropy=True, **state,
         )[0]  # fmt: skip
         mean = float(data.flat(entropy).mean())
         if step:
-            close(theirs, torch.tensor(-ours.weight() * mean))
-        ours.observe({"entropy": mean})
-        assert ours.state_dict() == pytest.approx(
+            close(trl_bonus, torch.tensor(-term.weight() * mean))
+        term.observe({"entropy": mean})
+        assert term.state_dict() == pytest.approx(
             {"coefficient": state["entropy_coef"], "entropy": state["_last_world_entropy"]}
         )
 
@@ -524,6 +524,6 @@ def test_trl_sequence_level_is_gspo_but_trl_lets_each_token_share_the_sum(librar
     """TRL differentiates the mean of the log-ratios, we each token's own: with the sequence mean they agree."""
     data, advantages = Padded(0.05), torch.linspace(-2, 2, B, dtype=DOUBLE)
     expected = trl_loss(libraries, data, advantages, importance_sampling_level="sequence")
-    got = data.loss(advantages, SEQUENCE_MEAN, loss=[WIDE_GSPO])
-    close(got[0], expected[0])
-    close(got[1], expected[1])
+    result = data.loss(advantages, SEQUENCE_MEAN, loss=[WIDE_GSPO])
+    close(result[0], expected[0])
+    close(result[1], expected[1])

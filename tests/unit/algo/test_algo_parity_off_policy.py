@@ -76,9 +76,9 @@ def test_verl_losses_for_stale_samples(
     expanded = advantages[:, None].expand(B, L).clone()
     expected, _ = function(data.old, leaf, expanded, data.mask, mode, config)
     expected.backward()
-    got, gradient = data.loss(advantages, **{"reducer": TOKEN_MEAN, **ours})
+    loss, gradient = data.loss(advantages, **{"reducer": TOKEN_MEAN, **ours})
     assert leaf.grad is not None
-    close(got, expected.detach())
+    close(loss, expected.detach())
     close(gradient, data.flat(leaf.grad))
     if theirs in ("dppo_tv", "dppo_kl", "geo_mean", "clip_cov") and "cap" not in ours["loss"][0]:
         assert 0 < (gradient == 0).sum() < len(gradient)
@@ -111,12 +111,12 @@ def test_verl_rollout_rs(
     mask, _ = libraries.corrections.compute_rollout_rejection_mask(
         data.old - data.mu, data.mask, theirs, threshold
     )
-    kept = data.flat(mask)
-    assert 0 < kept.sum() < len(kept)
-    got = data.loss(
+    keep_mask = data.flat(mask)
+    assert 0 < keep_mask.sum() < len(keep_mask)
+    gradient = data.loss(
         torch.ones(B, dtype=DOUBLE), TOKEN_MEAN, loss=["cispo"], corrections=[{"name": "rejection", **ours}]
     )[1]
-    close((got != 0).double(), kept)
+    close((gradient != 0).double(), keep_mask)
 
 
 def test_verl_rollout_rs_in_a_chain(libraries: SimpleNamespace) -> None:  # noqa: F811
@@ -128,8 +128,8 @@ def test_verl_rollout_rs_in_a_chain(libraries: SimpleNamespace) -> None:  # noqa
         {"name": "rejection", "kind": "k2", "level": "token", "high": 0.2},
         {"name": "rejection", "kind": "k3", "level": "sequence_mean", "high": 0.15},
     ]
-    got = data.loss(torch.ones(B, dtype=DOUBLE), TOKEN_MEAN, loss=["cispo"], corrections=chain)[1]
-    close((got != 0).double(), data.flat(mask))
+    gradient = data.loss(torch.ones(B, dtype=DOUBLE), TOKEN_MEAN, loss=["cispo"], corrections=chain)[1]
+    close((gradient != 0).double(), data.flat(mask))
 
 
 VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
@@ -141,9 +141,9 @@ def test_trl_vespo(libraries: SimpleNamespace) -> None:  # noqa: F811
     expected = trl_loss(
         libraries, data, steep(data), loss_type="vespo", args=VESPO, get_gamma_weights=weights
     )
-    got = data.loss(steep(data), TOKEN_MEAN, loss=["vespo"])
-    close(got[0], expected[0])
-    close(got[1], expected[1])
+    result = data.loss(steep(data), TOKEN_MEAN, loss=["vespo"])
+    close(result[0], expected[0])
+    close(result[1], expected[1])
 
 
 def test_trl_vespo_whose_ratio_to_the_engine_is_anchor_mu_here(libraries: SimpleNamespace) -> None:  # noqa: F811
@@ -153,18 +153,18 @@ def test_trl_vespo_whose_ratio_to_the_engine_is_anchor_mu_here(libraries: Simple
     expected = trl_loss(
         libraries, data, steep(data), inputs={"importance_sampling_ratio": ratio}, loss_type="vespo", **fields
     )
-    got = data.loss(steep(data), TOKEN_MEAN, loss=["vespo"], anchor="mu")
-    close(got[0], expected[0])
-    close(got[1], expected[1])
+    result = data.loss(steep(data), TOKEN_MEAN, loss=["vespo"], anchor="mu")
+    close(result[0], expected[0])
+    close(result[1], expected[1])
 
 
 def test_trl_luspo(libraries: SimpleNamespace) -> None:  # noqa: F811
     data = Padded(0.05)
     fields = {"loss_type": "luspo", "importance_sampling_level": "sequence"}
     expected = trl_loss(libraries, data, steep(data), **fields)
-    got = data.loss(steep(data), SEQUENCE_MEAN, loss=[{**WIDE_GSPO, "name": "luspo"}])
-    close(got[0], expected[0])
-    close(got[1], expected[1])
+    result = data.loss(steep(data), SEQUENCE_MEAN, loss=[{**WIDE_GSPO, "name": "luspo"}])
+    close(result[0], expected[0])
+    close(result[1], expected[1])
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.77, 1.0])
@@ -175,20 +175,20 @@ def test_trl_top_entropy(libraries: SimpleNamespace, share: float) -> None:  # n
     quiet = SimpleNamespace(gather=lambda t: t, pad_across_processes=lambda t, **k: t)
 
     def mask(entropies: Tensor, of: Tensor, threshold: float) -> Tensor:
-        found = libraries.trl.get_high_entropy_mask(
+        entropy_mask = libraries.trl.get_high_entropy_mask(
             SimpleNamespace(accelerator=quiet), entropies, of, threshold
         )
-        assert isinstance(found, Tensor)
-        return found
+        assert isinstance(entropy_mask, Tensor)
+        return entropy_mask
 
     fields = {"top_entropy_quantile": share, "get_high_entropy_mask": mask}
     expected = trl_loss(libraries, data, steep(data), entropy, **fields)
     data.entropy = entropy
-    got = data.loss(
+    result = data.loss(
         steep(data), SEQUENCE_MEAN, loss=["clip"], selectors=[{"name": "top_entropy", "share": share}]
     )
-    close(got[0], expected[0])
-    close(got[1], expected[1])
+    close(result[0], expected[0])
+    close(result[1], expected[1])
 
 
 @pytest.mark.parametrize(
@@ -207,13 +207,13 @@ def test_trl_mask_truncated_completions(
 ) -> None:
     """TRL masks the responses before it counts tokens, but not samples."""
     data, cut = Padded(), torch.tensor([False, True, False, False, False, True, False, False])
-    whole = data.mask
-    data.mask = whole * ~cut[:, None]
+    full_mask = data.mask
+    data.mask = full_mask * ~cut[:, None]
     expected = trl_loss(libraries, data, steep(data), loss_type=loss_type)
-    kept, data.mask = data.mask, whole
+    kept_mask, data.mask = data.mask, full_mask
     data.truncated = cut
     selector = {"name": "overlong_filter", "denominator": denominator}
-    got = data.loss(steep(data), reducer, loss=["clip"], selectors=[selector])
-    close(got[0], expected[0])
-    close(got[1][data.flat(kept) > 0], expected[1])
-    assert (got[1][data.flat(kept) == 0] == 0).all()
+    result = data.loss(steep(data), reducer, loss=["clip"], selectors=[selector])
+    close(result[0], expected[0])
+    close(result[1][data.flat(kept_mask) > 0], expected[1])
+    assert (result[1][data.flat(kept_mask) == 0] == 0).all()

@@ -92,10 +92,10 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         *[
             (
                 [f"algo.loss=[{loss}]", f"algo.reducer={name}"],
-                rf"algo.loss has {loss}, .*, but algo.reducer \({made}\) .* use algo.reducer = sequence_mean",
+                rf"algo.loss has {loss}, .*, but algo.reducer \({plugin_class}\) .* use algo.reducer = sequence_mean",
             )
             for loss in ("gspo", "luspo", "gmpo")
-            for name, made in (("token_mean", "TokenMean"), ("constant", "Constant"))
+            for name, plugin_class in (("token_mean", "TokenMean"), ("constant", "Constant"))
         ],
         (["algo.loss=[entropy]"], r"algo.loss \(EntropyBonus\) has no term that trains on advantages"),
         (["algo.loss=[clip, value]"], r"algo.loss \(Clip, ValueLoss\) trains a critic, but .* use gae"),
@@ -121,9 +121,13 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         *[
             (
                 ["rollout.group_size=1", f"algo.advantage={name}"],
-                rf"rollout.group_size = 1, but algo.advantage \({made}\) compares the samples",
+                rf"rollout.group_size = 1, but algo.advantage \({plugin_class}\) compares the samples",
             )
-            for name, made in (("rloo", "Rloo"), ("vcpo", "MinimumVariance"), ("reinforce_pp_baseline", ".*"))
+            for name, plugin_class in (
+                ("rloo", "Rloo"),
+                ("vcpo", "MinimumVariance"),
+                ("reinforce_pp_baseline", ".*"),
+            )
         ],
         (
             ["rollout.group_size=1", "algo.advantage=reinforce_pp", "algo.planners=[dapo]"],
@@ -133,9 +137,10 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         *[
             (
                 ["algo.advantage=mc_grpo", f"algo.planners=[mc_grpo, {{name: {name}, largest: 32}}]"],
-                rf"algo.planners\[1\] \({made}\) lets groups of 9 grow to any size up to 32, .* an odd number",
+                rf"algo.planners\[1\] \({plugin_class}\) lets groups of 9 grow to any size up to 32, "
+                r".* an odd number",
             )
-            for name, made in (("dars", "Dars"), ("xrpo", "Xrpo"))
+            for name, plugin_class in (("dars", "Dars"), ("xrpo", "Xrpo"))
         ],
         (
             ["algo.advantage=mc_grpo", "algo.planners=[grpo_roc, mc_grpo]", f"algo.selectors=[{ROC}]"],
@@ -182,8 +187,10 @@ def test_a_mistake_is_one_line_that_names_field_and_reason(overrides: list[str],
 def test_a_weight_of_exact_tokens_that_is_not_1_is_said() -> None:
     """Also of a correction that looks at the whole ratio."""
     overrides = ["algo.anchor=old", "algo.minibatches=2", "algo.corrections=[{name: minpro, cap: 0.5}]"]
-    told = notes(load_config(CONFIGS / "quickstart.yaml", overrides))
-    assert any("(MinPro) multiplies tokens on which engine and trainer agree by 0.5" in note for note in told)
+    messages = notes(load_config(CONFIGS / "quickstart.yaml", overrides))
+    assert any(
+        "(MinPro) multiplies tokens on which engine and trainer agree by 0.5" in note for note in messages
+    )
 
 
 def test_a_correction_that_only_rejects_multiplies_nothing_twice() -> None:
@@ -233,12 +240,12 @@ def test_groups_that_stay_odd_have_a_median(overrides: list[str]) -> None:
 
 def test_the_recipe_of_brorl_has_more_samples_than_its_learning_rate_was_chosen_for() -> None:
     config = load_config(CONFIGS / "algorithms" / "brorl.yaml")
-    made = make_all(config.algo)
-    start = start_size(made["planners"], config.rollout.group_size)
+    plugins = make_all(config.algo)
+    start = start_size(plugins["planners"], config.rollout.group_size)
     quickstart = load_config(CONFIGS / "quickstart.yaml")
-    assert made["hooks"][0].samples == quickstart.samples_per_step == 128
+    assert plugins["hooks"][0].samples == quickstart.samples_per_step == 128
     size = config.rollout.groups_per_step * start / config.algo.minibatches
-    assert made["hooks"][0].lr_factor(None, [], size) > 1.4
+    assert plugins["hooks"][0].lr_factor(None, [], size) > 1.4
     assert config.rollout.groups_per_step < quickstart.rollout.groups_per_step
 
 
@@ -263,9 +270,9 @@ def test_the_recipe_of_brorl_has_more_samples_than_its_learning_rate_was_chosen_
 def test_what_can_have_no_effect_is_said(overrides: list[str], told: list[str]) -> None:
     config = load_config(CONFIGS / "quickstart.yaml", overrides)
     check(config)
-    found = notes(config)
-    assert len(found) == len(told)
-    assert all(line.startswith(start) for line, start in zip(found, told, strict=True))
+    messages = notes(config)
+    assert len(messages) == len(told)
+    assert all(line.startswith(start) for line, start in zip(messages, told, strict=True))
 
 
 @pytest.mark.parametrize(

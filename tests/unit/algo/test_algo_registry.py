@@ -142,12 +142,12 @@ def test_rewards_that_are_no_numbers_with_a_fraction_are_refused() -> None:
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in TABLE.items() for name in names])
 def test_every_default_is_a_value_that_may_be_given(kind: str, name: str) -> None:
     plugin = load(kind, TABLE[kind][name])
-    given = {
+    defaults = {
         key: f.default
         for key, f in plugin.model_fields.items()
         if not f.is_required() and not f.default_factory
     }
-    build(kind, name, **given)
+    build(kind, name, **defaults)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_every_default_is_a_value_that_may_be_given(kind: str, name: str) -> Non
     ],
 )  # fmt: skip
 def test_defaults_are_the_published_ones(kind: str, name: str, published: dict[str, float]) -> None:
-    made = build(kind, name)
-    assert {key: getattr(made, key) for key in published} == published
+    plugin = build(kind, name)
+    assert {key: getattr(plugin, key) for key in published} == published
 
 
 def test_show_names_types_as_they_are_written() -> None:
@@ -230,8 +230,8 @@ def test_list_and_show() -> None:
     assert all(name in text for names in TABLE.values() for name in names)
     for entry in entries():
         assert all(f" {name}=" in text for name, _, _, _ in entry.fields), entry.name
-    shown = render_show("vcpo")
-    assert "hook: vcpo" in shown and "advantage: vcpo" in shown and "rho0 (" in shown
+    details = render_show("vcpo")
+    assert "hook: vcpo" in details and "advantage: vcpo" in details and "rho0 (" in details
     assert "a reading of the abstract" in render_show("minpro")
     with pytest.raises(UserError, match=r"unknown algorithm 'grpoo'; did you mean grpo\?"):
         render_show("grpoo")
@@ -241,20 +241,20 @@ def test_defaults_that_are_sections_are_counted_and_shown_as_a_config_takes_them
     """Before: `[TemplateParams(system='', ...), ...]`, fifteen lines of it."""
     assert "templates=8 templates, seed=0" in render_list()
     assert "Params(" not in render_list()
-    shown = render_show("prompt_augmentation")
-    assert "templates (list[TemplateParams], default 8 templates)" in shown
-    given = yaml.safe_load(shown.partition("the default of ")[2])
-    plugin = build("prompt", "prompt_augmentation", templates=given["templates"])
+    details = render_show("prompt_augmentation")
+    assert "templates (list[TemplateParams], default 8 templates)" in details
+    params = yaml.safe_load(details.partition("the default of ")[2])
+    plugin = build("prompt", "prompt_augmentation", templates=params["templates"])
     assert plugin == build("prompt", "prompt_augmentation")
 
 
 def test_each_plugin_of_a_method_has_a_stage_and_a_recipe() -> None:
     """What has none: defaults, and the parts that recipes leave out."""
-    found = recipes()
-    assert found["advantage", "gae"] == found["loss", "value"] == "algorithms/gae"
-    assert found["preference", "dpo"] == "preferences/dpo"
+    recipe_paths = recipes()
+    assert recipe_paths["advantage", "gae"] == recipe_paths["loss", "value"] == "algorithms/gae"
+    assert recipe_paths["preference", "dpo"] == "preferences/dpo"
     assert set(OTHER_STAGES) <= {(e.kind, e.name) for e in entries()}
-    without = {(e.kind, e.name) for e in entries()} - set(found)
+    without = {(e.kind, e.name) for e in entries()} - set(recipe_paths)
     assert without == {("prompt", "in_order"), ("planner", "fixed")}
 
 

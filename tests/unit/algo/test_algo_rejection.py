@@ -89,11 +89,11 @@ def test_groups_over_ranks_are_the_same_groups(kind: str, level: str, high: floa
     world = World(size=4)
     correction = {"name": "rejection", "kind": kind, "level": level, "high": high}
     algo = section(anchor="old", corrections=[correction])
-    one = run(world, algo, lambda rows: [rows])
-    assert 0 < one.metrics["rejected_share"] < 1
+    reference = run(world, algo, lambda rows: [rows])
+    assert 0 < reference.metrics["rejected_share"] < 1
     ranks = on_ranks(2, lambda rank, reduce: run(world, algo, lambda r: [[i] for i in r[rank::2]], reduce))
-    assert ranks[0].metrics["rejected_share"] == pytest.approx(one.metrics["rejected_share"])
-    assert ranks[0].loss == pytest.approx(one.loss)
+    assert ranks[0].metrics["rejected_share"] == pytest.approx(reference.metrics["rejected_share"])
+    assert ranks[0].loss == pytest.approx(reference.loss)
 
 
 def test_a_term_without_weight_changes_no_group() -> None:
@@ -106,11 +106,11 @@ def test_a_term_without_weight_changes_no_group() -> None:
         "corrections": [{"name": "rejection", "level": "group_mean", "high": 0.05}],
     }
     plain = run(world, section(**fields), lambda rows: [rows])
-    other = run(world, section(loss=["clip", {"name": "kl", "beta": 0.0}], **fields), lambda rows: [rows])
-    assert len(other.rows) == 16 and len(plain.rows) == 8
+    zero_kl = run(world, section(loss=["clip", {"name": "kl", "beta": 0.0}], **fields), lambda rows: [rows])
+    assert len(zero_kl.rows) == 16 and len(plain.rows) == 8
     assert plain.metrics["rejected_share"] > 0
     for row in plain.rows:
-        torch.testing.assert_close(other.gradients[row], plain.gradients[row])
+        torch.testing.assert_close(zero_kl.gradients[row], plain.gradients[row])
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_xrpo_score_by_hand() -> None:
 
 def grown(xrpo: Planner, success: Callable[[int], float], count: int) -> dict[int, SampleGroup]:
     """`count` groups of 8 through the planner, as the runner does it: each asked again when it is released."""
-    rng, done = random.Random(1), {}
+    rng, accepted_groups = random.Random(1), {}
     live: dict[int, SampleGroup] = {}
 
     def rewards(group_id: int, n: int) -> list[float]:
@@ -119,11 +119,11 @@ def grown(xrpo: Planner, success: Callable[[int], float], count: int) -> dict[in
     def decided(group_id: int) -> None:
         decision = xrpo.decide(live[group_id])
         if isinstance(decision, AddSamples):
-            before = [s.reward for s in live[group_id].samples]
-            live[group_id] = group(before + rewards(group_id, decision.samples), group_id, group_id)
+            previous_rewards = [s.reward for s in live[group_id].samples]
+            live[group_id] = group(previous_rewards + rewards(group_id, decision.samples), group_id, group_id)
             decided(group_id)
         elif isinstance(decision, Accept):
-            done[group_id] = live.pop(group_id)
+            accepted_groups[group_id] = live.pop(group_id)
 
     def all_released() -> None:
         while released := xrpo.released():
@@ -136,30 +136,32 @@ def grown(xrpo: Planner, success: Callable[[int], float], count: int) -> dict[in
     while live:
         xrpo.close_round()
         all_released()
-    return done
+    return accepted_groups
 
 
 @pytest.mark.parametrize("bonus", [0.05, 0.0])
 def test_xrpo_gives_the_share_that_was_asked_for(bonus: float) -> None:
     """At p = 1/2 a fourth of a further round per group, whatever the bonus: mean size 8 + 4 / 4."""
-    done = grown(build("planner", "xrpo", exemplars=0, bonus=bonus, largest=64), lambda _: 0.5, 2000)
-    assert sum(len(g.samples) - 8 for g in done.values()) / 4 / 2000 == pytest.approx(0.25, abs=0.005)
+    groups = grown(build("planner", "xrpo", exemplars=0, bonus=bonus, largest=64), lambda _: 0.5, 2000)
+    assert sum(len(g.samples) - 8 for g in groups.values()) / 4 / 2000 == pytest.approx(0.25, abs=0.005)
 
 
 @pytest.mark.parametrize("bonus", [0.05, 5.0])
 def test_xrpo_gives_a_learned_task_nothing(bonus: float) -> None:
-    done = grown(build("planner", "xrpo", bonus=bonus), lambda _: 1.0, 400)
-    assert {len(g.samples) for g in done.values()} == {8}
+    groups = grown(build("planner", "xrpo", bonus=bonus), lambda _: 1.0, 400)
+    assert {len(g.samples) for g in groups.values()} == {8}
 
 
 def test_xrpo_prefers_uncertain_groups() -> None:
     """One group in four is uncertain, the others are all but solved: these get everything there is."""
     half, rare = (lambda i: 0.5 if i % 4 == 0 else 1.0), (lambda i: 0.5 if i % 4 == 0 else 0.0)
     for success in (half, rare):
-        done = grown(build("planner", "xrpo", exemplars=0, largest=12, share=0.2), success, 400)
+        groups = grown(build("planner", "xrpo", exemplars=0, largest=12, share=0.2), success, 400)
         # But for the few that tie with one whose samples happen to agree: a draw decides.
-        assert sum(len(g.samples) > 8 for i, g in done.items() if i % 4) <= 3
-        assert sum(len(done[i].samples) for i in range(0, 400, 4)) == pytest.approx(100 * 8 + 80 * 4, abs=40)
+        assert sum(len(g.samples) > 8 for i, g in groups.items() if i % 4) <= 3
+        assert sum(len(groups[i].samples) for i in range(0, 400, 4)) == pytest.approx(
+            100 * 8 + 80 * 4, abs=40
+        )
 
 
 def test_xrpo_holds_groups_until_their_round_closes() -> None:
@@ -237,12 +239,12 @@ def test_the_most_alike_have_the_largest_cosine() -> None:
     for _ in range(20):
         texts = [rng.integers(0, 6, rng.integers(3, 12)).tolist() for _ in range(7)]
         counts = [Counter([*t, *itertools.pairwise(t)]) for t in texts]
-        known = sorted({term for c in counts for term in c}, key=str)
-        table = np.array([[c[term] for term in known] for c in counts], dtype=float)
+        vocabulary = sorted({term for c in counts for term in c}, key=str)
+        table = np.array([[c[term] for term in vocabulary] for c in counts], dtype=float)
         table *= np.log((1 + len(texts)) / (table > 0).sum(0))
         cosines = table[:-1] @ table[-1] / np.linalg.norm(table[:-1], axis=1) / np.linalg.norm(table[-1])
-        found = most_alike(texts[-1], texts[:-1], 6)
-        assert np.all(np.diff(cosines[found]) <= 1e-12)
+        ranking = most_alike(texts[-1], texts[:-1], 6)
+        assert np.all(np.diff(cosines[ranking]) <= 1e-12)
 
 
 def solved_or_not(
@@ -320,20 +322,20 @@ def test_lens_cleans_hard_prompts_once_and_spares_protected_tokens() -> None:
 def test_a_pool_gives_each_prompt_once_a_round_in_another_order_each_time() -> None:
     pool = build("prompt", "pool", size=7, seed=1)
     rounds = [[pool.index(7 * r + i) for i in range(7)] for r in range(3)]
-    assert all(sorted(found) == list(range(7)) for found in rounds)
+    assert all(sorted(indices) == list(range(7)) for indices in rounds)
     assert rounds[0] != rounds[1] != rounds[2]
     again = build("prompt", "pool", size=7, seed=1)
     assert [again.index(g) for g in (20, 3, 9)] == [rounds[2][6], rounds[0][3], rounds[1][2]]
 
 
 def test_vade_is_deterministic_resumes_and_never_draws_a_prompt_twice_at_once() -> None:
-    one, other = build("prompt", "vade", pool=6), build("prompt", "vade", pool=6)
-    drawn = [one.index(g) for g in range(6)]
+    source, restored_source = build("prompt", "vade", pool=6), build("prompt", "vade", pool=6)
+    drawn = [source.index(g) for g in range(6)]
     assert sorted(drawn) == list(range(6))
-    assert [one.index(g) for g in range(6)] == drawn
-    one.on_rewards(group([1, 0], 2, drawn[2]))
-    other.load_state_dict(one.state_dict())
-    assert one.index(6) == other.index(6) == drawn[2]  # the only one that is free
+    assert [source.index(g) for g in range(6)] == drawn
+    source.on_rewards(group([1, 0], 2, drawn[2]))
+    restored_source.load_state_dict(source.state_dict())
+    assert source.index(6) == restored_source.index(6) == drawn[2]  # the only one that is free
 
 
 def test_vade_takes_the_largest_p_times_1_minus_p_squared_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,11 +368,11 @@ def test_vade_forgets() -> None:
 def test_templates_differ_in_system_text_opening_and_format() -> None:
     """As the authors' do: some have a system text, some force an opening, some ask for a form of their own and are
     marked for their structure. All ask for a form that a verifier reads, in words that name it."""
-    found = build("prompt", "prompt_augmentation").templates
-    assert {t.form for t in found} == {"tags", "boxed", "line"}
+    templates = build("prompt", "prompt_augmentation").templates
+    assert {t.form for t in templates} == {"tags", "boxed", "line"}
     for part in ("system", "opening", "marks"):
-        assert 2 <= sum(bool(getattr(t, part)) for t in found) < len(found), part
-    for t in found[1:]:
+        assert 2 <= sum(bool(getattr(t, part)) for t in templates) < len(templates), part
+    for t in templates[1:]:
         asks = {"tags": "<answer>", "boxed": r"\boxed{}", "line": "`Answer:`"}[t.form]
         assert asks in t.system + t.user
         assert all(mark.strip("<>/:") in t.system + t.user for mark in t.marks)
@@ -422,8 +424,8 @@ def test_the_majority_has_the_most_votes(votes: list[str | None]) -> None:
 def test_dare_by_hand() -> None:
     """3 times "a" with u = 0.5, once "b" with u = 0.25: masses 6 : 4; bonus 0.1 (1/4) 0.5 and 0.1 (3/4) 0.75."""
     responses = [*answers("a", "a", "a", mu=-0.5), *answers("b", mu=-0.25)]
-    got = reward("dare", responses, eps=1e-9)
-    assert got == pytest.approx([0.6 + 0.0125] * 3 + [0.4 + 0.05625])
+    rewards = reward("dare", responses, eps=1e-9)
+    assert rewards == pytest.approx([0.6 + 0.0125] * 3 + [0.4 + 0.05625])
     assert reward("dare", responses, eps=1e-9, tau=0.45) == pytest.approx([1.0] * 3 + [0.0])
     assert reward("dare", answers(None)) == [0]
 
@@ -433,8 +435,8 @@ def test_dare_counts_only_answers_that_were_not_pruned_by_hand() -> None:
     b have half the mass and half of 12 votes: 0.5 + 0.5 (1/2) 0.8 = 0.7. Of 16 votes it would have been 0.75."""
     sure = [*answers(*"aaaaaa", *"bbbbbb", mu=-0.2)]
     junk = [Response("", a, [-0.9]) for a in "cdef"]
-    got = reward("dare", [*sure, *junk], alpha=0.5)
-    assert got == pytest.approx([0.7] * 12 + [0.0] * 4)
+    rewards = reward("dare", [*sure, *junk], alpha=0.5)
+    assert rewards == pytest.approx([0.7] * 12 + [0.0] * 4)
 
 
 def test_fapo_by_hand() -> None:
@@ -453,15 +455,15 @@ def test_fapo_by_hand() -> None:
 
 
 def test_the_judge_sees_the_key_and_nothing_that_a_response_pretends() -> None:
-    asked: list[str] = []
+    judge_prompts: list[str] = []
 
     async def judge(text: str) -> str:
-        asked.append(text)
+        judge_prompts.append(text)
         return r"\boxed{-2}"
 
-    shown = Response("I say {key} and {prompt}", None, [], 1.0, "17")
-    assert reward("fapo", [shown], judge, question="{key}|{response}") == [0.0]  # -2 is no -1: a flaw
-    assert asked == ["17|I say {key} and {prompt}"]
+    response = Response("I say {key} and {prompt}", None, [], 1.0, "17")
+    assert reward("fapo", [response], judge, question="{key}|{response}") == [0.0]  # -2 is no -1: a flaw
+    assert judge_prompts == ["17|I say {key} and {prompt}"]
     unknown = Response("x", None, [], 1.0)
     with pytest.raises(ValueError, match="the problem's entry has no `answer`"):
         reward("fapo", [unknown], judge)

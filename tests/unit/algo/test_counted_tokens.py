@@ -26,8 +26,8 @@ def test_a_dropped_token_is_in_no_mean_of_the_covariance(name: str) -> None:
     """Advantages 3, 1, -1 and log-probs -0.5, -1.5, -1 of the counted tokens: means 1 and -1."""
     values = {"advantages": [3.0, 1.0, -1.0, 9.0], "current": [-0.5, -1.5, -1.0, -7.0]}
     batch = packed([4], mu=values["current"], weight=[1.0, 1.0, 0.5, 0.0], **values)
-    of, _ = build("loss", name, share=0.5).prepare([batch], [batch.mu], single_rank)
-    assert (of.tokens, of.advantage, of.logp) == (3, 1, -1)
+    means, _ = build("loss", name, share=0.5).prepare([batch], [batch.mu], single_rank)
+    assert (means.tokens, means.advantage, means.logp) == (3, 1, -1)
 
 
 def test_metrics_are_of_counted_tokens() -> None:
@@ -199,9 +199,9 @@ def test_rounding_of_equal_rewards_is_no_advantage(name: str) -> None:
 def test_rounding_chooses_no_window_of_gapo(start: float, dtype: torch.dtype) -> None:
     """All windows of two have the same range, so that the lowest counts: (R - Q) / rms(R - Q), n - 1 = 3, by hand."""
     rewards = torch.tensor([start + k / 10 for k in range(4)], dtype=dtype)
-    found = build("advantage", "gapo")(replace(table([0.0] * 4, [0] * 4), rewards=rewards))
+    advantages = build("advantage", "gapo")(replace(table([0.0] * 4, [0] * 4), rewards=rewards))
     scale = ((0.05**2 + 0.05**2 + 0.15**2 + 0.25**2) / 3) ** 0.5
-    assert found.tolist() == pytest.approx([d / scale for d in (-0.05, 0.05, 0.15, 0.25)], rel=1e-4)
+    assert advantages.tolist() == pytest.approx([d / scale for d in (-0.05, 0.05, 0.15, 0.25)], rel=1e-4)
 
 
 def test_dapo_drops_a_group_whose_rewards_differ_by_rounding() -> None:

@@ -41,8 +41,8 @@ def test_what_is_not_compared_by_itself_is_compared_together() -> None:
     """Two of four tokens: 0.6 and 0.1 against 0.2 and 0.2, and the rest 0.3 against 0.6."""
     policy, teacher = torch.tensor([0.6, 0.1]).log(), torch.tensor([0.2, 0.2]).log()
     assert torch.allclose(with_rest(policy).exp(), torch.tensor([0.6, 0.1, 0.3]))
-    found = float(divergence(with_rest(policy), with_rest(teacher), 1.0))
-    assert found == pytest.approx(kl([0.6, 0.1, 0.3], [0.2, 0.2, 0.6]), abs=1e-6)
+    reverse_kl = float(divergence(with_rest(policy), with_rest(teacher), 1.0))
+    assert reverse_kl == pytest.approx(kl([0.6, 0.1, 0.3], [0.2, 0.2, 0.6]), abs=1e-6)
     certain = with_rest(torch.tensor([0.0, -40.0]))
     assert certain.isfinite().all() and float(certain[2].exp()) < 2e-7
 
@@ -59,14 +59,16 @@ def test_without_a_rest_the_sum_over_some_tokens_is_verls() -> None:
     """verl's compute_forward_kl_topk: clamp both log-probs, sum p (log p - log q), and no negative loss."""
     policy = torch.tensor([[0.1, 2e-5], [0.6, 0.3]]).log().requires_grad_()
     teacher = torch.tensor([[0.5, 1e-5], [0.3, 0.1]]).log()
-    found = divergence_over(policy, teacher, 0.0, tail_bucket=False, least_logprob=-10.0)
+    forward_kl = divergence_over(policy, teacher, 0.0, tail_bucket=False, least_logprob=-10.0)
     floor = math.exp(-10)
     by_hand = 0.5 * math.log(5) + floor * math.log(floor / floor)
-    assert found.tolist() == pytest.approx([by_hand, 0.0], abs=1e-7)
-    (gradient,) = torch.autograd.grad(found.sum(), policy)
+    assert forward_kl.tolist() == pytest.approx([by_hand, 0.0], abs=1e-7)
+    (gradient,) = torch.autograd.grad(forward_kl.sum(), policy)
     assert gradient.tolist() == [pytest.approx([-0.5, 0.0]), [0.0, 0.0]]
     batch = packed([2], advantages=[0.0, 0.0])
-    loss, figures = build("loss", "distill", cap=0.5)(View(batch, batch.mu, batch.mu, divergence=found), None)
+    loss, figures = build("loss", "distill", cap=0.5)(
+        View(batch, batch.mu, batch.mu, divergence=forward_kl), None
+    )
     assert loss.tolist() == pytest.approx([0.5, 0.0]) and float(figures["divergence"][0]) > 0.5
 
 
@@ -74,9 +76,9 @@ def test_the_policy_gradient_of_the_sampled_tokens_is_verls() -> None:
     """verl's distillation_loss with k1 and use_policy_gradient: compute_policy_loss_vanilla of -clamp(k1)."""
     batch = packed([4], advantages=[0.0] * 4)
     logp = (batch.mu + torch.tensor([0.0, 0.5, 0.5, -0.5])).requires_grad_()
-    gap = torch.tensor([0.2, -30.0, 30.0, 1.0])
+    k1_estimates = torch.tensor([0.2, -30.0, 30.0, 1.0])
     term = build("loss", "distill_pg", weight=2.0, cap=10.0, dual=3.0)
-    loss, figures = term(View(batch, logp, batch.mu, divergence=gap), None)
+    loss, figures = term(View(batch, logp, batch.mu, divergence=k1_estimates), None)
     advantages = [-0.2, 10.0, -10.0, -1.0]
     ratios = [1.0, math.exp(0.5), math.exp(0.5), math.exp(-0.5)]
     expected = []
@@ -84,7 +86,7 @@ def test_the_policy_gradient_of_the_sampled_tokens_is_verls() -> None:
         clipped = max(-a * r, -a * min(max(r, 0.8), 1.2))
         expected.append(2.0 * (min(-a * 3.0, clipped) if a < 0 else clipped))
     assert loss.tolist() == pytest.approx(expected, rel=1e-6)
-    assert figures["divergence"].tolist() == pytest.approx(gap.tolist())
+    assert figures["divergence"].tolist() == pytest.approx(k1_estimates.tolist())
     (gradient,) = torch.autograd.grad(loss.sum(), logp)
     assert gradient.tolist() == pytest.approx([0.4, 0.0, 20 * math.exp(0.5), 0.0], rel=1e-6)
 
@@ -138,13 +140,15 @@ def test_value_and_gradient_are_trls(direction: float) -> None:
     )
     best = q.topk(4).indices
     valid = torch.ones_like(best, dtype=torch.bool)
-    ours, theirs = (with_rest(x.gather(-1, best)) for x in (p, q))
+    student_support, teacher_support = (with_rest(x.gather(-1, best)) for x in (p, q))
     expected, _ = _add_tail_bucket(p.gather(-1, best), valid)
-    same(ours.sum(), expected.sum(), student)
-    assert torch.equal(theirs, _add_tail_bucket(q.gather(-1, best), valid)[0])
+    same(student_support.sum(), expected.sum(), student)
+    assert torch.equal(teacher_support, _add_tail_bucket(q.gather(-1, best), valid)[0])
 
 
 def same(mine: Tensor, theirs: Tensor, leaf: Tensor) -> None:
     assert torch.allclose(mine, theirs, rtol=0, atol=1e-6)
-    (left,), (right,) = (torch.autograd.grad(x, leaf, retain_graph=True) for x in (mine, theirs))
-    assert torch.allclose(left, right, rtol=0, atol=1e-6)
+    (gradient,), (reference_gradient,) = (
+        torch.autograd.grad(x, leaf, retain_graph=True) for x in (mine, theirs)
+    )
+    assert torch.allclose(gradient, reference_gradient, rtol=0, atol=1e-6)

@@ -49,9 +49,9 @@ def of_group_zero(asked: list[LogProbRequest]) -> list[tuple[int, int, int]]:
 async def taken_with_group_zero(r: Rig, step: int) -> Sample:
     """Steps, from this one on, up to the one that trains group 0: its first sample as the trainer gets it."""
     while True:
-        found = [s for g in (await r.take(step)).groups for s in g.samples if s.sample_id == 0]
-        if found:
-            return found[0]
+        samples = [s for g in (await r.take(step)).groups for s in g.samples if s.sample_id == 0]
+        if samples:
+            return samples[0]
         await r.manager.store_scores(scores_of(await r.manager.unscored(step), step))
         await r.push()
         step += 1
@@ -62,10 +62,10 @@ async def step_of(
 ) -> list[LogProbRequest]:
     """Take, score what is `wanted`, push. What was asked for."""
     await r.take(step)
-    asked = await r.manager.unscored(step)
-    await r.manager.store_scores(scores_of([u for u in asked if wanted(u)], step))
+    requests = await r.manager.unscored(step)
+    await r.manager.store_scores(scores_of([u for u in requests if wanted(u)], step))
     await r.push()
-    return asked
+    return requests
 
 
 async def test_each_interrupt_asks_for_the_tokens_since_the_last_one(tmp_path: Path) -> None:
@@ -86,9 +86,9 @@ async def test_each_interrupt_asks_for_the_tokens_since_the_last_one(tmp_path: P
         assert sample.versions() == [1, 1, 1, 2, 2, 2, 4, 4, 4]
         expected = by_trainer(0, 3, 1) + by_trainer(3, 6, 2) + by_trainer(6, 9, 4)
         assert sample.behaviour == expected
-        given = await taken_with_group_zero(r, 5)
-        assert len(given.response_ids) == LONG
-        assert given.behaviour[:9] == expected
+        trained_sample = await taken_with_group_zero(r, 5)
+        assert len(trained_sample.response_ids) == LONG
+        assert trained_sample.behaviour[:9] == expected
 
 
 async def test_tokens_that_nobody_scored_in_time_are_never_asked_for_again(tmp_path: Path) -> None:
@@ -99,10 +99,10 @@ async def test_tokens_that_nobody_scored_in_time_are_never_asked_for_again(tmp_p
         await step_of(r, 2, wanted=lambda u: u.sample.sample_id != 0)
         await step_of(r, 3)
         assert of_group_zero(await step_of(r, 4)) == [(0, 6, 9), (1, 6, 9)]
-        kept, whole = (s.behaviour for s in r.buffer.groups[0].samples)
-        assert kept[:3] + kept[6:] == by_trainer(0, 3, 1) + by_trainer(6, 9, 4)
-        assert [math.isnan(x) for x in kept[3:6]] == [True] * 3
-        assert whole[3:6] == by_trainer(3, 6, 2)
+        partial_behaviour, full_behaviour = (s.behaviour for s in r.buffer.groups[0].samples)
+        assert partial_behaviour[:3] + partial_behaviour[6:] == by_trainer(0, 3, 1) + by_trainer(6, 9, 4)
+        assert [math.isnan(x) for x in partial_behaviour[3:6]] == [True] * 3
+        assert full_behaviour[3:6] == by_trainer(3, 6, 2)
 
 
 async def test_what_the_weights_sampled_under_two_versions_is_asked_for_together(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ async def test_what_the_weights_sampled_under_two_versions_is_asked_for_together
         await r.start(1)
         await r.take(2)
         assert [s.version for s in r.buffer.groups[0].samples[0].spans] == [1, 2, 3]
-        asked = await r.manager.unscored(2)
-        assert [u[1] for u in of_group_zero(asked)] == [3, 3]
+        requests = await r.manager.unscored(2)
+        assert [u[1] for u in of_group_zero(requests)] == [3, 3]
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["before the scores came", "after they came"])
@@ -130,21 +130,21 @@ async def test_a_crash_loses_no_score_that_was_stored(tmp_path: Path, stored: bo
         await r.start()
         await step_of(r, 1)
         await r.take(2)
-        asked = await r.manager.unscored(2)
+        requests = await r.manager.unscored(2)
         if stored:
-            await r.manager.store_scores(scores_of(asked, 2))
+            await r.manager.store_scores(scores_of(requests, 2))
         await r.manager._runner.reset()
         abandon(r.buffer)
-        return asked
+        return requests
 
-    asked = await killed()
-    assert of_group_zero(asked) == [(0, 3, 6), (1, 3, 6)]
+    requests = await killed()
+    assert of_group_zero(requests) == [(0, 3, 6), (1, 3, 6)]
     async with rig(april(tmp_path), group_zero_is_long) as r:
-        known = by_trainer(0, 3, 1) + (by_trainer(3, 6, 2) if stored else [])
-        assert r.buffer.groups[0].samples[0].behaviour == known
+        expected = by_trainer(0, 3, 1) + (by_trainer(3, 6, 2) if stored else [])
+        assert r.buffer.groups[0].samples[0].behaviour == expected
         await r.start(1)
         await r.take(2)
-        assert await r.manager.unscored(2) == ([] if stored else asked)
+        assert await r.manager.unscored(2) == ([] if stored else requests)
 
 
 async def test_a_lost_trainer_asks_for_nothing_twice(tmp_path: Path) -> None:
@@ -153,11 +153,11 @@ async def test_a_lost_trainer_asks_for_nothing_twice(tmp_path: Path) -> None:
         await r.start()
         for step in (1, 2, 3):
             await step_of(r, step)
-        before = list(r.buffer.groups[0].samples[0].behaviour)
+        stored_behaviour = list(r.buffer.groups[0].samples[0].behaviour)
         await r.start(1)
         assert await step_of(r, 2) == []
         assert await step_of(r, 3) == []
-        assert (await taken_with_group_zero(r, 4)).behaviour[:6] == before
+        assert (await taken_with_group_zero(r, 4)).behaviour[:6] == stored_behaviour
 
 
 async def test_a_sample_of_another_prompt_than_it_is_trained_on_is_left_out(tmp_path: Path) -> None:
@@ -246,11 +246,11 @@ async def test_over_http_they_are_what_the_manager_gives(tmp_path: Path) -> None
         parked = r.buffer.groups[0].samples[0]
         parked.routes.append(RouteSpan(0, 2, bytes([1, 0, 3, 2])))  # as an abort gives them
         r.buffer.save([parked])
-        asked = await ticking(r, client.unscored, 1)
-        assert asked == await r.manager.unscored(1)
-        (read,) = r.buffer.load(u.sample for u in asked if u.sample.sample_id == 0)
+        requests = await ticking(r, client.unscored, 1)
+        assert requests == await r.manager.unscored(1)
+        (read,) = r.buffer.load(u.sample for u in requests if u.sample.sample_id == 0)
         assert (read.response_ids, read.routes) == (parked.response_ids, parked.routes)
-        await ticking(r, client.store_scores, scores_of(asked, 1))
+        await ticking(r, client.store_scores, scores_of(requests, 1))
         first = r.buffer.groups[0].samples[0]
         assert first.behaviour == by_trainer(0, len(first.response_ids), 1)
         assert await ticking(r, client.unscored, 1) == []

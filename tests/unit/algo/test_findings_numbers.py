@@ -130,17 +130,17 @@ LATE = {
 def a_step(tmp_path: Path, cut_off: bool, *overrides: str) -> tuple[ScriptedTrainer, dict[str, object]]:
     config = load_config(QUICKSTART, overrides)
     check(config)
-    taken = single_rewards(recorded())
+    batch = single_rewards(recorded())
     if cut_off:
-        taken = replace(
-            taken,
+        batch = replace(
+            batch,
             groups=[
                 replace(g, samples=[replace(s, status=Status.TRUNCATED) for s in g.samples])
-                for g in taken.groups
+                for g in batch.groups
             ],
         )
     trainer = ScriptedTrainer(config, tmp_path)
-    return trainer, train_step(trainer, Objective(config.algo), taken)  # type: ignore[arg-type]
+    return trainer, train_step(trainer, Objective(config.algo), batch)  # type: ignore[arg-type]
 
 
 FILTER = "algo.selectors=[{{name: overlong_filter, denominator: {}}}]"
@@ -190,9 +190,9 @@ def test_numbers_n2_the_recipe_gpg_scales_as_its_authors_do(rewards: list[list[f
     mixed = sum(len(set(group)) > 1 for group in rewards)
     expected = [len(rewards) / mixed * (r - sum(g) / len(g)) for g in rewards for r in g]
     step = table([r for g in rewards for r in g], [i for i, g in enumerate(rewards) for _ in g])
-    found = Objective(recipe("gpg")).plan(step).advantages
-    assert found is not None
-    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+    advantages = Objective(recipe("gpg")).plan(step).advantages
+    assert advantages is not None
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 # -- N3: a term reads a property off the whole list -----------------------------------------------------------
@@ -201,17 +201,17 @@ def test_numbers_n2_the_recipe_gpg_scales_as_its_authors_do(rewards: list[list[f
 @pytest.mark.parametrize("minibatches", [1, 4])
 def test_numbers_n3_a_term_of_weight_0_changes_nothing(minibatches: int) -> None:
     world, algo = World(seed=1), {"anchor": "old", "corrections": ["tis"], "minibatches": minibatches}
-    one = run(world, section(loss=["reinforce"], **algo), whole)
-    other = run(world, section(loss=["reinforce", {"name": "kimi", "tau": 0.0}], **algo), whole)
-    assert other.loss == pytest.approx(one.loss, abs=1e-9)
-    assert largest_change(one, other) == pytest.approx(0, abs=1e-9)
+    baseline = run(world, section(loss=["reinforce"], **algo), whole)
+    zero_kimi = run(world, section(loss=["reinforce", {"name": "kimi", "tau": 0.0}], **algo), whole)
+    assert zero_kimi.loss == pytest.approx(baseline.loss, abs=1e-9)
+    assert largest_change(baseline, zero_kimi) == pytest.approx(0, abs=1e-9)
 
 
 def test_numbers_n3_control_a_kl_of_weight_0_changes_nothing() -> None:
     world, algo = World(seed=1), {"anchor": "old", "corrections": ["tis"]}
-    one = run(world, section(loss=["reinforce"], **algo), whole)
-    other = run(world, section(loss=["reinforce", {"name": "kl", "beta": 0.0}], **algo), whole)
-    assert largest_change(one, other) == pytest.approx(0, abs=1e-9)
+    baseline = run(world, section(loss=["reinforce"], **algo), whole)
+    zero_kl = run(world, section(loss=["reinforce", {"name": "kl", "beta": 0.0}], **algo), whole)
+    assert largest_change(baseline, zero_kl) == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("loss", ["[reinforce, kimi]", "[dro]", "[topr]"])
@@ -284,8 +284,8 @@ def test_numbers_n4_dropped_tokens_do_not_move_the_gradient_of_trained_ones(algo
     for sequence in moved.sequences:
         dropped = (sequence["entropy"] < edge) & (sequence["mask"] > 0)
         sequence["mu"] = torch.where(dropped, sequence["mu"] - 0.7, sequence["mu"])
-    one, other = run(world, section(**algo), whole), run(moved, section(**algo), whole)
-    assert largest_change(one, other) == pytest.approx(0, abs=1e-6)
+    reference_run, perturbed_run = run(world, section(**algo), whole), run(moved, section(**algo), whole)
+    assert largest_change(reference_run, perturbed_run) == pytest.approx(0, abs=1e-6)
 
 
 # -- N5: ties ------------------------------------------------------------------------------------------------
@@ -297,20 +297,20 @@ def d3s_keeps(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
     step = table([r for g in rewards for r in g], groups, [5] * len(groups))
     plan = Objective(section(selectors=["d3s"])).plan(step)
     assert plan.advantages is not None
-    kept: list[list[float]] = [[] for _ in rewards]
+    advantages: list[list[float]] = [[] for _ in rewards]
     for row in plan.rows:
-        kept[groups[row]].append(float(plan.advantages[row]))
-    return kept
+        advantages[groups[row]].append(float(plan.advantages[row]))
+    return advantages
 
 
 def test_numbers_n5_d3s_trains_successes_and_failures_of_early_and_late_groups_alike() -> None:
     """16 groups with 4 successes of 8: a fair draw of half leaves both kinds in nearly every group."""
-    kept = d3s_keeps([[1, 0] * 4] * 16)
-    early, late = (sum(sum(g) for g in half) for half in (kept[:8], kept[8:]))
+    advantages = d3s_keeps([[1, 0] * 4] * 16)
+    early, late = (sum(sum(g) for g in half) for half in (advantages[:8], advantages[8:]))
     assert max(abs(early), abs(late)) <= 12, (
         f"sums of advantages: {early} of early groups, {late} of late ones"
     )
-    one_sided = sum(not (any(a > 0 for a in g) and any(a < 0 for a in g)) for g in kept)
+    one_sided = sum(not (any(a > 0 for a in g) and any(a < 0 for a in g)) for g in advantages)
     assert one_sided <= 6, f"{one_sided} of 16 groups are trained on one kind of answer only"
 
 
@@ -362,17 +362,17 @@ PER_SEQUENCE: dict[str, dict[str, Any]] = {
     ids=["clip", "sequence_mean", "reinforce_pp", "rloo"],
 )
 def test_numbers_n6_control_a_cut_into_sequences_changes_no_gradient(algo: dict[str, Any]) -> None:
-    one = token_gradients(1, **algo)
+    reference = token_gradients(1, **algo)
     for sequences in (2, 4):
-        torch.testing.assert_close(token_gradients(sequences, **algo), one, atol=1e-9, rtol=0)
+        torch.testing.assert_close(token_gradients(sequences, **algo), reference, atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("algo", PER_SEQUENCE.values(), ids=PER_SEQUENCE)
 def test_numbers_n6_a_sample_cut_into_sequences_has_the_same_gradient(algo: dict[str, Any]) -> None:
     """docs/agents.md: the same tokens before each token give the same gradient."""
-    one = token_gradients(1, **algo)
+    reference = token_gradients(1, **algo)
     for sequences in (2, 4):
-        torch.testing.assert_close(token_gradients(sequences, **algo), one, atol=1e-9, rtol=0)
+        torch.testing.assert_close(token_gradients(sequences, **algo), reference, atol=1e-9, rtol=0)
 
 
 # -- N7: what a mean is over -----------------------------------------------------------------------------------
@@ -386,8 +386,8 @@ def test_numbers_n7_the_denominator_of_two_selectors_is_what_is_kept(seed: int) 
     plan = Objective(section(selectors=[{"name": "overlong_filter", "denominator": "kept"}, d3s])).plan(
         world.samples
     )
-    kept = float(world.samples.lengths[plan.weight != 0].sum())
-    assert plan.denominator == pytest.approx(kept, rel=1e-6)
+    kept_tokens = float(world.samples.lengths[plan.weight != 0].sum())
+    assert plan.denominator == pytest.approx(kept_tokens, rel=1e-6)
 
 
 def test_numbers_n7_d3s_keeps_its_share_of_what_an_earlier_selector_left() -> None:
@@ -395,8 +395,10 @@ def test_numbers_n7_d3s_keeps_its_share_of_what_an_earlier_selector_left() -> No
     plan = Objective(section(selectors=["ttrl", {"name": "d3s", "samples_start": 0.5}])).plan(
         replace(world.samples, step=0)
     )
-    left = int(plan.eligible.sum())
-    assert len(plan.rows) <= math.ceil(left / 2), f"{len(plan.rows)} of {left} kept; expected half"
+    eligible_count = int(plan.eligible.sum())
+    assert len(plan.rows) <= math.ceil(eligible_count / 2), (
+        f"{len(plan.rows)} of {eligible_count} kept; expected half"
+    )
 
 
 # -- N8: KL ----------------------------------------------------------------------------------------------------
@@ -463,9 +465,9 @@ def test_numbers_n9_dro_of_the_tinker_protocol_holds_positions_of_advantage_0(
     """tinker-docs, losses/dro: -sum over positions of logp A - beta / 2 (logp - q)^2."""
     logp, q = (torch.tensor(v, dtype=DOUBLE) for v in ([-1.0, -2.0, -0.5], [-1.5, -1.0, -0.1]))
     a, beta = torch.tensor(advantages, dtype=DOUBLE), 0.5
-    found = token_losses(LOSSES["dro"], logp, {"logprobs": q, "advantages": a}, {"beta": beta}).sum()
+    loss = token_losses(LOSSES["dro"], logp, {"logprobs": q, "advantages": a}, {"beta": beta}).sum()
     expected = -(logp * a - beta / 2 * (logp - q) ** 2).sum()
-    assert float(found) == pytest.approx(float(expected), abs=1e-12)
+    assert float(loss) == pytest.approx(float(expected), abs=1e-12)
 
 
 # -- N10: recipes ----------------------------------------------------------------------------------------------
@@ -606,7 +608,7 @@ def test_numbers_n6_the_sequences_of_a_sample_may_be_in_different_micro_batches(
     objective = Objective(section(loss=[loss], advantage=advantage, **fields))
     g = torch.Generator().manual_seed(0)
     mu = -torch.rand(8, generator=g, dtype=DOUBLE) - 0.1
-    now = mu + torch.linspace(0.2, -0.3, 8, dtype=DOUBLE)
+    current_logp = mu + torch.linspace(0.2, -0.3, 8, dtype=DOUBLE)
     samples = table([1.0, 0.0], [0, 0], [8, 8])
 
     def gradient(cuts: Sequence[Sequence[int]]) -> Tensor:
@@ -614,35 +616,41 @@ def test_numbers_n6_the_sequences_of_a_sample_may_be_in_different_micro_batches(
         parts, tokens = [], 0
         for number, lengths in enumerate(cuts):
             n, last = sum(lengths), number == len(cuts) - 1
-            own = slice(tokens, tokens + n)
+            token_slice = slice(tokens, tokens + n)
             values = {
-                "old": mu[own] + 0.02, "current": now[own], "ref": mu[own] - 0.05,
+                "old": mu[token_slice] + 0.02, "current": current_logp[token_slice], "ref": mu[token_slice] - 0.05,
                 "sum_pi_squared": torch.full((n,), 0.4, dtype=DOUBLE),
             }  # fmt: skip
-            other = {"old": mu + 0.02, "current": now, "ref": mu - 0.05, "sum_pi_squared": values["old"][:0]}
-            other["sum_pi_squared"] = torch.full((8,), 0.4, dtype=DOUBLE)
-            joined = {k: torch.cat([v, other[k]]) if last else v for k, v in values.items()}
+            second_values = {
+                "old": mu + 0.02,
+                "current": current_logp,
+                "ref": mu - 0.05,
+                "sum_pi_squared": values["old"][:0],
+            }
+            second_values["sum_pi_squared"] = torch.full((8,), 0.4, dtype=DOUBLE)
+            joined = {k: torch.cat([v, second_values[k]]) if last else v for k, v in values.items()}
             part = packed(
-                [*lengths, 8] if last else lengths, torch.cat([mu[own], mu]).tolist() if last else mu[own].tolist(),
+                [*lengths, 8] if last else lengths,
+                torch.cat([mu[token_slice], mu]).tolist() if last else mu[token_slice].tolist(),
                 **{k: v.tolist() for k, v in joined.items()},
             )  # fmt: skip
-            before = sum(len(c) for c in cuts[:number])
-            part.sequence_index = [*range(before, before + len(lengths)), *([0] if last else [])]
+            first_index = sum(len(c) for c in cuts[:number])
+            part.sequence_index = [*range(first_index, first_index + len(lengths)), *([0] if last else [])]
             part.rows = torch.tensor([*[0] * len(lengths), *([1] if last else [])])
             parts.append(part)
             tokens += n
         plan = objective.plan(samples)
         objective.finish(plan, parts)
         objective.prepare(parts, split_samples=objective.requirements.whole_samples)
-        found = []
+        gradients = []
         for part in parts:
             leaf = part.signal("current").clone().requires_grad_()
             (objective(leaf, part)[0] / plan.denominator).backward()
             assert leaf.grad is not None
-            found.append(leaf.grad[part.rows[part.ids] == 0])
-        return torch.cat(found)
+            gradients.append(leaf.grad[part.rows[part.ids] == 0])
+        return torch.cat(gradients)
 
-    one = gradient([[8]])
-    assert one.any()
+    reference = gradient([[8]])
+    assert reference.any()
     for cuts in ([[4], [4]], [[2, 2], [4]], [[1], [3], [2, 2]]):
-        torch.testing.assert_close(gradient(cuts), one, atol=1e-9, rtol=0)
+        torch.testing.assert_close(gradient(cuts), reference, atol=1e-9, rtol=0)

@@ -23,24 +23,24 @@ def estimate(part: Batch, rewards: list[float], **params: object) -> tuple[torch
     """Advantages and returns of one packed batch, without whitening."""
     method = build("advantage", "gae", whiten=False, **params)
     samples = table(rewards, list(range(len(rewards))), part.lengths.long().tolist())
-    (found,) = method.per_token(method(samples), samples, [part], single_rank)
-    return found, part.signal("returns")
+    (advantages,) = method.per_token(method(samples), samples, [part], single_rank)
+    return advantages, part.signal("returns")
 
 
 def test_a_turn_is_one_timestep_by_hand() -> None:
     """Two turns of two tokens around a tool's answer; V = 1 and 3 where they begin, reward 4, gamma 1/2, lambda 1/2.
     delta = 0 + 3/2 - 1, 4 - 3; A = 1/2 + 1/4, 1; G = 1.75, 4."""
     part = packed([5], values=[1.0, 50.0, 99.0, 3.0, 70.0], mask=[1.0, 1.0, 0.0, 1.0, 1.0])
-    found, returns = estimate(part, [4.0], timestep="turn", gamma=0.5, lam=0.5)
-    close(found, vector(0.75, 0.75, 0, 1, 1))
+    advantages, returns = estimate(part, [4.0], timestep="turn", gamma=0.5, lam=0.5)
+    close(advantages, vector(0.75, 0.75, 0, 1, 1))
     close(returns, vector(1.75, 1.75, 0, 4, 4))
 
 
 def test_a_turn_ends_with_its_sequence() -> None:
     """Two sequences behind each other are two turns, and a masked end is none."""
     part = packed([2, 2], values=[1.0, 9.0, 2.0, 9.0], mask=[1.0, 1.0, 1.0, 0.0])
-    found, returns = estimate(part, [5.0, 7.0], timestep="turn")
-    close(found, vector(4, 4, 5, 0))
+    advantages, returns = estimate(part, [5.0, 7.0], timestep="turn")
+    close(advantages, vector(4, 4, 5, 0))
     close(returns, vector(5, 5, 7, 0))
 
 
@@ -60,24 +60,26 @@ def test_lambda_grows_with_the_response_by_hand() -> None:
     mask = [1.0] * 6 + [1.0, 1.0, 0.0, 1.0, 1.0]
     values = torch.linspace(-1, 1, 11, dtype=DOUBLE).tolist()
     part = packed(lengths, values=values, mask=mask)
-    found, returns = estimate(part, [1.0, 2.0, 3.0, 4.0], alpha=0.5, gamma=0.9)
+    advantages, returns = estimate(part, [1.0, 2.0, 3.0, 4.0], alpha=0.5, gamma=0.9)
     starts = [0, 1, 3, 6]
     for start, length, each, reward in zip(starts, lengths, lam, [1.0, 2.0, 3.0, 4.0], strict=True):
-        at = torch.arange(start, start + length)
-        at = at[part.mask[at] > 0]
-        rewards = torch.zeros(len(at), dtype=DOUBLE)
+        positions = torch.arange(start, start + length)
+        positions = positions[part.mask[positions] > 0]
+        rewards = torch.zeros(len(positions), dtype=DOUBLE)
         rewards[-1] = reward
-        expected = gae(rewards, part.signal("values")[at], torch.zeros(len(at)).long(), 0.9, each)
-        close(found[at], expected)
-        close(returns[at], expected + part.signal("values")[at])
+        expected = gae(
+            rewards, part.signal("values")[positions], torch.zeros(len(positions)).long(), 0.9, each
+        )
+        close(advantages[positions], expected)
+        close(returns[positions], expected + part.signal("values")[positions])
 
 
 def test_a_critic_with_lambda_one_learns_the_plain_return() -> None:
     """Whatever lambda the advantages have, and whatever it said before."""
     part = packed([3, 2], values=[5.0, -2.0, 1.0, 0.5, 3.0])
     plain, _ = estimate(part, [2.0, 4.0], lam=0.3)
-    found, returns = estimate(part, [2.0, 4.0], lam=0.3, critic_lam=1.0)
-    close(found, plain)
+    advantages, returns = estimate(part, [2.0, 4.0], lam=0.3, critic_lam=1.0)
+    close(advantages, plain)
     close(returns, vector(2, 2, 2, 4, 4))
 
 
@@ -88,14 +90,14 @@ def test_positive_nll_by_hand() -> None:
     objective = Objective(section(loss=["clip", {"name": "positive_nll", "coefficient": 0.5}]))
     plain = Objective(section(loss=["clip"]))
     logp = vector(-1, -2, -3, -4, -5, -6)
-    found = []
-    for made in (objective, plain):
-        plan, part = made.plan(samples), packed([1, 2, 3], mu=logp.tolist())
+    losses = []
+    for variant in (objective, plain):
+        plan, part = variant.plan(samples), packed([1, 2, 3], mu=logp.tolist())
         plan.rows = [0, 1, 2]
-        made.finish(plan, [part])
-        made.prepare([part])
-        found.append(made(logp, part)[0] / plan.denominator)
-    close(found[0] - found[1], vector(0.5 * (1 + 4 + 5 + 6) / 4)[0])
+        variant.finish(plan, [part])
+        variant.prepare([part])
+        losses.append(variant(logp, part)[0] / plan.denominator)
+    close(losses[0] - losses[1], vector(0.5 * (1 + 4 + 5 + 6) / 4)[0])
 
 
 @pytest.mark.parametrize("reducer", ["sequence_mean", {"name": "token_mean", "over": "active"}])

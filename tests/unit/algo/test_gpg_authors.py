@@ -74,8 +74,8 @@ def test_loss_and_gradient_are_those_of_the_authors(reducer: str, binary: bool) 
         expected.backward()
         loss, gradient = our_loss(logp, rewards, reducer)
         torch.testing.assert_close(loss, expected.detach(), atol=1e-6, rtol=1e-6)
-        theirs = torch.cat([row.grad for row in leaves if row.grad is not None])
-        torch.testing.assert_close(gradient, theirs, atol=1e-6, rtol=1e-6)
+        expected_gradient = torch.cat([row.grad for row in leaves if row.grad is not None])
+        torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-6)
 
 
 def test_a_batch_that_was_refilled_until_all_groups_differ_has_the_scale_1() -> None:

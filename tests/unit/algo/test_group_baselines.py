@@ -25,8 +25,8 @@ def vector(*values: float) -> torch.Tensor:
 
 def test_lite_ppo_by_hand() -> None:
     """Rewards 0, 2 | 1, 5: mean 2, squares 4, 0, 1, 9, over 3; less the groups' means 1 and 3: -1, 1, -2, 2."""
-    got = build("advantage", "lite_ppo", eps=0.0)(table([0, 2, 1, 5], [0, 0, 1, 1]))
-    close(got, vector(-1, 1, -2, 2) / math.sqrt(14 / 3))
+    advantages = build("advantage", "lite_ppo", eps=0.0)(table([0, 2, 1, 5], [0, 0, 1, 1]))
+    close(advantages, vector(-1, 1, -2, 2) / math.sqrt(14 / 3))
 
 
 def test_maxrl_by_hand() -> None:
@@ -37,8 +37,8 @@ def test_maxrl_by_hand() -> None:
 
 def test_opo_by_hand() -> None:
     """Lengths 1 and 3, rewards 1 and 0: b = 1/4. Equal lengths: the mean."""
-    got = build("advantage", "opo")(table([1, 0, 4, 2], [0, 0, 1, 1], [1, 3, 5, 5]))
-    close(got, vector(0.75, -0.25, 1, -1))
+    advantages = build("advantage", "opo")(table([1, 0, 4, 2], [0, 0, 1, 1], [1, 3, 5, 5]))
+    close(advantages, vector(0.75, -0.25, 1, -1))
 
 
 def test_pass_at_k_by_hand() -> None:
@@ -76,10 +76,10 @@ def test_groups_of_equal_rewards_get_exactly_zero(name: str, dtype: torch.dtype)
         log_weight=log_weight,
         score_norm=lengths.double(),
     )
-    got = build("advantage", name)(samples)
-    assert got.dtype == dtype
-    assert (got[equal] == 0).all()
-    assert (got[~equal] != 0).any()
+    advantages = build("advantage", name)(samples)
+    assert advantages.dtype == dtype
+    assert (advantages[equal] == 0).all()
+    assert (advantages[~equal] != 0).any()
 
 
 def test_gdpo_packs_no_sample_of_a_group_of_equal_rewards() -> None:

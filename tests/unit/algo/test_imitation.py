@@ -54,16 +54,17 @@ def gap_on(ranks: int, rank: int) -> float:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     logits, targets = logits_and_targets()
     columns = VOCABULARY // ranks
-    mine = slice(rank * columns, (rank + 1) * columns)
-    leaf = logits[:, mine].clone().requires_grad_()
+    shard = slice(rank * columns, (rank + 1) * columns)
+    leaf = logits[:, shard].clone().requires_grad_()
     tokens = Tokens(*logprob_and_candidates(leaf * 1.0, targets, KAPPA))
     assert tokens.chance is not None and tokens.expected is not None and not tokens.chance.requires_grad
     (weights() * Otr(beta=BETA, temperature=KAPPA)(tokens)).sum().backward()
-    whole, q = logits.log_softmax(-1), (logits / KAPPA).softmax(-1)
-    at = torch.arange(ROWS), targets
+    full_logp, q = logits.log_softmax(-1), (logits / KAPPA).softmax(-1)
+    target_index = torch.arange(ROWS), targets
     pairs = [
-        (tokens.logp, whole[at]), (tokens.chance, q[at]), (tokens.expected, (q * whole).sum(-1)),
-        (leaf.grad, by_definition(logits, targets)[:, mine]),
+        (tokens.logp, full_logp[target_index]), (tokens.chance, q[target_index]),
+        (tokens.expected, (q * full_logp).sum(-1)),
+        (leaf.grad, by_definition(logits, targets)[:, shard]),
     ]  # fmt: skip
     parallel_state.destroy_model_parallel()
     return max(float((a.detach() - b).abs().max()) for a, b in pairs if a is not None)
@@ -80,9 +81,9 @@ def test_at_temperature_one_otr_is_dft() -> None:
     logits = logits_and_targets()[0].double().requires_grad_()
     targets = logits_and_targets()[1]
     logp = logits.log_softmax(-1)
-    at = torch.arange(ROWS), targets
+    target_index = torch.arange(ROWS), targets
     pi = logp.detach().exp()
-    tokens = Tokens(logp[at], pi[at], (pi * logp).sum(-1))
+    tokens = Tokens(logp[target_index], pi[target_index], (pi * logp).sum(-1))
     (otr,) = torch.autograd.grad(Otr(beta=BETA)(tokens).sum(), logits, retain_graph=True)
     (dft,) = torch.autograd.grad(Dft()(tokens).sum(), logits)
     torch.testing.assert_close(otr, (1 - BETA) * dft)
@@ -93,8 +94,8 @@ def test_at_temperature_one_otr_is_dft() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_loss_keeps_its_promises_and_has_a_recipe(name: str) -> None:
-    told = list(check_promises(load_config(ROOT / "configs/quickstart.yaml"), "imitation", name))
-    assert told[0].startswith(f"made: imitation {name}, evidence ") and len(told) == 3
+    lines = list(check_promises(load_config(ROOT / "configs/quickstart.yaml"), "imitation", name))
+    assert lines[0].startswith(f"made: imitation {name}, evidence ") and len(lines) == 3
     assert kind_of(name) == "imitation"
     config = load_config(ROOT / "configs/imitation" / f"{name}.yaml")
     assert config.sft.loss.name == name and isinstance(build_loss(config.sft.loss), Imitation)

@@ -20,7 +20,9 @@ FIRST = 10
     "seed", [pytest.param(n, marks=() if n < FIRST else pytest.mark.gate) for n in range(CASES // CHUNK)]
 )
 def test_bad_input_is_refused_in_one_line_or_runs(seed: int) -> None:
-    bad = [f"{found}: {case}" for case, found in cases(seed, CHUNK) if found not in ("passes", "refused")]
+    bad = [
+        f"{outcome}: {case}" for case, outcome in cases(seed, CHUNK) if outcome not in ("passes", "refused")
+    ]
     assert not bad, "\n".join(bad)
 
 
@@ -63,9 +65,9 @@ def test_values_that_are_too_large_or_no_path(
     monkeypatch.chdir(QUICKSTART.parents[1])
     with cpu_time_limit(CPU_SECONDS):
         assert main.main(["explain", str(QUICKSTART), override]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"rlsys: error: {told}")
-    assert said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"rlsys: error: {told}")
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -93,9 +95,9 @@ def test_a_field_of_config_json_is_named(
     (tmp_path / "config.json").write_text(json.dumps(json.loads(quickstart.read_text()) | changes))
     with cpu_time_limit(CPU_SECONDS):
         assert main.main(["explain", str(QUICKSTART), f"model.path={tmp_path}"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"rlsys: error: {tmp_path}/config.json: {told}")
-    assert said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"rlsys: error: {tmp_path}/config.json: {told}")
+    assert stderr.count("\n") == 1
 
 
 def test_a_module_that_fails_at_its_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,29 +34,29 @@ def test_a_random_objective_is_the_same_under_changes_that_mean_nothing(chunk: i
 
 
 def test_each_exemption_is_of_a_rule_and_a_method_and_has_a_reason() -> None:
-    known = {name for names in TABLE.values() for name in names}
+    method_names = {name for names in TABLE.values() for name in names}
     for rule, methods in EXEMPT.items():
         assert rule in RULES
         for method, reason in methods.items():
             assert reason
-            assert method == "minibatches" or method.split(" ")[0] in known
+            assert method == "minibatches" or method.split(" ")[0] in method_names
 
 
 def test_a_deviation_over_n_minus_1_of_the_step_changes_with_a_second_copy() -> None:
     """Rewards 1, 0: deviation sqrt(1/2); twice, sqrt(1/3). Exempt from `duplicate`: gae, reinforce_pp, mapo, mssr."""
     for copies, deviation in ((1, 0.5**0.5), (2, (1 / 3) ** 0.5)):
         part = packed([1] * 2 * copies)
-        (found,) = whiten_tokens(
+        (advantages,) = whiten_tokens(
             [torch.tensor([1.0, 0.0] * copies, dtype=DOUBLE)], [part], single_rank, eps=0.0
         )
-        assert float(found[0]) == pytest.approx(0.5 / deviation)
+        assert float(advantages[0]) == pytest.approx(0.5 / deviation)
 
 
 def test_lite_ppos_deviation_changes_with_a_second_copy() -> None:
     for copies, deviation in ((1, 0.5**0.5), (2, (1 / 3) ** 0.5)):
         rewards, groups = [1.0, 0.0] * copies, [g for g in range(copies) for _ in range(2)]
-        found = build("advantage", "lite_ppo", eps=0.0)(sample_table(rewards, groups))
-        assert float(found[0]) == pytest.approx(0.5 / deviation)
+        advantages = build("advantage", "lite_ppo", eps=0.0)(sample_table(rewards, groups))
+        assert float(advantages[0]) == pytest.approx(0.5 / deviation)
 
 
 def test_a_rounded_number_of_samples_is_no_share() -> None:
@@ -69,13 +69,13 @@ def test_a_rounded_number_of_samples_is_no_share() -> None:
 
 def test_a_rounded_number_of_tokens_is_no_share() -> None:
     """top_entropy: 0.5 of three tokens drops ceil(0.5 x 2) = 1; of six, ceil(0.5 x 5) = 3."""
-    for copies, kept in ((1, 2), (2, 3)):
+    for copies, expected_count in ((1, 2), (2, 3)):
         part = packed([3] * copies, entropy=[1.0, 2.0, 3.0, 1.5, 2.5, 3.5][: 3 * copies])
         part.weight = torch.ones(3 * copies)
-        (found,) = build("selector", "top_entropy", share=0.5).per_token(
+        (token_mask,) = build("selector", "top_entropy", share=0.5).per_token(
             [part], table([0.0], [0]), single_rank
         )
-        assert int(found.sum()) == kept
+        assert int(token_mask.sum()) == expected_count
 
 
 def test_an_advantage_by_the_deviation_is_no_multiple_of_the_reward() -> None:
@@ -83,8 +83,8 @@ def test_an_advantage_by_the_deviation_is_no_multiple_of_the_reward() -> None:
     times the rewards: MAD 4, (R - 4) / 5 times 3/2."""
     method = build("advantage", "mc_grpo")
     for factor, expected in ((1.0, [-0.75, 0.0, 1.5]), (4.0, [-1.2, 0.0, 2.4])):
-        found = method(sample_table([0.0, factor, 3 * factor], [0] * 3))
-        assert found.tolist() == pytest.approx(expected)
+        advantages = method(sample_table([0.0, factor, 3 * factor], [0] * 3))
+        assert advantages.tolist() == pytest.approx(expected)
 
 
 def test_puzzlecrafts_weight_is_no_multiple_of_the_reward() -> None:
@@ -102,10 +102,10 @@ def test_gae_makes_an_episode_of_each_sequence() -> None:
     for lengths, expected in (([4], [0.125, 0.25, 0.5, 1.0]), ([2, 2], [0.5, 1.0, 0.5, 1.0])):
         part = packed(lengths, values=[0.0] * 4)
         part.rows = torch.zeros(len(lengths), dtype=torch.long)
-        (found,) = method.per_token(
+        (advantages,) = method.per_token(
             torch.tensor([1.0], dtype=DOUBLE), table([1.0], [0], [4]), [part], single_rank
         )
-        assert found.tolist() == pytest.approx(expected)
+        assert advantages.tolist() == pytest.approx(expected)
 
 
 def test_a_correction_of_a_sequence_compares_one_context() -> None:
@@ -114,5 +114,5 @@ def test_a_correction_of_a_sequence_compares_one_context() -> None:
         part = packed(lengths, [-1.0, -1.0])
         part.rows = torch.zeros(len(lengths), dtype=torch.long)
         anchor = part.mu + torch.tensor([0.1, 0.3], dtype=DOUBLE)
-        found = build("correction", "tis", level="sequence")(View(part, anchor, anchor), None)
-        assert found.weight.log().tolist() == pytest.approx(expected)
+        correction = build("correction", "tis", level="sequence")(View(part, anchor, anchor), None)
+        assert correction.weight.log().tolist() == pytest.approx(expected)

@@ -58,8 +58,8 @@ class Bigram:
     """A model of TRL's: logits, and with `labels` what its fused head gives."""
 
     def __init__(self, seed: int) -> None:
-        made = torch.randn(V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        self.table = made.requires_grad_()
+        logits = torch.randn(V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        self.table = logits.requires_grad_()
         self.training, self.is_gradient_checkpointing = True, False
 
     def __call__(self, input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> SimpleNamespace:
@@ -75,8 +75,8 @@ class Bigram:
         )  # fmt: skip
 
     def gradient(self, loss: Tensor) -> Tensor:
-        (found,) = torch.autograd.grad(loss, self.table, retain_graph=True)
-        return found
+        (gradient,) = torch.autograd.grad(loss, self.table, retain_graph=True)
+        return gradient
 
 
 def padded(prompt: int = PROMPT, shift: int = 0) -> tuple[Tensor, Tensor]:
@@ -109,13 +109,13 @@ def ours(model: Bigram, ref: Bigram, prompt: int = PROMPT, liked: Tensor | None 
 
 def stub(**fields: Any) -> MagicMock:
     """A trainer of TRL's on one device, with these fields."""
-    made = MagicMock(
+    trainer = MagicMock(
         _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1, **fields
     )
-    made.accelerator.device = torch.device("cpu")
-    made.accelerator.gather = made.accelerator.gather_for_metrics = lambda x: x
-    made.aux_loss_enabled = False
-    return made
+    trainer.accelerator.device = torch.device("cpu")
+    trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda x: x
+    trainer.aux_loss_enabled = False
+    return trainer
 
 
 def same(mine: Tensor, theirs: Tensor, model: Bigram) -> None:
@@ -154,10 +154,10 @@ def test_pairs_with_a_reference(
     trainer.args.discopop_tau = 0.05
     trainer.args.gradient_checkpointing = False
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": mask}
-    theirs = trl.dpo._compute_loss(trainer, model, inputs, False)
+    trl_loss = trl.dpo._compute_loss(trainer, model, inputs, False)
     answers = ours(model, ref)
     loss = build("preference", name, **params)
-    same(loss(answers), theirs, model)
+    same(loss(answers), trl_loss, model)
     expected = trainer._metrics["train"]["rewards/margins"][0]
     if name == "dpo":
         rewards = loss.rewards(answers)
@@ -189,8 +189,8 @@ def test_pairs_without_a_reference(
     losses, _, _ = trl.cpo.cpo_loss(trainer, mean[:B], mean[B:])
     spoken = labels[:B, 1:] >= 0
     nll = torch.nn.functional.cross_entropy(logits[:B, :-1][spoken], labels[:B, 1:][spoken])
-    theirs = losses.mean() + fields["cpo_alpha"] * nll
-    same(build("preference", name, **params)(ours(model, Bigram(1))), theirs, model)
+    trl_loss = losses.mean() + fields["cpo_alpha"] * nll
+    same(build("preference", name, **params)(ours(model, Bigram(1))), trl_loss, model)
 
 
 def test_orpo(trl: SimpleNamespace) -> None:
@@ -209,8 +209,8 @@ def test_orpo(trl: SimpleNamespace) -> None:
     def call(ids: Tensor, **_: Any) -> SimpleNamespace:
         return model(ids)
 
-    theirs, _ = trl.orpo.get_batch_loss_metrics(trainer, call, {"chosen_labels": torch.zeros(B, 1)})
-    same(build("preference", "orpo")(ours(model, Bigram(1), prompt=1)), theirs, model)
+    trl_loss, _ = trl.orpo.get_batch_loss_metrics(trainer, call, {"chosen_labels": torch.zeros(B, 1)})
+    same(build("preference", "orpo")(ours(model, Bigram(1), prompt=1)), trl_loss, model)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_orpo(trl: SimpleNamespace) -> None:
 )
 def test_labels(trl: SimpleNamespace, name: str, params: dict[str, Any], kind: str, ref_seed: int) -> None:
     """The two references have the model ahead and behind on other prompts."""
-    model, ref, (ids, mask), (other, other_mask) = Bigram(0), Bigram(ref_seed), padded(), padded(shift=1)
+    model, ref, (ids, mask), (kl_ids, kl_mask) = Bigram(0), Bigram(ref_seed), padded(), padded(shift=1)
     liked = torch.tensor([True, False, True, True, False, False, True, False, True, True])
     trainer = stub(
         model=model, ref_model=ref, beta=0.1, loss_type=kind, precompute_ref_logps=False, calculate_KL=kind == "kto",
@@ -232,10 +232,10 @@ def test_labels(trl: SimpleNamespace, name: str, params: dict[str, Any], kind: s
     trainer._compute_kl_logps = trl.kto._compute_kl_logps.__get__(trainer)
     inputs = {
         "input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": mask, "label": liked,
-        "KL_input_ids": other, "KL_attention_mask": torch.ones_like(other), "KL_completion_mask": other_mask,
+        "KL_input_ids": kl_ids, "KL_attention_mask": torch.ones_like(kl_ids), "KL_completion_mask": kl_mask,
     }  # fmt: skip
-    theirs = trl.kto._compute_loss(trainer, model, inputs, False)
-    same(build("preference", name, **params)(ours(model, ref, liked=liked)), theirs, model)
+    trl_loss = trl.kto._compute_loss(trainer, model, inputs, False)
+    same(build("preference", name, **params)(ours(model, ref, liked=liked)), trl_loss, model)
 
 
 @pytest.mark.parametrize("centre", [0.0, 0.01])
@@ -245,10 +245,10 @@ def test_reward_models(trl: SimpleNamespace, centre: float) -> None:
     trainer = stub(model=model)
     trainer.args.center_rewards_coefficient = centre or None
     inputs = {"margin": MARGINS, "attention_mask": torch.ones(2 * B, 1)}
-    theirs = trl.reward.compute_loss(trainer, lambda **_: SimpleNamespace(logits=values[:, None]), inputs)
+    trl_loss = trl.reward.compute_loss(trainer, lambda **_: SimpleNamespace(logits=values[:, None]), inputs)
     answers = ours(model, Bigram(1))
-    mine = build("preference", "reward_model", centre=centre)(Answers(**{**vars(answers), "value": values}))
-    same(mine, theirs, model)
+    loss = build("preference", "reward_model", centre=centre)(Answers(**{**vars(answers), "value": values}))
+    same(loss, trl_loss, model)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("cross_entropy", "nll"), ("dft", "dft")])
@@ -256,9 +256,9 @@ def test_imitation(trl: SimpleNamespace, name: str, kind: str) -> None:
     model = Bigram(1)
     ids, mask = padded()
     labels = ids.masked_fill(mask == 0, -100)
-    asked = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
-    made = stub(compute_loss_func=None, label_smoother=None)
-    made.args.loss_type, made.args.average_tokens_across_devices = kind, False
-    theirs = trl.sft.compute_loss(made, model, asked, num_items_in_batch=None)
+    inputs = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    trainer = stub(compute_loss_func=None, label_smoother=None)
+    trainer.args.loss_type, trainer.args.average_tokens_across_devices = kind, False
+    trl_loss = trl.sft.compute_loss(trainer, model, inputs, num_items_in_batch=None)
     logp = model(ids, labels).log_probs[labels[:, 1:] >= 0]
-    same(build("imitation", name)(Tokens(logp)).mean(), theirs, model)
+    same(build("imitation", name)(Tokens(logp)).mean(), trl_loss, model)

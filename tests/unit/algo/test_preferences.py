@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def two(**changes: Any) -> Answers:
     """A pair. Gains over the reference: 2 and -1; 4 and 2 tokens."""
-    given: dict[str, Tensor] = {
+    defaults: dict[str, Tensor] = {
         "logp": torch.tensor([-6.0, -3.0]), "ref": torch.tensor([-8.0, -2.0]), "tokens": torch.tensor([4, 2]),
         "pair": torch.tensor([7, 7]), "liked": torch.tensor([True, False]), "margin": torch.zeros(2),
         "drift": torch.tensor([0.5, 0.3]),
     }  # fmt: skip
-    return Answers(**{**given, **changes})
+    return Answers(**{**defaults, **changes})
 
 
 def sigmoid(x: float) -> float:
@@ -72,9 +72,9 @@ def test_an_answer_without_a_trained_token_has_a_finite_loss_and_gradient(
     answers = two(
         logp=logp, ref=logp.detach() - 0.1, tokens=torch.tensor(tokens), drift=torch.zeros(2), value=value
     )
-    found = build("preference", name, **params)(answers)
-    gradients = torch.autograd.grad(found, [logp, value], allow_unused=True)
-    assert math.isfinite(found)
+    loss = build("preference", name, **params)(answers)
+    gradients = torch.autograd.grad(loss, [logp, value], allow_unused=True)
+    assert math.isfinite(loss)
     assert all(g is None or bool(g.isfinite().all()) for g in gradients)
 
 
@@ -103,9 +103,9 @@ def test_pairs_are_found_wherever_they_stand() -> None:
 
 @pytest.mark.parametrize("name", TABLE["preference"])
 def test_every_loss_keeps_its_promises(name: str) -> None:
-    told = list(check_promises(load_config(ROOT / "configs/quickstart.yaml"), "preference", name))
-    assert told[0].startswith(f"made: preference {name}, evidence R")
-    assert len(told) == 3
+    lines = list(check_promises(load_config(ROOT / "configs/quickstart.yaml"), "preference", name))
+    assert lines[0].startswith(f"made: preference {name}, evidence R")
+    assert len(lines) == 3
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/preferences").glob("*.yaml")), ids=lambda p: p.stem)

@@ -56,12 +56,12 @@ def test_its_tokens_are_there_after_pruning_and_over_a_checkpoint(tmp_path: Path
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     nothing = replace(plan, deferred=[])
     due = second.defer(nothing, [], 2)
-    wanted = [group.samples[row] for row in plan.deferred]
-    found = sorted(
+    expected = [group.samples[row] for row in plan.deferred]
+    due_samples = sorted(
         (g.samples[0] for g, _ in due), key=lambda s: s.index
     )  # a draw orders what one step puts off
-    assert [(s.response_ids, s.mu, s.routes) for s in found] == [
-        (s.response_ids, s.mu, s.routes) for s in wanted
+    assert [(s.response_ids, s.mu, s.routes) for s in due_samples] == [
+        (s.response_ids, s.mu, s.routes) for s in expected
     ]
-    assert all(len(s.response_ids) == s.tokens and not s.pieces for s in found)
+    assert all(len(s.response_ids) == s.tokens and not s.pieces for s in due_samples)
     buffer.close()

@@ -18,13 +18,13 @@ def weights(value: float) -> list[tuple[str, torch.Tensor]]:
 def test_it_moves_every_second_step_by_hand() -> None:
     """From 0 with alpha 1/4: at the policy's 2 it is 1/2, at its 4 then 1/4 4 + 3/4 1/2 = 11/8."""
     hook = build("hook", "sync_ref", interval=2, alpha=0.25)
-    seen = []
+    values = []
     for step in range(1, 6):
         hook.start(weights(step - 1.0))
         hook.after_step(weights(99.0), 1.0)  # an update within a step
         hook.after_version(weights(float(step)), 1.0)
-        seen.append(float(hook.reference()["a"][0]))
-    assert seen == [0.0, 0.5, 0.5, 1.375, 1.375]
+        values.append(float(hook.reference()["a"][0]))
+    assert values == [0.0, 0.5, 0.5, 1.375, 1.375]
     close(hook.reference()["b"], torch.tensor([[2.375]]))
 
 
@@ -52,10 +52,10 @@ def test_it_goes_on_where_it_stopped() -> None:
         hook.after_version(weights(step + 1.0), 1.0)
     again.load_state_dict(hook.state_dict())
     again.load_totals({name: t.clone() for name, t in hook.totals(weights(4.0)).items()})
-    for one in (hook, again):
+    for instance in (hook, again):
         for step in (4, 5):
-            one.start(weights(float(step)))
-            one.after_version(weights(step + 1.0), 1.0)
+            instance.start(weights(float(step)))
+            instance.after_version(weights(step + 1.0), 1.0)
     assert again.state_dict() == hook.state_dict()
     close(again.reference(), hook.reference())
     close(hook.reference()["a"], torch.full((2,), 0.5 * 6 + 0.5 * 1.5))

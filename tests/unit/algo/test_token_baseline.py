@@ -25,9 +25,9 @@ def vector(*values: float) -> torch.Tensor:
 def advantages(part: Batch, rewards: list[float], groups: list[int], **params: object) -> torch.Tensor:
     method = build("advantage", "optimal_token_baseline", **params)
     samples = table(rewards, groups, part.lengths.long().tolist())
-    (found,) = method.per_token(method(samples), samples, [part], single_rank)
-    assert isinstance(found, torch.Tensor)
-    return found
+    (token_advantages,) = method.per_token(method(samples), samples, [part], single_rank)
+    assert isinstance(token_advantages, torch.Tensor)
+    return token_advantages
 
 
 def two_responses(**fields: list[float]) -> Batch:
@@ -40,10 +40,10 @@ def two_responses(**fields: list[float]) -> Batch:
 
 def test_the_optimal_token_baseline_by_hand() -> None:
     """W = 1/2, 3/4, 11/8 | 0, 5/8; rewards 1, 0: B = 1, (3/4) / (11/8) = 6/11; the third token has no partner."""
-    found = advantages(two_responses(), [1.0, 0.0], [0, 0], eps=0.0)
-    close(found, vector(0, 5 / 11, 1, -1, -6 / 11))
-    found = advantages(two_responses(), [1.0, 0.0], [0, 0], eps=0.0, lone=False)
-    close(found, vector(0, 5 / 11, 0, -1, -6 / 11))
+    token_advantages = advantages(two_responses(), [1.0, 0.0], [0, 0], eps=0.0)
+    close(token_advantages, vector(0, 5 / 11, 1, -1, -6 / 11))
+    token_advantages = advantages(two_responses(), [1.0, 0.0], [0, 0], eps=0.0, lone=False)
+    close(token_advantages, vector(0, 5 / 11, 0, -1, -6 / 11))
     alone_in_its_group = advantages(two_responses(), [3.0, 2.0], [0, 1])
     close(alone_in_its_group, vector(3, 3, 3, 2, 2))
 
@@ -51,24 +51,29 @@ def test_the_optimal_token_baseline_by_hand() -> None:
 def test_importance_weights_scale_the_scores_by_hand() -> None:
     """old - mu = ln 2 on the first response, ln 9 on the other, truncated at 3: W times 4 and 9."""
     part = two_responses()
-    gap = vector(2, 2, 2, 9, 9).log()
-    part.mu = part.signal("old") - gap
-    found = advantages(part, [1.0, 0.0], [0, 0], eps=0.0, cap=3.0)
-    ours, theirs = 4 * 3 / 4, 9 * 5 / 8
-    close(found[[1, 4]], vector(1 - ours / (ours + theirs), -ours / (ours + theirs)))
+    log_ratio = vector(2, 2, 2, 9, 9).log()
+    part.mu = part.signal("old") - log_ratio
+    token_advantages = advantages(part, [1.0, 0.0], [0, 0], eps=0.0, cap=3.0)
+    first_weight, second_weight = 4 * 3 / 4, 9 * 5 / 8
+    close(
+        token_advantages[[1, 4]],
+        vector(
+            1 - first_weight / (first_weight + second_weight), -first_weight / (first_weight + second_weight)
+        ),
+    )
 
 
 def test_a_tools_tokens_are_not_there() -> None:
     """Neither in the sums nor in the count of places, whatever stands under the mask."""
     nan = math.nan
-    whole = packed([2, 2], old=[-1.0, -2.0, -1.5, -0.5], sum_pi_squared=[0.5, 0.4, 0.3, 0.6])
+    plain_batch = packed([2, 2], old=[-1.0, -2.0, -1.5, -0.5], sum_pi_squared=[0.5, 0.4, 0.3, 0.6])
     holes = packed(
         [3, 3],
         old=[-1.0, nan, -2.0, -1.5, -0.5, nan],
         sum_pi_squared=[0.5, nan, 0.4, 0.3, 0.6, nan],
         mask=[1.0, 0.0, 1.0, 1.0, 1.0, 0.0],
     )
-    close(advantages(holes, [1.0, 0.0], [0, 0])[holes.keep], advantages(whole, [1.0, 0.0], [0, 0]))
+    close(advantages(holes, [1.0, 0.0], [0, 0])[holes.keep], advantages(plain_batch, [1.0, 0.0], [0, 0]))
 
 
 def test_many_groups_are_summed_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +87,7 @@ def test_many_groups_are_summed_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatc
         sum_pi_squared=torch.rand(total, generator=generator, dtype=DOUBLE).tolist(),
     )
     rewards, groups = torch.rand(24, generator=generator, dtype=DOUBLE).tolist(), [i % 6 for i in range(24)]
-    whole = advantages(part, rewards, groups)
+    reference = advantages(part, rewards, groups)
     sizes: list[int] = []
 
     def summed(values: torch.Tensor) -> torch.Tensor:
@@ -91,8 +96,8 @@ def test_many_groups_are_summed_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(optimal_token_baseline, "CHUNK", 7)
     method, samples = build("advantage", "optimal_token_baseline"), table(rewards, groups, lengths)
-    (found,) = method.per_token(method(samples), samples, [part], summed)
-    close(found, whole)
+    (token_advantages,) = method.per_token(method(samples), samples, [part], summed)
+    close(token_advantages, reference)
     assert max(sizes) == 7 and len(sizes) > 3
 
 

@@ -41,7 +41,7 @@ def test_returns_by_hand_go_over_turns_and_restart_where_one_did_not_match() -> 
 def test_mapo_by_hand() -> None:
     """Returns [3, 2], [1] and [1, 1]: turn 1 has mean 5/3, turn 2 mean 1.5; the batch has mean 1.6."""
     rewards, counts = rows([1.0, 2.0], [1.0, 0.0], [0.0, 1.0]), torch.tensor([2, 1, 2])
-    found = mapo(rewards, counts, torch.zeros(3), gamma=1.0, weight=0.5, eps=0.0)
+    advantages = mapo(rewards, counts, torch.zeros(3), gamma=1.0, weight=0.5, eps=0.0)
     first = torch.tensor([3.0, 1.0, 1.0], dtype=DOUBLE)
     second = torch.tensor([2.0, 1.0], dtype=DOUBLE)
     every = torch.tensor([3.0, 2.0, 1.0, 1.0, 1.0], dtype=DOUBLE)
@@ -52,37 +52,39 @@ def test_mapo_by_hand() -> None:
         [float(turn1[1] + batch[2]) / 2, 0.0],
         [float(turn1[2] + batch[3]) / 2, float(turn2[1] + batch[4]) / 2],
     )
-    assert torch.allclose(found, hand, atol=1e-12)
+    assert torch.allclose(advantages, hand, atol=1e-12)
 
 
 def test_mapo_with_one_turn_is_its_batch_form() -> None:
     g = torch.Generator().manual_seed(0)
     rewards, groups = torch.rand(12, generator=g, dtype=DOUBLE), torch.arange(12) // 4
-    found = mapo(rewards[:, None], torch.ones(12, dtype=torch.long), groups, gamma=0.9, weight=0.3)
-    assert torch.allclose(found[:, 0], 0.3 * grpo(rewards, groups) + 0.7 * whiten(rewards), atol=1e-12)
+    advantages = mapo(rewards[:, None], torch.ones(12, dtype=torch.long), groups, gamma=0.9, weight=0.3)
+    assert torch.allclose(advantages[:, 0], 0.3 * grpo(rewards, groups) + 0.7 * whiten(rewards), atol=1e-12)
 
 
 @pytest.mark.parametrize("case", range(6))
 def test_ui_s1_equals_the_authors_function_on_random_trajectories(case: int) -> None:
     """Their numbers (X-PLUG/MobileAgent, UI-S1/uis1/core_uis1.py) on trajectories that are in the file, too."""
-    told = json.loads(AUTHORS.read_text())[case]
-    counts = torch.tensor(told["counts"])
-    found = ui_s1(
-        torch.tensor(told["scores"], dtype=DOUBLE),
-        torch.tensor(told["rewards"], dtype=DOUBLE),
-        torch.tensor(told["matches"]),
+    reference = json.loads(AUTHORS.read_text())[case]
+    counts = torch.tensor(reference["counts"])
+    advantages = ui_s1(
+        torch.tensor(reference["scores"], dtype=DOUBLE),
+        torch.tensor(reference["rewards"], dtype=DOUBLE),
+        torch.tensor(reference["matches"]),
         counts,
-        torch.tensor(told["groups"]),
-        gamma=told["gamma"],
-        episode_weight=told["episode_weight"],
-        step_weight=told["step_weight"],
-        std=told["std"],
+        torch.tensor(reference["groups"]),
+        gamma=reference["gamma"],
+        episode_weight=reference["episode_weight"],
+        step_weight=reference["step_weight"],
+        std=reference["std"],
     )
-    there = torch.arange(found.shape[1])[None] < counts[:, None]
-    theirs = torch.tensor(told["advantages"], dtype=DOUBLE)
-    assert len(set(told["counts"])) > 1 and not torch.tensor(told["matches"])[there].all()
-    assert torch.allclose(found[there], theirs, atol=2e-5), (found[there] - theirs).abs().max()
-    assert not found[~there].any()
+    turn_mask = torch.arange(advantages.shape[1])[None] < counts[:, None]
+    expected = torch.tensor(reference["advantages"], dtype=DOUBLE)
+    assert len(set(reference["counts"])) > 1 and not torch.tensor(reference["matches"])[turn_mask].all()
+    assert torch.allclose(advantages[turn_mask], expected, atol=2e-5), (
+        (advantages[turn_mask] - expected).abs().max()
+    )
+    assert not advantages[~turn_mask].any()
 
 
 def test_each_token_has_the_advantage_of_its_turn_and_what_was_told_has_none() -> None:
@@ -114,11 +116,11 @@ def test_gae_rewards_each_turn_on_its_last_token_by_hand() -> None:
     )  # fmt: skip
     for lam, hand in ((1.0, [2.5, 0.0, 1.0, 1.0]), (0.0, [1.5, 0.0, 1.0, 1.0])):
         advantage: Gae = build("advantage", "gae", timestep="turn", rewards="turns", lam=lam, whiten=False)
-        (found,) = advantage.per_token(samples.reward, samples, [part], single_rank)
-        assert found.tolist() == pytest.approx(hand)
-    whole: Gae = build("advantage", "gae", timestep="turn", lam=0.0, whiten=False)
-    (found,) = whole.per_token(samples.reward, samples, [part], single_rank)
-    assert found.tolist() == pytest.approx([0.5, 0.0, 2.0, 2.0]), "all of the reward at the end"
+        (advantages,) = advantage.per_token(samples.reward, samples, [part], single_rank)
+        assert advantages.tolist() == pytest.approx(hand)
+    outcome_gae: Gae = build("advantage", "gae", timestep="turn", lam=0.0, whiten=False)
+    (advantages,) = outcome_gae.per_token(samples.reward, samples, [part], single_rank)
+    assert advantages.tolist() == pytest.approx([0.5, 0.0, 2.0, 2.0]), "all of the reward at the end"
 
 
 def played(number: int, marks: list[TurnReward] | None) -> Sample:
@@ -135,10 +137,10 @@ def test_the_trainer_knows_the_turn_of_each_token_and_what_it_is_worth() -> None
     group = SampleGroup(
         0, 0, [played(0, [TurnReward(1.0), TurnReward(0.5, False)]), played(1, [TurnReward(0.0)] * 2)]
     )
-    found = sample_table([group], 1, {"turn_rewards"})
-    assert found.column("turn_rewards").tolist() == [[1.0, 0.5], [0.0, 0.0]]
-    assert found.column("turn_matches").tolist() == [[True, False], [True, True]]
-    assert found.column("turn_counts").tolist() == [2, 2]
+    samples = sample_table([group], 1, {"turn_rewards"})
+    assert samples.column("turn_rewards").tolist() == [[1.0, 0.5], [0.0, 0.0]]
+    assert samples.column("turn_matches").tolist() == [[True, False], [True, True]]
+    assert samples.column("turn_counts").tolist() == [2, 2]
     (batch,) = pack(
         [TrainSample.of(group.samples[0], 0), TrainSample.of(played(1, None), 1, first_turn=3)], 64
     )

@@ -30,11 +30,13 @@ def test_a_turns_entropy_is_the_mean_of_its_trained_tokens_on_all_ranks() -> Non
     first.turns = torch.tensor([0, -1, 1, 1])
     second = packed([2], entropy=[0.1, 0.3])
     second.turns, second.rows = torch.tensor([0, 0]), torch.tensor([1])
-    both = turn_entropies([first, second], 2, lambda x: x)
-    assert both[:, :2].nan_to_num(-1.0).flatten().tolist() == pytest.approx([0.2, 0.6, 0.2, -1.0])
-    other = turn_entropies([second], 2, lambda x: x).nan_to_num(0)
-    alone = turn_entropies([first], 2, lambda x: x).nan_to_num(0)
-    assert torch.equal(both.nan_to_num(0), alone + other), "each rank has its own rows"
+    joint_entropies = turn_entropies([first, second], 2, lambda x: x)
+    assert joint_entropies[:, :2].nan_to_num(-1.0).flatten().tolist() == pytest.approx([0.2, 0.6, 0.2, -1.0])
+    second_entropies = turn_entropies([second], 2, lambda x: x).nan_to_num(0)
+    first_entropies = turn_entropies([first], 2, lambda x: x).nan_to_num(0)
+    assert torch.equal(joint_entropies.nan_to_num(0), first_entropies + second_entropies), (
+        "each rank has its own rows"
+    )
 
 
 def test_only_chosen_turns_are_trained() -> None:
@@ -52,7 +54,9 @@ def test_all_turns_is_as_if_there_were_no_selector() -> None:
         return [rows]
 
     without = run(World(), section(loss=["clip"]), whole)
-    found = run(World(), section(selectors=[{"name": "unsure_turns", "share": 1.0}], loss=["clip"]), whole)
-    assert found.loss == pytest.approx(without.loss)
+    all_turns = run(
+        World(), section(selectors=[{"name": "unsure_turns", "share": 1.0}], loss=["clip"]), whole
+    )
+    assert all_turns.loss == pytest.approx(without.loss)
     part = run(World(), section(selectors=[{"name": "unsure_turns", "share": 0.4}], loss=["clip"]), whole)
     assert part.loss != pytest.approx(without.loss)

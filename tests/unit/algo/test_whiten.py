@@ -23,5 +23,5 @@ def test_eps_is_added_to_the_deviation_of_samples(eps: float) -> None:
 def test_eps_is_added_to_the_deviation_of_tokens(eps: float) -> None:
     """Rewards 1 on one token, 0 on three: mean 1/4, deviation 1/2."""
     method, samples = build("advantage", "reinforce_pp", eps=eps), table([1, 0], [0, 0], [1, 3])
-    (got,) = method.per_token(method(samples), samples, [packed([1, 3])], lambda values: values)
-    assert got.tolist() == pytest.approx([0.75 / (0.5 + eps), *[-0.25 / (0.5 + eps)] * 3])
+    (advantages,) = method.per_token(method(samples), samples, [packed([1, 3])], lambda values: values)
+    assert advantages.tolist() == pytest.approx([0.75 / (0.5 + eps), *[-0.25 / (0.5 + eps)] * 3])

@@ -59,7 +59,7 @@ def test_a_mode_is_warm_when_the_longest_response_can_have_ended(april: ModuleTy
 
 def test_the_summary_compares_medians(april: ModuleType) -> None:
     def mode(rate: float, length_ratio: float = 1.0) -> dict[str, Any]:
-        rates = {f"{what}_tokens_per_s": {"median": rate} for what in ("trained", "sampled")}
+        rates = {f"{kind}_tokens_per_s": {"median": rate} for kind in ("trained", "sampled")}
         return {**rates, "length_ratio": {"median": length_ratio}}
 
     costs = {
@@ -73,11 +73,11 @@ def test_the_summary_compares_medians(april: ModuleType) -> None:
     }  # fmt: skip
     costs["gpu-like"]["prefill"] = {"seconds_per_token": {"median": 0.0001}}
     costs["cpu"]["prefill"] = {"seconds_per_token": {"median": 0.00005}}
-    found = april.summary(costs, [1, 3])
+    summary = april.summary(costs, [1, 3])
     # 2 x 5 / 4 / 2 tokens are read for a trained one.
-    assert found.pop("share_of_bound_at_2") == pytest.approx(0.9 * 1.125)
-    assert found.pop("share_of_bound_at_2_raw_cpu") == pytest.approx(0.75 * 1.25)
-    assert found == {
+    assert summary.pop("share_of_bound_at_2") == pytest.approx(0.9 * 1.125)
+    assert summary.pop("share_of_bound_at_2_raw_cpu") == pytest.approx(0.75 * 1.25)
+    assert summary == {
         "gain_at_2": 3.0,
         "gain_at_2_same_slots": 2.0,
         "gain_at_2_raw_cpu": 1.5,
@@ -99,17 +99,20 @@ def test_the_bound_counts_what_a_simulated_queue_reads_again(april: ModuleType) 
     """Slots that decode a token a tick; every step, when N responses have ended, all prefixes are read again."""
     lengths, batch, slots = april.trace(quick=False), 40, 80
     draw = np.random.default_rng(0)
-    whole = draw.choice(lengths, slots)
-    done = np.zeros(slots, dtype=int)
-    read = trained = ended = 0
+    target_lengths = draw.choice(lengths, slots)
+    progress = np.zeros(slots, dtype=int)
+    read = trained = finished_count = 0
     for _ in range(25_000):
-        done += 1
-        if (over := done == whole).any():
-            ended, trained = ended + int(over.sum()), trained + int(whole[over].sum())
-            whole[over], done[over] = draw.choice(lengths, over.sum()), 0
-        if ended >= batch:
-            ended -= batch
-            read += int(done.sum())
+        progress += 1
+        if (over := progress == target_lengths).any():
+            finished_count, trained = (
+                finished_count + int(over.sum()),
+                trained + int(target_lengths[over].sum()),
+            )
+            target_lengths[over], progress[over] = draw.choice(lengths, over.sum()), 0
+        if finished_count >= batch:
+            finished_count -= batch
+            read += int(progress.sum())
     expected = 1 / april.bound_of(1.0, 1.0, slots / batch, lengths) - 1
     assert read / trained == pytest.approx(expected, rel=0.03)
 
@@ -133,10 +136,10 @@ def test_figures_of_trained_groups(april: ModuleType) -> None:
         sample(0, 2, prefilled_tokens=2),
         sample(1, 6, prefilled_tokens=2 + 6, cached_tokens=2, resumes=1),
     ]
-    taken = TrainBatch(
+    batch = TrainBatch(
         1, 1, [SampleGroup(0, 0, samples)], {"tokens": 8, "off_policy_share": 0.25, "staleness_mean": 3.0}
     )
-    assert april.trained_figures([taken], 2.0, true_mean=5.0) == {
+    assert april.trained_figures([batch], 2.0, true_mean=5.0) == {
         "trained_tokens_per_s": 4.0,
         "samples_per_s": 1.0,
         "off_policy_share": 0.25,
@@ -208,13 +211,13 @@ def test_the_claim_pairs_runs_by_seed(april_claim: ModuleType) -> None:
         claim(2.0, 2, (0, 0.1, 0.0), (4, 0.6, 20.0), (8, 0.42, 40.0)),
     ]
     table = april_claim.table({(r["algorithm"], r["ratio"], r["seed"]): r for r in records}, (0.5, 0.9))
-    synchronous, twice = table["grpo"]["1"], table["grpo"]["2"]
+    synchronous, double_ratio = table["grpo"]["1"], table["grpo"]["2"]
     assert synchronous["to_0.5"] == {
         "steps": [4, 4, None],
         "seconds": {"mean": 35.0, "interval": [-28.53, 98.53], "n": 2},
     }
-    assert twice["to_0.9"]["steps"] == [8, 8, None]
-    paired = twice["against_synchronous"]
+    assert double_ratio["to_0.9"]["steps"] == [8, 8, None]
+    paired = double_ratio["against_synchronous"]
     assert paired["seconds_to_0.5"]["mean"] == 0.75 and paired["seconds_to_0.5"]["n"] == 2, (
         "a run without the target is in no pair"
     )
@@ -254,8 +257,8 @@ def test_the_claim_continues_with_what_is_missing(april_claim: ModuleType, tmp_p
     file = tmp_path / "records.jsonl"
     records = [claim(1.0, 1, (1, 0.5, 1.0)), claim(2.0, 1, (1, 0.5, 1.0))]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = april_claim.read_records(file, {"lr": 1})
-    assert april_claim.missing_keys(found, ["grpo"], [0, 1], [1.0, 1.5, 2.0]) == [
+    stored_records = april_claim.read_records(file, {"lr": 1})
+    assert april_claim.missing_keys(stored_records, ["grpo"], [0, 1], [1.0, 1.5, 2.0]) == [
         ("grpo", 1.0, 0), ("grpo", 1.5, 0), ("grpo", 2.0, 0), ("grpo", 1.5, 1),
     ]  # fmt: skip
     with pytest.raises(UserError, match=r"records\.jsonl:1: settings are \{'lr': 1\}; expected \{'lr': 2\}"):

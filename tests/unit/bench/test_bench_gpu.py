@@ -29,5 +29,5 @@ def test_a_gemm_of_quantised_blocks_is_asked_for_as_cuda_takes_it(
     x = torch.randn(16, 512, generator=generator).bfloat16()
     weight = torch.randn(256, 512, generator=generator).bfloat16()
     exact = x.float() @ weight.float().t()
-    seen = gpu_checks.block_gemm(x, *quantise(weight)).float()
-    assert (seen - exact).norm() < 0.05 * exact.norm(), "eight bits"
+    output = gpu_checks.block_gemm(x, *quantise(weight)).float()
+    assert (output - exact).norm() < 0.05 * exact.norm(), "eight bits"

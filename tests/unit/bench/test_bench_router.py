@@ -28,8 +28,8 @@ def test_no_two_requests_share_a_prefix_and_all_ids_are_in_the_vocabulary(router
 
 
 def test_ratios_are_taken_repeat_by_repeat(router: ModuleType) -> None:
-    found = router.ratios({"direct": [100.0, 50.0], "rlsys": [90.0, 50.0]})
-    assert found == {"direct": [1.0, 1.0], "rlsys": [0.9, 1.0]}
+    ratios = router.ratios({"direct": [100.0, 50.0], "rlsys": [90.0, 50.0]})
+    assert ratios == {"direct": [1.0, 1.0], "rlsys": [0.9, 1.0]}
 
 
 def test_what_a_router_adds_is_taken_round_by_round(router: ModuleType) -> None:
@@ -40,16 +40,16 @@ def test_every_target_comes_in_every_place_of_a_round(router: ModuleType) -> Non
     urls = dict.fromkeys(("direct", "rlsys", "sglang_router"), "")
     rounds = [router.turns(urls, i) for i in range(6)]
     assert all(sorted(r) == sorted(urls) for r in rounds)
-    for place in range(3):
-        assert sorted(r[place] for r in rounds) == sorted([*urls, *urls])
+    for position in range(3):
+        assert sorted(r[position] for r in rounds) == sorted([*urls, *urls])
     assert len({tuple(r) for r in rounds}) == 6
 
 
 @pytest.mark.parametrize("theirs", [{"sglang_router": 2.0}, {}])
 def test_the_summary_has_what_is_asked_for(router: ModuleType, theirs: dict[str, float]) -> None:
-    whole = {"ratio_to_direct": {"rlsys": {"median": 0.99}}}
+    whole_throughput = {"ratio_to_direct": {"rlsys": {"median": 0.99}}}
     real: dict[str, Any] = {
-        "throughput": {"whole": whole, "streamed": {}},
+        "throughput": {"whole": whole_throughput, "streamed": {}},
         "added_p50_ms": {"rlsys": 1.0, **theirs},
     }
     capacity = {"requests_per_s": {"rlsys": {"median": 900.0}}}

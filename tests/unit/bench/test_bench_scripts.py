@@ -58,8 +58,8 @@ def step_path(*args: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_walk_of_a_step_and_one_of_a_group(tmp_path: Path) -> None:
     """Each function counts when it is entered for the first time; what is imported then does not."""
-    ended = step_path("--tree", str(tree(tmp_path)), "--verbose")
-    *visits, counts = ended.stdout.splitlines()
+    process = step_path("--tree", str(tree(tmp_path)), "--verbose")
+    *visits, counts = process.stdout.splitlines()
     assert visits == [
         "-- step",  # begins after the take, and ends at the push
         "rlsys/step.py: run, pack",
@@ -77,10 +77,10 @@ def test_a_walk_of_a_step_and_one_of_a_group(tmp_path: Path) -> None:
 
 
 def test_a_run_that_does_not_end_well_has_no_walk(tmp_path: Path) -> None:
-    ended = step_path("--tree", str(tree(tmp_path, code=3)))
-    assert ended.returncode == 1
-    assert " failed:" in ended.stderr
-    assert ended.stdout == ""
+    process = step_path("--tree", str(tree(tmp_path, code=3)))
+    assert process.returncode == 1
+    assert " failed:" in process.stderr
+    assert process.stdout == ""
 
 
 @pytest.fixture
@@ -117,21 +117,21 @@ def results(
 def test_every_shipped_experiment_is_rehearsed(
     rehearse: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, found = results(rehearse, monkeypatch, capsys)
+    code, report = results(rehearse, monkeypatch, capsys)
     shipped = {p.stem for p in (ROOT / "configs/experiments").glob("*.yaml")} - {"base"}
-    assert found["results"].keys() == {*shipped, "deepseek-v3_2048gpu"}
-    assert (code, found["within"]) == (0, True)
-    assert [rank["rank"] for rank in found["results"]["qwen2.5-7b_8gpu_colocated"]] == [0]
-    assert len(found["results"]["deepseek-v3_2048gpu"]) == 3, "the first, a middle and the last stage"
+    assert report["results"].keys() == {*shipped, "deepseek-v3_2048gpu"}
+    assert (code, report["within"]) == (0, True)
+    assert [rank["rank"] for rank in report["results"]["qwen2.5-7b_8gpu_colocated"]] == [0]
+    assert len(report["results"]["deepseek-v3_2048gpu"]) == 3, "the first, a middle and the last stage"
 
 
 def test_quick_is_one_rank_and_only_takes_a_part(
     rehearse: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, found = results(rehearse, monkeypatch, capsys, "--quick")
-    assert {name: len(ranks) for name, ranks in found["results"].items()} == {rehearse.SMALLEST: 1}
-    _, found = results(rehearse, monkeypatch, capsys, "--only", "glm")
-    assert {name.partition("_")[0] for name in found["results"]} == {"glm-4.5-air"}
+    _, report = results(rehearse, monkeypatch, capsys, "--quick")
+    assert {name: len(ranks) for name, ranks in report["results"].items()} == {rehearse.SMALLEST: 1}
+    _, report = results(rehearse, monkeypatch, capsys, "--only", "glm")
+    assert {name.partition("_")[0] for name in report["results"]} == {"glm-4.5-air"}
     with pytest.raises(SystemExit):
         results(rehearse, monkeypatch, capsys, "--only", "nothing")
     assert "--only nothing: in no name; known: deepseek-v3_256gpu_colocated" in capsys.readouterr().err
@@ -140,16 +140,16 @@ def test_quick_is_one_rank_and_only_takes_a_part(
 def test_a_rank_that_takes_too_much_memory_is_the_exit_code(
     rehearse: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, found = results(rehearse, monkeypatch, capsys, "--quick", gb=4.1)
-    assert (code, found["within"]) == (1, False)
+    code, report = results(rehearse, monkeypatch, capsys, "--quick", gb=4.1)
+    assert (code, report["within"]) == (1, False)
 
 
 @pytest.mark.gate
 def test_configs_of_new_models_are_sized_or_refused(tmp_path: Path) -> None:
-    other = tmp_path / "other.json"
-    other.write_text('{"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}')
+    mamba_config = tmp_path / "other.json"
+    mamba_config.write_text('{"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}')
     models, out = ROOT / "configs/models", tmp_path / "out.json"
-    configs = [models / "Qwen3-30B-A3B/config.json", models / "DeepSeek-V3/config.json", other]
+    configs = [models / "Qwen3-30B-A3B/config.json", models / "DeepSeek-V3/config.json", mamba_config]
     command = [
         sys.executable,
         str(BENCH / "new_models.py"),
@@ -159,8 +159,8 @@ def test_configs_of_new_models_are_sized_or_refused(tmp_path: Path) -> None:
         "--out",
         str(out),
     ]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ended.stdout.splitlines()[-1] == "3 cells: 1 sized, 2 refused"
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == "3 cells: 1 sized, 2 refused"
     cells = json.loads(out.read_text())
     assert cells["Qwen3-30B-A3B 8"]["stated_gb"] == pytest.approx(41, rel=0.15)
     assert cells["DeepSeek-V3 8"]["refusal"] == (
@@ -168,4 +168,4 @@ def test_configs_of_new_models_are_sized_or_refused(tmp_path: Path) -> None:
     )
     assert cells["other 8"]["refusal"].startswith("config.json: architecture 'Mamba2ForCausalLM' has no")
     again = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert again.stdout == ended.stdout
+    assert again.stdout == process.stdout

@@ -114,10 +114,10 @@ def test_arguments_for_a_gpus_engines_are_left_out_on_a_cpu(
     cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rehearsal of a node's command on a CPU, whose engines have no Triton."""
-    seen: list[str] = []
+    engine_args: list[str] = []
 
     def drill(*_: Any) -> dict[str, Any]:
-        seen.append(os.environ[gpu.ENGINE_ARGS])
+        engine_args.append(os.environ[gpu.ENGINE_ARGS])
         return {}
 
     monkeypatch.setattr(gpu, "drill", drill)
@@ -127,4 +127,6 @@ def test_arguments_for_a_gpus_engines_are_left_out_on_a_cpu(
     monkeypatch.setattr("sys.argv", command)
     monkeypatch.setenv(gpu.MODELS, "")
     gpu.main()
-    assert seen == ["--log-level info --mem 0.5 --attention-backend triton" if cuda else "--log-level info"]
+    assert engine_args == [
+        "--log-level info --mem 0.5 --attention-backend triton" if cuda else "--log-level info"
+    ]

@@ -91,8 +91,8 @@ def node(kit: Path, python: Path, work: Path, out: Path) -> subprocess.Completed
 def write_kit(folder: Path, *parts: str) -> tuple[Path, Path, Path]:
     """Archives with one file each, a node's `python3`, and the folder of that Python's packages."""
     kit, packages = folder / "kit", folder / "packages"
-    for made in (kit, packages, folder / "source"):
-        made.mkdir()
+    for directory in (kit, packages, folder / "source"):
+        directory.mkdir()
     (folder / "source" / "file").write_text("1")
     for part in parts:
         with tarfile.open(kit / f"{part}.tar.xz", "w:xz") as archive:
@@ -107,10 +107,10 @@ def test_the_node_unpacks_the_archives_once_and_starts_the_drill(tmp_path: Path)
     kit, python, packages = write_kit(tmp_path, "trainer", "engine", "tree")
     work, out = tmp_path / "work", tmp_path / "out"
     for _ in range(2):
-        done = node(kit, python, work, out)
-        assert done.returncode == 0, done.stderr
+        process = node(kit, python, work, out)
+        assert process.returncode == 0, process.stderr
         (work / "site" / "trainer.txt").write_text("kept")
-    current, backend, *arguments = done.stdout.splitlines()
+    current, backend, *arguments = process.stdout.splitlines()
     assert (current, backend) == (str(work / "tree"), "python")
     assert arguments[:4] == ["bench/gpu.py", "--out", str(out), "--attention-backend"]
     assert arguments[-2:] == ["--seconds", "60"]
@@ -121,31 +121,31 @@ def test_the_node_unpacks_the_archives_once_and_starts_the_drill(tmp_path: Path)
 
 def test_the_node_joins_the_pieces_of_an_archive(tmp_path: Path) -> None:
     kit, python, _ = write_kit(tmp_path, "engine", "tree")
-    whole = (kit / "engine.tar.xz").read_bytes()
+    content = (kit / "engine.tar.xz").read_bytes()
     (kit / "engine.tar.xz").unlink()
     for i in range(3):
-        piece = whole[i * len(whole) // 3 : (i + 1) * len(whole) // 3]
+        piece = content[i * len(content) // 3 : (i + 1) * len(content) // 3]
         (kit / f"engine.tar.xz.{i + 1}-of-3").write_bytes(piece)
-    done = node(kit, python, tmp_path / "work", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
+    process = node(kit, python, tmp_path / "work", tmp_path / "out")
+    assert process.returncode == 0, process.stderr
     assert (tmp_path / "work/site/engine.txt").exists()
 
 
 def test_the_node_stops_at_an_archive_that_cannot_be_unpacked(tmp_path: Path) -> None:
     kit, python, _ = write_kit(tmp_path, "engine", "tree")
     (kit / "engine.tar.xz").write_bytes((kit / "engine.tar.xz").read_bytes()[:-20])
-    done = node(kit, python, tmp_path / "work", tmp_path / "out")
-    assert done.returncode != 0, "half a package would be taken for the whole"
-    assert "engine.tar.xz" in done.stderr
+    process = node(kit, python, tmp_path / "work", tmp_path / "out")
+    assert process.returncode != 0, "half a package would be taken for the whole"
+    assert "engine.tar.xz" in process.stderr
 
 
 def test_transformer_engine_has_a_folder_of_its_own(tmp_path: Path) -> None:
     kit, python, _ = write_kit(tmp_path, "trainer", "engine", "tree", "te")
     work = tmp_path / "work"
-    done = node(kit, python, work, tmp_path / "out")
-    assert done.returncode == 0, done.stderr
+    process = node(kit, python, work, tmp_path / "out")
+    assert process.returncode == 0, process.stderr
     assert (work / "te/te.txt").exists() and not (work / "site/te.txt").exists()
-    arguments = done.stdout.split()
+    arguments = process.stdout.split()
     assert arguments[arguments.index("--transformer-engine") + 1] == str(work / "te")
 
 
@@ -167,17 +167,17 @@ def test_an_archive_that_is_larger_than_a_copy_comes_in_pieces(
     python.write_text(PYTHON.format(packages=tmp_path))
     python.chmod(0o755)
     (tmp_path / "work/tree").mkdir(parents=True)
-    done = node(kit, python, tmp_path / "work", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
+    process = node(kit, python, tmp_path / "work", tmp_path / "out")
+    assert process.returncode == 0, process.stderr
     assert (tmp_path / "work/te/library.so").read_bytes() == content
 
 
 def test_pieces_sort_as_they_follow_one_another(tmp_path: Path) -> None:
     archive = tmp_path / "engine.tar.xz"
-    archive.write_bytes(whole := bytes(range(120)))
+    archive.write_bytes(content := bytes(range(120)))
     pieces = gpu_kit.split(archive, 10)
     assert len(pieces) == 12 and pieces == sorted(pieces) and not archive.exists()
-    assert b"".join(piece.read_bytes() for piece in pieces) == whole
+    assert b"".join(piece.read_bytes() for piece in pieces) == content
 
 
 def test_without_nvcc_or_the_nodes_torch_transformer_engine_is_left_out_in_one_line(
@@ -234,15 +234,15 @@ def container(*entries: tuple[int, int, bytes]) -> bytes:
 
 def test_a_library_keeps_the_code_of_one_architecture() -> None:
     two = container((2, 80, b"a" * 16), (2, 90, b"b" * 24), (1, 90, b"p" * 8))
-    other = container((2, 80, b"c" * 8))
-    image = bytearray(bytes(8) + two + bytes(8) + other)
+    other_container = container((2, 80, b"c" * 8))
+    image = bytearray(bytes(8) + two + bytes(8) + other_container)
     size = len(image)
     assert keep(image, 0, size, 90) == 64 + 24
     assert len(image) == size, "no address changes"
     expected = container((2, 90, b"b" * 24))
     assert image[8 : 8 + len(expected)] == expected
     assert not any(image[8 + len(expected) : 8 + len(two)]), "what is left of the container is zeros"
-    assert image.endswith(other), "a container without code for it stays as it is"
+    assert image.endswith(other_container), "a container without code for it stays as it is"
 
 
 def test_a_package_that_the_node_must_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

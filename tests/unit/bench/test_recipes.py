@@ -41,9 +41,9 @@ def test_a_recipe_is_complete(name: str) -> None:
     for file in configs:
         config = load_config(folder / file)
         assert str(config.run.dir).startswith(f"runs/recipes/{name}/")
-    own = MODELS[Recipe.read(name).model].path
+    model_path = MODELS[Recipe.read(name).model].path
     first = load_config(folder / f"{Recipe.read(name).stages[0]}.yaml")
-    assert first.model.path.as_posix().endswith(own)
+    assert first.model.path.as_posix().endswith(model_path)
     assert "NOT YET RUN" in (folder / "eight_gpus.yaml").read_text(encoding="utf-8").splitlines()[0]
     page = (folder / "README.md").read_text(encoding="utf-8")
     assert "](../README.md)" in page and all(f"{name}/{file}" in page for file in configs)
@@ -217,21 +217,21 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
 def test_a_killed_run_continues_and_a_finished_one_is_not_run_again(
     commands: Commands, tmp_path: Path
 ) -> None:
-    place = Place(tmp_path, Recipe.read("addition"), "full", 3)
+    location = Place(tmp_path, Recipe.read("addition"), "full", 3)
     commands.fail = "train"
     with pytest.raises(KeyboardInterrupt):
-        recipes.run(place)
+        recipes.run(location)
     assert commands.stages == ["smollm2.py", "data.py", "eval", "sft", "train"]
-    assert not place.record.exists()
+    assert not location.record.exists()
     commands.fail = None
-    record = recipes.run(place)
+    record = recipes.run(location)
     assert commands.stages[5:] == ["train"], "finished stages stay"
     assert record["stages"]["rl"] == {"wall_seconds": 2.0, "cpu_seconds": 1.0, "resumed": True}
     assert record["stages"]["sft"] == {"wall_seconds": 2.0, "cpu_seconds": 1.0}
     assert (record["base"], record["start"], record["end"], record["seed"]) == (0.5, 0.25, 0.5, 3)
     assert record["curve"] == [[0, 0.25], [4, 0.5]]
-    assert not (place.folder / "rl" / "checkpoints").exists() and (place.folder / "rl").is_dir()
-    assert recipes.run(place) == record
+    assert not (location.folder / "rl" / "checkpoints").exists() and (location.folder / "rl").is_dir()
+    assert recipes.run(location) == record
     assert len(commands.stages) == 6
     recipes.run(Place(tmp_path, Recipe.read("addition"), "full", 4))
     assert commands.stages[6:] == ["sft", "train"], "model, data and its evaluation serve all seeds"
@@ -257,14 +257,14 @@ def test_folders_of_a_run_are_below_out_and_the_form_has_its_steps(
 def test_another_model_has_its_own_folder_and_is_not_compared(
     commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (other := tmp_path / "other").mkdir()
-    place = Place(tmp_path, Recipe.read("addition"), "full", 0, other)
-    record = recipes.run(place)
+    (model_folder := tmp_path / "other").mkdir()
+    location = Place(tmp_path, Recipe.read("addition"), "full", 0, model_folder)
+    record = recipes.run(location)
     assert "smollm2.py" not in commands.stages
-    assert f"model.path={other}" in commands.argv[commands.stages.index("sft")]
-    assert record["model"] == "other" and place.folder.name == "full-0-other"
-    own = recipes.summary([record_of(i, 0.9) for i in range(5)])
-    assert not recipes.regression(record, own, own_model=False)
+    assert f"model.path={model_folder}" in commands.argv[commands.stages.index("sft")]
+    assert record["model"] == "other" and location.folder.name == "full-0-other"
+    reference = recipes.summary([record_of(i, 0.9) for i in range(5)])
+    assert not recipes.regression(record, reference, own_model=False)
     assert capsys.readouterr().out.splitlines() == [
         "addition full seed 0: accuracy 0.500 with other: no regression is judged for another model",
         "  step    0   0.250  ##########",
@@ -308,14 +308,14 @@ def test_signals_are_means_of_the_first_and_the_last_quarter() -> None:
 
 
 def test_other_data_are_refused(commands: Commands, tmp_path: Path) -> None:
-    place = Place(tmp_path, Recipe.read("addition"), "full", 0)
-    recipes.prepare(place)
+    location = Place(tmp_path, Recipe.read("addition"), "full", 0)
+    recipes.prepare(location)
     file = tmp_path / "addition" / "data" / "heldout.jsonl"
     file.write_text(file.read_text()[:-1])
     with pytest.raises(
         UserError, match=rf"^{re.escape(str(file))}: sha256 is \w+; expected \w+ \(recipe.yaml\)$"
     ):
-        recipes.prepare(place)
+        recipes.prepare(location)
 
 
 def record_of(seed: int, end: float, start: float = 0.4) -> dict[str, Any]:
@@ -339,8 +339,8 @@ def test_intervals_come_with_the_fifth_seed() -> None:
     assert five["end"]["range"] == [0.4392, 0.5608]
     assert five["gain"] == "shown"
     assert five["seeds"]["2"]["curve"] == [[0, 0.4], [8, 0.5]]
-    same = recipes.summary([record_of(i, end, start=0.49) for i, end in enumerate(ends)])
-    assert same["gain"] == "no gain shown"
+    no_gain = recipes.summary([record_of(i, end, start=0.49) for i, end in enumerate(ends)])
+    assert no_gain["gain"] == "no gain shown"
 
 
 def test_a_regression_shows_its_curve(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,19 +49,19 @@ QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.y
 )
 def test_a_mistake_is_one_line(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(argv) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"rlsys: error: {told}")
-    assert said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"rlsys: error: {told}")
+    assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("argv", [[], ["trian"], ["train"], ["report", "x", "--jsn"]])
 def test_a_mistaken_command_line_is_one_line_too(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main.main(argv)
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("rlsys: error: ")
-    assert said.count("\n") == 1
+    assert exit_info.value.code == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("rlsys: error: ")
+    assert stderr.count("\n") == 1
 
 
 def test_overrides_may_stand_after_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,9 +130,11 @@ def test_a_job_script_is_printed_for_a_model_without_weights_and_not_submitted(
 def test_a_run_with_a_method_read_in_an_abstract_alone_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(Path(QUICKSTART).parent / "algorithms" / "minpro.yaml")
     assert main.main(["submit", recipe, "--dry-run"]) == 0
-    said = capsys.readouterr().err
-    assert said.startswith("rlsys: note: algo.corrections[0] (MinPro): evidence A, a reading of the abstract")
-    assert said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(
+        "rlsys: note: algo.corrections[0] (MinPro): evidence A, a reading of the abstract"
+    )
+    assert stderr.count("\n") == 1
 
 
 def test_algorithms_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,9 +148,9 @@ def test_algorithms_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_doctor_lists_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
     main.main(["doctor"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in ("python", "torch", "sglang", "megatron-core", "gpu", "ports", "transformer engine", "apex"):
-        assert name in said
+        assert name in output
 
 
 def test_what_eval_measures(tmp_path: Path) -> None:
@@ -177,9 +179,9 @@ def test_what_eval_measures(tmp_path: Path) -> None:
 def test_the_help_lists_each_command_once_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main.main(["--help"])
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for title, names in main.GROUPS.items():
-        group = shown.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
+        group = output.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
         listed = [line.split()[0] for line in group.splitlines() if line[2:3].strip()]
         assert listed == list(names)
     with pytest.raises(KeyError, match="commands without a group: dance"):

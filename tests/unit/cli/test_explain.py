@@ -45,8 +45,8 @@ def test_equal_nodes_are_told_once() -> None:
 
 
 def test_engines_of_one_node_are_told_apart() -> None:
-    made = config("qwen3-30b-a3b_8gpu_colocated", "engine.count=3", "engine.tp=2")
-    assert picture(made)[-1] == "  engine     a a b b c c · ·   3 engines of 2 ranks"
+    configuration = config("qwen3-30b-a3b_8gpu_colocated", "engine.count=3", "engine.tp=2")
+    assert picture(configuration)[-1] == "  engine     a a b b c c · ·   3 engines of 2 ranks"
 
 
 def test_large_nodes_and_nodes_without_gpus_are_told_in_words() -> None:
@@ -80,13 +80,13 @@ def test_the_screen_of_the_quickstart(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("rlsys.cli.preflight.check_start", lambda _: ["NOT CHECKED: the moon"])
     assert main.main(["explain", str(QUICKSTART), f"run.dir={tmp_path / 'run'}"]) == 0
-    told = capsys.readouterr().out
-    assert "\x1b" not in told
-    assert "  one step trains      16 groups x 8 samples = 128 samples\n" in told
-    assert "  algorithm            advantage grpo, loss clip, reducer token_mean, anchor mu\n" in told
-    assert "  duration             not estimated without GPUs" in told
-    assert "odd\n  NOT CHECKED: the moon\n" in told
-    assert "python -P -m" not in told and "grace_seconds" not in told
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert "  one step trains      16 groups x 8 samples = 128 samples\n" in output
+    assert "  algorithm            advantage grpo, loss clip, reducer token_mean, anchor mu\n" in output
+    assert "  duration             not estimated without GPUs" in output
+    assert "odd\n  NOT CHECKED: the moon\n" in output
+    assert "python -P -m" not in output and "grace_seconds" not in output
 
 
 def test_the_config_and_the_commands_on_request(
@@ -97,10 +97,10 @@ def test_the_config_and_the_commands_on_request(
     assert main.main(["explain", str(QUICKSTART), "--config", "trainer.lr=0.5"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["trainer"]["lr"] == 0.5
     assert main.main(["explain", str(QUICKSTART), "--commands"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "python -P -m rlsys.rollout.service" in told
-        and "(port 0: a free port is chosen at the start)" in told
+        "python -P -m rlsys.rollout.service" in output
+        and "(port 0: a free port is chosen at the start)" in output
     )
 
 
@@ -114,30 +114,30 @@ def test_a_terminal_gets_colours_and_wrapped_lines(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_run_that_has_begun_says_what_its_steps_took(tmp_path: Path) -> None:
-    made = load_config(QUICKSTART, [f"run.dir={tmp_path}", "trainer.steps=10"])
+    configuration = load_config(QUICKSTART, [f"run.dir={tmp_path}", "trainer.steps=10"])
     writer = MetricsWriter(tmp_path)
     writer.write("run", 0, event="start")
     for n in (1, 2, 3):
         writer.write("step", n, time_step=20.0 + n)
     writer.close()
-    screen, _ = describe_run(made, 80.0)
+    screen, _ = describe_run(configuration, 80.0)
     (fact,) = dict(screen.parts)["time"]
     assert fact[1] == "steps take 22 s each; the remaining 7 take about 2.57 minutes"
 
 
 def test_durations_by_hand() -> None:
-    told = ["0.12 s", "60 s", "2.5 minutes", "2.5 hours", "10 days"]
-    assert [format_duration(s) for s in (0.123, 59.6, 150, 9000, 864000)] == told
+    expected = ["0.12 s", "60 s", "2.5 minutes", "2.5 hours", "10 days"]
+    assert [format_duration(s) for s in (0.123, 59.6, 150, 9000, 864000)] == expected
     assert measured_duration([], 3) is None
-    made = config("qwen3-30b-a3b_8gpu_colocated")
+    configuration = config("qwen3-30b-a3b_8gpu_colocated")
     hf = HFConfig.read(ROOT / "configs" / "models" / "Qwen3-30B-A3B")
-    tokens = made.rollout.max_response_tokens
+    tokens = configuration.rollout.max_response_tokens
     # 3.3 B parameters see a token, without the embedding's 0.3; attention comes on top.
     assert visited_parameters(hf) == pytest.approx(3.04e9, rel=0.02)
     assert crossover_length(hf) == pytest.approx(2 * 3.04e9 / (48 * 32 * 256), rel=0.02)
-    one, two = (
+    forecast, two_epoch_forecast = (
         describe_forecast(c, forecast_step(c, hf, machines()["h100"]))
-        for c in (made, config("qwen3-30b-a3b_8gpu_colocated", "algo.epochs=2"))
+        for c in (configuration, config("qwen3-30b-a3b_8gpu_colocated", "algo.epochs=2"))
     )
-    assert one != two
-    assert f"responses of 1362 tokens on average and up to {tokens}" in one
+    assert forecast != two_epoch_forecast
+    assert f"responses of 1362 tokens on average and up to {tokens}" in forecast

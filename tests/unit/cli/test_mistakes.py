@@ -181,10 +181,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     @asynccontextmanager
     async def scores(self: RewardWorkers) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        made = make_scores(Config.model_validate_json(self._config))
+        scorers = make_scores(Config.model_validate_json(self._config))
 
         async def ask(prompt: Prompt, text: str) -> list[Any]:
-            return [score(prompt, text) for score in made]
+            return [score(prompt, text) for score in scorers]
 
         yield ask
 
@@ -232,12 +232,12 @@ def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
 ) -> None:
     (folder / "tabs.yaml").write_text("trainer:\n\tsteps: 3\n")
-    begun = folder / "runs" / "x"
+    run_folder = folder / "runs" / "x"
     for file in ("mine/config.yaml", "runs/x/config.yaml", "model/config.json"):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).touch()
-    (begun / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
-    (begun / "checkpoints" / "step-000001" / "manifest.json").touch()
+    (run_folder / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
+    (run_folder / "checkpoints" / "step-000001" / "manifest.json").touch()
     try:
         code = main(words)
     except SystemExit as e:  # argparse's own
@@ -249,4 +249,4 @@ def test_a_mistake_on_the_command_line_is_one_line_and_exit_code_2(
 
 
 def test_the_table_has_thirty_mistakes() -> None:
-    assert sum(told != STARTS for _, told in TABLE) >= 30
+    assert sum(message != STARTS for _, message in TABLE) >= 30

@@ -88,8 +88,8 @@ async def test_a_garbled_chunk_costs_a_back_off_and_no_token(garbled: Callable[.
     """Before: the exception ended the sample's task, and with it the run."""
     async with routing(Babbler(A, garbled), ScriptedEngine(B)) as stage:
         await stage.push()
-        found = await stage.start(sample())
-        check(found, versions={1})
+        finished_sample = await stage.start(sample())
+        check(finished_sample, versions={1})
         assert (await stage.settle())["lost"] == 0
 
 

@@ -104,23 +104,23 @@ def test_the_test_that_new_writes_passes_anywhere_and_tries_the_data_that_the_co
     config.write_text(config.read_text().replace("data.jsonl", "rows.jsonl"))
     spec = importlib.util.spec_from_file_location("written", folder / "test_reward.py")
     assert spec is not None and spec.loader is not None
-    written = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(written)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     monkeypatch.chdir("/")
-    written.test_the_right_answer_is_rewarded(monkeypatch)
+    module.test_the_right_answer_is_rewarded(monkeypatch)
 
 
 def test_a_try_takes_a_new_folder_and_leaves_what_is_there(tmp_path: Path) -> None:
     """Before: RUN-try was deleted first, whosever it was."""
     (tmp_path / "mine-try").mkdir()
     (tmp_path / "mine-try-1").mkdir()
-    kept = [tmp_path / "mine-try" / "model", tmp_path / "mine-try-1" / "rollouts.sqlite"]
-    for path in kept:
+    existing_files = [tmp_path / "mine-try" / "model", tmp_path / "mine-try-1" / "rollouts.sqlite"]
+    for path in existing_files:
         path.write_text("somebody's")
-    made = [create_try_folder(tmp_path / "mine") for _ in range(2)]
-    assert made == [tmp_path / "mine-try-2", tmp_path / "mine-try-3"]
-    assert all(folder.is_dir() and not any(folder.iterdir()) for folder in made)
-    assert all(path.read_text() == "somebody's" for path in kept)
+    try_folders = [create_try_folder(tmp_path / "mine") for _ in range(2)]
+    assert try_folders == [tmp_path / "mine-try-2", tmp_path / "mine-try-3"]
+    assert all(folder.is_dir() and not any(folder.iterdir()) for folder in try_folders)
+    assert all(path.read_text() == "somebody's" for path in existing_files)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/mine-try-1: Not a directory"):
         create_try_folder(tmp_path / "file" / "mine")
@@ -175,9 +175,9 @@ def test_characters_that_the_model_cannot_read_are_told_before_a_run(
     write_starter(Path("mine"))
     rows = [json.dumps({"prompt": f"{word} {i}", "answer": i}, ensure_ascii=False) for i in range(300)]
     Path("mine/data.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    told = [note for note in check_start(load_config(Path("mine/config.yaml"))) if "no token for" in note]
-    assert len(told) == (unread is not None)
-    assert all(f"no token for {unread}, so it cannot read" in t and "mine/data.jsonl:" in t for t in told)
+    notes = [note for note in check_start(load_config(Path("mine/config.yaml"))) if "no token for" in note]
+    assert len(notes) == (unread is not None)
+    assert all(f"no token for {unread}, so it cannot read" in t and "mine/data.jsonl:" in t for t in notes)
 
 
 def test_a_shipped_model_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

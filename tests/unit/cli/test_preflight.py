@@ -35,10 +35,10 @@ def same_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @asynccontextmanager
     async def scores(self: RewardWorkers) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
-        made = make_scores(Config.model_validate_json(self._config))
+        scorers = make_scores(Config.model_validate_json(self._config))
 
         async def ask(prompt: Prompt, response_text: str) -> Any:
-            return [score(prompt, response_text) for score in made]
+            return [score(prompt, response_text) for score in scorers]
 
         yield ask
 
@@ -48,10 +48,10 @@ def same_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_tokenizer(config: Config, folder: Path) -> Config:
     """A model folder of config.json alone, with the quickstart's tokenizer beside it; one that is made by the user
     (quickstart_sft.yaml says how) is the quickstart's."""
-    model, own = config.model.path, CONFIGS / "models/quickstart-moe"
+    model, quickstart = config.model.path, CONFIGS / "models/quickstart-moe"
     if not (model / "tokenizer.json").is_file():
-        given = model if model.exists() else own
-        for file in (given / "config.json", *own.glob("*token*"), own / "chat_template.jinja"):
+        source = model if model.exists() else quickstart
+        for file in (source / "config.json", *quickstart.glob("*token*"), quickstart / "chat_template.jinja"):
             shutil.copy(file, folder)
         model = folder
     return config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
@@ -61,8 +61,8 @@ def with_tokenizer(config: Config, folder: Path) -> Config:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_every_shipped_config_starts(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(CONFIGS.parent)
-    told = check_start(with_tokenizer(load_config(path, ["eval.prompts=8"]), tmp_path))
-    assert not [line for line in told if line.startswith("NOT CHECKED")]
+    notes = check_start(with_tokenizer(load_config(path, ["eval.prompts=8"]), tmp_path))
+    assert not [line for line in notes if line.startswith("NOT CHECKED")]
 
 
 def broken_source(config: Config, tokenizer: object) -> object:
@@ -164,10 +164,10 @@ def test_a_record_without_the_answer_that_the_reward_asks_for_is_named(tmp_path:
     data = ["data.source=jsonl", f"data.params.path={rows}", "data.reward=exact_answer", "eval.prompts=2"]
     with pytest.raises(UserError) as caught:
         check_start(load_config(QUICKSTART, data))
-    told = str(caught.value)
+    message = str(caught.value)
     assert re.search(
-        rf"{rows}:\d+ has no answer; its keys: prompt, solution \(data\.keys\.answer=KEY", told
-    ), told
+        rf"{rows}:\d+ has no answer; its keys: prompt, solution \(data\.keys\.answer=KEY", message
+    ), message
     check_start(load_config(QUICKSTART, [*data, "data.keys.answer=solution"]))
 
 

@@ -147,8 +147,10 @@ def test_a_mistaken_value_is_named(override: str, told: str) -> None:
     ],
 )
 def test_a_cross_check_prints_both_numbers(overrides: list[str], numbers: list[str]) -> None:
-    told = error("rollout.groups_per_step=16", "rollout.group_size=8", "rollout.over_provision=2", *overrides)
-    assert all(number in told for number in numbers), told
+    message = error(
+        "rollout.groups_per_step=16", "rollout.group_size=8", "rollout.over_provision=2", *overrides
+    )
+    assert all(number in message for number in numbers), message
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:
@@ -184,8 +186,8 @@ def test_who_names_something_else_keeps_no_parameters_of_what_it_was(tmp_path: P
     assert load_config(path).sft.params == {"path": "x.jsonl"}
     path.write_text("base: preferences/base\nsft: {params: {guess_from: 0.5}}\n")
     assert load_config(path).sft.params == {"worked": 32, "guess_from": 0.5}
-    both = ["sft.params.path=y.jsonl", "sft.traces=pairs"]
-    assert load_config(path, both).sft.params == {"path": "y.jsonl"}
+    overrides = ["sft.params.path=y.jsonl", "sft.traces=pairs"]
+    assert load_config(path, overrides).sft.params == {"path": "y.jsonl"}
     path.write_text("base: preferences/reward_model\n")
     assert load_config(path).sft.loss.params == {"centre": 0.01}
     assert load_config(path, ["sft.loss={name: ipo}"]).sft.loss.params == {}
@@ -202,16 +204,16 @@ def test_a_base_file_is_read_first_and_circles_are_refused(tmp_path: Path) -> No
 
 
 def test_identity_ignores_what_may_change_between_two_starts() -> None:
-    same = [
+    neutral_overrides = [
         "trainer.steps=999",
         "run.dir=/elsewhere",
         "parallel.ep=2",
         "engine.port=31000",
         "eval.interval=3",
     ]
-    assert identity(load_config(QUICKSTART, same)) == identity(load_config(QUICKSTART))
-    for other in ("run.seed=5", "rollout.group_size=4", "trainer.lr=1e-3", "model.path=/other"):
-        assert identity(load_config(QUICKSTART, [other])) != identity(load_config(QUICKSTART))
+    assert identity(load_config(QUICKSTART, neutral_overrides)) == identity(load_config(QUICKSTART))
+    for override in ("run.seed=5", "rollout.group_size=4", "trainer.lr=1e-3", "model.path=/other"):
+        assert identity(load_config(QUICKSTART, [override])) != identity(load_config(QUICKSTART))
 
 
 def test_the_smallest_data_parallel_size_that_the_experts_allow() -> None:
@@ -272,9 +274,9 @@ def test_an_option_of_slime_is_told_on_the_command_line(capsys: pytest.CaptureFi
         ["--rollout-batch-size=32"],
         ["--zzz", "--rollout-batch-size"],
     ):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main(["train", "quickstart", *words])
-        assert ended.value.code == 2
+        assert exit_info.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(
             "rlsys: error: --rollout-batch-size: an option of slime; here it is rollout.groups_per_step; see"
@@ -283,22 +285,22 @@ def test_an_option_of_slime_is_told_on_the_command_line(capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("theirs", [*VERL, *SLIME])
 def test_what_stands_for_a_foreign_name_is_a_field_with_a_value_that_it_takes(theirs: str) -> None:
-    ours = {**VERL, **SLIME}[theirs]
-    field, _, given = ours.partition("=")
+    equivalent = {**VERL, **SLIME}[theirs]
+    field, _, assigned_value = equivalent.partition("=")
     names = re.match(r"[\w.]+", field)
     assert names is not None
-    at: Any = Config
+    section: Any = Config
     for name in names[0].split("."):
-        if at is dict:
+        if section is dict:
             break
-        annotation = at.model_fields[name].annotation
+        annotation = section.model_fields[name].annotation
         kinds = [a for a in (annotation, *get_args(annotation)) if isinstance(a, type)]
-        at = next(
+        section = next(
             (a for a in kinds if issubclass(a, BaseModel)), dict if get_origin(annotation) is dict else None
         )
-    if given:
+    if assigned_value:
         assert names[0] == "data.params.path" or names[0] == field
-        value = re.sub(r", (the default|which) .*|, the default$", "", given).replace("X", "0.125")
+        value = re.sub(r", (the default|which) .*|, the default$", "", assigned_value).replace("X", "0.125")
         config = load_config(QUICKSTART, [f"{names[0]}={value}"])
         if names[0].startswith("algo."):
             check(config.algo)

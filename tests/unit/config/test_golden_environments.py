@@ -50,8 +50,8 @@ def roles(path: Path, patch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
         assert (variables.pop(WEIGHTS_VARIABLE, None) is not None) == (role.kind == "engine")  # new
         assert (variables.pop(ROUTES_VARIABLE, None) is not None) == (role.kind == "engine")  # another one
         alike.setdefault(json.dumps(variables, sort_keys=True), []).append(role.name)
-    return {" ".join((names[0], f"to {names[-1]}") if len(names) > 1 else names): json.loads(found)
-            for found, names in alike.items()}  # fmt: skip
+    return {" ".join((names[0], f"to {names[-1]}") if len(names) > 1 else names): json.loads(variables_json)
+            for variables_json, names in alike.items()}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
@@ -61,9 +61,9 @@ def test_the_environment_of_every_role(path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_both_ends_of_a_communicator_agree_and_no_gpu_is_limited_like_a_cpu() -> None:
     golden: dict[str, Any] = json.loads(GOLDEN.read_text())
-    for config, found in golden.items():
+    for config, environments in golden.items():
         cuda = config != "quickstart"
-        for variables in found.values():
+        for variables in environments.values():
             assert variables.get("NCCL_CUMEM_ENABLE") == ("0" if cuda else None)
             assert ("TORCH_COMPILE_DISABLE" in variables) is not cuda
 

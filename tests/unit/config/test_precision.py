@@ -41,8 +41,8 @@ def test_an_engine_in_fp8_waits_for_the_first_push(monkeypatch: pytest.MonkeyPat
     assert option(argv, "--quantization") == "fp8"
     assert option(argv, "--load-format") == "dummy"
     assert option(argv, "--dtype") == "bfloat16"
-    told = json.loads(option(argv, "--json-model-override-args"))["quantization_config"]
-    assert (told["quant_method"], told["weight_block_size"]) == ("fp8", [128, 128])
+    quantization = json.loads(option(argv, "--json-model-override-args"))["quantization_config"]
+    assert (quantization["quant_method"], quantization["weight_block_size"]) == ("fp8", [128, 128])
     plain, _ = launch_args.engine_command(config("none"), 0, 3100)
     assert "--quantization" not in plain and "--load-format" not in plain
 
@@ -139,13 +139,13 @@ def test_every_rank_of_an_engine_holds_whole_blocks() -> None:
 @pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "GLM-4.5-Air", "DeepSeek-V3", "Qwen2.5-7B-Instruct"])
 def test_projections_are_quantised_and_nothing_else(model: str) -> None:
     names = [name for entry in entries(HFConfig.read(MODELS / model)) for name in entry.hf]
-    kept = {name.rsplit(".", 2)[-2] for name in names if not precision.is_quantised(name)}
+    unquantised_modules = {name.rsplit(".", 2)[-2] for name in names if not precision.is_quantised(name)}
     biases = {name.rsplit(".", 2)[-2] for name in names if name.endswith(".bias")}
     allowed = {
         "embed_tokens", "norm", "lm_head", "gate", "input_layernorm", "post_attention_layernorm",
         "q_norm", "k_norm", "q_a_layernorm", "kv_a_layernorm",
     }  # fmt: skip
-    assert kept - biases <= allowed
+    assert unquantised_modules - biases <= allowed
     assert not any(precision.is_quantised(name) for name in names if name.endswith(".bias"))
     assert precision.is_quantised("model.layers.0.block_sparse_moe.experts.3.w2.weight")
 
@@ -167,9 +167,9 @@ def test_values_come_back_to_four_bits() -> None:
     weight = torch.randn(300, 257, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     values, scale = quantise(weight)
     assert scale.shape == (3, 3)
-    gap = (dequantise(values, scale) - weight.float()).abs()
+    deviation = (dequantise(values, scale) - weight.float()).abs()
     large = weight.float().abs() > 0.1
-    assert (gap[large] / weight.float().abs()[large]).max() <= 2**-4
+    assert (deviation[large] / weight.float().abs()[large]).max() <= 2**-4
 
 
 def test_a_push_sends_values_in_their_place_and_all_scales_last() -> None:
@@ -180,8 +180,8 @@ def test_a_push_sends_values_in_their_place_and_all_scales_last() -> None:
         ("model.layers.0.mlp.experts.1.down_proj.weight", torch.ones(128, 256)),
         ("model.norm.weight", torch.ones(128)),
     ]
-    sent = list(quantise_for_engines(config("rollout"), tensors))
-    assert [(name, t.dtype) for name, t in sent] == [
+    pushed_tensors = list(quantise_for_engines(config("rollout"), tensors))
+    assert [(name, t.dtype) for name, t in pushed_tensors] == [
         ("model.embed_tokens.weight", torch.float32),
         ("model.layers.0.self_attn.q_proj.weight", torch.float8_e4m3fn),
         ("model.layers.0.self_attn.q_proj.bias", torch.float32),

@@ -49,8 +49,8 @@ def test_the_shipped_model_is_found_from_any_folder(tmp_path: Path, monkeypatch:
 
 def test_every_example_has_a_config() -> None:
     # The last three: tests/cluster/test_churn.py, tests/integration/test_two_policies.py, unit/bench/test_recipes.py.
-    others = {"README", "__pycache__", "tools", "ray_engines", "relay", "recipes"}
-    parts = {p.stem for p in (ROOT / "examples").iterdir()} - others
+    excluded_names = {"README", "__pycache__", "tools", "ray_engines", "relay", "recipes"}
+    parts = {p.stem for p in (ROOT / "examples").iterdir()} - excluded_names
     assert {p.stem for p in EXAMPLES} == parts
     assert parts == {
         "own_agent",

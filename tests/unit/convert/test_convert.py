@@ -73,8 +73,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 
 
 def config_of(**changes: Any) -> HFConfig:
-    more = OF_FAMILY.get(changes.get("architecture", ""), {})
-    return HFConfig.of(raw_config(**{**more, **changes}), "config.json")
+    family_fields = OF_FAMILY.get(changes.get("architecture", ""), {})
+    return HFConfig.of(raw_config(**{**family_fields, **changes}), "config.json")
 
 
 def random_tensors(config: HFConfig) -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
 
 
 def test_every_family_has_a_tiny_model() -> None:
-    assert {of.architecture for of in tiny.TINY.values()} == FAMILIES.keys()
+    assert {model.architecture for model in tiny.TINY.values()} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("family", tiny.TINY)
@@ -139,14 +139,14 @@ def test_dense_layers_may_stand_before_and_between_layers_with_experts() -> None
 
 def test_deepseek_shapes_come_from_its_ranks_and_head_sizes() -> None:
     shapes = {n: s for e in entries(config_of(architecture="DeepseekV3ForCausalLM")) for n, s in e.hf.items()}
-    at = "model.layers.1."
-    assert shapes[at + "self_attn.q_a_proj.weight"] == (5, 16)
-    assert shapes[at + "self_attn.q_b_proj.weight"] == (4 * (3 + 2), 5)
-    assert shapes[at + "self_attn.kv_a_proj_with_mqa.weight"] == (7 + 2, 16)
-    assert shapes[at + "self_attn.kv_b_proj.weight"] == (4 * (3 + 4), 7)
-    assert shapes[at + "self_attn.o_proj.weight"] == (16, 4 * 4)
-    assert shapes[at + "mlp.shared_experts.up_proj.weight"] == (2 * 10, 16)
-    assert shapes[at + "mlp.gate.e_score_correction_bias"] == (4,)
+    prefix = "model.layers.1."
+    assert shapes[prefix + "self_attn.q_a_proj.weight"] == (5, 16)
+    assert shapes[prefix + "self_attn.q_b_proj.weight"] == (4 * (3 + 2), 5)
+    assert shapes[prefix + "self_attn.kv_a_proj_with_mqa.weight"] == (7 + 2, 16)
+    assert shapes[prefix + "self_attn.kv_b_proj.weight"] == (4 * (3 + 4), 7)
+    assert shapes[prefix + "self_attn.o_proj.weight"] == (16, 4 * 4)
+    assert shapes[prefix + "mlp.shared_experts.up_proj.weight"] == (2 * 10, 16)
+    assert shapes[prefix + "mlp.gate.e_score_correction_bias"] == (4,)
 
 
 def test_layers_for_multi_token_prediction_have_no_place_in_the_table() -> None:
@@ -161,17 +161,19 @@ def test_they_go_along_from_a_folder_and_from_a_checkpoint(tmp_path: Path) -> No
     """In files of bounded size."""
     raw = raw_config("DeepseekV3ForCausalLM", **DEEPSEEK, num_nextn_predict_layers=1)
     config = HFConfig.of(raw, "config.json")
-    more = {f"model.layers.3.{name}.weight": torch.randn(16) for name in ("enorm", "hnorm", "eh_proj")}
+    extra_tensors = {
+        f"model.layers.3.{name}.weight": torch.randn(16) for name in ("enorm", "hnorm", "eh_proj")
+    }
     folder, checkpoint = tmp_path / "folder", tmp_path / "checkpoint"
     for path in (folder, checkpoint):
         path.mkdir()
-    save_file(random_tensors(config) | more, folder / "model.safetensors")
+    save_file(random_tensors(config) | extra_tensors, folder / "model.safetensors")
     save_carried(checkpoint, HFTensors(folder, config), max_file_bytes=100)
     assert len(list(checkpoint.iterdir())) == 2
     for source in (folder, checkpoint):
-        found = dict(with_carried([], source, config))
-        assert found.keys() == more.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in more.items())
+        carried_tensors = dict(with_carried([], source, config))
+        assert carried_tensors.keys() == extra_tensors.keys()
+        assert all(torch.equal(carried_tensors[name], tensor) for name, tensor in extra_tensors.items())
 
 
 VISION: dict[str, Any] = {"architectures": ["Qwen3VLMoeForConditionalGeneration"]}
@@ -231,10 +233,10 @@ def test_gates_beside_queries_stand_behind_them_in_megatron() -> None:
 def test_channels_of_a_convolution_stand_by_key_head_in_megatron() -> None:
     config = replace(NEXT, delta=DeltaSizes(key_heads=2, value_heads=4, key_size=1, value_size=1, width=4))
     rule = next(e.rule for e in entries(NEXT) if e.rule.layout == "by_key_head")
-    whole = torch.tensor([0.0, 1.0, 10.0, 11.0, 20.0, 21.0, 22.0, 23.0])[
+    channels = torch.tensor([0.0, 1.0, 10.0, 11.0, 20.0, 21.0, 22.0, 23.0])[
         :, None, None
     ]  # queries, keys, values
-    assert to_megatron(rule, [whole], config).flatten().tolist() == [0, 10, 20, 21, 1, 11, 22, 23]
+    assert to_megatron(rule, [channels], config).flatten().tolist() == [0, 10, 20, 21, 1, 11, 22, 23]
 
 
 def test_which_layers_have_a_gated_delta_net_is_told_by_kind_or_by_interval() -> None:
@@ -289,14 +291,14 @@ def test_gate_stands_over_up() -> None:
 
 def test_entries_cover_a_whole_model_in_layer_order() -> None:
     config = config_of()
-    found = list(entries(config))
+    weight_entries = list(entries(config))
     per_layer = 4 + 2 + 1 + 2 * config.experts  # attention, q and k norm, router, experts
-    assert len(found) == 3 + config.layers * per_layer
-    assert len({(e.megatron, e.expert) for e in found}) == len(found)
-    layers = [int(e.megatron.split(".")[2]) for e in found if e.rule.per_layer]
+    assert len(weight_entries) == 3 + config.layers * per_layer
+    assert len({(e.megatron, e.expert) for e in weight_entries}) == len(weight_entries)
+    layers = [int(e.megatron.split(".")[2]) for e in weight_entries if e.rule.per_layer]
     assert layers == sorted(layers)
-    assert list(found[0].hf) == ["model.embed_tokens.weight"]
-    assert list(found[-1].hf) == ["lm_head.weight"]
+    assert list(weight_entries[0].hf) == ["model.embed_tokens.weight"]
+    assert list(weight_entries[-1].hf) == ["lm_head.weight"]
 
 
 def test_tied_embeddings_have_no_head_and_ignore_a_stored_one() -> None:

@@ -81,9 +81,11 @@ def test_trainer_inputs_s3_rope_scaling_beside_rope_parameters_is_obeyed_or_refu
     family: str, scaling: dict[str, Any]
 ) -> None:
     """transformers 5: rope_scaling takes the place of rope_parameters. SGLang reads it, too."""
-    alone = rope_of(raw_of(family, rope_theta=10000.0, rope_scaling=scaling))
-    both = rope_of(raw_of(family, rope_theta=10000.0, rope_scaling=scaling, rope_parameters=NEW_FORM))
-    assert both in ("refused", alone), f"computes {both}, the engine {alone}"
+    scaling_rope = rope_of(raw_of(family, rope_theta=10000.0, rope_scaling=scaling))
+    combined_rope = rope_of(
+        raw_of(family, rope_theta=10000.0, rope_scaling=scaling, rope_parameters=NEW_FORM)
+    )
+    assert combined_rope in ("refused", scaling_rope), f"computes {combined_rope}, the engine {scaling_rope}"
 
 
 def test_trainer_inputs_s3_control_both_forms_may_say_the_same() -> None:
@@ -138,14 +140,14 @@ async def generated(monkeypatch: pytest.MonkeyPatch, wrong: int) -> Sample:
         return wrong if position == 6 else honest(seed, position, weights)
 
     monkeypatch.setattr(scripted_engine, "token", token)
-    made = sample()
+    generated_sample = sample()
     async with routing() as rig:
         await rig.push()
         try:
-            await rig.router.generate(made, max_response_tokens=8, temperature=1.0)
+            await rig.router.generate(generated_sample, max_response_tokens=8, temperature=1.0)
         except Exception as fault:  # noqa: BLE001 - any refusal will do
-            made.censor_reason = str(fault)
-    return made
+            generated_sample.censor_reason = str(fault)
+    return generated_sample
 
 
 @pytest.mark.virtual_clock
@@ -154,9 +156,12 @@ async def test_trainer_inputs_s6_an_engines_id_outside_the_vocabulary_is_not_sto
     monkeypatch: pytest.MonkeyPatch, wrong: int
 ) -> None:
     """No xfail: the review says that ids of responses are stored unread, but the router refuses these."""
-    made = await generated(monkeypatch, wrong)
-    assert wrong not in list(made.response_ids)
-    assert made.censor_reason is not None and "outside the vocabulary of 128" in made.censor_reason
+    generated_sample = await generated(monkeypatch, wrong)
+    assert wrong not in list(generated_sample.response_ids)
+    assert (
+        generated_sample.censor_reason is not None
+        and "outside the vocabulary of 128" in generated_sample.censor_reason
+    )
 
 
 @pytest.mark.virtual_clock
@@ -211,10 +216,14 @@ def test_trainer_inputs_m4_explain_names_a_folder_that_modelopt_quantised(tmp_pa
     shutil.copytree(ROOT / "configs/models/quickstart-moe", folder)
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
     try:
-        said = "\n".join(describe_run(load_config(QUICKSTART, [f"model.path={folder}"]), 80.0)[0].warnings)
+        explanation = "\n".join(
+            describe_run(load_config(QUICKSTART, [f"model.path={folder}"]), 80.0)[0].warnings
+        )
     except UserError as refusal:
-        said = str(refusal)
-    assert "quantis" in said or "NVFP4" in said, f"explain says of hf_quant_config.json only: {said!r}"
+        explanation = str(refusal)
+    assert "quantis" in explanation or "NVFP4" in explanation, (
+        f"explain says of hf_quant_config.json only: {explanation!r}"
+    )
 
 
 # -- M7, M8 --------------------------------------------------------------------------------------------------------
@@ -236,18 +245,18 @@ def test_trainer_inputs_m7_a_conversion_of_fp8_asks_for_room_for_bfloat16(
     raw = raw_of("deepseek-v3", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     folder = folder_of(tmp_path / "model", raw_of("deepseek-v3"), {})
     (folder / "config.json").write_text(json.dumps(raw))
-    written, stored = store_in_fp8(folder)
-    free = (written + stored) // 2
+    written_bytes, stored = store_in_fp8(folder)
+    free = (written_bytes + stored) // 2
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=free, used=0, free=free))
     monkeypatch.setattr(setup, "init_distributed", begins)
     try:
         conversion.hf_to_megatron(folder, tmp_path / "out", {}, lambda *_: None)
-        said = "converted"
+        outcome = "converted"
     except CheckPassed:
-        said = "the check passed"
+        outcome = "the check passed"
     except UserError as refusal:
-        said = str(refusal)
-    assert "the disk has" in said, f"{said} with {free} bytes free; {written} will be written"
+        outcome = str(refusal)
+    assert "the disk has" in outcome, f"{outcome} with {free} bytes free; {written_bytes} will be written"
 
 
 def store_in_fp8(folder: Path) -> tuple[int, int]:

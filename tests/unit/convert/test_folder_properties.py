@@ -57,11 +57,11 @@ def written(folder: Path, files: dict[str, dict[str, Tensor]], index: dict[str, 
 def split(data: st.DataObject) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
     """All tensors over one to three files, and their index."""
     chosen = data.draw(st.lists(FILES, min_size=1, max_size=3, unique=True))
-    places = {name: chosen[i % len(chosen)] for i, name in enumerate(data.draw(st.permutations(NAMES)))}
+    weight_map = {name: chosen[i % len(chosen)] for i, name in enumerate(data.draw(st.permutations(NAMES)))}
     files: dict[str, dict[str, Tensor]] = {file: {} for file in chosen}
-    for name, file in places.items():
+    for name, file in weight_map.items():
         files[file][name] = TENSORS[name]
-    return files, places
+    return files, weight_map
 
 
 def read(folder: Path) -> dict[str, Tensor] | str:
@@ -87,60 +87,60 @@ def assert_right(found: dict[str, Tensor] | str, folder: Path, *, may_refuse: bo
 @settings(max_examples=150, phases=FIND)
 def test_left_over_files_change_nothing_or_are_named(data: st.DataObject) -> None:
     """Duplication: with an index, names that other files hold a second time, with other numbers."""
-    files, places = split(data)
-    left = {
+    files, weight_map = split(data)
+    stale_tensors = {
         name: torch.zeros(SHAPES[name]) for name in data.draw(st.lists(st.sampled_from(NAMES), max_size=4))
     }
     file = data.draw(FILES)
     clash = file in files
-    if left and not clash:
-        files[file] = left
+    if stale_tensors and not clash:
+        files[file] = stale_tensors
     indexed = data.draw(st.booleans())
     with tempfile.TemporaryDirectory() as name:
-        folder = written(Path(name), files, places if indexed else None)
-        found = read(folder)
-        whole = not left or clash
+        folder = written(Path(name), files, weight_map if indexed else None)
+        result = read(folder)
+        is_clean = not stale_tensors or clash
         shards_of_two = any("-of-" in f for f in files) and not indexed
-        assert_right(found, folder, may_refuse=not (indexed or whole) or shards_of_two)
-        if isinstance(found, str) and left and not clash and not indexed:
-            assert file in found or "-of-" in found or "expected" in found
+        assert_right(result, folder, may_refuse=not (indexed or is_clean) or shards_of_two)
+        if isinstance(result, str) and stale_tensors and not clash and not indexed:
+            assert file in result or "-of-" in result or "expected" in result
 
 
 @given(data=st.data(), dtype=st.one_of(NO_WEIGHTS, WEIGHTS))
 @settings(max_examples=60, phases=FIND)
 def test_a_stored_type_is_a_weights_or_is_named(data: st.DataObject, dtype: torch.dtype) -> None:
-    files, places = split(data)
+    files, weight_map = split(data)
     name = data.draw(st.sampled_from(NAMES))
-    files[places[name]][name] = torch.ones(SHAPES[name]).to(dtype)
+    files[weight_map[name]][name] = torch.ones(SHAPES[name]).to(dtype)
     with tempfile.TemporaryDirectory() as where:
-        folder = written(Path(where), files, places)
-        found = read(folder)
+        folder = written(Path(where), files, weight_map)
+        result = read(folder)
         if dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            assert not isinstance(found, str), found
-            assert torch.equal(found[name].double(), torch.ones(SHAPES[name]).double())
+            assert not isinstance(result, str), result
+            assert torch.equal(result[name].double(), torch.ones(SHAPES[name]).double())
         else:
-            assert isinstance(found, str), dtype
-            assert name in found and "\n" not in found
+            assert isinstance(result, str), dtype
+            assert name in result and "\n" not in result
 
 
 @given(data=st.data(), shape=st.lists(st.integers(0, 5), max_size=3))
 @settings(max_examples=60, phases=FIND)
 def test_another_size_or_name_is_named(data: st.DataObject, shape: list[int]) -> None:
-    files, places = split(data)
+    files, weight_map = split(data)
     name = data.draw(st.sampled_from(NAMES))
-    known = data.draw(st.booleans())
-    called = name if known else data.draw(texts(surrogates=False, max_size=4)) + ".weight"
-    file = places[name]
+    same_name = data.draw(st.booleans())
+    new_name = name if same_name else data.draw(texts(surrogates=False, max_size=4)) + ".weight"
+    file = weight_map[name]
     del files[file][name]
-    files[file][called] = torch.ones(shape)
-    index = {**{n: f for n, f in places.items() if n != name}, called: file}
+    files[file][new_name] = torch.ones(shape)
+    index = {**{n: f for n, f in weight_map.items() if n != name}, new_name: file}
     with tempfile.TemporaryDirectory() as where:
         folder = written(Path(where), files, index)
-        found = read(folder)
-        assert isinstance(found, str) or tuple(shape) == SHAPES[name], (called, shape)
-        if isinstance(found, str):
-            assert name in found or called in found or "\\x" in found or not called.isprintable()
-            assert "\n" not in found
+        result = read(folder)
+        assert isinstance(result, str) or tuple(shape) == SHAPES[name], (new_name, shape)
+        if isinstance(result, str):
+            assert name in result or new_name in result or "\\x" in result or not new_name.isprintable()
+            assert "\n" not in result
 
 
 @given(
@@ -169,11 +169,11 @@ def test_any_header_is_read_or_named(at: int, bytes_: bytes, cut: bool) -> None:
         file = folder / "model.safetensors"
         content = file.read_bytes()
         file.write_bytes(content[:at] + bytes_ + (b"" if cut else content[at + len(bytes_) :]))
-        found = read(folder)
-        if isinstance(found, str):
-            assert "\n" not in found and str(folder) in found
+        result = read(folder)
+        if isinstance(result, str):
+            assert "\n" not in result and str(folder) in result
         else:
-            assert not cut and found.keys() == TENSORS.keys()
+            assert not cut and result.keys() == TENSORS.keys()
 
 
 CONFIGS = st.one_of(mutated(RAW), values(2))

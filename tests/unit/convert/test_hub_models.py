@@ -58,12 +58,12 @@ def test_it_is_fetched_once_and_then_read_offline(
     assert snapshot_name(folder) == f"me/tiny@{COMMIT}"
     assert {p.name for p in folder.iterdir()} == set(FILES)  # and no weights that nothing reads
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
-    before = len(asked)
+    request_count = len(asked)
     offline(monkeypatch)
     assert pin_models(config("me/tiny")).model.path == folder
     assert pin_models(config(f"me/tiny@{COMMIT}")).model.path == folder
     assert pin_models(config(str(folder))).model.path == folder
-    assert len(asked) == before
+    assert len(asked) == request_count
 
 
 def test_a_revision_is_a_branch_a_tag_or_a_commit(asked: list[str]) -> None:
@@ -127,10 +127,10 @@ def test_every_role_that_names_a_model_takes_one(asked: list[str]) -> None:
     assert pinned.algo.teacher is not None
     folders = [pinned.model.path, *pinned.algo.teacher.folders.values()]
     assert [snapshot_name(f) for f in folders] == [f"me/tiny@{c}" for c in (COMMIT, OTHER, COMMIT)]
-    given = config(
+    overridden_config = config(
         "me/tiny", "algo.teacher={path: me/tiny, by_source: {a.b: me/tiny}}", *model_overrides(pinned)
     )
-    assert given == pinned
+    assert overridden_config == pinned
 
 
 def test_a_run_that_goes_on_keeps_its_commit(asked: list[str], revisions: dict[str, str]) -> None:
@@ -154,8 +154,8 @@ def test_a_run_stays_the_same_when_its_cache_moves() -> None:
 def test_a_folder_of_that_name_is_no_name_of_a_hub(asked: list[str]) -> None:
     os.makedirs("me/tiny")
     assert pin_models(config("me/tiny")).model.path == Path("me/tiny")
-    for other in ("tiny", "/me/tiny", "me/tiny/more", "../me", "configs/models/none"):
-        assert find_folder(Path(other), "--hf") == Path(other)
+    for name in ("tiny", "/me/tiny", "me/tiny/more", "../me", "configs/models/none"):
+        assert find_folder(Path(name), "--hf") == Path(name)
     assert not asked
 
 

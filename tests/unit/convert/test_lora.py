@@ -44,18 +44,18 @@ def config(*overrides: str) -> Config:
 
 def test_each_matrix_has_two_factors_under_pefts_names() -> None:
     """Query, key and value three pairs, each expert its own; cut where the matrix is."""
-    found = {
+    factor_shapes = {
         name: (e.rule.shard_axis, shape)
         for e in factors(model("qwen3-moe"), RANK_4)
         for name, shape in e.hf.items()
     }
     layer = "base_model.model.model.layers.3."
-    assert found[f"{layer}self_attn.k_proj.lora_A.weight"] == (None, (4, 64))
-    assert found[f"{layer}self_attn.k_proj.lora_B.weight"] == (0, (48, 4)), "two heads of 24"
-    assert found[f"{layer}self_attn.o_proj.lora_A.weight"] == (1, (4, 96)), "its columns are cut"
-    assert found[f"{layer}self_attn.o_proj.lora_B.weight"] == (None, (64, 4))
-    assert found[f"{layer}mlp.experts.7.down_proj.lora_A.weight"] == (1, (4, 32))
-    assert len(found) == 2 * 4 * (4 + 8 * 3)
+    assert factor_shapes[f"{layer}self_attn.k_proj.lora_A.weight"] == (None, (4, 64))
+    assert factor_shapes[f"{layer}self_attn.k_proj.lora_B.weight"] == (0, (48, 4)), "two heads of 24"
+    assert factor_shapes[f"{layer}self_attn.o_proj.lora_A.weight"] == (1, (4, 96)), "its columns are cut"
+    assert factor_shapes[f"{layer}self_attn.o_proj.lora_B.weight"] == (None, (64, 4))
+    assert factor_shapes[f"{layer}mlp.experts.7.down_proj.lora_A.weight"] == (1, (4, 32))
+    assert len(factor_shapes) == 2 * 4 * (4 + 8 * 3)
 
 
 def test_targets_choose_by_the_last_part_of_a_name() -> None:
@@ -74,8 +74,8 @@ def test_an_adapter_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         write_adapter(tmp_path / "adapter", Path("base"), lora, model("qwen3"), [("a.lora_A.weight", factor)])
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
     assert torch.equal(load_file(tmp_path / "adapter/adapter_model.safetensors")["a.lora_A.weight"], weight.T)
-    told = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
-    assert (told["r"], told["base_model_name_or_path"]) == (4, "base")
+    adapter_config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (adapter_config["r"], adapter_config["base_model_name_or_path"]) == (4, "base")
 
 
 @pytest.mark.parametrize(
@@ -93,19 +93,19 @@ def test_an_adapter_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 )
 def test_what_a_model_does_not_have_is_refused(family: str, overrides: dict[str, Any], told: str) -> None:
     method = {"method": overrides.pop("weights", "auto")}
-    made = Config.model_validate(
+    configuration = Config.model_validate(
         {"model": {"path": "m"}, "trainer": {"lora": {"rank": 4, **overrides}}, "weights": method}
     )
     with pytest.raises(UserError, match=told):
-        check_lora(made, model(family))
+        check_lora(configuration, model(family))
 
 
 def test_ranks_that_share_experts_but_nothing_else_are_refused() -> None:
-    made = config("parallel.etp=2")
+    configuration = config("parallel.etp=2")
     with pytest.raises(
         UserError, match=r"parallel.etp = 2 with adapters of experts: .* at most parallel.tp = 1"
     ):
-        check_lora(made, HFConfig.read(made.model.path))
+        check_lora(configuration, HFConfig.read(configuration.model.path))
 
 
 @pytest.mark.parametrize(
@@ -133,22 +133,22 @@ def test_what_cannot_be_with_adapters_is_one_line(override: str, told: str) -> N
 
 
 def test_values_are_refused() -> None:
-    made = config("algo.advantage=gae", "algo.loss=[clip, value]")
+    configuration = config("algo.advantage=gae", "algo.loss=[clip, value]")
     with pytest.raises(
         UserError, match=r"trainer.lora trains only adapters, and values need a separate layer"
     ):
-        check(made)
+        check(configuration)
 
 
 def test_optimizer_and_checkpoints_are_of_the_adapters_alone() -> None:
-    whole, lean = config("trainer.lora=null"), config()
+    full_config, lean = config("trainer.lora=null"), config()
     hf = HFConfig.read(lean.model.path)
     size, trained = model_size(hf), sum(e.elements for e in factors(hf, LoraConfig(rank=16)))
     assert budget(lean, size).optimizer == pytest.approx(8 * trained)
     assert budget(lean, size).gradients == pytest.approx(4 * trained)
-    assert budget(lean, size).weights == budget(whole, size).weights + 4 * trained
+    assert budget(lean, size).weights == budget(full_config, size).weights + 4 * trained
     share = trained / size.total
-    assert checkpoint_host(lean, size) == pytest.approx(share * checkpoint_host(whole, size))
+    assert checkpoint_host(lean, size) == pytest.approx(share * checkpoint_host(full_config, size))
     pushed = config("weights.method=adapter")
     assert ("a weight push", f"{short(4 * trained / 1e9)} GB to each engine") in [
         (name, text.split(",")[0]) for name, text in describe_memory(pushed, hf)
@@ -163,8 +163,8 @@ def test_engines_of_an_adapter_push_serve_adapters(monkeypatch: pytest.MonkeyPat
     argv, _ = launch_args.engine_command(
         config("weights.method=adapter", "trainer.lora.targets=[q_proj]"), 0, 3100
     )
-    at = argv.index("--enable-lora")
-    assert argv[at : at + 3] == ["--enable-lora", "--max-lora-rank", "16"]
+    position = argv.index("--enable-lora")
+    assert argv[position : position + 3] == ["--enable-lora", "--max-lora-rank", "16"]
     assert argv[argv.index("--lora-target-modules") + 1] == "q_proj"
     assert argv[argv.index("--lora-backend") + 1] == "torch_native"
     assert "--enable-lora" not in launch_args.engine_command(config(), 0, 3100)[0], (
@@ -223,10 +223,10 @@ def test_the_adapter_before_is_forgotten_and_who_refuses_is_left_out() -> None:
     assert push.push(iter(tensors), WeightUpdate(5, engines, [])) == 4 * 12
     assert list(push.excluded) == [urls[3]]
     assert len(Loads.loaded) == 3
-    told = Loads.loaded[0]
-    assert told["lora_name"] == "policy" and told["config_dict"]["r"] == 16
-    ones = hashlib.sha256(torch.ones(6).numpy().tobytes()).hexdigest()
-    assert told["expected_checksums"]["base_model.model.a.lora_A.weight"] == ones
+    payload = Loads.loaded[0]
+    assert payload["lora_name"] == "policy" and payload["config_dict"]["r"] == 16
+    ones_digest = hashlib.sha256(torch.ones(6).numpy().tobytes()).hexdigest()
+    assert payload["expected_checksums"]["base_model.model.a.lora_A.weight"] == ones_digest
     for server in servers:
         server.shutdown()
         server.server_close()

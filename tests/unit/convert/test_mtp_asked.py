@@ -24,10 +24,10 @@ MODELS = ROOT / "configs" / "models"
 
 
 def config_of(model: Path, **sections: dict[str, Any]) -> Config:
-    made: dict[str, dict[str, Any]] = {"model": {"path": model}, "trainer": {"mtp_loss": 0.2}}
+    fields: dict[str, dict[str, Any]] = {"model": {"path": model}, "trainer": {"mtp_loss": 0.2}}
     for name, values in sections.items():
-        made[name] = {**made.get(name, {}), **values}
-    return Config.model_validate(made)
+        fields[name] = {**fields.get(name, {}), **values}
+    return Config.model_validate(fields)
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,9 @@ def test_a_model_without_one_is_told_of(
 ) -> None:
     raw = tiny.raw_config(tiny.TINY[family]) | changes
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(UserError, match=told) as found:
+    with pytest.raises(UserError, match=told) as exc_info:
         read_model(config_of(tmp_path, rollout={"max_response_tokens": 64}))
-    assert "\n" not in str(found.value) and "trainer.mtp_loss = 0.2" in str(found.value)
+    assert "\n" not in str(exc_info.value) and "trainer.mtp_loss = 0.2" in str(exc_info.value)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,10 @@ def test_the_layer_is_counted(name: str, billions: float) -> None:
     """As the name table has it."""
     hf = read_model(config_of(MODELS / name))
     plain, size = model_size(replace(hf, mtp=False)), model_size(hf)
-    own = sum(e.elements for e in entries(hf)) - sum(e.elements for e in entries(replace(hf, mtp=False)))
-    assert sum(size.mtp) == own and round(own / 1e9, 1) == billions
+    mtp_elements = sum(e.elements for e in entries(hf)) - sum(
+        e.elements for e in entries(replace(hf, mtp=False))
+    )
+    assert sum(size.mtp) == mtp_elements and round(mtp_elements / 1e9, 1) == billions
     assert (plain.total, plain.mtp) == (size.total, (0, 0))
     facts = dict(describe_memory(config_of(MODELS / name), hf))
     assert "not in the engines" in facts["multi-token prediction"]
@@ -98,16 +100,16 @@ def test_the_last_stage_sends_it_to_engines_that_draft() -> None:
     config = config_of(MODELS / "DeepSeek-V3", parallel=parallel)
     plan = plan_senders(config, hf)
     lanes = config.parallel.world_size // 2
-    sent = {next(iter(part.entry.hf)): s.sender for s in plan.schedules for part in s.parts}
-    assert sent.keys() == {next(iter(entry.hf)) for entry in entries(hf)}
-    assert all(rank >= lanes for name, rank in sent.items() if name.startswith("model.layers.4."))
+    senders = {next(iter(part.entry.hf)): s.sender for s in plan.schedules for part in s.parts}
+    assert senders.keys() == {next(iter(entry.hf)) for entry in entries(hf)}
+    assert all(rank >= lanes for name, rank in senders.items() if name.startswith("model.layers.4."))
 
 
 def test_shapes_are_those_of_published_folders() -> None:
     """Of DeepSeek-V3's index: what the layer has beside a whole layer."""
     hf = replace(HFConfig.read(MODELS / "DeepSeek-V3"), mtp=True)
-    found = {name: shape for e in entries(hf) for name, shape in e.hf.items() if ".61." in name}
-    assert found["model.layers.61.eh_proj.weight"] == (7168, 14336)
-    assert found["model.layers.61.shared_head.norm.weight"] == (7168,)
-    assert found["model.layers.61.mlp.experts.255.down_proj.weight"] == (7168, 2048)
-    assert prod(found["model.layers.61.self_attn.kv_b_proj.weight"]) == 32768 * 512
+    shapes = {name: shape for e in entries(hf) for name, shape in e.hf.items() if ".61." in name}
+    assert shapes["model.layers.61.eh_proj.weight"] == (7168, 14336)
+    assert shapes["model.layers.61.shared_head.norm.weight"] == (7168,)
+    assert shapes["model.layers.61.mlp.experts.255.down_proj.weight"] == (7168, 2048)
+    assert prod(shapes["model.layers.61.self_attn.kv_b_proj.weight"]) == 32768 * 512

@@ -37,8 +37,8 @@ def test_where_a_common_prompt_is_computed_once(
     config = config_of(model, tmp_path / "run", **sections)
     hf = trained_model(config)
     reason = why_not_shared(config, hf, transformer_engine)
-    _, said = describe_prompts(config, hf, transformer_engine)
+    _, description = describe_prompts(config, hf, transformer_engine)
     if why is None:
-        assert reason is None and said == "computed once in each micro-batch"
+        assert reason is None and description == "computed once in each micro-batch"
     else:
-        assert reason is not None and why in reason and said == f"computed for every sample: {reason}"
+        assert reason is not None and why in reason and description == f"computed for every sample: {reason}"

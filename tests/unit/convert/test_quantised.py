@@ -32,17 +32,17 @@ def test_four_bits_and_a_shared_exponent() -> None:
     """0x2 is 1, 0x7 is 6, 0x9 is -0.5; exponent 128 doubles. The low half of a byte comes first."""
     blocks = torch.zeros(1, 1, 16, dtype=torch.uint8)
     blocks[0, 0, 0], blocks[0, 0, 1] = 0x72, 0x09
-    found = from_mxfp4(blocks, torch.tensor([[128]], dtype=torch.uint8))
-    assert found.dtype == torch.bfloat16
-    assert found[0, :4].tolist() == [2.0, 12.0, -1.0, 0.0]
-    assert found.shape == (1, 32)
+    values = from_mxfp4(blocks, torch.tensor([[128]], dtype=torch.uint8))
+    assert values.dtype == torch.bfloat16
+    assert values[0, :4].tolist() == [2.0, 12.0, -1.0, 0.0]
+    assert values.shape == (1, 32)
 
 
 def test_blocks_of_eight_bits_have_a_scale_each() -> None:
     """Blocks of two rows and columns; the last ones are cut."""
     weight = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 4.0], [8.0, 8.0, 8.0]]).to(torch.float8_e4m3fn)
-    found = from_fp8(weight, torch.tensor([[1.0, 10.0], [0.5, 2.0]]), 2)
-    assert found.tolist() == [[1, 2, 40], [1, 2, 40], [4, 4, 16]]
+    values = from_fp8(weight, torch.tensor([[1.0, 10.0], [0.5, 2.0]]), 2)
+    assert values.tolist() == [[1, 2, 40], [1, 2, 40], [4, 4, 16]]
 
 
 def raw_of(family: str, **quantised: Any) -> dict[str, Any]:
@@ -73,17 +73,19 @@ def test_gpt_oss_as_it_is_published_is_read_as_transformers_reads_it(tmp_path: P
     for name, stack in stacked_names(hf).items():
         parts = [[part.format(e=e) for part in stack.parts] for e in range(hf.experts)]
         if name.endswith("bias"):
-            tensors[name] = torch.stack([join_parts([tensors.pop(p) for p in of], stack) for of in parts])
+            tensors[name] = torch.stack(
+                [join_parts([tensors.pop(p) for p in part_names], stack) for part_names in parts]
+            )
             continue
         rows, columns = tensors[parts[0][0]].shape
         rows *= len(stack.parts)
         blocks = some_bytes(hf.experts, rows, columns // 32, 16)
         scales = some_bytes(hf.experts, rows, columns // 32, low=118, high=130)
-        whole = convert_moe_packed_tensors(blocks, scales)  # [experts, columns, rows]
-        for e, of in enumerate(parts):
-            for i, part in enumerate(of):
+        reference = convert_moe_packed_tensors(blocks, scales)  # [experts, columns, rows]
+        for e, part_names in enumerate(parts):
+            for i, part in enumerate(part_names):
                 del tensors[part]
-                expected[part] = whole[e].t()[i :: len(of)]
+                expected[part] = reference[e].t()[i :: len(part_names)]
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     read, _ = folder_of(tmp_path, raw, {name: t.contiguous() for name, t in tensors.items()})
     assert read.names == expected.keys()

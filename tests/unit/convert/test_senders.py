@@ -55,8 +55,8 @@ def names(plan: SendersPlan) -> dict[str, int]:
 def layouts(draw: st.DrawFn) -> tuple[Config, HFConfig]:
     hf = model(draw(st.sampled_from(FAMILIES)))
     sizes = {
-        axis: draw(st.sampled_from(of))
-        for axis, of in {
+        axis: draw(st.sampled_from(choices))
+        for axis, choices in {
             "tp": (1, 2), "pp": (1, 2, 3, 4), "vpp": (1, 2), "cp": (1, 2), "ep": (1, 2, 4, 8), "etp": (1, 2),
             "dp": (1, 2, 4, 8),
         }.items()
@@ -80,8 +80,8 @@ def test_every_parameter_is_sent_once_from_the_shards_that_make_it_up(
     config, hf = layout
     p = config.parallel
     plan = plan_senders(config, hf, experts_together=together)
-    sent = [next(iter(part.entry.hf)) for sending in plan.schedules for part in sending.parts]
-    assert Counter(sent) == Counter(next(iter(entry.hf)) for entry in entries(hf))
+    sent_names = [next(iter(part.entry.hf)) for sending in plan.schedules for part in sending.parts]
+    assert Counter(sent_names) == Counter(next(iter(entry.hf)) for entry in entries(hf))
     order = "tp-cp-ep-dp-pp"
     dense = RankGenerator(p.tp, 1, p.data_parallel, p.pp, p.cp, order)
     copies = p.world_size // (p.pp * p.ep * p.expert_tp)
@@ -107,8 +107,8 @@ def test_what_engines_fuse_has_one_sender(layout: tuple[Config, HFConfig], toget
     config, hf = layout
     by = names(plan_senders(config, hf, experts_together=together))
     for name, sender in by.items():
-        for one, other in PARTNERS:
-            assert by.get(name.replace(one, other), sender) == sender
+        for part, partner in PARTNERS:
+            assert by.get(name.replace(part, partner), sender) == sender
         if ".experts." in name and (together or hf.family.stacks):
             head, _, tail = name.partition(".experts.")
             assert by[f"{head}.experts.0.{tail.partition('.')[2]}"] == sender
@@ -127,9 +127,9 @@ def test_the_load_of_a_stage_is_even_up_to_its_largest_unit(layout: tuple[Config
             for source in part.sources:
                 passed[source] += size / len(part.sources) if source != sending.sender else 0
     assert sum(plan.total_bytes) == pytest.approx(plan.received_bytes + sum(passed.values()))
-    for rank, sent in enumerate(plan.total_bytes):
+    for rank, sent_bytes in enumerate(plan.total_bytes):
         stage = plan.total_bytes[rank // lanes * lanes : (rank // lanes + 1) * lanes]
-        assert sent <= sum(stage) / lanes + 2 * largest[rank] + passed[rank] + 1
+        assert sent_bytes <= sum(stage) / lanes + 2 * largest[rank] + passed[rank] + 1
 
 
 @pytest.mark.gate
@@ -142,12 +142,12 @@ def test_a_bucket_has_what_an_engine_must_get_in_one_call(
     small = config.model_copy(update={"weights": config.weights.model_copy(update={"bucket_mb": megabytes})})
     plan = plan_senders(small, hf, experts_together=together)
     buckets = [bucket for sending in plan.schedules for bucket in sending.buckets]
-    of = {name: i for i, bucket in enumerate(buckets) for part in bucket for name in part.entry.hf}
-    for name, bucket in of.items():
-        assert of.get(name.replace(*PARTNERS[3]), bucket) == bucket
+    bucket_index = {name: i for i, bucket in enumerate(buckets) for part in bucket for name in part.entry.hf}
+    for name, bucket in bucket_index.items():
+        assert bucket_index.get(name.replace(*PARTNERS[3]), bucket) == bucket
         if ".experts." in name and hf.family.stacks:
             head, _, tail = name.partition(".experts.")
-            assert of[f"{head}.experts.0.{tail.partition('.')[2]}"] == bucket
+            assert bucket_index[f"{head}.experts.0.{tail.partition('.')[2]}"] == bucket
     together_at_most = 2 * hf.experts if hf.family.stacks else 2
     for parts in buckets:
         size = sum(4 * part.entry.elements for part in parts)
@@ -158,10 +158,14 @@ def too_much(config: Config, plan: SendersPlan) -> list[int]:
     """Ranks that send more than twice the mean, but for one tensor that no rank could send less of."""
     ends = {name: sender for name, sender in names(plan).items() if "embed" in name or "lm_head" in name}
     tp = config.parallel.tp
-    theirs = {
+    end_ranks = {
         rank for sender in ends.values() for rank in range(sender - sender % tp, sender - sender % tp + tp)
     }
-    return [rank for rank, sent in enumerate(plan.total_bytes) if sent > 2 * plan.mean and rank not in theirs]
+    return [
+        rank
+        for rank, sent_bytes in enumerate(plan.total_bytes)
+        if sent_bytes > 2 * plan.mean and rank not in end_ranks
+    ]
 
 
 @pytest.mark.gate
@@ -206,15 +210,17 @@ def test_by_hand() -> None:
     # head 32 and a norm of 4. Largest first to who has least: rank 0 qkv, rank 1 gate and up, rank 0 the embedding
     # (both had 72 by then: 48 and half of the other's 48), and so on.
     by = names(plan)
-    at = "model.layers.0."
-    assert by[at + "self_attn.q_proj.weight"] == by[at + "self_attn.k_proj.weight"] == 0
-    assert by[at + "mlp.gate_proj.weight"] == 1
+    prefix = "model.layers.0."
+    assert by[prefix + "self_attn.q_proj.weight"] == by[prefix + "self_attn.k_proj.weight"] == 0
+    assert by[prefix + "mlp.gate_proj.weight"] == 1
     assert by["model.embed_tokens.weight"] == 0
     assert {by["lm_head.weight"], by["model.norm.weight"], by["model.layers.1.mlp.down_proj.weight"]} <= {
         2,
         3,
     }
-    whole = 4 * (144 * 2 + 32 + 32 + 4)
-    assert plan.received_bytes == whole
+    model_bytes = 4 * (144 * 2 + 32 + 32 + 4)
+    assert plan.received_bytes == model_bytes
     cut = 4 * ((48 + 16 + 48 + 24) * 2 + 64)
-    assert sum(plan.total_bytes) == whole + cut / 2, "of what is cut in two, half comes from the other rank"
+    assert sum(plan.total_bytes) == model_bytes + cut / 2, (
+        "of what is cut in two, half comes from the other rank"
+    )

@@ -55,13 +55,13 @@ def split(folder: Path, parts: int = 2) -> Tensors:
     """Shards and their index in place of the one file; all tensors."""
     tensors = tensors_of(folder)
     (folder / "model.safetensors").unlink()
-    places: dict[str, Any] = {}
+    weight_map: dict[str, Any] = {}
     for part in range(parts):
         file = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
         some = {name: tensors[name] for name in sorted(tensors)[part::parts]}
         save_file(some, folder / file)
-        places |= dict.fromkeys(some, file)
-    write_index(folder, places)
+        weight_map |= dict.fromkeys(some, file)
+    write_index(folder, weight_map)
     return tensors
 
 
@@ -131,10 +131,10 @@ def test_two_files_of_the_index_that_engines_would_read_otherwise_are_refused(fo
 def test_a_wrong_entry_of_the_index_does_not_hide_the_only_copy(folder: Path) -> None:
     """Engines read every tensor of the index's files."""
     tensors = split(folder)
-    places = read_index(folder)
-    first, last = sorted(set(places.values()))
-    swapped = {NAME: last if places[NAME] == first else first}
-    write_index(folder, places | swapped | {"model.layers.9.eh_proj.weight": first})
+    weight_map = read_index(folder)
+    first, last = sorted(set(weight_map.values()))
+    swapped = {NAME: last if weight_map[NAME] == first else first}
+    write_index(folder, weight_map | swapped | {"model.layers.9.eh_proj.weight": first})
     assert_read(folder, tensors)
 
 
@@ -155,8 +155,8 @@ def test_an_index_names_safetensors_files_of_its_folder(folder: Path, file: obje
 
 def test_without_an_index_a_name_in_two_files_is_an_error_that_names_both(folder: Path) -> None:
     save_file({NAME: torch.zeros(64, 96)}, folder / "model-00001-of-00002.safetensors")
-    both = rf"{NAME} .*model-00001-of-00002\.safetensors.* model\.safetensors"
-    with pytest.raises(UserError, match=both):
+    pattern = rf"{NAME} .*model-00001-of-00002\.safetensors.* model\.safetensors"
+    with pytest.raises(UserError, match=pattern):
         read(folder)
 
 
@@ -182,8 +182,10 @@ def test_fused_and_per_expert_forms_of_one_tensor_are_refused(folder: Path, inde
     fused = torch.stack([tensors[f"{EXPERTS}{e}.down_proj.weight"] for e in range(8)])
     save_file({EXPERTS + "down_proj": fused}, folder / "fused.safetensors")
     if indexed:
-        places = dict.fromkeys(tensors, "model.safetensors") | {EXPERTS + "down_proj": "fused.safetensors"}
-        write_index(folder, places)
+        weight_map = dict.fromkeys(tensors, "model.safetensors") | {
+            EXPERTS + "down_proj": "fused.safetensors"
+        }
+        write_index(folder, weight_map)
     with pytest.raises(UserError, match=r"experts\.\d\.down_proj.*fused\.safetensors.*model\.safetensors"):
         read(folder)
 
@@ -202,8 +204,10 @@ def test_both_forms_in_one_file_are_refused(folder: Path) -> None:
 def test_buffers_of_old_folders_are_skipped_by_name(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", "llama")
     tensors = tensors_of(folder)
-    old = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(12) for layer in range(4)}
-    save_file(tensors | old, folder / "model.safetensors")
+    rotary_buffers = {
+        f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(12) for layer in range(4)
+    }
+    save_file(tensors | rotary_buffers, folder / "model.safetensors")
     assert_read(folder, tensors)
 
 
@@ -264,13 +268,13 @@ def test_modelopts_tensors_are_called_quantised(folder: Path) -> None:
     """NVFP4 as ModelOpt writes it: its config.json says nothing of it."""
 
     def packed(tensors: Tensors) -> Tensors:
-        made: Tensors = {}
+        quantised_tensors: Tensors = {}
         for name in [n for n in tensors if ".experts." in n]:
             rows, columns = tensors[name].shape
-            made[name] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
-            made[name + "_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
-            made[name + "_scale_2"] = torch.ones(())
-        return made
+            quantised_tensors[name] = torch.zeros(rows, columns // 2, dtype=torch.uint8)
+            quantised_tensors[name + "_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
+            quantised_tensors[name + "_scale_2"] = torch.ones(())
+        return quantised_tensors
 
     change(folder, packed)
     with pytest.raises(UserError, match=r"has type U8"):
@@ -304,11 +308,13 @@ def fp8(tmp_path: Path) -> Path:
     folder = write_folder(tmp_path / "model", "kimi-k2", **sizes, quantization_config=BLOCKS)
 
     def quantised(tensors: Tensors) -> Tensors:
-        made: Tensors = {}
+        quantised_tensors: Tensors = {}
         for name in [n for n in tensors if "_proj.weight" in n]:
-            made[name] = tensors[name].to(torch.float8_e4m3fn)
-            made[name + "_scale_inv"] = torch.ones([math.ceil(n / 128) for n in tensors[name].shape])
-        return made
+            quantised_tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+            quantised_tensors[name + "_scale_inv"] = torch.ones(
+                [math.ceil(n / 128) for n in tensors[name].shape]
+            )
+        return quantised_tensors
 
     change(folder, quantised)
     return folder
@@ -320,8 +326,10 @@ def test_a_folder_of_eight_bits_is_read(fp8: Path) -> None:
 
 def replace(folder: Path, **tensors: Tensor | None) -> None:
     """`None`: it goes."""
-    kept = {name: tensor for name, tensor in tensors_of(folder).items() if name not in tensors}
-    save_file(kept | {n: t for n, t in tensors.items() if t is not None}, folder / "model.safetensors")
+    remaining_tensors = {name: tensor for name, tensor in tensors_of(folder).items() if name not in tensors}
+    save_file(
+        remaining_tensors | {n: t for n, t in tensors.items() if t is not None}, folder / "model.safetensors"
+    )
 
 
 def test_a_missing_scale_is_named(fp8: Path) -> None:
@@ -362,13 +370,13 @@ def test_eight_bits_of_no_matrix_are_refused(fp8: Path) -> None:
     """Experts in one tensor: their blocks are another format."""
     tensors = tensors_of(fp8)
     parts = [tensors[f"{EXPERTS}{e}.down_proj.weight"].float() for e in range(8)]
-    gone: dict[str, Tensor | None] = {}
+    removed_tensors: dict[str, Tensor | None] = {}
     for e in range(8):
-        gone |= {f"{EXPERTS}{e}.down_proj.weight{end}": None for end in ("", "_scale_inv")}
+        removed_tensors |= {f"{EXPERTS}{e}.down_proj.weight{end}": None for end in ("", "_scale_inv")}
     fused = torch.stack(parts).to(torch.float8_e4m3fn)
     replace(
         fp8,
-        **gone,
+        **removed_tensors,
         **{EXPERTS + "down_proj": fused, EXPERTS + "down_proj_scale_inv": torch.ones(8, 2, 1)},
     )
     with pytest.raises(UserError, match=r"experts\.down_proj.*a matrix"):
@@ -455,7 +463,7 @@ def test_a_header_of_other_kinds_of_values_is_damaged(folder: Path, what: str) -
         header[NAME][what] = 5
     else:
         header[NAME][what] = [float(n) for n in header[NAME][what]]
-    told = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(told)) + told + data[8 + length :])
+    encoded_header = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(encoded_header)) + encoded_header + data[8 + length :])
     with pytest.raises(UserError, match="its header is damaged"):
         read(folder)

@@ -18,10 +18,10 @@ def no_controllers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A group in which groups can be made, whatever they limit."""
     monkeypatch.setattr(control_groups, "CONTROLLERS", frozenset())
     limiting_group.cache_clear()
-    found = limiting_group()
-    if found is None:
+    group_folder = limiting_group()
+    if group_folder is None:
         pytest.skip("no writable cgroup v2 tree on this machine")
-    yield found
+    yield group_folder
     limiting_group.cache_clear()
 
 
@@ -29,22 +29,22 @@ def test_a_command_is_in_a_group_with_its_limits_and_nothing_outlives_it(no_cont
     with limited({"cgroup.max.depth": 3}) as words:
         (group,) = no_controllers.glob("rlsys-limited-*")
         assert (group / "cgroup.max.depth").read_text() == "3\n"
-        left = subprocess.run(
+        output = subprocess.run(
             [*words, "sh", "-c", "cat /proc/self/cgroup; setsid sleep 600 >/dev/null 2>&1 & echo $!"],
             capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
-        assert f"/{group.name}\n" in left
-        process = left.splitlines()[-1]
+        assert f"/{group.name}\n" in output
+        process = output.splitlines()[-1]
         assert process in (group / "cgroup.procs").read_text().split()
     assert not group.exists(), "a group with a live process cannot be removed"
 
 
 def test_the_group_of_a_process_that_was_killed_is_removed(no_controllers: Path) -> None:
-    left = no_controllers / "rlsys-limited-99999999-0"
-    left.mkdir()
+    stale_group = no_controllers / "rlsys-limited-99999999-0"
+    stale_group.mkdir()
     limiting_group.cache_clear()
     assert limiting_group() == no_controllers
-    assert not left.exists()
+    assert not stale_group.exists()
 
 
 def test_a_machine_without_the_controllers_limits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,14 +25,16 @@ ON_CUDA = ROOT / "configs/quickstart_cuda.yaml"
 @pytest.fixture
 def container(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container with one GPU: the device is there, nvidia-smi is not."""
-    which, glob = shutil.which, Path.glob
+    original_which, original_glob = shutil.which, Path.glob
 
     def in_container(folder: Path, pattern: str) -> Iterator[Path]:
         if folder == Path("/dev") and pattern.startswith("nvidia"):
             return iter([Path("/dev/nvidia0")])
-        return iter(glob(folder, pattern))
+        return iter(original_glob(folder, pattern))
 
-    monkeypatch.setattr(shutil, "which", lambda n, *a, **k: None if n == "nvidia-smi" else which(n, *a, **k))
+    monkeypatch.setattr(
+        shutil, "which", lambda n, *a, **k: None if n == "nvidia-smi" else original_which(n, *a, **k)
+    )
     monkeypatch.setattr(Path, "glob", in_container)
     for name in ("CUDA_VISIBLE_DEVICES", "RLSYS_DEVICE"):
         monkeypatch.delenv(name, raising=False)
@@ -85,8 +87,8 @@ def test_a_run_on_this_host_needs_the_gpus_that_it_plans(
     monkeypatch.setattr(main, "pin_data", lambda config: config)
     monkeypatch.setattr(main, "supervise", lambda *_: pytest.fail("the run begins"))
     assert main.main(["train", str(ON_CUDA), f"run.dir={tmp_path / 'run'}"]) == 2
-    said = capsys.readouterr().err
-    assert "launch.gpus_per_node = 1" in said and "CUDA_VISIBLE_DEVICES" in said
+    stderr = capsys.readouterr().err
+    assert "launch.gpus_per_node = 1" in stderr and "CUDA_VISIBLE_DEVICES" in stderr
 
 
 # -- what an engine on CUDA needs beside the driver -------------------------------------------------------------
@@ -128,23 +130,25 @@ def test_doctor_names_the_folder_of_the_compiler(
     toolkit = tmp_path / "cuda-13.0"
     write_program(toolkit / "bin/nvcc")
     (host / "nvcc").symlink_to(toolkit / "bin/nvcc")
-    found = named("nvcc")
-    assert found is not None and not found.ok, "SGLang and torch take the link's folder for the toolkit's"
-    assert f"CUDA_HOME={toolkit}" in found.note
+    entry = named("nvcc")
+    assert entry is not None and not entry.ok, "SGLang and torch take the link's folder for the toolkit's"
+    assert f"CUDA_HOME={toolkit}" in entry.note
     monkeypatch.setenv("CUDA_HOME", str(toolkit))
-    assert (found := named("nvcc")) is not None and found.ok
+    assert (entry := named("nvcc")) is not None and entry.ok
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "gone"))
-    found = named("nvcc")
-    assert found is not None and not found.ok and "CUDA_HOME" in found.note
+    entry = named("nvcc")
+    assert entry is not None and not entry.ok and "CUDA_HOME" in entry.note
 
 
 @pytest.mark.usefixtures("host")
 def test_with_a_gpu_the_torch_that_counts_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU environment may have another one, with its own extra's version; a GPU's may not."""
-    known, required = importlib.metadata.version, importlib.metadata.requires
-    monkeypatch.setattr(importlib.metadata, "version", lambda n: "2.13.0" if n == "torch" else known(n))
+    original_version, original_requires = importlib.metadata.version, importlib.metadata.requires
     monkeypatch.setattr(
-        importlib.metadata, "requires", lambda n: ["torch==2.99.1"] if n == "sglang" else required(n)
+        importlib.metadata, "version", lambda n: "2.13.0" if n == "torch" else original_version(n)
+    )
+    monkeypatch.setattr(
+        importlib.metadata, "requires", lambda n: ["torch==2.99.1"] if n == "sglang" else original_requires(n)
     )
     torch = named("torch")
     assert torch is not None and not torch.ok and "2.99.1" in torch.note

@@ -80,11 +80,11 @@ def coordinator_that_answers(run: Path, status: int, headers: dict[str, str], bo
 @pytest.fixture
 def servers() -> Iterator[tuple[Server, Server]]:
     """The one that is meant, and another one."""
-    both = Server(), Server()
-    for server in both:
+    pair = Server(), Server()
+    for server in pair:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield both
-    for server in both:
+    yield pair
+    for server in pair:
         server.shutdown()
         server.server_close()
 
@@ -106,19 +106,19 @@ def test_no_proxy_of_the_environment_sees_a_request(
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_no_key_follows_a_redirect(servers: tuple[Server, Server], status: int, tmp_path: Path) -> None:
-    meant, other = servers
-    meant.status, meant.headers = status, {"Location": f"{other.url}/elsewhere"}
+    meant, redirect_target = servers
+    meant.status, meant.headers = status, {"Location": f"{redirect_target.url}/elsewhere"}
     with pytest.raises(urllib.error.HTTPError):
         opener.open(f"{meant.url}/status", timeout=5)
     with pytest.raises(RunError, match=f"{meant.url}/begin: {status}"):
         post(EngineAddress(meant.url, 1, 0, "key"), Call("/begin", {}), 60)
     assert not engine_is_up(meant.url, Identity("owner:1", "api", "admin"))
-    assert other.seen == []
+    assert redirect_target.seen == []
     with coordinator_that_answers(tmp_path, status, meant.headers, b"") as owner:
         assert probe(owner, "/status") == (status, b"")
         with pytest.raises(coordinator.CoordinatorUnreachable):
             coordinator.query_coordinator(tmp_path, "status")
-    assert other.seen == []
+    assert redirect_target.seen == []
 
 
 @pytest.mark.parametrize("body", [b"<html>Welcome</html>", b"\xff\xfe", b"", b"[1, 2]", b"null"])

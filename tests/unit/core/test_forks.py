@@ -23,11 +23,11 @@ from rlsys.segments import support
 def stem(sample_id: int = 0) -> Sample:
     """Six tokens of two versions, the third observed; each sampled from itself and one other; routes of one byte."""
     s = Sample(sample_id, 0, sample_id, [1, 2], seed=5)
-    kept = support.encode([[10, 50], [11, 50]], [10, 11])
-    s.append(Segment([10, 11], [-0.1, -0.2], [VersionSpan(1, 0, 2)], support=kept))
+    encoded_support = support.encode([[10, 50], [11, 50]], [10, 11])
+    s.append(Segment([10, 11], [-0.1, -0.2], [VersionSpan(1, 0, 2)], support=encoded_support))
     s.observe([3])
-    kept = support.encode([[13, 50], [14, 50], [15, 50]], [13, 14, 15])
-    s.append(Segment([13, 14, 15], [-0.3, -0.4, -0.5], [VersionSpan(2, 0, 3)], support=kept))
+    encoded_support = support.encode([[13, 50], [14, 50], [15, 50]], [13, 14, 15])
+    s.append(Segment([13, 14, 15], [-0.3, -0.4, -0.5], [VersionSpan(2, 0, 3)], support=encoded_support))
     s.routes = [RouteSpan(0, 3, b"abc"), RouteSpan(3, 7, b"defg")]
     s.behaviour = [-1.0, -2.0, float("nan"), -3.0]
     return s
@@ -60,11 +60,11 @@ def test_a_fork_without_a_forced_token_goes_on_where_its_stem_has_drawn() -> Non
 
 def test_only_siblings_fork() -> None:
     s = stem()
-    for other in (
+    for sample in (
         Sample(1, 1, 1, [1, 2], 0), Sample(1, 0, 1, [1, 3], 0), stem(1), s,
     ):  # fmt: skip
         with pytest.raises(ValueError):
-            fork(s, 2, other)
+            fork(s, 2, sample)
     with pytest.raises(ValueError, match="has 6 response tokens: cannot fork after 6"):
         fork(s, 6, Sample(1, 0, 1, [1, 2], 0), Forced(1, -1.0))
 
@@ -114,30 +114,39 @@ def test_the_ledger_has_every_tree_and_what_engines_made(steps: Sequence[tuple[s
         group = buffer.issue(Prompt(0, "", [1, 2], {}), [5, 6, 7, 8])
         buffer.flush()
         received = base = 0
-        for what, place, other, tokens in steps:
-            s, source = group.samples[place], group.samples[other]
-            if what == "sample":
-                at = s.tokens
-                s.append(Segment(range(at, at + tokens), [-0.1] * tokens, [VersionSpan(version, 0, tokens)]))
+        for action, sample_index, source_index, tokens in steps:
+            s, source = group.samples[sample_index], group.samples[source_index]
+            if action == "sample":
+                position = s.tokens
+                s.append(
+                    Segment(
+                        range(position, position + tokens), [-0.1] * tokens, [VersionSpan(version, 0, tokens)]
+                    )
+                )
                 read = s.routes[-1].end if s.routes else 0
                 s.routes.append(RouteSpan(read, 1 + s.tokens, b"x" * (1 + s.tokens - read)))
                 received += tokens
-            elif what in ("fork", "force") and place != other and not s.tokens and source.tokens:
-                forced = Forced(9, -1.0) if what == "force" else None
+            elif (
+                action in ("fork", "force")
+                and sample_index != source_index
+                and not s.tokens
+                and source.tokens
+            ):
+                forced = Forced(9, -1.0) if action == "force" else None
                 fork(source, tokens % source.tokens, s, forced)
-            elif what == "cut" and s.tokens:
+            elif action == "cut" and s.tokens:
                 truncate_sample(s, tokens % s.tokens)
                 buffer.save([s])
-            elif what == "score" and len(s.behaviour) < s.tokens:
+            elif action == "score" and len(s.behaviour) < s.tokens:
                 buffer.save([s])
                 buffer.store_scores([LogProbResult(s.sample_id, len(s.behaviour), [-0.5])])
-            elif what == "save":
+            elif action == "save":
                 buffer.save([s])
-            elif what == "reopen":
+            elif action == "reopen":
                 buffer.save(group.samples)
                 buffer.flush()
-                before = [arrays(s) for s in group.samples]
-                assert [arrays(s) for s in RunReader(folder).groups("1")[0].samples] == before
+                saved_arrays = [arrays(s) for s in group.samples]
+                assert [arrays(s) for s in RunReader(folder).groups("1")[0].samples] == saved_arrays
                 ledger = buffer.ledger()
                 check_ledger(ledger)
                 assert (
@@ -148,6 +157,6 @@ def test_the_ledger_has_every_tree_and_what_engines_made(steps: Sequence[tuple[s
                 buffer.close()
                 buffer = RolloutBuffer(folder / FILE_NAME, "run", 4)
                 (group,) = buffer.active()
-                assert [arrays(s) for s in group.samples] == before
+                assert [arrays(s) for s in group.samples] == saved_arrays
                 base, received = base + received, 0
         buffer.close()

@@ -97,10 +97,10 @@ def server(key: str | None, label: str | None, seen: list[str] | None = None) ->
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            given = self.headers.get("Authorization", "")
-            if seen is not None and given:
-                seen.append(given)
-            allowed = self.path == "/health" or key is None or given == f"Bearer {key}"
+            authorization = self.headers.get("Authorization", "")
+            if seen is not None and authorization:
+                seen.append(authorization)
+            allowed = self.path == "/health" or key is None or authorization == f"Bearer {key}"
             body = (
                 b""
                 if self.path == "/health" or not allowed
@@ -113,41 +113,44 @@ def server(key: str | None, label: str | None, seen: list[str] | None = None) ->
 
         def log_message(self, *_: Any) -> None: ...
 
-    made = HTTPServer(("127.0.0.1", 0), Answer)
-    thread = threading.Thread(target=made.serve_forever, args=(0.01,))
+    http_server = HTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=http_server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield f"http://127.0.0.1:{made.server_port}"
+        yield f"http://127.0.0.1:{http_server.server_port}"
     finally:
-        made.shutdown()
+        http_server.shutdown()
         thread.join()
-        made.server_close()
+        http_server.server_close()
 
 
 def test_only_an_engine_of_this_launch_is_ready(tmp_path: Path) -> None:
     """Before: any 200 on /health was."""
     owner = Owner(tmp_path, 3, "the launch's key")
-    whose = engine_identity(owner, "http://e:1")
-    with server(whose.api_key, whose.label(0)) as url:
-        assert engine_is_up(url, whose)
-    seen: list[str] = []
-    with server(None, "default", seen) as url, pytest.raises(PortInUse, match="answers 200 and default"):
-        engine_is_up(url, whose)
-    assert seen == [], "who opens to everybody is shown no key"
+    identity = engine_identity(owner, "http://e:1")
+    with server(identity.api_key, identity.label(0)) as url:
+        assert engine_is_up(url, identity)
+    received_keys: list[str] = []
+    with (
+        server(None, "default", received_keys) as url,
+        pytest.raises(PortInUse, match="answers 200 and default"),
+    ):
+        engine_is_up(url, identity)
+    assert received_keys == [], "who opens to everybody is shown no key"
     with (
         server("another", "other:1:0") as url,
         pytest.raises(PortInUse, match="answers 401 to this run's key"),
     ):
-        engine_is_up(url, whose)
-    other = engine_identity(Owner(tmp_path, 4, "another launch's key"), "http://e:1")
-    with server(whose.api_key, other.label(0)) as url, pytest.raises(PortInUse):
-        engine_is_up(url, whose)
+        engine_is_up(url, identity)
+    foreign_identity = engine_identity(Owner(tmp_path, 4, "another launch's key"), "http://e:1")
+    with server(identity.api_key, foreign_identity.label(0)) as url, pytest.raises(PortInUse):
+        engine_is_up(url, identity)
     with (
-        server(None, whose.label(0)) as url,
+        server(None, identity.label(0)) as url,
         pytest.raises(RunError, match=r"accepts requests without a key.*extra_args"),
     ):
-        engine_is_up(url, whose)
-    assert not engine_is_up(f"http://127.0.0.1:{free_port()}", whose)
+        engine_is_up(url, identity)
+    assert not engine_is_up(f"http://127.0.0.1:{free_port()}", identity)
 
 
 ENGINE = """
@@ -186,10 +189,10 @@ def test_a_stranger_on_an_engines_port_is_found_and_another_port_tried(
     with server(None, "default") as url, socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(64)
-        taken = int(url.rpartition(":")[2]) if answers else silent.getsockname()[1]
+        occupied_port = int(url.rpartition(":")[2]) if answers else silent.getsockname()[1]
 
         def plan(_: Any) -> LaunchPlan:
-            plans.append(taken if not plans else free_port())
+            plans.append(occupied_port if not plans else free_port())
             rollout = stage.role("rollout", SERVE_FOREVER, serves=True)
             return LaunchPlan([engine_role(stage, plans[-1]), rollout, stage.role("trainer", TRAINER)])
 
@@ -234,18 +237,18 @@ def test_two_runs_that_start_together_get_different_ports(monkeypatch: pytest.Mo
             return next(self.next)
 
     chosen = []
-    held = [PortReservation("127.0.0.1"), PortReservation("127.0.0.1")]
-    for one in held:
+    reservations = [PortReservation("127.0.0.1"), PortReservation("127.0.0.1")]
+    for reservation in reservations:
         monkeypatch.setattr(ports, "_random", Same())
-        chosen.append(one.choose(3))
+        chosen.append(reservation.choose(3))
     assert not set(chosen[0]) & set(chosen[1])
     with socket.socket() as engine:  # who it is for may bind it, as servers do
         engine.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         engine.bind(("127.0.0.1", chosen[0][0]))
         engine.listen(1)
         socket.create_connection(("127.0.0.1", chosen[0][0])).close()
-    for one in held:
-        one.release()
+    for reservation in reservations:
+        reservation.release()
 
 
 # -- keys (19, 23) -------------------------------------------------------------------------------------------
@@ -253,13 +256,13 @@ def test_two_runs_that_start_together_get_different_ports(monkeypatch: pytest.Mo
 
 def test_keys_are_in_a_file_of_mode_0600_and_on_no_command_line(tmp_path: Path) -> None:
     stage, port = Stage(tmp_path), free_port()
-    told: list[list[str]] = []
+    command_lines: list[list[str]] = []
     trainer = TRAINER + "\nwhile not (here / 'looked').exists(): time.sleep(0.01)"
 
     def look() -> None:
         while "engine-0 listens" not in stage.notes:
             pass
-        told.extend(p.cmdline() for p in psutil.Process().children(recursive=True))
+        command_lines.extend(p.cmdline() for p in psutil.Process().children(recursive=True))
         (tmp_path / "looked").touch()
 
     looking = threading.Thread(target=look)
@@ -268,11 +271,11 @@ def test_keys_are_in_a_file_of_mode_0600_and_on_no_command_line(tmp_path: Path) 
     looking.join()
     path = config_path(tmp_path / "run", "engine-0")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    found = yaml.safe_load(path.read_text())
-    assert set(found) == {"api-key", "admin-api-key", "weight-version"}
-    secrets = (found["api-key"], found["admin-api-key"])
-    assert told, "the engine ran"
-    assert not any(secret in word for secret in secrets for words in told for word in words)
+    engine_config = yaml.safe_load(path.read_text())
+    assert set(engine_config) == {"api-key", "admin-api-key", "weight-version"}
+    secrets = (engine_config["api-key"], engine_config["admin-api-key"])
+    assert command_lines, "the engine ran"
+    assert not any(secret in word for secret in secrets for words in command_lines for word in words)
     for file in (tmp_path / "run").rglob("*"):
         if file.is_file() and stat.S_IMODE(file.stat().st_mode) & 0o077:
             assert not any(secret in file.read_text(errors="replace") for secret in secrets), file
@@ -291,14 +294,14 @@ def test_keys_in_the_config_are_refused(arg: str) -> None:
 
 def test_every_engine_and_every_launch_has_keys_of_its_own(tmp_path: Path) -> None:
     a, b = Owner(tmp_path, 1, "first"), Owner(tmp_path, 2, "second")
-    made = [engine_identity(o, url) for o in (a, b) for url in ("http://e:1", "http://e:2")]
-    keys = [key for one in made for key in (one.api_key, one.admin_key)]
+    identities = [engine_identity(o, url) for o in (a, b) for url in ("http://e:1", "http://e:2")]
+    keys = [key for identity in identities for key in (identity.api_key, identity.admin_key)]
     assert len(set(keys)) == len(keys)
-    assert made[0].owner == made[1].owner != made[2].owner
-    assert made[0].parse_label(made[1].label(5)) == "5"
-    assert made[0].parse_label(made[2].label(5)) is None
-    assert made[0].parse_label("5") is None
-    assert not any(key in repr(made) for key in keys)
+    assert identities[0].owner == identities[1].owner != identities[2].owner
+    assert identities[0].parse_label(identities[1].label(5)) == "5"
+    assert identities[0].parse_label(identities[2].label(5)) is None
+    assert identities[0].parse_label("5") is None
+    assert not any(key in repr(identities) for key in keys)
 
 
 def test_keys_of_engines_that_others_started(tmp_path: Path) -> None:

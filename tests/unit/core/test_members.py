@@ -38,23 +38,23 @@ async def growing(
     folder: Path, *, own: int = 1, engine_config: EngineConfig | None = None, **launch: Any
 ) -> AsyncIterator[tuple[Rig, Owner]]:
     """A router with so many engines of its own, and members that look; C and D may join."""
-    known = [ScriptedEngine(url, ends_at=lambda seed: LONG) for url in (A, B, C, D)]
-    network: Any = Network(*known)
+    engines = [ScriptedEngine(url, ends_at=lambda seed: LONG) for url in (A, B, C, D)]
+    network: Any = Network(*engines)
     config = Config.model_validate(
         {"model": {"path": "x"}, "run": {"dir": folder}, "launch": launch, "engine": {"count": own, "tp": 1}}
     )
     owner = claim(folder)
-    async with routing(*known[:own], engine_config=engine_config) as rig:
-        rig.engines = known
+    async with routing(*engines[:own], engine_config=engine_config) as rig:
+        rig.engines = engines
         clients = [engine.client for engine in rig.router._pool.engines]
-        wanted = Members(
+        members = Members(
             config,
             owner,
             rig.router,
             lambda url, tp, pool: EngineClient(url, network, tp=tp, pool=pool),
             clients,
         )
-        watch = asyncio.create_task(wanted.watch())
+        watch = asyncio.create_task(members.watch())
         await rig.push()
         yield rig, owner
         assert not watch.done()
@@ -151,12 +151,12 @@ async def test_files_of_others_are_passed_over(tmp_path: Path) -> None:
     async with growing(tmp_path) as (rig, owner):
         write_member(Owner(tmp_path, owner.epoch - 1, "old"), C, 1, active=True)
         folder = tmp_path / FOLDER
-        told = {"epoch": owner.epoch, "url": D, "tp": 1, "pool": None, "wanted": True}
+        record = {"epoch": owner.epoch, "url": D, "tp": 1, "pool": None, "wanted": True}
         wrongs: list[dict[str, object]] = [
             {"url": "file:///etc"}, {"tp": 0}, {"epoch": "x"}, {"url": "http://d"},
         ]  # fmt: skip
         for i, wrong in enumerate(wrongs):
-            (folder / f"{i}.json").write_text(json.dumps({**told, **wrong}))
+            (folder / f"{i}.json").write_text(json.dumps({**record, **wrong}))
         (folder / "half.json").write_text("{")
         await asyncio.sleep(3)
         assert list(rig.router.engine_states()) == [A] and read_members(owner) == []
@@ -172,8 +172,8 @@ async def test_an_engine_joins_a_pool_and_costs_what_that_costs(tmp_path: Path) 
         write_member(owner, C, 1, "far", active=True)
         write_member(owner, D, 1, active=True)
         await asyncio.sleep(3)
-        told = {e.url: (e.pool, e.cost, e.chain) for e in rig.router._pool.engines}
-        assert told == {A: ("far", 0.25, None), C: ("far", 0.25, 0), D: (JOINED_POOL, 1.0, None)}
+        engine_pools = {e.url: (e.pool, e.cost, e.chain) for e in rig.router._pool.engines}
+        assert engine_pools == {A: ("far", 0.25, None), C: ("far", 0.25, 0), D: (JOINED_POOL, 1.0, None)}
         await rig.push()
         assert rig.router.stats()["pool_far_serving"] == 2
         write_member(owner, C, 1, "far", active=False)

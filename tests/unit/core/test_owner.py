@@ -49,8 +49,8 @@ def test_the_launch_that_claims_last_owns_the_folder(tmp_path: Path) -> None:
     with pytest.raises(FencedError, match=r"launch 1 no longer owns this run; launch 2 has taken it"):
         first.check()
     assert (first.epoch, second.epoch, first.key == second.key) == (1, 2, False)
-    found = current_owner(tmp_path)
-    assert found == second
+    latest_owner = current_owner(tmp_path)
+    assert latest_owner == second
 
 
 def test_launches_at_the_same_moment_get_different_epochs(tmp_path: Path) -> None:
@@ -74,22 +74,22 @@ def test_a_number_that_was_taken_and_deposed_meanwhile_is_not_given_again(
 ) -> None:
     """A launch looks, is slow, and takes the next number when two others have come and one of them has gone."""
     claim(tmp_path)
-    look = owner_module._epochs
-    others: list[Owner] = []
+    original_epochs = owner_module._epochs
+    deposed_owners: list[Owner] = []
 
     def slow(run_dir: Path) -> list[int]:
-        found = list(look(run_dir))
-        monkeypatch.setattr(owner_module, "_epochs", look)
-        others.extend(claim(tmp_path) for _ in range(2))
-        return found
+        epochs = list(original_epochs(run_dir))
+        monkeypatch.setattr(owner_module, "_epochs", original_epochs)
+        deposed_owners.extend(claim(tmp_path) for _ in range(2))
+        return epochs
 
     monkeypatch.setattr(owner_module, "_epochs", slow)
     late = claim(tmp_path)
-    assert [o.epoch for o in (*others, late)] == [2, 3, 4]
+    assert [o.epoch for o in (*deposed_owners, late)] == [2, 3, 4]
     late.check()
-    for other in others:
+    for deposed_owner in deposed_owners:
         with pytest.raises(FencedError):
-            other.check()
+            deposed_owner.check()
 
 
 def test_only_the_owner_of_the_files_can_read_the_key(tmp_path: Path) -> None:
@@ -117,25 +117,25 @@ def prompt() -> Prompt:
 def test_two_writers_of_one_ledger_where_locks_do_not_work(tmp_path: Path, broken_locks: None) -> None:
     """The first launch pauses and comes back; before, both saved one sample and the ledger could not be opened."""
     path = tmp_path / FILE_NAME
-    old = RolloutBuffer(path, "run", 8, claim(tmp_path))
-    group = old.issue(prompt(), [1])
-    old.flush()
+    old_buffer = RolloutBuffer(path, "run", 8, claim(tmp_path))
+    group = old_buffer.issue(prompt(), [1])
+    old_buffer.flush()
 
-    new = RolloutBuffer(path, "run", 8, claim(tmp_path))
-    sample = new.groups[0].samples[0]
+    new_buffer = RolloutBuffer(path, "run", 8, claim(tmp_path))
+    sample = new_buffer.groups[0].samples[0]
     sample.append(Segment([1, 2], [0.0, 0.0], [VersionSpan(0, 0, 2)]))
-    new.save([sample])
-    new.flush()
+    new_buffer.save([sample])
+    new_buffer.flush()
 
     late = group.samples[0]
     late.append(Segment([7], [0.0], [VersionSpan(0, 0, 1)]))
     with pytest.raises(FencedError):
-        old.save([late])
+        old_buffer.save([late])
     with pytest.raises(RunError, match="writes are refused"):
-        old.issue(prompt(), [1])
+        old_buffer.issue(prompt(), [1])
     with pytest.raises(RunError):
-        old.close()
-    new.close()
+        old_buffer.close()
+    new_buffer.close()
     back = RolloutBuffer(path, "run", 8, claim(tmp_path))
     assert list(back.groups[0].samples[0].response_ids) == [1, 2]
     assert back.next_group_id == 1
@@ -145,14 +145,14 @@ def test_two_writers_of_one_ledger_where_locks_do_not_work(tmp_path: Path, broke
 def test_a_transaction_that_was_open_at_the_takeover_is_not_committed(
     tmp_path: Path, broken_locks: None
 ) -> None:
-    old = RolloutBuffer(tmp_path / FILE_NAME, "run", 8, claim(tmp_path))
-    old.issue(prompt(), [1])
+    old_buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 8, claim(tmp_path))
+    old_buffer.issue(prompt(), [1])
     claim(tmp_path)
     with pytest.raises(FencedError):
-        old.flush()
+        old_buffer.flush()
     with pytest.raises(RunError):
-        old.issue(prompt(), [1])
-    old.close()
+        old_buffer.issue(prompt(), [1])
+    old_buffer.close()
     back = RolloutBuffer(tmp_path / FILE_NAME, "run", 8, current_owner(tmp_path))
     assert back.next_group_id == 0
     back.close()
@@ -163,15 +163,15 @@ def test_a_commit_at_the_very_moment_of_a_takeover_comes_before_it(
 ) -> None:
     """On a local disk, after the old writer's last look: the new one waits for the commit, and has what it wrote."""
     path, first = tmp_path / FILE_NAME, claim(tmp_path)
-    old = RolloutBuffer(path, "run", 8, first)
-    old.issue(prompt(), [1])
-    found: list[int] = []
+    old_buffer = RolloutBuffer(path, "run", 8, first)
+    old_buffer.issue(prompt(), [1])
+    next_ids: list[int] = []
 
     def open_new() -> None:
-        new = RolloutBuffer(path, "run", 8, claim(tmp_path))
-        found.append(new.next_group_id)
-        new.issue(prompt(), [1])
-        new.close()
+        new_buffer = RolloutBuffer(path, "run", 8, claim(tmp_path))
+        next_ids.append(new_buffer.next_group_id)
+        new_buffer.issue(prompt(), [1])
+        new_buffer.close()
 
     thread = threading.Thread(target=open_new)
 
@@ -181,13 +181,13 @@ def test_a_commit_at_the_very_moment_of_a_takeover_comes_before_it(
             pass
 
     run_after_check(first, take_over, monkeypatch)
-    old.flush()
+    old_buffer.flush()
     thread.join()
-    assert found == [1]
+    assert next_ids == [1]
     with pytest.raises(FencedError):
-        old.issue(prompt(), [1])
+        old_buffer.issue(prompt(), [1])
     with pytest.raises(RunError):
-        old.close()
+        old_buffer.close()
     back = RolloutBuffer(path, "run", 8, current_owner(tmp_path))
     assert back.next_group_id == 2
     back.close()
@@ -199,30 +199,30 @@ def test_a_commit_at_the_very_moment_of_a_takeover_has_never_been_where_locks_do
     """Before: it changed pages under the new writer, and what that had committed was gone."""
     disable_file_locks(monkeypatch)
     path, first = tmp_path / FILE_NAME, claim(tmp_path)
-    old = RolloutBuffer(path, "run", 8, first)
-    old.issue(prompt(), [1])
-    old.flush()
+    old_buffer = RolloutBuffer(path, "run", 8, first)
+    old_buffer.issue(prompt(), [1])
+    old_buffer.flush()
     writers: list[RolloutBuffer] = []
 
     def take_over() -> None:
-        writers.append(new := RolloutBuffer(path, "run", 8, claim(tmp_path)))
+        writers.append(new_buffer := RolloutBuffer(path, "run", 8, claim(tmp_path)))
         for i in range(3):
-            new.issue(Prompt(i, "", [1] * 2000, {}), [1])
-        new.flush()
+            new_buffer.issue(Prompt(i, "", [1] * 2000, {}), [1])
+        new_buffer.flush()
 
     for _ in range(2):
-        old.issue(Prompt(0, "", [2] * 3000, {}), [1])
+        old_buffer.issue(Prompt(0, "", [2] * 3000, {}), [1])
     run_after_check(first, take_over, monkeypatch)
-    old.flush()  # the one that slips through
-    (new,) = writers
-    new.issue(Prompt(3, "", [1] * 2000, {}), [1])
-    new.flush()
+    old_buffer.flush()  # the one that slips through
+    (new_buffer,) = writers
+    new_buffer.issue(Prompt(3, "", [1] * 2000, {}), [1])
+    new_buffer.flush()
     with pytest.raises(FencedError):
-        old.issue(prompt(), [1])
+        old_buffer.issue(prompt(), [1])
     with pytest.raises(RunError):
-        old.close()
-    new.check_counts()
-    new.close()
+        old_buffer.close()
+    new_buffer.check_counts()
+    new_buffer.close()
     back = RolloutBuffer(path, "run", 8, current_owner(tmp_path))
     back.check_counts()
     assert [g.samples[0].prompt_ids for g in back.active()] == [[1]] + [[1] * 2000] * 4
@@ -233,11 +233,11 @@ def test_a_commit_at_the_very_moment_of_a_takeover_has_never_been_where_locks_do
 def test_the_file_itself_knows_its_writer(tmp_path: Path, broken_locks: None) -> None:
     """Where the old launch still sees its file in a cache of the file system, the ledger's own epoch refuses it."""
     first = claim(tmp_path)
-    old = RolloutBuffer(tmp_path / FILE_NAME, "run", 8, first)
+    old_buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 8, first)
     RolloutBuffer(tmp_path / FILE_NAME, "run", 8, claim(tmp_path)).close()
     (tmp_path / "owners" / f"{first.epoch:06d}").touch()
     with pytest.raises(FencedError, match="launch 2 owns this file; launch 1 was replaced"):
-        old.issue(prompt(), [1])
+        old_buffer.issue(prompt(), [1])
 
 
 def test_a_second_supervisor_deposes_the_first_where_locks_do_not_work(
@@ -259,18 +259,25 @@ async def test_a_trainer_that_comes_back_is_refused(tmp_path: Path) -> None:
         return ticket
 
     config = make_config(tmp_path, launch={"placement": "disaggregated"}, rollout={"max_staleness": 1})
-    async with rig(config) as r, served(r) as old:
-        new = RolloutClient(old._socket, OWNER.key, start=2)
-        await ticking(r, old.restore, 0)
-        await ticking(r, push, old)
-        await ticking(r, old.take, 1)
-        await ticking(r, new.restore, 0)
-        await ticking(r, push, new)
-        await ticking(r, new.take, 1)
-        for call in (old.begin_push, lambda: old.take(2), lambda: old.restore(0), lambda: old.commit(1)):
+    async with rig(config) as r, served(r) as old_client:
+        new_client = RolloutClient(old_client._socket, OWNER.key, start=2)
+        await ticking(r, old_client.restore, 0)
+        await ticking(r, push, old_client)
+        await ticking(r, old_client.take, 1)
+        await ticking(r, new_client.restore, 0)
+        await ticking(r, push, new_client)
+        await ticking(r, new_client.take, 1)
+        for call in (
+            old_client.begin_push,
+            lambda: old_client.take(2),
+            lambda: old_client.restore(0),
+            lambda: old_client.commit(1),
+        ):
             with pytest.raises(RunError, match="start 1 of the trainer was replaced by start 2"):
                 await ticking(r, call)
-        assert len((await ticking(r, push, new)).engines) == 1  # the zombie's push took no version away
+        assert (
+            len((await ticking(r, push, new_client)).engines) == 1
+        )  # the zombie's push took no version away
 
 
 async def test_nobody_without_the_key_commands_a_run(tmp_path: Path) -> None:

@@ -17,15 +17,17 @@ SECONDS = timedelta(seconds=20)
 
 
 def test_a_store_listens_on_its_address_only_on_a_port_that_the_launcher_holds() -> None:
-    before, held = listeners(os.getpid()), PortReservation("")
-    (port,) = held.choose(1)
+    initial_listeners, reservation = listeners(os.getpid()), PortReservation("")
+    (port,) = reservation.choose(1)
     try:
         store = bound_store("127.0.0.1", port, 2, 0, SECONDS)
-        assert {one.address for one in listeners(os.getpid()) - before} == {f"127.0.0.1:{port}"}
+        assert {listener.address for listener in listeners(os.getpid()) - initial_listeners} == {
+            f"127.0.0.1:{port}"
+        }
         store.set("a", "b")
         assert bound_store("127.0.0.1", port, 2, 1, SECONDS).get("a") == b"b"
     finally:
-        held.release()
+        reservation.release()
 
 
 def test_an_address_of_another_machine_is_told() -> None:
@@ -35,16 +37,18 @@ def test_an_address_of_another_machine_is_told() -> None:
 
 def test_programs_that_make_their_group_themselves_meet_there_too() -> None:
     """SGLang's engines on several nodes."""
-    before, held = listeners(os.getpid()), PortReservation("")
-    (port,) = held.choose(1)
+    initial_listeners, reservation = listeners(os.getpid()), PortReservation("")
+    (port,) = reservation.choose(1)
     try:
         register_scheme()
         store, rank, world = next(dist.rendezvous(f"rlsys://127.0.0.1:{port}", 0, 1, timeout=SECONDS))
         assert (rank, world) == (0, 1)
-        assert {one.address for one in listeners(os.getpid()) - before} == {f"127.0.0.1:{port}"}
+        assert {listener.address for listener in listeners(os.getpid()) - initial_listeners} == {
+            f"127.0.0.1:{port}"
+        }
         del store
     finally:
-        held.release()
+        reservation.release()
 
 
 @pytest.mark.parametrize(
@@ -59,6 +63,6 @@ def test_one_machine_has_no_listener(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value.replace("FILE", str(tmp_path / "ranks")))
-    before = listeners(os.getpid())
+    initial_listeners = listeners(os.getpid())
     assert isinstance(store_of_ranks(0, 1), kind)
-    assert listeners(os.getpid()) == before
+    assert listeners(os.getpid()) == initial_listeners

@@ -88,8 +88,8 @@ def test_a_folder_that_cannot_be_locked_is_removed(parent: Path, monkeypatch: py
 def test_a_draft_whose_maker_was_killed_is_removed_an_hour_later(parent: Path) -> None:
     for name, age in ((".rlsys-old", 7200), (".rlsys-new", 60)):
         (parent / name).mkdir()
-        then = time.time() - age
-        os.utime(parent / name, (then, then))
+        timestamp = time.time() - age
+        os.utime(parent / name, (timestamp, timestamp))
     make_folder()
     assert not (parent / ".rlsys-old").exists() and (parent / ".rlsys-new").exists()
 
@@ -114,9 +114,9 @@ def test_security_a17_folders_of_killed_processes_are_removed_at_the_next_start(
         subprocess.run(["bash", "-c", deep], cwd=killed, check=True)  # as a program of a response may
         makers[0].kill()
         makers[0].wait()
-        own = make_folder()
-        assert (killed.exists(), living.exists(), own.exists()) == (False, True, True)
-        remove_folder(own)
+        new_folder = make_folder()
+        assert (killed.exists(), living.exists(), new_folder.exists()) == (False, True, True)
+        remove_folder(new_folder)
         makers[1].communicate("")
         remove_folder(living)
 
@@ -136,13 +136,15 @@ def test_nothing_is_sent_to_another_user_who_listens_in_the_place(tmp_path: Path
     path = folder / "rollout"
     try:
         code = LISTEN.format(uid=STRANGER)
-        with subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True) as other:
-            assert other.stdout is not None and other.stdout.readline() == "listens\n"
+        with subprocess.Popen(
+            [sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True
+        ) as listener:
+            assert listener.stdout is not None and listener.stdout.readline() == "listens\n"
             with pytest.raises(UnknownListener, match=f"user {STRANGER} listens there"):
                 exchange(UnixConnection(path, 5), "GET", "/status", headers={"X-Rlsys-Key": "secret"})
             with pytest.raises(ConnectionBroken, match="UnknownListener"):
                 RolloutClient(path, "secret")._http(Request("GET", "/status"))
-            assert other.stdout.read() == "b''\n" * 2
+            assert listener.stdout.read() == "b''\n" * 2
     finally:
         remove_folder(folder)
 
@@ -161,15 +163,15 @@ def test_the_same_user_is_asked(tmp_path: Path) -> None:
 
 
 def test_the_next_launch_removes_what_a_killed_one_left(tmp_path: Path) -> None:
-    left = make_folder()
-    claim(tmp_path, left)
-    here = make_folder()
+    stale_folder = make_folder()
+    claim(tmp_path, stale_folder)
+    new_folder = make_folder()
     try:
-        owner = claim(tmp_path, here)
-        assert not left.exists() and here.exists()
-        assert owner.rollout_socket == here / "rollout" and isinstance(owner, Owner)
+        owner = claim(tmp_path, new_folder)
+        assert not stale_folder.exists() and new_folder.exists()
+        assert owner.rollout_socket == new_folder / "rollout" and isinstance(owner, Owner)
     finally:
-        remove_folder(here)
+        remove_folder(new_folder)
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -304,8 +306,10 @@ def test_a_hook_that_finds_no_target_is_an_error(monkeypatch: pytest.MonkeyPatch
 def test_an_engine_without_hooks_does_not_start(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang finds no plug-in of a source tree that is only on PYTHONPATH, or skips it (SGLANG_PLUGINS)."""
     monkeypatch.setattr("rlsys.engine.cpu.hooks.complete", False, raising=False)
-    known = importlib.metadata.entry_points
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **k: known(**k) if installed else [])
+    original_entry_points = importlib.metadata.entry_points
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda **k: original_entry_points(**k) if installed else []
+    )
     registry = SimpleNamespace(_hooks={}, _patched=set())
     envs = SimpleNamespace(SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE="")
     module = SimpleNamespace(HookRegistry=registry, envs=envs, load_plugins=lambda: None)

@@ -114,20 +114,20 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(many=st.integers(1, 2))
     def train(self, many: int) -> None:
         """The next step: a new one takes what was ready first, a repeated one what it took."""
-        step, now = self.now.done + 1, self.now
-        if step not in now.journal:
-            if len(now.order) < many:
+        step, model = self.now.done + 1, self.now
+        if step not in model.journal:
+            if len(model.order) < many:
                 return
-            chosen, now.order = now.order[:many], now.order[many:]
+            chosen, model.order = model.order[:many], model.order[many:]
             self.buffer.take(step, [self.buffer.groups[g] for g in chosen])
-            now.journal[step] = chosen
+            model.journal[step] = chosen
         _, groups = self.buffer.read_step(step)
-        assert sorted(g.group_id for g in groups) == sorted(now.journal[step])
+        assert sorted(g.group_id for g in groups) == sorted(model.journal[step])
         for group in groups:
             read = self.buffer.load(group.samples)
-            assert [list(s.response_ids) for s in read] == [now.ids[s.sample_id] for s in read]
-            now.states[group.group_id] = GroupState.TRAINED
-        now.done = step
+            assert [list(s.response_ids) for s in read] == [model.ids[s.sample_id] for s in read]
+            model.states[group.group_id] = GroupState.TRAINED
+        model.done = step
 
     @rule(step=st.integers(0, 8))
     def take_out_of_turn(self, step: int) -> None:
@@ -146,9 +146,9 @@ class BufferMachine(RuleBasedStateMachine):
             return
         self.buffer.restore(step)
         self.now.done = step
-        for taken, groups in self.now.journal.items():
+        for taken_step, groups in self.now.journal.items():
             for number in groups:
-                if taken > step:
+                if taken_step > step:
                     self.now.states[number] = GroupState.READY
 
     @rule()
@@ -185,16 +185,16 @@ class BufferMachine(RuleBasedStateMachine):
 
     @invariant()
     def it_is_what_the_model_says(self) -> None:
-        now = self.now
-        assert self.buffer.next_group_id == len(now.states)
-        assert [g.group_id for g in self.buffer.ready()] == now.order
+        model = self.now
+        assert self.buffer.next_group_id == len(model.states)
+        assert [g.group_id for g in self.buffer.ready()] == model.order
         assert {g.group_id for g in self.buffer.active()} == set(self._with(GroupState.ACTIVE))
         for group in self.buffer.groups.values():
             assert [list(s.response_ids) for s in group.samples] == [
-                now.ids[s.sample_id] for s in group.samples
+                model.ids[s.sample_id] for s in group.samples
             ]
-        assert self.buffer.last_taken_step == max(now.journal, default=0)
-        assert self.buffer.versions.newest == now.version
+        assert self.buffer.last_taken_step == max(model.journal, default=0)
+        assert self.buffer.versions.newest == model.version
 
 
 # -- the router ---------------------------------------------------------------------------------------------------
@@ -281,10 +281,10 @@ class RouterMachine(RuleBasedStateMachine):
     def tokens_are_those_of_their_versions(self) -> None:
         for s in self.samples:
             first = len(s.prompt_ids)
-            for place, version in enumerate(s.versions()):
-                if first + place != self.ENDS_AT:
-                    assert s.response_ids[place] == token(s.seed, first + place, version)
-                assert s.mu[place] == logprob(s.seed, first + place, version)
+            for position, version in enumerate(s.versions()):
+                if first + position != self.ENDS_AT:
+                    assert s.response_ids[position] == token(s.seed, first + position, version)
+                assert s.mu[position] == logprob(s.seed, first + position, version)
 
     @invariant()
     def a_sample_is_in_one_engine_at_a_time(self) -> None:

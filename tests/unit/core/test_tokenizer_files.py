@@ -31,17 +31,17 @@ VOCABULARIES = (
 @pytest.fixture
 def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, bool]]:
     """What the process that converts was asked for: the folder, and whether its code may run."""
-    asked: list[tuple[Path, bool]] = []
+    requests: list[tuple[Path, bool]] = []
 
     def convert(path: Path, folder: Path, code: bool) -> None:
-        asked.append((path, code))
+        requests.append((path, code))
         folder.mkdir()
         shutil.copy(tmp_path / "quickstart" / "tokenizer.json", folder)
 
     write_model(tmp_path / "quickstart")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tokenizer_files, "_convert", convert)
-    return asked
+    return requests
 
 
 def with_vocabulary(folder: Path, name: str, **settings: object) -> Path:
@@ -86,12 +86,12 @@ def test_code_needs_consent(auto_map: object, tmp_path: Path, converted: list[tu
     ):
         tokenizer_folder(folder)
     assert not converted
-    made = tokenizer_folder(folder, trust_remote_code=True)
+    converted_folder = tokenizer_folder(folder, trust_remote_code=True)
     assert converted == [(folder, True)]
     with pytest.raises(UserError, match="trust_remote_code"):  # also where it has run before
         tokenizer_folder(folder)
     argv = ["server", "--model-path", str(folder), "--trust-remote-code"]
-    assert tokenizer_arguments(argv) == ["--tokenizer-path", str(made)]
+    assert tokenizer_arguments(argv) == ["--tokenizer-path", str(converted_folder)]
 
 
 def test_consent_reaches_the_engines(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def quickstart(folder: Path, **changes: Any) -> Path:
     write_model(folder)
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").unlink()
-    told = {**json.loads((folder / CONFIG).read_text()), "chat_template": template, **changes}
-    (folder / CONFIG).write_text(json.dumps({k: v for k, v in told.items() if v is not None}))
+    tokenizer_config = {**json.loads((folder / CONFIG).read_text()), "chat_template": template, **changes}
+    (folder / CONFIG).write_text(json.dumps({k: v for k, v in tokenizer_config.items() if v is not None}))
     return folder
 
 
@@ -155,8 +155,8 @@ def test_eos_may_be_an_id_of_config_json_alone(tmp_path: Path) -> None:
 def test_a_folder_without_any_eos_is_one_line(tmp_path: Path) -> None:
     quickstart(tmp_path, eos_token=None)
     for name in ("config.json", "generation_config.json"):
-        told = json.loads((tmp_path / name).read_text())
-        (tmp_path / name).write_text(json.dumps({k: v for k, v in told.items() if k != "eos_token_id"}))
+        raw_config = json.loads((tmp_path / name).read_text())
+        (tmp_path / name).write_text(json.dumps({k: v for k, v in raw_config.items() if k != "eos_token_id"}))
     with pytest.raises(UserError, match="eos_token"):
         Tokenizer(tmp_path)
 
@@ -173,15 +173,15 @@ def test_a_chat_template_may_stand_in_chat_template_json(tmp_path: Path) -> None
 def test_chat_templates_may_be_an_object_of_their_names(file: str, tmp_path: Path) -> None:
     template = json.loads((quickstart(tmp_path) / CONFIG).read_text())["chat_template"]
     expected = Tokenizer(tmp_path).apply_chat([{"role": "user", "content": "1+1"}])
-    named = {"default": template, "rag": "x"}
-    quickstart(tmp_path, chat_template=named if file == CONFIG else None)
+    templates = {"default": template, "rag": "x"}
+    quickstart(tmp_path, chat_template=templates if file == CONFIG else None)
     if file != CONFIG:
-        (tmp_path / file).write_text(json.dumps({"chat_template": named}))
+        (tmp_path / file).write_text(json.dumps({"chat_template": templates}))
     try:
-        found = Tokenizer(tmp_path).apply_chat([{"role": "user", "content": "1+1"}])
+        result = Tokenizer(tmp_path).apply_chat([{"role": "user", "content": "1+1"}])
     except UserError as refusal:
-        found = str(refusal)
-    assert found == expected
+        result = str(refusal)
+    assert result == expected
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ def test_a_template_gives_what_transformers_gives(
     model: Path, tmp_path: Path, template: str, tools: Any, args: dict[str, Any], generate: bool
 ) -> None:
     folder = with_template(model, tmp_path, TEMPLATES[template])
-    ours = Tokenizer(folder, args).apply_chat(CHAT, generate=generate, tools=tools)
-    theirs, _ = render_jinja_template(
+    rlsys_prompt = Tokenizer(folder, args).apply_chat(CHAT, generate=generate, tools=tools)
+    hf_prompts, _ = render_jinja_template(
         [CHAT],
         tools,
         chat_template=TEMPLATES[template],
@@ -89,7 +89,7 @@ def test_a_template_gives_what_transformers_gives(
         bos_token="<bos>",
         **args,
     )
-    assert ours == theirs[0]
+    assert rlsys_prompt == hf_prompts[0]
 
 
 def test_tools_come_from_the_row_first_and_from_the_config_else(model: Path, tmp_path: Path) -> None:

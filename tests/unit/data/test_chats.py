@@ -55,8 +55,8 @@ def trained(tokenizer: Tokenizer, trace: Trace) -> str:
     """What is imitated, with a bar between pieces that do not touch."""
     mask = trace.trained or [True] * len(trace.response_ids)
     pieces: list[list[int]] = [[]]
-    for token, own in zip(trace.response_ids, mask, strict=True):
-        if own:
+    for token, is_trained in zip(trace.response_ids, mask, strict=True):
+        if is_trained:
             pieces[-1].append(token)
         elif pieces[-1]:
             pieces.append([])
@@ -88,8 +88,8 @@ def test_turns_of_the_assistant_are_imitated_to_their_end(
     tokenizer = Tokenizer(model)
     assert tokenizer.decode(trace.prompt_ids) == prompt
     assert trained(tokenizer, trace) == imitated
-    whole = tokenizer.decode([*trace.prompt_ids, *trace.response_ids])
-    assert whole == tokenizer.apply_chat(CHAT, generate=False).removesuffix("\n")
+    transcript = tokenizer.decode([*trace.prompt_ids, *trace.response_ids])
+    assert transcript == tokenizer.apply_chat(CHAT, generate=False).removesuffix("\n")
 
 
 def test_a_text_is_what_the_model_writes(model: Path, tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_pairs_and_labels(model: Path, tmp_path: Path) -> None:
     ]
     traces = first(model, tmp_path / "a.jsonl", "pairs", rows)
     tokenizer = Tokenizer(model)
-    told = {(trained(tokenizer, t), t.liked, t.margin) for t in traces}
-    assert told == {
+    preferences = {(trained(tokenizer, t), t.liked, t.margin) for t in traces}
+    assert preferences == {
         ("2<eos>", True, 0.5),
         ("3<eos>", False, 0.5),
         ("4<eos>", True, 0.0),
@@ -116,8 +116,8 @@ def test_pairs_and_labels(model: Path, tmp_path: Path) -> None:
     assert sorted(t.pair for t in traces) == [0, 0, 1, 1]
     assert all(a.prompt_ids == b.prompt_ids for a in traces for b in traces if a.pair == b.pair)
     marked = [{"prompt": "1+1=", "completion": str(n), "label": n == 2} for n in (2, 3)]
-    found = first(model, tmp_path / "b.jsonl", "labels", marked)
-    assert {(trained(tokenizer, t), t.liked) for t in found} == {("2<eos>", True), ("3<eos>", False)}
+    label_traces = first(model, tmp_path / "b.jsonl", "labels", marked)
+    assert {(trained(tokenizer, t), t.liked) for t in label_traces} == {("2<eos>", True), ("3<eos>", False)}
 
 
 def test_every_row_comes_once_an_epoch_and_again_the_same_after_a_restart(

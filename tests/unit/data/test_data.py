@@ -153,9 +153,9 @@ def test_a_prompt_depends_on_seed_and_index_alone(model: Path, index: int, seed:
 
 
 def test_seeds_give_different_streams_not_shifted_ones(model: Path, tokenizer: Tokenizer) -> None:
-    zero = questions(chain(model, tokenizer, run_seed=0, short=[12, 20]), 50)
-    one = questions(chain(model, tokenizer, run_seed=1, short=[12, 20]), 50)
-    assert not set(zero) & set(one)
+    first_stream = questions(chain(model, tokenizer, run_seed=0, short=[12, 20]), 50)
+    second_stream = questions(chain(model, tokenizer, run_seed=1, short=[12, 20]), 50)
+    assert not set(first_stream) & set(second_stream)
 
 
 def test_data_seed_and_run_seed_add_up(model: Path, tokenizer: Tokenizer) -> None:
@@ -168,10 +168,10 @@ def test_heldout_is_never_trained_on(
     model: Path, tokenizer: Tokenizer, run_seed: int, eval_seed: int
 ) -> None:
     source = chain(model, tokenizer, run_seed, eval_seed)
-    held = {p.entry["question"] for p in source.heldout(256)}
-    assert len(held) == 256
-    assert all(is_heldout(q) for q in held)
-    assert not held & set(questions(source, 3000))
+    heldout_questions = {p.entry["question"] for p in source.heldout(256)}
+    assert len(heldout_questions) == 256
+    assert all(is_heldout(q) for q in heldout_questions)
+    assert not heldout_questions & set(questions(source, 3000))
 
 
 def test_heldout_is_the_same_in_every_run_and_grows_at_its_end(model: Path, tokenizer: Tokenizer) -> None:
@@ -279,7 +279,7 @@ def test_jsonl_splits_shuffles_and_starts_over(model: Path, tokenizer: Tokenizer
     rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(80)]
     path = str(write_rows(tmp_path / "sums.jsonl", rows))
     source = build_source(config_for(model, source="jsonl", params={"path": path}), tokenizer)
-    held = source.heldout(3)
+    heldout_prompts = source.heldout(3)
     with pytest.raises(
         UserError,
         match=r"eval\.prompts = 81: of 80 rows \(.*sums\.jsonl:1 on\) \d+ different prompts are held out",
@@ -288,7 +288,7 @@ def test_jsonl_splits_shuffles_and_starts_over(model: Path, tokenizer: Tokenizer
     size = 80 - sum(is_heldout(json.dumps(r["prompt"])) for r in rows)
     epochs = [[source.train(e * size + i).entry["answer"] for i in range(size)] for e in range(2)]
     assert len(set(epochs[0])) == size and sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
-    assert not {p.entry["answer"] for p in held} & set(epochs[0])
+    assert not {p.entry["answer"] for p in heldout_prompts} & set(epochs[0])
 
 
 def test_jsonl_heldout_file_is_taken_out_of_training(
@@ -418,11 +418,11 @@ def test_shipped_model_is_what_the_command_makes(model: Path) -> None:
     assert sum(f.stat().st_size for f in shipped.iterdir()) < 4_000_000
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (shipped / name).read_text() == (model / name).read_text()
-    made, found = (load_file(folder / "model.safetensors") for folder in (model, shipped))
-    assert {k: (v.shape, v.dtype) for k, v in found.items()} == {
-        k: (v.shape, v.dtype) for k, v in made.items()
+    model_tensors, shipped_tensors = (load_file(folder / "model.safetensors") for folder in (model, shipped))
+    assert {k: (v.shape, v.dtype) for k, v in shipped_tensors.items()} == {
+        k: (v.shape, v.dtype) for k, v in model_tensors.items()
     }
-    assert sum(v.size for v in found.values()) == 774_208
+    assert sum(v.size for v in shipped_tensors.values()) == 774_208
 
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "configs/quickstart.yaml"

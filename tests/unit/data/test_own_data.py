@@ -82,10 +82,10 @@ def test_a_format_is_read_as_it_is(model: Path, tmp_path: Path, form: str, kind:
         datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "rows"))
         params = {"name": str(tmp_path / "rows")}
     source = source_of(model, source=kind, params=params)
-    held = {(p.text, p.entry["answer"]) for p in source.heldout(4)}
+    heldout_rows = {(p.text, p.entry["answer"]) for p in source.heldout(4)}
     train = seen(source, 80)
-    assert len(held) == 4
-    assert train < TEXTS and held < TEXTS and not train & held
+    assert len(heldout_rows) == 4
+    assert train < TEXTS and heldout_rows < TEXTS and not train & heldout_rows
     assert source.train(5).question in SUMS  # one message of the user: algo.prompt may reword it
 
 
@@ -103,15 +103,15 @@ def test_several_files_are_one_table(model: Path, tmp_path: Path) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), tmp_path / name)
     params = {"path": [str(tmp_path / "a"), str(tmp_path / "b")]}
     source = source_of(model, source="parquet", params=params)
-    held = {p.text for p in source.heldout(1)}
-    assert len(held | {text for text, _ in seen(source, 40)}) > 30
+    heldout_texts = {p.text for p in source.heldout(1)}
+    assert len(heldout_texts | {text for text, _ in seen(source, 40)}) > 30
 
 
 def test_empty_columns_of_a_table_are_no_part_of_a_message() -> None:
     row = {"prompt": [{"role": "user", "content": "1+1=", "tool_calls": None}], "answer": None, "tools": "[]"}
-    found = read_row(row, KeysConfig(), "here")
-    assert found.messages == chat("1+1=")
-    assert "answer" not in found.entry and found.tools is None
+    parsed_row = read_row(row, KeysConfig(), "here")
+    assert parsed_row.messages == chat("1+1=")
+    assert "answer" not in parsed_row.entry and parsed_row.tools is None
     parts = {"prompt": [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"text": "1="}]}]}
     assert read_row(parts, KeysConfig(), "here").question == "1+1="
 
@@ -221,18 +221,18 @@ def test_a_hubs_data_set_is_fetched_once_pinned_and_then_read_offline(model: Pat
         command = [sys.executable, "-c", FETCH]
         return subprocess.run(command, cwd=tmp_path, env=env | more, capture_output=True, text=True)
 
-    with hub("me/sums", {"README.md": card, "a.jsonl": rows}) as (url, asked):
+    with hub("me/sums", {"README.md": card, "a.jsonl": rows}) as (url, requested_paths):
         online = fetch("me/sums", HF_ENDPOINT=url)
         assert online.returncode == 0, online.stderr[-2000:]
-        assert any(path.endswith("/a.jsonl") for path in asked)
+        assert any(path.endswith("/a.jsonl") for path in requested_paths)
         missing = fetch("me/smus", HF_ENDPOINT=url)
         assert f"data.params.name = 'me/smus': no such folder, and {url} gives no data set" in missing.stderr
         (tmp_path / "run").mkdir()
         fetch("me/sums", HF_ENDPOINT=url)
         (tmp_path / "pinned.yaml").rename(tmp_path / "run" / "config.yaml")
-        before = len(asked)
+        request_count = len(requested_paths)
         again = fetch("me/sums", HF_ENDPOINT=url, HF_HUB_OFFLINE="1")
-        assert len(asked) == before
+        assert len(requested_paths) == request_count
     pinned = load_config(tmp_path / "pinned.yaml")
     assert pinned.data.params == {"name": "me/sums", "revision": COMMIT}
     assert online.stdout == again.stdout
@@ -266,9 +266,11 @@ def test_a_mixture_keeps_its_weights_and_forgets_nothing(model: Path, tmp_path: 
     assert [p.index for p in prompts] == list(range(BLOCK))
     resumed = source_of(model, **data)
     assert [resumed.train(i) for i in (999, 1500, 3)] == [source.train(i) for i in (999, 1500, 3)]
-    own = [p.text for p in prompts if p.entry["data_source"] == "a"]
-    size = len(set(own))
-    assert len(set(own[:size])) == size, "each source goes through its own rows before it begins anew"
+    source_texts = [p.text for p in prompts if p.entry["data_source"] == "a"]
+    size = len(set(source_texts))
+    assert len(set(source_texts[:size])) == size, (
+        "each source goes through its own rows before it begins anew"
+    )
     early = Counter(p.entry["data_source"] for p in prompts[:100])
     assert 10 < early["b"] < 45, "the order in a block is mixed"
 
@@ -277,12 +279,12 @@ def test_held_out_prompts_of_a_mixture_are_of_all_its_sources_and_never_trained(
     model: Path, tmp_path: Path
 ) -> None:
     source = source_of(model, **two(tmp_path, (1, 1)))
-    held = source.heldout(8)
-    assert len({p.text for p in held}) == 8
-    assert [p.index for p in held] == list(range(8))
-    assert source.heldout(5) == held[:5]
-    assert {p.question[-3] for p in held} == {"+", "-"}
-    assert not {p.text for p in held} & {source.train(i).text for i in range(400)}
+    heldout_prompts = source.heldout(8)
+    assert len({p.text for p in heldout_prompts}) == 8
+    assert [p.index for p in heldout_prompts] == list(range(8))
+    assert source.heldout(5) == heldout_prompts[:5]
+    assert {p.question[-3] for p in heldout_prompts} == {"+", "-"}
+    assert not {p.text for p in heldout_prompts} & {source.train(i).text for i in range(400)}
 
 
 def test_a_prompt_that_one_file_holds_out_is_not_trained_from_another(model: Path, tmp_path: Path) -> None:
@@ -315,10 +317,14 @@ def test_a_teacher_of_prompts_that_nobody_asks_is_refused(
     model: Path, tmp_path: Path, rows: list[dict[str, Any]], mixes: bool, name: str, told: str | None
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    asked = [{"prompt": q, "answer": str(a), **rows[a % len(rows)]} for q, a in SUMS.items()]
-    path.write_text("".join(json.dumps(row) + "\n" for row in asked))
-    own = {"source": "jsonl", "params": {"path": str(path)}}
-    data = mixed({**own, "name": "sums"}, {"source": "chain_sum_tail", "name": "gym"}) if mixes else own
+    prompt_rows = [{"prompt": q, "answer": str(a), **rows[a % len(rows)]} for q, a in SUMS.items()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in prompt_rows))
+    jsonl_source = {"source": "jsonl", "params": {"path": str(path)}}
+    data = (
+        mixed({**jsonl_source, "name": "sums"}, {"source": "chain_sum_tail", "name": "gym"})
+        if mixes
+        else jsonl_source
+    )
     teacher = {"path": model, "by_source": {name: model}}
     config = Config.model_validate(
         {"model": {"path": model}, "data": data, "algo": {"loss": ["distill"], "teacher": teacher}}

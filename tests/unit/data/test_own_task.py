@@ -58,11 +58,11 @@ def test_the_rewards_of_the_page_tell_right_from_wrong(folder: Path) -> None:
 def test_the_tables_of_the_page_are_those_of_the_source() -> None:
     page = PAGE.read_text()
     built_in = page.partition("Built in:")[2].partition("A function with")[0]
-    named = {
+    reward_names = {
         name
         for row in re.findall(r"^\| (`.*?`) \|", built_in, re.MULTILINE)
         for name in re.findall(r"`(\w+)`", row)
     }
-    assert named == set(REWARDS) - {"fapo_judge"}  # a judge's own: docs/rollout.md
+    assert reward_names == set(REWARDS) - {"fapo_judge"}  # a judge's own: docs/rollout.md
     for signature, parameters in re.findall(r"^\| `(\w+)` \| `\w*\(([^)`]*)\)`", page, re.MULTILINE):
         assert infer_framework(eval(f"lambda {parameters}: 0")) == signature

@@ -33,8 +33,8 @@ def lines_of(*paths: Path) -> tuple[list[Any], list[str]] | str:
     """Rows and their places, or the refusal."""
     try:
         table = read_lines(paths)
-        places = [table.location(i).rpartition("/")[2] for i in range(len(table))]
-        return [table.row(i) for i in range(len(table))], places
+        locations = [table.location(i).rpartition("/")[2] for i in range(len(table))]
+        return [table.row(i) for i in range(len(table))], locations
     except UserError as refusal:
         return str(refusal)
 
@@ -118,8 +118,8 @@ def test_a_long_integer_costs_no_file(array: bool, number: str, expected: object
 def test_an_array_with_nan_is_read_as_lines_with_nan_are(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text('[\n{"prompt": "é", "x": NaN},\n\n {"prompt": "b", "x": -Infinity}\n]\n')
-    found = lines_of(path)
-    assert repr(found) == repr(
+    result = lines_of(path)
+    assert repr(result) == repr(
         (
             [{"prompt": "é", "x": float("nan")}, {"prompt": "b", "x": float("-inf")}],
             ["rows.json:2", "rows.json:4"],
@@ -155,8 +155,8 @@ def test_an_array_with_nan_is_read_as_lines_with_nan_are(tmp_path: Path) -> None
 def test_a_broken_file_is_named_in_one_line(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    found = lines_of(path)
-    assert isinstance(found, str) and message in found and name in found and "\n" not in found
+    result = lines_of(path)
+    assert isinstance(result, str) and message in result and name in result and "\n" not in result
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
@@ -164,8 +164,8 @@ def test_a_broken_file_is_named_in_one_line(name: str, content: bytes, message: 
     "path", ["shards", "shards/**", "shards/*/train-*", "shar[d]s", "shards/a/train-?.*"]
 )
 def test_a_folder_or_a_glob_of_shards_is_one_table(kind: str, path: str, tmp_path: Path) -> None:
-    for place, row in zip(("a/train-0", "a/train-1", "b/train-0"), (*ROWS, ROWS[0]), strict=True):
-        file = tmp_path / f"shards/{place}.{kind}"
+    for stem, row in zip(("a/train-0", "a/train-1", "b/train-0"), (*ROWS, ROWS[0]), strict=True):
+        file = tmp_path / f"shards/{stem}.{kind}"
         file.parent.mkdir(parents=True, exist_ok=True)
         if kind == "parquet":
             pyarrow.parquet.write_table(pa.Table.from_pylist([row]), file)
@@ -177,20 +177,20 @@ def test_a_folder_or_a_glob_of_shards_is_one_table(kind: str, path: str, tmp_pat
     (tmp_path / f"shards/.cache/x.{kind}").write_text("no rows")
     expected = [*ROWS, ROWS[0]][: 2 if path == "shards/a/train-?.*" else 3]
     try:
-        given = tmp_path / path
-        table = read_parquet([given]) if kind == "parquet" else read_lines([given])
-        found = [table.row(i) for i in range(len(table))]
+        shard_path = tmp_path / path
+        table = read_parquet([shard_path]) if kind == "parquet" else read_lines([shard_path])
+        rows = [table.row(i) for i in range(len(table))]
     except UserError as refusal:
         raise AssertionError(str(refusal)) from None
-    assert found == expected
+    assert rows == expected
 
 
 def test_a_folder_of_several_splits_is_refused(tmp_path: Path) -> None:
     """Else the test set would be trained on."""
     for split in ("train", "test"):
         (tmp_path / f"{split}-00000-of-00001.jsonl").write_bytes(LINES)
-    found = lines_of(tmp_path)
-    assert isinstance(found, str) and "splits test, train" in found
+    result = lines_of(tmp_path)
+    assert isinstance(result, str) and "splits test, train" in result
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,9 @@ def test_a_file_beside_its_compressed_form_is_refused(
     for name in (first, second, "c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(gzip.compress(LINES) if name.endswith(("gz", "gzip")) else LINES)
-    found = lines_of(tmp_path / path)
-    assert isinstance(found, str) and "\n" not in found, found
-    assert f"{tmp_path / first} and {tmp_path / second}: " in found
+    result = lines_of(tmp_path / path)
+    assert isinstance(result, str) and "\n" not in result, result
+    assert f"{tmp_path / first} and {tmp_path / second}: " in result
 
 
 INT, TEXT, BIG = pa.int64(), pa.string(), pa.large_string()
@@ -269,9 +269,9 @@ def test_shards_with_different_columns_are_refused_by_name(
 ) -> None:
     first, second, name, type_of_first, type_of_second = case
     files = write_shards(tmp_path, [pa.nulls(1), first, first, second])
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as exc_info:
         read_parquet([tmp_path])
-    line = str(found.value)
+    line = str(exc_info.value)
     assert "\n" not in line and line.startswith(f"{files[3]}: column {name} is {type_of_second}"), line
     assert f"in {files[1]} it is {type_of_first}" in line
 
@@ -307,12 +307,12 @@ def write(path: Path, count: int, change: Callable[[int], dict[str, Any]]) -> Pa
 )
 def test_rows_with_media_are_refused(media: dict[str, Any], tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", 40, lambda i: media if i == 30 else {})
-    said = "read as text"
+    message = "read as text"
     try:
         build_source(config_of(path), Tokenizer(MODEL))
     except UserError as refusal:
-        said = str(refusal)
-    assert f"rows.jsonl:31: has {next(iter(media))}" in said
+        message = str(refusal)
+    assert f"rows.jsonl:31: has {next(iter(media))}" in message
 
 
 def test_columns_about_text_are_no_media(tmp_path: Path) -> None:

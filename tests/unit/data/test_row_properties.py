@@ -96,16 +96,16 @@ def test_rows_are_read_as_they_were_written(
     rows: list[dict[str, Any]], ascii_only: bool, end: str, last: bool, mark: bool, form: str, kind: str
 ) -> None:
     """Halves of characters stand in files as escapes alone."""
-    written = [json.dumps(row) for row in rows]
+    encoded_rows = [json.dumps(row) for row in rows]
     if not ascii_only:
-        whole = [json.dumps(row, ensure_ascii=False) for row in rows]
-        written = [a if HALF in b else b for a, b in zip(written, whole, strict=True)]
+        unicode_rows = [json.dumps(row, ensure_ascii=False) for row in rows]
+        encoded_rows = [a if HALF in b else b for a, b in zip(encoded_rows, unicode_rows, strict=True)]
     if kind == "lines":
-        content = end.join(written) + end * last
+        content = end.join(encoded_rows) + end * last
         lines = [1 + i * end.count("\n") for i in range(len(rows))]
     else:
         between = ",\n" if kind == "pretty array" else ", "
-        content = f"[{between.join(written)}]"
+        content = f"[{between.join(encoded_rows)}]"
         lines = [1 + i * between.count("\n") for i in range(len(rows))]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.jsonl"
@@ -152,8 +152,10 @@ def test_the_quick_way_finds_what_the_whole_row_says(rows: list[Any]) -> None:
         except UserError as e:
             assert str(e).startswith(f"{file}:") and str(e).splitlines() == [str(e)]
         else:
-            alone = [scan_rows(Arrow([table.row(i)], "one"), KEYS).hashes.tolist() for i in range(len(rows))]
-            assert hashes == [h for one in alone for h in one]
+            row_hashes = [
+                scan_rows(Arrow([table.row(i)], "one"), KEYS).hashes.tolist() for i in range(len(rows))
+            ]
+            assert hashes == [h for hash_list in row_hashes for h in hash_list]
 
 
 TABLES = st.lists(
@@ -183,8 +185,12 @@ def test_parquet_and_json_lines_give_the_same_prompts(rows: list[dict[str, Any]]
         pyarrow.parquet.write_table(pa.Table.from_pylist(rows), parquet)
         tables = read_lines([lines]), read_parquet([parquet])
         for i in range(len(rows)):
-            one, other = (prompt_of_row(table, i, KEYS, TOKENIZER, i) for table in tables)
-            assert (one.ids, one.entry, bool(one.refusal)) == (other.ids, other.entry, bool(other.refusal))
+            json_prompt, parquet_prompt = (prompt_of_row(table, i, KEYS, TOKENIZER, i) for table in tables)
+            assert (json_prompt.ids, json_prompt.entry, bool(json_prompt.refusal)) == (
+                parquet_prompt.ids,
+                parquet_prompt.entry,
+                bool(parquet_prompt.refusal),
+            )
 
 
 def source(rows: Sequence[Any], **params: Any) -> RowSource:
@@ -193,9 +199,9 @@ def source(rows: Sequence[Any], **params: Any) -> RowSource:
 
 def test_an_epoch_without_shuffling_has_the_order_of_the_rows() -> None:
     rows = [{"prompt": f"{i}+1="} for i in range(30)]
-    made = source(rows, shuffle=False)
-    locations = [made.train(i).location for i in range(60)]
-    lines = [int(place.split()[-1]) for place in locations]
+    row_source = source(rows, shuffle=False)
+    locations = [row_source.train(i).location for i in range(60)]
+    lines = [int(location.split()[-1]) for location in locations]
     count = len(set(lines))
     assert lines[:count] == sorted(lines[:count]) == lines[count : 2 * count]
 
@@ -203,13 +209,13 @@ def test_an_epoch_without_shuffling_has_the_order_of_the_rows() -> None:
 @pytest.mark.parametrize("cut", ["drop", "left", "right"])
 def test_a_prompt_beyond_the_limit_is_left_out_or_cut(cut: str) -> None:
     rows = [{"prompt": f"{i} + {'9' * 40} ="} for i in range(9)]
-    whole = source(rows, shuffle=False).train(0)
-    limit = len(whole.ids) - 3
+    full_prompt = source(rows, shuffle=False).train(0)
+    limit = len(full_prompt.ids) - 3
     prompt = source(rows, shuffle=False, max_prompt_tokens=limit, overlong_prompts=cut).train(0)
-    expected = {"drop": [], "left": whole.ids[3:], "right": whole.ids[:limit]}[cut]
+    expected = {"drop": [], "left": full_prompt.ids[3:], "right": full_prompt.ids[:limit]}[cut]
     assert prompt.ids == expected
     assert bool(prompt.refusal) == (cut == "drop")
-    assert source(rows, shuffle=False, max_prompt_tokens=limit + 3).train(0) == whole
+    assert source(rows, shuffle=False, max_prompt_tokens=limit + 3).train(0) == full_prompt
 
 
 @given(data=st.data(), count=st.integers(1, 60), copies=st.integers(0, 3))
@@ -218,15 +224,17 @@ def test_a_prompt_is_on_one_side_whatever_the_order_and_its_copies(
     data: st.DataObject, count: int, copies: int
 ) -> None:
     rows = [{"prompt": f"{i}+1=", "answer": str(i)} for i in range(count)]
-    more = data.draw(st.lists(st.sampled_from(rows), min_size=copies, max_size=copies))
-    mixed = source(data.draw(st.permutations([*rows, *more])))
+    duplicates = data.draw(st.lists(st.sampled_from(rows), min_size=copies, max_size=copies))
+    mixed = source(data.draw(st.permutations([*rows, *duplicates])))
     plain = source(rows)
     assert set(mixed.held_keys.tolist()) == set(plain.held_keys.tolist())
-    held = {p.question for p in mixed.heldout(len(mixed.held_keys))} if len(mixed.held_keys) else set()
+    heldout_questions = (
+        {p.question for p in mixed.heldout(len(mixed.held_keys))} if len(mixed.held_keys) else set()
+    )
     trained = [mixed.train(i).question for i in range(len(mixed._train))]
-    assert held.isdisjoint(trained)
-    assert len(trained) == sum(row["prompt"] not in held for row in [*rows, *more])
-    assert set(trained) | held == {row["prompt"] for row in rows}
+    assert heldout_questions.isdisjoint(trained)
+    assert len(trained) == sum(row["prompt"] not in heldout_questions for row in [*rows, *duplicates])
+    assert set(trained) | heldout_questions == {row["prompt"] for row in rows}
 
 
 @pytest.mark.parametrize("key", ["prompt", "note", "tools", "answer"])

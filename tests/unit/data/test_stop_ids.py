@@ -108,9 +108,9 @@ def test_all_imitated_turns_are_trained_to_their_end(name: str, tmp_path: Path) 
         tokenizer, CHAT, [*ANSWERED[1:], {"role": "assistant", "content": "4"}], all_turns=True
     )
     assert trace.trained is not None
-    own = [i for i, mine in zip(trace.response_ids, trace.trained, strict=True) if mine]
+    trained_ids = [i for i, is_trained in zip(trace.response_ids, trace.trained, strict=True) if is_trained]
     end = family.turn_end
-    assert tokenizer.decode(own) == f"2{end or family.user}4{end or family.eos}"
+    assert tokenizer.decode(trained_ids) == f"2{end or family.user}4{end or family.eos}"
 
 
 def test_a_text_that_has_its_end_token_gets_no_second_one(tmp_path: Path) -> None:
@@ -128,15 +128,17 @@ def translated(folder: Path, *ids: int) -> Draft:
 
 def test_slimes_stop_ids_are_not_needed_only_where_the_model_stops_there_anyway(tmp_path: Path) -> None:
     write_family(tmp_path, "glm")
-    own = json.loads((tmp_path / "config.json").read_text())["eos_token_id"]
+    eos_ids = json.loads((tmp_path / "config.json").read_text())["eos_token_id"]
     option = "--rollout-stop-token-ids"
-    same = translated(tmp_path, *own)
-    assert option in [r.setting for r in same.defaults] and option not in [r.setting for r in same.rejected]
-    assert "stop_ids" not in same.config.get("rollout", {})
-    for folder, ids in ((tmp_path, [own[0], 5]), (tmp_path / "gone", own)):
-        other = translated(folder, *ids)
-        assert option not in [r.setting for r in (*other.defaults, *other.rejected)]
-        assert other.config["rollout"]["stop_ids"] == ids
+    eos_translation = translated(tmp_path, *eos_ids)
+    assert option in [r.setting for r in eos_translation.defaults] and option not in [
+        r.setting for r in eos_translation.rejected
+    ]
+    assert "stop_ids" not in eos_translation.config.get("rollout", {})
+    for folder, ids in ((tmp_path, [eos_ids[0], 5]), (tmp_path / "gone", eos_ids)):
+        translation = translated(folder, *ids)
+        assert option not in [r.setting for r in (*translation.defaults, *translation.rejected)]
+        assert translation.config["rollout"]["stop_ids"] == ids
 
 
 def test_eos_of_the_text_part_is_a_stop_id(tmp_path: Path) -> None:
@@ -194,8 +196,8 @@ async def test_a_tools_answer_follows_the_end_of_the_turn_that_called_it(name: s
         )  # fmt: skip
         sample = Sample(0, 0, 0, [1], seed=0)
         await turns(sample, Prompt(0, "", [1], {}))
-        (said,) = sample.observed
-        return tokenizer.decode(sample.response_ids[said.start : said.end])
+        (observed_span,) = sample.observed
+        return tokenizer.decode(sample.response_ids[observed_span.start : observed_span.end])
 
     assert await observed(")") == f"{end}{family.user}2<assistant>"
     assert await observed(end or family.user) == f"{family.user if end else ''}2<assistant>"

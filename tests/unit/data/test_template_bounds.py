@@ -64,12 +64,14 @@ for name, template in json.load(sys.stdin).items():
 
 @pytest.mark.gate  # a process of its own, whose memory and time are limited
 def test_a_template_without_bounds_is_refused() -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", RUN, str(MODEL)], input=json.dumps(TEMPLATES), capture_output=True, text=True
     )
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {name: said for name, said, _ in found} == dict.fromkeys(TEMPLATES, "refused"), done.stderr[-2000:]
-    assert max(seconds for _, _, seconds in found) < 20
+    results = [json.loads(line) for line in process.stdout.splitlines()]
+    assert {name: outcome for name, outcome, _ in results} == dict.fromkeys(TEMPLATES, "refused"), (
+        process.stderr[-2000:]
+    )
+    assert max(seconds for _, _, seconds in results) < 20
 
 
 HALF = "\ud83d"
@@ -86,9 +88,9 @@ HALVES = {
 def test_a_template_that_writes_half_of_a_character_is_refused_in_one_line(template: str) -> None:
     tokenizer = Tokenizer(MODEL)
     tokenizer._template_text = template
-    with pytest.raises(RowError) as found:
+    with pytest.raises(RowError) as exc_info:
         tokenizer.apply_chat([{"role": "user", "content": "1"}])
-    line = str(found.value)
+    line = str(exc_info.value)
     assert line.startswith(f"{MODEL}: the chat template") and "half of a character" in line, line
     line.encode()
     assert tokenizer.turn_end_id == tokenizer.eos_id

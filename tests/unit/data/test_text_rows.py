@@ -40,12 +40,12 @@ def test_field_05_rows_with_other_media(key: str, value: Any, first: int, tmp_pa
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), file)
     overrides = ["data.source=parquet", f"data.params={{path: {file}}}", "data.reward=math", "eval.prompts=2"]
     config = load_config(Path("quickstart"), overrides)
-    said = "read as text"
+    message = "read as text"
     try:
         build_source(config, Tokenizer(config.model.path))
     except UserError as e:
-        said = str(e)
-    assert f"row {first}: has {key}" in said
+        message = str(e)
+    assert f"row {first}: has {key}" in message
 
 
 def test_an_empty_column_of_images_is_no_image(tmp_path: Path) -> None:

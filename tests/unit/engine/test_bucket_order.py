@@ -35,8 +35,8 @@ def test_every_engine_takes_every_bucket_once_in_rounds(sizes: list[list[int]], 
     for engine in range(engines):
         order = list(told(sizes, engine, engines).order())
         assert Counter(order) == Counter((p, size) for p, each in enumerate(sizes) for size in each)
-        for place, each in enumerate(sizes):
-            assert [size for p, size in order if p == place] == each
+        for sender, each in enumerate(sizes):
+            assert [size for p, size in order if p == sender] == each
 
 
 @given(SIZES, st.integers(1, 6), st.integers(1, 4))
@@ -44,21 +44,21 @@ def test_nobody_waits_in_a_circle_even_where_a_send_waits_until_it_is_received(
     sizes: list[list[int]], engines: int, tp: int
 ) -> None:
     """Each sender and each engine does one thing at a time, in its order; a bucket passes when both are at it."""
-    out = [deque(sends(sizes, engines, place)) for place in range(len(sizes))]
+    out = [deque(sends(sizes, engines, sender)) for sender in range(len(sizes))]
     numbers = [Counter[int]() for _ in range(engines)]
     into: list[deque[tuple[int, int, int]]] = []
     for engine in range(engines):
         into.append(deque())
-        for place, _ in told(sizes, engine, engines).order():
-            into[-1].append((engine, place, numbers[engine][place]))
-            numbers[engine][place] += 1
+        for sender, _ in told(sizes, engine, engines).order():
+            into[-1].append((engine, sender, numbers[engine][sender]))
+            numbers[engine][sender] += 1
     while any(into):
         passed = [queue for queue in into if queue and out[queue[0][1]][0] == queue[0]]
         assert passed, "everybody waits"
         for queue in passed:
             out[queue.popleft()[1]].popleft()
     assert not any(out)
-    assert {receiver_rank(place, tp) for place in range(tp)} == set(range(tp))
+    assert {receiver_rank(sender, tp) for sender in range(tp)} == set(range(tp))
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
@@ -66,12 +66,12 @@ def test_in_a_step_each_sender_gives_to_one_engine_and_engines_take_alike(sender
     """The engines' links are used evenly, and so are the senders'."""
     sizes = [[9]] * senders
     orders = [list(told(sizes, engine, engines).order()) for engine in range(engines)]
-    steps = [[(engine - place) % engines for place, _ in order] for engine, order in enumerate(orders)]
+    steps = [[(engine - sender) % engines for sender, _ in order] for engine, order in enumerate(orders)]
     for of_engine in steps:
         assert of_engine == sorted(of_engine)
-    taken = [Counter(of_engine) for of_engine in steps]
+    counts = [Counter(of_engine) for of_engine in steps]
     for step in range(engines):
-        each = [of_engine[step] for of_engine in taken]
+        each = [of_engine[step] for of_engine in counts]
         assert sum(each) == senders and max(each) - min(each) <= 1
 
 
@@ -97,8 +97,10 @@ def test_a_bucket_says_what_is_in_it() -> None:
     memory += encode_description(
         [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
     )
-    found = unpack(torch.frombuffer(bytearray(memory), dtype=torch.uint8))
-    assert found is not None
-    assert {name: tensor.tolist() for name, tensor in found} == {n: t.tolist() for n, t in tensors.items()}
-    assert [tensor.dtype for _, tensor in found] == [t.dtype for t in tensors.values()]
+    named_tensors = unpack(torch.frombuffer(bytearray(memory), dtype=torch.uint8))
+    assert named_tensors is not None
+    assert {name: tensor.tolist() for name, tensor in named_tensors} == {
+        n: t.tolist() for n, t in tensors.items()
+    }
+    assert [tensor.dtype for _, tensor in named_tensors] == [t.dtype for t in tensors.values()]
     assert description_size(bytes(8)) is None and unpack(torch.zeros(64, dtype=torch.uint8)) is None

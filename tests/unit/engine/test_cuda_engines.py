@@ -41,8 +41,8 @@ def command(*overrides: str, path: Path = ON_CUDA) -> tuple[list[str], dict[str,
 
 def option(argv: list[str], name: str) -> str | None:
     """The last one counts, as argparse takes it."""
-    places = [i for i, word in enumerate(argv) if word == name]
-    return argv[places[-1] + 1] if places else None
+    positions = [i for i, word in enumerate(argv) if word == name]
+    return argv[positions[-1] + 1] if positions else None
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +73,9 @@ def test_other_engines_have_sglangs_choice_or_the_users() -> None:
 
 def allocators(kind: Kind, *overrides: str, path: Path = ON_CUDA) -> dict[str, str]:
     config = config_of(*overrides, path=path)
-    own = engine_command(config, 0, 30000)[1] if kind == "engine" else {}
-    given = {**os.environ, **environment(config, kind, cuda=True), **own}
-    return {name: given[name] for name in ALLOCATORS if name in given}
+    engine_variables = engine_command(config, 0, 30000)[1] if kind == "engine" else {}
+    variables = {**os.environ, **environment(config, kind, cuda=True), **engine_variables}
+    return {name: variables[name] for name in ALLOCATORS if name in variables}
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)
@@ -91,8 +91,8 @@ def test_memory_that_is_handed_over_lies_in_no_expandable_segment(
 
 def test_a_trainer_that_hands_nothing_over_keeps_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ALLOCATORS[0], "expandable_segments:True")
-    kept = allocators("trainer", path=APART)
-    assert kept == {ALLOCATORS[0]: "expandable_segments:True"}
+    trainer_allocators = allocators("trainer", path=APART)
+    assert trainer_allocators == {ALLOCATORS[0]: "expandable_segments:True"}
     assert "True" not in allocators("engine", path=APART)[ALLOCATORS[0]]
     colocated = allocators("trainer", "weights.method=broadcast")
     assert "True" not in colocated[ALLOCATORS[0]], "engines on the trainer's GPUs open its memory"
@@ -164,11 +164,11 @@ def test_an_engine_compiles_before_it_is_ready() -> None:
 def test_what_is_compiled_stays_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for kind in get_args(Kind):
-        given = environment(config_of(), kind, cuda=True)
+        variables = environment(config_of(), kind, cuda=True)
         if kind == "rollout":
-            assert not set(CACHES) & set(given), "it compiles nothing"
+            assert not set(CACHES) & set(variables), "it compiles nothing"
             continue
-        folders = {name: given.get(name) for name in CACHES}
+        folders = {name: variables.get(name) for name in CACHES}
         assert all(
             f and Path(f).is_relative_to(tmp_path / ".cache/rlsys/kernels") for f in folders.values()
         ), folders

@@ -34,37 +34,37 @@ def token_by_token(
 @pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 7])
 def test_chunks_compute_what_tokens_do_one_by_one(length: int) -> None:
     """The last state and all gradients too."""
-    given = [x.requires_grad_() for x in some(length)]
+    inputs = [x.requires_grad_() for x in some(length)]
     state = torch.randn(
         2, 3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     ).requires_grad_()
     results = []
     for rule in (delta_rule, token_by_token):
-        q, k, v, g, beta = given
+        q, k, v, g, beta = inputs
         out, last = rule(q, k, v, g, beta, state)
-        gradients = torch.autograd.grad((out * out.detach().cos()).sum() + last.sum(), [*given, state])
+        gradients = torch.autograd.grad((out * out.detach().cos()).sum() + last.sum(), [*inputs, state])
         results.append([out, last, *gradients])
-    for found, expected in zip(*results, strict=True):
-        assert torch.allclose(found, expected, atol=1e-9)
+    for actual, expected in zip(*results, strict=True):
+        assert torch.allclose(actual, expected, atol=1e-9)
 
 
 def test_a_sequence_may_be_read_in_parts() -> None:
-    whole = some(100)
-    first, state = delta_rule(*(x[:, :37] for x in whole))
-    q, k, v, g, beta = (x[:, 37:] for x in whole)
+    inputs = some(100)
+    first, state = delta_rule(*(x[:, :37] for x in inputs))
+    q, k, v, g, beta = (x[:, 37:] for x in inputs)
     second, last = delta_rule(q, k, v, g, beta, state)
-    out, expected = delta_rule(*whole)
+    out, expected = delta_rule(*inputs)
     assert torch.allclose(torch.cat([first, second], 1), out, atol=1e-9)
     assert torch.allclose(last, expected, atol=1e-9)
 
 
 def test_a_state_that_is_forgotten_is_not_seen() -> None:
     """A decay of exp(-800) is 0, and no number becomes infinite on the way."""
-    given = some(80)
-    given[3] = torch.full_like(given[3], -800.0)
-    out, _ = delta_rule(*given)
-    alone, _ = delta_rule(*(x[:, 79:] for x in given))
-    assert torch.allclose(out[:, 79:], alone)
+    inputs = some(80)
+    inputs[3] = torch.full_like(inputs[3], -800.0)
+    out, _ = delta_rule(*inputs)
+    last_output, _ = delta_rule(*(x[:, 79:] for x in inputs))
+    assert torch.allclose(out[:, 79:], last_output)
 
 
 KEYS, VALUES, P, W, WIDTH = 2, 4, 8, 4, 4
@@ -93,8 +93,8 @@ def through(lengths: list[int], more: int) -> tuple[Tensor, Tensor]:
     out, *_ = delta.prefill(q, k, v, g, beta, states, slots, starts)
     last = out[0, starts[1:] - 1].flatten(1)
     for step in range(more):
-        at = [n + step for n in lengths]
-        x, b, a = (torch.stack([part[i, t] for i, t in enumerate(at)]) for part in (xs, bs, as_))
+        positions = [n + step for n in lengths]
+        x, b, a = (torch.stack([part[i, t] for i, t in enumerate(positions)]) for part in (xs, bs, as_))
         mixed = delta.convolve_next(x, conv, weight, conv_state_indices=slots)
         into = torch.empty(len(lengths), 1, VALUES, W)
         delta.decode(mixed, a, b, a_log, bias, P**-0.5, states, into, slots)
@@ -104,10 +104,10 @@ def through(lengths: list[int], more: int) -> tuple[Tensor, Tensor]:
 
 def test_decoding_goes_on_where_a_prompt_ended() -> None:
     """Shorter prompts, also than the convolution is wide, and more tokens one by one give what the prompts give."""
-    whole, states = through([9, 12, 20], 0)
-    later, after = through([3, 6, 14], 6)
-    assert torch.allclose(later, whole, atol=1e-5)
-    assert torch.allclose(after[1:4], states[1:4], atol=1e-5)
+    prompt_output, states = through([9, 12, 20], 0)
+    later, decoded_states = through([3, 6, 14], 6)
+    assert torch.allclose(later, prompt_output, atol=1e-5)
+    assert torch.allclose(decoded_states[1:4], states[1:4], atol=1e-5)
     assert torch.equal(through([3], 6)[0], later[:1]), "whatever else is decoded"
 
 
@@ -122,5 +122,5 @@ def test_projections_are_split_by_key_head() -> None:
 
 def test_a_gated_norm_is_a_norm_times_its_gate() -> None:
     x, gate = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 100.0]])  # SiLU: 0 and 100
-    found = delta.gated_norm(x, gate, torch.tensor([1.0, 2.0]), None, eps=0.0)
-    assert torch.allclose(found, torch.tensor([[0.0, 200 * 4 / 12.5**0.5]]))
+    output = delta.gated_norm(x, gate, torch.tensor([1.0, 2.0]), None, eps=0.0)
+    assert torch.allclose(output, torch.tensor([[0.0, 200 * 4 / 12.5**0.5]]))

@@ -30,19 +30,19 @@ def test_a_norm_over_all_heads_needs_the_sums_of_all_ranks(tokens: int) -> None:
         for x, w in zip((q, k), weights, strict=True)
     ]
     ranks = list(zip(q.chunk(2, 1), k.chunk(2, 1), *(w.chunk(2) for w in weights), strict=True))
-    sums = sum((sums_of_squares(of[0], of[1]) for of in ranks), torch.zeros(()))
+    sums = sum((sums_of_squares(shard[0], shard[1]) for shard in ranks), torch.zeros(()))
     assert len(sums) % 4 == 0
     parts = [norm_by_sums(x, y, of_x, of_y, sums, 2) for x, y, of_x, of_y in ranks]
-    for i, whole in enumerate(expected):
-        assert torch.allclose(torch.cat([part[i] for part in parts], 1), whole, atol=1e-6)
+    for i, full_norm in enumerate(expected):
+        assert torch.allclose(torch.cat([part[i] for part in parts], 1), full_norm, atol=1e-6)
 
 
 def test_a_sink_takes_its_share_of_the_weights() -> None:
     """One head, equal scores: two keys and a sink of logit log 2 weigh 1/4, 1/4 and 1/2."""
     q, k = torch.zeros(1, 1, 2), torch.ones(2, 1, 2)
     v = torch.tensor([[[4.0, 0.0]], [[0.0, 8.0]]])
-    found = attend(q, k, v, 1.0, None, torch.tensor([math.log(2)]))
-    assert torch.allclose(found, torch.tensor([[[1.0, 2.0]]]))
+    output = attend(q, k, v, 1.0, None, torch.tensor([math.log(2)]))
+    assert torch.allclose(output, torch.tensor([[[1.0, 2.0]]]))
 
 
 def test_a_window_hides_earlier_keys_whatever_stands_there() -> None:
@@ -50,21 +50,21 @@ def test_a_window_hides_earlier_keys_whatever_stands_there() -> None:
     nothing = torch.full((1, 1, 2), float("nan"))
     k = torch.cat([nothing, nothing, torch.ones(2, 1, 2)])
     v = torch.cat([nothing, nothing, torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]]])])
-    found = attend(torch.zeros(1, 1, 2), k, v, 1.0, 1, torch.tensor([float("-inf")]))
-    assert torch.allclose(found, torch.tensor([[[1.0, 1.0]]]))
+    output = attend(torch.zeros(1, 1, 2), k, v, 1.0, 1, torch.tensor([float("-inf")]))
+    assert torch.allclose(output, torch.tensor([[[1.0, 1.0]]]))
 
 
 def test_later_tokens_are_not_seen_and_heads_share_keys() -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(n, heads, 4, generator=generator) for n, heads in ((3, 4), (5, 2), (5, 2)))
     sinks = torch.randn(4, generator=generator)
-    found = attend(q, k, v, 0.5, None, sinks)
+    output = attend(q, k, v, 0.5, None, sinks)
     for token in range(3):
         for head in range(4):
             last = 2 + token  # the three new tokens are the last of five
             scores = k[: last + 1, head // 2] @ q[token, head] * 0.5
             weights = torch.cat([scores, sinks[head : head + 1]]).softmax(0)[:-1]
-            assert torch.allclose(found[token, head], weights @ v[: last + 1, head // 2], atol=1e-6)
+            assert torch.allclose(output[token, head], weights @ v[: last + 1, head // 2], atol=1e-6)
 
 
 def decode(lengths: list[int], *, groups: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -72,24 +72,26 @@ def decode(lengths: list[int], *, groups: int = 2, dtype: torch.dtype = torch.fl
     generator = torch.Generator().manual_seed(2)
     keys, values = (torch.randn(500, groups, d, generator=generator).to(dtype) for d in (8, 6))
     keys[0], values[0] = float("nan"), float("nan")
-    places = torch.randint(1, 500, (10, 100), generator=generator)
+    cache_slots = torch.randint(1, 500, (10, 100), generator=generator)
     query = torch.randn(10, 4, 8, generator=generator).to(dtype)
     requests, many = torch.arange(len(lengths)) % 10, torch.tensor(lengths)
     for request, length in zip(requests.tolist(), lengths, strict=True):
-        places[request, length:] = 0
+        cache_slots[request, length:] = 0
     output = torch.zeros(len(lengths), 4, 6, dtype=dtype)
-    found = decode_batched(
-        never, None, query[requests], output, keys, values, places, requests, many, scaling=0.3
+    result = decode_batched(
+        never, None, query[requests], output, keys, values, cache_slots, requests, many, scaling=0.3
     )
     for i, length in enumerate(lengths):
-        k, v = (x[places[i % 10, :length]].float().repeat_interleave(4 // groups, 1) for x in (keys, values))
+        k, v = (
+            x[cache_slots[i % 10, :length]].float().repeat_interleave(4 // groups, 1) for x in (keys, values)
+        )
         weights = (torch.einsum("nd,knd->nk", query[i % 10].float(), k) * 0.3).softmax(-1)
         expected = torch.einsum("nk,kne->ne", weights, v)
-        assert torch.allclose(found[i].float(), expected, atol=1e-6 if dtype is torch.float32 else 1e-2), (
+        assert torch.allclose(result[i].float(), expected, atol=1e-6 if dtype is torch.float32 else 1e-2), (
             i,
             length,
         )
-    return found
+    return result
 
 
 def never(*args: object, **more: object) -> Tensor:
@@ -109,14 +111,16 @@ def test_requests_side_by_side_are_what_each_is_alone(groups: int, monkeypatch: 
 
 
 def test_a_window_and_an_encoder_stay_with_sglang() -> None:
-    asked: list[dict[str, object]] = []
+    calls: list[dict[str, object]] = []
 
     def upstream(*args: object, **more: object) -> Tensor:
-        asked.append(more)
+        calls.append(more)
         return torch.ones(1)
 
     some = torch.ones(1, 1, 1)
     for more in ({"sliding_window_size": 4}, {"encoder_lens": torch.ones(1)}):
-        found = decode_batched(upstream, None, some, some, some, some, some, some, some, causal=False, **more)
-        assert torch.equal(found, torch.ones(1))
-    assert [a["sliding_window_size"] for a in asked] == [4, None] and not any(a["causal"] for a in asked)
+        output = decode_batched(
+            upstream, None, some, some, some, some, some, some, some, causal=False, **more
+        )
+        assert torch.equal(output, torch.ones(1))
+    assert [a["sliding_window_size"] for a in calls] == [4, None] and not any(a["causal"] for a in calls)

@@ -21,17 +21,17 @@ class Served:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     async def post(self, path: str, epoch: str | None) -> int:
-        sent: list[Any] = []
+        messages: list[Any] = []
 
         async def send(message: Any) -> None:
-            sent.append(message)
+            messages.append(message)
 
         async def receive() -> Any:
             raise AssertionError("nobody reads the body")
 
         headers = [] if epoch is None else [(HEADER.encode(), epoch.encode())]
         await self._fence({"type": "http", "path": path, "headers": headers}, receive, send)
-        status: int = sent[0]["status"]
+        status: int = messages[0]["status"]
         return status
 
 

@@ -72,20 +72,20 @@ def config_of(path: Path = ON_CUDA, *overrides: str) -> Config:
 
 def children(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
     """Commands and environments of processes; none starts."""
-    seen: list[tuple[list[str], dict[str, str]]] = []
+    launches: list[tuple[list[str], dict[str, str]]] = []
 
     def start(command: list[str], **options: Any) -> Any:
-        seen.append((command, options["env"] or dict(os.environ)))
+        launches.append((command, options["env"] or dict(os.environ)))
         raise Stop
 
     monkeypatch.setattr(subprocess, "run", start)
     monkeypatch.setattr(subprocess, "Popen", start)
-    return seen
+    return launches
 
 
 def of_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = SimpleNamespace(samples=1, steps=1, workers=1, history=0)
-    script("scale", monkeypatch).rollout(ROOT, [], asked)
+    arguments = SimpleNamespace(samples=1, steps=1, workers=1, history=0)
+    script("scale", monkeypatch).rollout(ROOT, [], arguments)
 
 
 def of_the_step_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +103,13 @@ STARTS = [of_the_scale, of_the_step_path, of_relay_hosts]
 @pytest.mark.parametrize("begin", STARTS, ids=lambda f: f.__name__)
 def test_gpu_p1_a_child_keeps_what_pythonpath_had(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/kit/site")
-    seen = children(monkeypatch)
+    launches = children(monkeypatch)
     with contextlib.suppress(Stop):
         begin(monkeypatch)
-    (_, given) = seen[0]
-    assert "/kit/site" in given["PYTHONPATH"].split(os.pathsep), f"PYTHONPATH = {given['PYTHONPATH']}"
+    (_, child_environment) = launches[0]
+    assert "/kit/site" in child_environment["PYTHONPATH"].split(os.pathsep), (
+        f"PYTHONPATH = {child_environment['PYTHONPATH']}"
+    )
 
 
 # -- P5, P6: engines of tests and benches --------------------------------------------------------------------
@@ -134,12 +136,12 @@ def test_gpu_p5_a_tests_engine_has_the_environment_of_a_runs_engine(
     for name in ("TORCHDYNAMO_DISABLE", "NCCL_CUMEM_ENABLE", "TORCH_COMPILE_DISABLE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     config = config_of()
-    seen = children(monkeypatch)
+    launches = children(monkeypatch)
     with contextlib.suppress(Stop), engine(config, tmp_path):
         pass
-    wanted = environment(config, "engine", cuda=True)
+    expected = environment(config, "engine", cuda=True)
     names = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "OMP_NUM_THREADS", "NCCL_CUMEM_ENABLE")
-    assert {n: seen[0][1].get(n) for n in names} == {n: wanted.get(n) for n in names}
+    assert {n: launches[0][1].get(n) for n in names} == {n: expected.get(n) for n in names}
 
 
 @pytest.mark.usefixtures("smi")
@@ -188,10 +190,10 @@ def test_gpu_p8_a_run_with_hidden_gpus_is_no_run_on_cuda(monkeypatch: pytest.Mon
 def test_gpu_p8_a_keeper_shows_no_gpu_that_the_scheduler_hid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     try:
-        shown = visible_gpus("0")
+        visible_devices = visible_gpus("0")
     except UserError:
         return
-    assert shown == "", f"CUDA_VISIBLE_DEVICES = {shown!r}"
+    assert visible_devices == "", f"CUDA_VISIBLE_DEVICES = {visible_devices!r}"
 
 
 class BlockingNccl:
@@ -219,11 +221,11 @@ def test_gpu_p9_an_engine_that_dies_before_the_first_bucket_holds_nobody_up(
     transport._group, transport._members = "nccl", [engine]  # type: ignore[assignment]
     answers = {engine.url: Future[None]()}
     answers[engine.url].set_exception(RuntimeError("connection reset"))
-    told: list[bool] = []
+    results: list[bool] = []
 
     def send() -> None:
         with contextlib.suppress(RuntimeError):
-            told.append(transport._broadcast(torch.zeros(1), answers))
+            results.append(transport._broadcast(torch.zeros(1), answers))
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -232,7 +234,7 @@ def test_gpu_p9_an_engine_that_dies_before_the_first_bucket_holds_nobody_up(
     nccl.left.set()
     thread.join()
     assert not hangs, "the trainer hangs in the first broadcast, five times as long as an engine may take"
-    assert told == [False]
+    assert results == [False]
 
 
 def ends_in_time(work: Callable[[], Any], nccl: BlockingNccl) -> list[Any]:
@@ -303,10 +305,10 @@ def test_gpu_p20_doctor_says_when_torch_is_not_the_one_that_sglang_pins(
 ) -> None:
     """SGLang's compiled prefix tree dies on the first request on another torch."""
     versions = {"torch": "2.11.0", "sglang": "0.5.23"}
-    known, required = importlib.metadata.version, importlib.metadata.requires
-    monkeypatch.setattr(importlib.metadata, "version", lambda n: versions.get(n) or known(n))
+    original_version, original_requires = importlib.metadata.version, importlib.metadata.requires
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: versions.get(n) or original_version(n))
     monkeypatch.setattr(
-        importlib.metadata, "requires", lambda n: ["torch==2.14.1"] if n == "sglang" else required(n)
+        importlib.metadata, "requires", lambda n: ["torch==2.14.1"] if n == "sglang" else original_requires(n)
     )
     assert "2.14.1" in doctors_words(), "no line of doctor names the torch that SGLang pins"
 

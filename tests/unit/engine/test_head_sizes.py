@@ -40,8 +40,12 @@ def test_heads_that_the_engines_attention_lacks_are_refused(
     size: int, overrides: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert explained(tmp_path, size, *overrides) == 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1 and f"heads of size {size}" in said and "--attention-backend" in said
+    stderr = capsys.readouterr().err
+    assert (
+        len(stderr.splitlines()) == 1
+        and f"heads of size {size}" in stderr
+        and "--attention-backend" in stderr
+    )
 
 
 @pytest.mark.parametrize(

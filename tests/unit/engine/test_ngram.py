@@ -43,15 +43,15 @@ def empty() -> dict[str, Tensor]:
     ],
 )
 def test_greedy_follows_the_models_own_tokens(best: list[int], accepted: list[int], after: int) -> None:
-    made = empty()
+    outputs = empty()
     verify_greedy(
-        **made, candidates=TOKENS, retrieve_index=INDEX, retrieve_next_token=CHILD, retrieve_next_sibling=SIBLING,
+        **outputs, candidates=TOKENS, retrieve_index=INDEX, retrieve_next_token=CHILD, retrieve_next_sibling=SIBLING,
         target_predict=torch.tensor([best]),
     )  # fmt: skip
-    assert made["accept_index"][0][: len(accepted)].tolist() == accepted
-    assert made["accept_index"][0][len(accepted) :].tolist() == [-1] * (4 - len(accepted))
-    assert int(made["accept_token_num"]) == len(accepted) - 1
-    assert int(made["predicts"][accepted[-1]]) == after
+    assert outputs["accept_index"][0][: len(accepted)].tolist() == accepted
+    assert outputs["accept_index"][0][len(accepted) :].tolist() == [-1] * (4 - len(accepted))
+    assert int(outputs["accept_token_num"]) == len(accepted) - 1
+    assert int(outputs["predicts"][accepted[-1]]) == after
 
 
 def test_a_sampled_token_has_the_models_probability_whatever_is_proposed() -> None:
@@ -61,13 +61,13 @@ def test_a_sampled_token_has_the_models_probability_whatever_is_proposed() -> No
     counts, grid = torch.zeros(4), 40
     for i in range(grid):
         for j in range(grid):
-            made = empty()
+            outputs = empty()
             verify_sampled(
-                **made, candidates=TOKENS, retrive_index=INDEX, retrive_next_token=CHILD,
+                **outputs, candidates=TOKENS, retrive_index=INDEX, retrive_next_token=CHILD,
                 retrive_next_sibling=SIBLING, uniform_samples=torch.full((1, 4), (i + 0.5) / grid),
                 uniform_samples_for_final_sampling=torch.tensor([(j + 0.5) / grid]), target_probs=target,
             )  # fmt: skip
-            counts[int(made["predicts"][ROOT])] += 1
+            counts[int(outputs["predicts"][ROOT])] += 1
     assert torch.allclose(counts / grid**2, probs, atol=0.02)
 
 
@@ -80,10 +80,13 @@ def test_accepted_places_are_packed() -> None:
 
 
 def sections(**changes: dict[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {"model": {"path": "m"}, "engine": {"ngram_drafts": 4, "deterministic": False}}
+    section_values: dict[str, Any] = {
+        "model": {"path": "m"},
+        "engine": {"ngram_drafts": 4, "deterministic": False},
+    }
     for name, values in changes.items():
-        made[name] = {**made.get(name, {}), **values}
-    return made
+        section_values[name] = {**section_values.get(name, {}), **values}
+    return section_values
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,7 @@ def test_the_last_chunk_tells_how_many_passes_its_tokens_took() -> None:
         b'{"output_ids": [5], "meta_info": {"weight_version": "1", "prompt_tokens": 3, "completion_tokens": 12, '
         b'"output_token_logprobs": [[-0.5, 5, null]], "spec_verify_ct": 4, "finish_reason": %s}}'
     )
-    done = read_chunk(decode_chunk(event % b'{"type": "length"}'), 11, int)
-    assert (done.checks, done.checked) == (4, 12)
+    final_chunk = read_chunk(decode_chunk(event % b'{"type": "length"}'), 11, int)
+    assert (final_chunk.checks, final_chunk.checked) == (4, 12)
     on_its_way = read_chunk(decode_chunk(event % b"null"), 11, int)
     assert (on_its_way.checks, on_its_way.checked) == (0, 0)

@@ -78,11 +78,11 @@ def test_a_row_of_the_whole_vocabulary_gets_the_token_of_sglangs_path_without_tr
     probs = torch.randn(64, 151, generator=torch.Generator().manual_seed(1)).softmax(-1)
     positions = torch.arange(64) * 3
     info = info_of([ALL] * 63 + [1], [1.0] * 64, [0.0] * 64)
-    alone = sglang_sampler.sampling_from_probs_torch(probs, info.sampling_seed, positions)
-    beside, capture = draw_by_token_id(refuse, None, probs.clone(), info, positions, False)
-    assert capture is None and beside.dtype == torch.int32
-    assert torch.equal(beside[:-1], alone[:-1])
-    assert int(beside[-1]) == int(probs[-1].argmax())
+    expected = sglang_sampler.sampling_from_probs_torch(probs, info.sampling_seed, positions)
+    drawn_tokens, capture = draw_by_token_id(refuse, None, probs.clone(), info, positions, False)
+    assert capture is None and drawn_tokens.dtype == torch.int32
+    assert torch.equal(drawn_tokens[:-1], expected[:-1])
+    assert int(drawn_tokens[-1]) == int(probs[-1].argmax())
 
 
 @pytest.mark.gate
@@ -92,10 +92,10 @@ def test_rows_are_drawn_alike_in_any_batch(sglang_sampler: Any) -> None:
     info, positions = info_of(*limits), torch.tensor([3, 3, 90, 4, 4, 5])
     together, _ = draw_by_token_id(refuse, None, probs, info, positions, False)
     for i in range(6):
-        one = SimpleNamespace(
+        row_info = SimpleNamespace(
             **{name: None if value is None else value[i : i + 1] for name, value in vars(info).items()}
         )
-        drawn, _ = draw_by_token_id(refuse, None, probs[i : i + 1], one, positions[i : i + 1], False)
+        drawn, _ = draw_by_token_id(refuse, None, probs[i : i + 1], row_info, positions[i : i + 1], False)
         assert int(drawn) == int(together[i])
 
 

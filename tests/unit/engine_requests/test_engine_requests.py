@@ -26,8 +26,8 @@ async def test_every_odd_value_of_every_field_is_refused() -> None:
     async with serving() as rig:
         for odd in odd_requests():
             async with rig.client.post(odd.path, data=odd.raw) as answer:
-                told = (await answer.read()).decode(errors="replace")
-            if answer.status != 400 or '"code":400' not in told:
+                body = (await answer.read()).decode(errors="replace")
+            if answer.status != 400 or '"code":400' not in body:
                 passed.append((odd.name, answer.status))
         assert not passed
         assert not rig.engines[0].requests
@@ -35,7 +35,7 @@ async def test_every_odd_value_of_every_field_is_refused() -> None:
 
 async def test_a_refusal_names_the_field_and_what_is_accepted() -> None:
     async with serving() as rig:
-        for path, body, told in (
+        for path, body, fragments in (
             ("/generate", generate(no_such=1), ("no_such: unknown", "input_ids, ", "sampling_params")),
             (
                 "/generate",
@@ -56,7 +56,7 @@ async def test_a_refusal_names_the_field_and_what_is_accepted() -> None:
         ):
             status, answer = await rig.post(path, body)
             assert status == 400
-            assert all(words in answer["error"]["message"] for words in told), answer["error"]["message"]
+            assert all(words in answer["error"]["message"] for words in fragments), answer["error"]["message"]
 
 
 async def test_usual_requests_pass() -> None:
@@ -92,13 +92,13 @@ async def test_the_engines_do_not_get_a_clients_request_id() -> None:
 
 
 def seeds(rig: Rig) -> list[int]:
-    found = []
+    request_seeds = []
     for _, body in rig.engines[0].requests:
         params = body.get("sampling_params", body)
-        found += [
+        request_seeds += [
             p.get("sampling_seed", p.get("seed")) for p in (params if isinstance(params, list) else [params])
         ]
-    return found
+    return request_seeds
 
 
 @pytest.mark.parametrize("seed", [None, 5])
@@ -154,9 +154,9 @@ class Mortal(HttpEngine):
         if 66 in body.get("input_ids", ()):
             self.requests.append((request.path, body))
             await asyncio.sleep(0.05)
-            for one in inside:
-                if one.transport is not None:
-                    one.transport.abort()
+            for open_request in inside:
+                if open_request.transport is not None:
+                    open_request.transport.abort()
             inside.clear()
             return web.Response()
         try:
@@ -198,7 +198,7 @@ async def test_what_ran_beside_it_is_answered(monkeypatch: pytest.MonkeyPatch) -
         for engine in rig.engines:
             engine.release.set()
         assert (await killer)[0] == 422
-        assert [(await one)[0] for one in neighbours] == [200] * 6
+        assert [(await task)[0] for task in neighbours] == [200] * 6
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
@@ -229,9 +229,9 @@ async def test_the_strictest_engine_decides() -> None:
         patch.setattr("tests.helpers.front_rig.HttpEngine", Plain)
         async with serving() as rig:
             assert not await refused(rig)
-            other = Plain()
-            other.deterministic = True
-            rig.fleet.join(await other.start())
+            deterministic_engine = Plain()
+            deterministic_engine.deterministic = True
+            rig.fleet.join(await deterministic_engine.start())
             for _ in range(300):
                 if await refused(rig):
                     break
@@ -243,7 +243,7 @@ async def test_the_strictest_engine_decides() -> None:
             await rig.until(lambda: len(rig.fleet.pool.serving()) == 3)
             await asyncio.sleep(0.1)
             assert (await rig.post("/generate", generate()))[0] == 200, "it ends no router"
-            await other.stop()
+            await deterministic_engine.stop()
             await strange.stop()
 
 
@@ -279,7 +279,7 @@ TINKERS = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
 )
 def test_a_tenants_sampling_parameters_keep_to_the_same_ranges(name: str) -> None:
     """Before: one `asample` with top_k = 2147483648 ended the server for all (A2)."""
-    taken = []
+    accepted_values = []
     for value in SAMPLING[name]:
         if (name, value) == ("stop", [1]):
             continue  # token ids, here
@@ -292,8 +292,8 @@ def test_a_tenants_sampling_parameters_keep_to_the_same_ranges(name: str) -> Non
             check_sample(read(Sample, body.encode()), 100, 194)
         except UserError:
             continue
-        taken.append(value)
-    assert not taken
+        accepted_values.append(value)
+    assert not accepted_values
 
 
 async def test_values_at_the_edges_of_their_ranges_pass() -> None:
@@ -303,9 +303,9 @@ async def test_values_at_the_edges_of_their_ranges_pass() -> None:
         wrong = []
         for edge in edge_requests():
             async with rig.client.post(edge.path, data=edge.raw) as answer:
-                told = await answer.text()
+                body = await answer.text()
                 if answer.status != 200 and not refused & set(edge.field.split(", ")):
-                    wrong.append((edge.name, answer.status, told[:150]))
+                    wrong.append((edge.name, answer.status, body[:150]))
         assert not wrong
 
 

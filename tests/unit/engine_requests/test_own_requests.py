@@ -26,10 +26,10 @@ MODEL = ROOT / "configs/models/quickstart-moe"
 
 def observing(said: list[int], **fields: Any) -> Sample:
     """A response whose environment has said this."""
-    made = sample(**fields)
-    made.append(Segment([51, 68], [-0.5, -0.5], [VersionSpan(1, 0, 2)]))
-    made.observe(said)
-    return made
+    response = sample(**fields)
+    response.append(Segment([51, 68], [-0.5, -0.5], [VersionSpan(1, 0, 2)]))
+    response.observe(said)
+    return response
 
 
 ODD: dict[str, tuple[Sample, dict[str, Any], str]] = {
@@ -65,9 +65,9 @@ async def test_no_engine_is_asked(asked: Sample, more: dict[str, Any], said: str
 async def test_control_the_largest_values_are_asked() -> None:
     async with routing() as rig:
         await rig.push()
-        made = observing([127], seed=2**63 - 1)
+        response = observing([127], seed=2**63 - 1)
         await rig.router.generate(
-            made, max_response_tokens=20, temperature=1.0, tops=TopLogprobs(128), stop_texts=["x" * 1024]
+            response, max_response_tokens=20, temperature=1.0, tops=TopLogprobs(128), stop_texts=["x" * 1024]
         )
         assert rig.engine.prompts == [[*PROMPT, 51, 68, 127]]
 

@@ -32,8 +32,8 @@ TASK = {"terms": [3, 4, 5]}
 
 @asynccontextmanager
 async def running(**params: Any) -> AsyncIterator[Services]:
-    given = {"connector": f"{OWN}:Sums", **params}
-    services = Services(ServiceParams(**given), "rollout.generator_params")
+    service_params = {"connector": f"{OWN}:Sums", **params}
+    services = Services(ServiceParams(**service_params), "rollout.generator_params")
     try:
         yield services
     finally:
@@ -42,12 +42,12 @@ async def running(**params: Any) -> AsyncIterator[Services]:
 
 def processes() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    found = []
+    service_processes = []
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             if "rlsys.environments.serve" in child.cmdline():
-                found.append(child)
-    return found
+                service_processes.append(child)
+    return service_processes
 
 
 async def played(
@@ -62,25 +62,25 @@ def leases(most: int = 8, idle: float = 60.0) -> Leases:
 
 
 def test_a_question_that_is_asked_again_has_the_same_answer_and_plays_nothing_twice() -> None:
-    held = leases()
-    assert held.open("a", TASK, 0) == held.open("a", TASK, 0)
-    first = held.step("a", 0, Action("3"))
-    assert held.step("a", 0, Action("3")) is first
+    lease_table = leases()
+    assert lease_table.open("a", TASK, 0) == lease_table.open("a", TASK, 0)
+    first = lease_table.step("a", 0, Action("3"))
+    assert lease_table.step("a", 0, Action("3")) is first
     with pytest.raises(RequestRefused, match="turn 0 of lease a, expected turn 1") as refused:
-        held.step("a", 0, Action("4"))
+        lease_table.step("a", 0, Action("4"))
     assert refused.value.status == 409
-    assert held.step("a", 1, Action("7")).reward == 1.0
-    held.close("a")
-    held.close("a")
+    assert lease_table.step("a", 1, Action("7")).reward == 1.0
+    lease_table.close("a")
+    lease_table.close("a")
     with pytest.raises(RequestRefused, match="no lease a"):
-        held.step("a", 2, Action("12"))
+        lease_table.step("a", 2, Action("12"))
 
 
 def test_leases_are_bounded_and_what_nobody_steps_is_closed() -> None:
-    held = leases(most=1)
-    held.open("a", TASK, 0)
+    lease_table = leases(most=1)
+    lease_table.open("a", TASK, 0)
     with pytest.raises(RequestRefused, match="all 1 leases are in use") as refused:
-        held.open("b", TASK, 0)
+        lease_table.open("b", TASK, 0)
     assert refused.value.status == 503
     idle = leases(most=1, idle=0.0)
     idle.open("a", TASK, 0)
@@ -89,17 +89,17 @@ def test_leases_are_bounded_and_what_nobody_steps_is_closed() -> None:
 
 
 def test_one_that_raises_says_so_and_holds_no_lease() -> None:
-    held = leases(most=1)
+    lease_table = leases(most=1)
     with pytest.raises(RequestRefused, match="open raised ValueError: no such task"):
-        held.open("a", {"raises": True}, 0)
-    assert len(held) == 0
+        lease_table.open("a", {"raises": True}, 0)
+    assert len(lease_table) == 0
 
 
 @pytest.mark.gate
 async def test_a_service_of_its_own_plays_many_episodes_at_once() -> None:
     async with running(processes=2, leases=4) as services:
-        found = await asyncio.gather(*(played(services, TASK, ("3", "8", "12")) for _ in range(20)))
-        assert found == [[1.0, 0.0, 1.0]] * 20
+        rewards = await asyncio.gather(*(played(services, TASK, ("3", "8", "12")) for _ in range(20)))
+        assert rewards == [[1.0, 0.0, 1.0]] * 20
         assert len(processes()) == 2
     assert not processes()
 
@@ -112,7 +112,7 @@ async def test_a_killed_service_is_started_anew_and_the_episode_played_again(tmp
             assert [(await episode.step(t))["reward"] for t in ("3", "7", "12")] == [1.0, 1.0, 1.0]
             assert (episode.restarts, services.restarts) == (1, 1)
         steps = [line.split() for line in log.read_text().splitlines()]
-        assert [(at, text) for _, at, text in steps] == [
+        assert [(turn, text) for _, turn, text in steps] == [
             ("0", "3"), ("1", "7"), ("0", "3"), ("1", "7"), ("2", "12"),
         ]  # fmt: skip
         (alive,) = processes()
@@ -150,8 +150,8 @@ async def test_a_link_that_resets_connections_for_a_while_is_no_death_of_the_ser
 async def test_what_kills_it_each_time_fails_alone_and_the_others_play_on() -> None:
     async with running() as services:
         poison = played(services, {**TASK, "poison": True})
-        others = [played(services, TASK) for _ in range(4)]
-        first, *rest = await asyncio.gather(poison, *others, return_exceptions=True)
+        healthy_episodes = [played(services, TASK) for _ in range(4)]
+        first, *rest = await asyncio.gather(poison, *healthy_episodes, return_exceptions=True)
         assert isinstance(first, EnvironmentFailed) and f"died {DEATHS} times at turn 1" in str(first)
         assert rest == [[1.0, 1.0, 1.0]] * 4
 
@@ -276,14 +276,18 @@ def ask(service: Service, path: str, body: dict[str, Any], key: str | None = Non
     headers = {"Authorization": f"Bearer {key or service.key}"}
     connection.request("POST", path, json.dumps(body), headers)
     answer = connection.getresponse()
-    said = json.loads(answer.read())
+    payload = json.loads(answer.read())
     connection.close()
-    return answer.status, said["error"]
+    return answer.status, payload["error"]
 
 
 @pytest.mark.gate
 async def test_somebody_elses_service_is_asked_by_its_url_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running() as theirs, theirs.of_agent() as environment, Endpoint().listening() as endpoint:
+    async with (
+        running() as foreign_services,
+        foreign_services.of_agent() as environment,
+        Endpoint().listening() as endpoint,
+    ):
         session = endpoint.open(environment.request)
         url = f"{session.url}/environment"
         monkeypatch.setenv("RLSYS_ENVIRONMENT_KEY", session.key)
@@ -329,16 +333,16 @@ def episode_of(session: Session, task: dict[str, Any] = TASK, seconds: float = 6
 
 def steps_of(session: Session) -> list[float]:
     with episode_of(session) as episode:
-        return [episode.step(said)["reward"] for said in ("3", "7", "12")]
+        return [episode.step(text)["reward"] for text in ("3", "7", "12")]
 
 
 @pytest.mark.gate
 async def test_security_a12_an_agent_that_opens_many_episodes_takes_no_lease_of_others() -> None:
     async with running(leases=2) as services, agents(services, 2) as (greedy, honest):
-        held = [await asyncio.to_thread(episode_of, greedy) for _ in range(5)]
+        episodes = [await asyncio.to_thread(episode_of, greedy) for _ in range(5)]
         assert await asyncio.to_thread(steps_of, honest) == [1.0, 1.0, 1.0]
-        held[-1]._history.clear()
-        assert (await asyncio.to_thread(held[-1].step, "3"))["reward"] == 1.0, "the newest one is open"
+        episodes[-1]._history.clear()
+        assert (await asyncio.to_thread(episodes[-1].step, "3"))["reward"] == 1.0, "the newest one is open"
 
 
 @pytest.mark.gate
@@ -349,8 +353,8 @@ async def test_security_a12_an_agent_whose_steps_hang_does_not_end_the_service_o
         for _ in range(MAX_ABANDONED + 1):
             try:
                 episode = await asyncio.to_thread(episode_of, bad, {**TASK, "hangs": True}, 0.3)
-                for said in ("3", "7", "12"):
-                    await asyncio.to_thread(episode.step, said)
+                for text in ("3", "7", "12"):
+                    await asyncio.to_thread(episode.step, text)
             except EnvironmentFailed as e:
                 refused += "so it cannot open another episode" in str(e)
             else:
@@ -363,11 +367,11 @@ async def test_security_a12_an_agent_whose_steps_hang_does_not_end_the_service_o
 
 @pytest.mark.gate
 async def test_security_a12_an_agent_cannot_step_the_episode_of_another_one() -> None:
-    async with running() as services, agents(services, 2) as (one, other):
-        episode = await asyncio.to_thread(episode_of, one)
-        stranger = await asyncio.to_thread(episode_of, other)
+    async with running() as services, agents(services, 2) as (owner_session, other_session):
+        episode = await asyncio.to_thread(episode_of, owner_session)
+        stranger = await asyncio.to_thread(episode_of, other_session)
         stranger._lease = episode._lease
-        status, said = await asyncio.to_thread(
+        status, payload = await asyncio.to_thread(
             stranger._send, "/step", {"lease": episode._lease, "number": 0, "action": {"text": "3"}}, 1e9
         )
-        assert (status, said["error"]) == (404, f"there is no lease {episode._lease}")
+        assert (status, payload["error"]) == (404, f"there is no lease {episode._lease}")

@@ -84,13 +84,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_a_set_may_not_be(folder: Path) -> None:
-    for sets, told in (
+    for sets, message in (
         ("[{name: a, samples: 2}]", "equal responses; use a temperature"),
         ("[{name: a}, {name: a}]", "name = 'a' of 2 sets"),
         ("[{name: 'a/b'}]", "eval.sets"),
         ("[{name: a, top_p: 0.7}]", "top_p = 0.7 needs top_k"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             load_config(folder, [f"eval.sets={sets}"])
 
 
@@ -113,9 +113,11 @@ def sets_of(folder: Path, tmp_path: Path, router: Any, *overrides: str) -> EvalS
         "        return float(prompt.index % 2)\n"
         "    return score\n"
     )
-    own = f"{{source: chain_sum_tail, reward: '{tmp_path}/judge.py:by_turn'}}"
-    one = f"[{{name: hard, samples: 3, temperature: 0.5, top_k: 50, top_p: 0.7, prompts: 4, data: {own}}}]"
-    config = load_config(folder, [f"eval.sets={one}", *overrides])
+    data = f"{{source: chain_sum_tail, reward: '{tmp_path}/judge.py:by_turn'}}"
+    eval_sets = (
+        f"[{{name: hard, samples: 3, temperature: 0.5, top_k: 50, top_p: 0.7, prompts: 4, data: {data}}}]"
+    )
+    config = load_config(folder, [f"eval.sets={eval_sets}", *overrides])
     return EvalSetRunner(config, config.eval.sets[0], Tokenizer(config.model.path), router)
 
 
@@ -124,17 +126,17 @@ async def test_a_set_is_asked_with_its_own_sampling_and_the_same_seeds_each_time
 ) -> None:
     router = ScriptedRouter(lambda s: 3)
     router.version = 7
-    made = sets_of(folder, tmp_path, router)
-    figures = await made.measure()
+    runner = sets_of(folder, tmp_path, router)
+    figures = await runner.measure()
     assert (figures["accuracy"], figures["pass_1"], figures["pass_3"]) == (0.5, 0.5, 0.5)
     assert (figures["prompts"], figures["samples"], figures["weight_version"]) == (4, 3, 7)
     first = list(router.probes)
     assert {t for _, t, _ in first} == {0.5}
     assert set(router.truncations) == {Truncation(50, 0.7)}
     assert len({seed for _, _, seed in first}) == 12, "a seed for each response"
-    await made.measure()
+    await runner.measure()
     assert router.probes[12:] == first
-    await made.close()
+    await runner.close()
 
 
 async def test_a_response_whose_agent_or_tool_fails_is_not_judged(folder: Path, tmp_path: Path) -> None:
@@ -147,15 +149,17 @@ async def test_a_response_whose_agent_or_tool_fails_is_not_judged(folder: Path, 
         "        await speak(sample)\n"
         "    return generate\n"
     )
-    made = sets_of(folder, tmp_path, ScriptedRouter(lambda s: 3), f"rollout.generator={tmp_path}/odd.py:odd")
-    figures = await made.measure()
+    runner = sets_of(
+        folder, tmp_path, ScriptedRouter(lambda s: 3), f"rollout.generator={tmp_path}/odd.py:odd"
+    )
+    figures = await runner.measure()
     assert (figures["accuracy"], figures["prompts"]) == (pytest.approx(2 / 3), 3)
-    await made.close()
+    await runner.close()
 
 
 async def test_answers_of_two_weight_versions_are_no_evaluation(folder: Path, tmp_path: Path) -> None:
     router = ScriptedRouter(lambda s: 3)
-    made = sets_of(folder, tmp_path, router)
+    runner = sets_of(folder, tmp_path, router)
     probe = router.probe
 
     async def pushed_in_between(*asked: Any, **how: Any) -> Any:
@@ -164,8 +168,8 @@ async def test_answers_of_two_weight_versions_are_no_evaluation(folder: Path, tm
 
     router.probe = pushed_in_between  # type: ignore[method-assign, assignment]
     with pytest.raises(RunError, match=r"from the weight versions \[0, 1\], expected one"):
-        await made.measure()
-    await made.close()
+        await runner.measure()
+    await runner.close()
     assert one_version([]) == 0
     assert one_version([Sample(0, 0, 0, [1], 0, spans=[VersionSpan(3, 0, 1)])]) == 3
 
@@ -192,14 +196,14 @@ async def test_evaluations_change_no_trained_batch(tmp_path: Path, april: bool) 
         (tmp_path / name).mkdir()
     model: dict[str, Any] = {"model": {"path": tmp_path}}  # a field of the run's identity
     first = make_config(tmp_path / "first", rollout=sizes, **model)
-    alone, _ = await trained(first, random_clock(1), 5)
+    baseline_batches, _ = await trained(first, random_clock(1), 5)
     again = make_config(
         tmp_path / "again", rollout={**sizes, "repeat": first.run.dir}, eval={"prompts": 3}, **model
     )
     r = Rig(again, lambda s: 3 + (s.sample_id * 7) % 17, length_reward)
-    made: Any = Sets(r.router)
-    r.manager._evaluator.sets = [made]
-    clock, taken = random_clock(2), []
+    eval_sets: Any = Sets(r.router)
+    r.manager._evaluator.sets = [eval_sets]
+    clock, batches = random_clock(2), []
 
     async def done(work: Any) -> Any:
         from tests.unit.worker.test_repeat import done as by_clock
@@ -210,13 +214,13 @@ async def test_evaluations_change_no_trained_batch(tmp_path: Path, april: bool) 
     for step in range(1, 6):
         result = await done(r.manager.evaluate())
         assert result.sets == {"hard": {"accuracy": 0.25}}
-        got = await done(r.manager.take(step))
-        taken.append(replace(got, groups=load_tokens(r.folder, got.groups)))
+        batch = await done(r.manager.take(step))
+        batches.append(replace(batch, groups=load_tokens(r.folder, batch.groups)))
         await r.manager.end_push(await done(r.manager.begin_push()), [])
     await r.manager.close()
     r.buffer.close()
-    assert made.asked == 5
-    assert what(taken) == what(alone)
+    assert eval_sets.asked == 5
+    assert what(batches) == what(baseline_batches)
 
 
 EVAL = {"prompts": 3, "background": True}
@@ -247,7 +251,7 @@ async def test_an_evaluation_in_the_background_changes_no_trained_batch(tmp_path
         "model": {"path": tmp_path}, "launch": {"placement": "disaggregated"}, "engine": {"count": 2},
     }  # fmt: skip
     first = make_config(tmp_path / "first", rollout=sizes, **model)
-    alone, _ = await trained(first, random_clock(1), 6)
+    baseline_batches, _ = await trained(first, random_clock(1), 6)
     again = make_config(
         tmp_path / "again",
         rollout={**sizes, "repeat": first.run.dir},
@@ -255,9 +259,9 @@ async def test_an_evaluation_in_the_background_changes_no_trained_batch(tmp_path
         **model,
     )
     r = Rig(again, lambda s: 3 + (s.sample_id * 7) % 17, length_reward)
-    made: Any = SlowSets(r.router)
-    r.manager._evaluator.sets = [made]
-    clock, taken, begun, results = random_clock(2), [], 0, []
+    slow_sets: Any = SlowSets(r.router)
+    r.manager._evaluator.sets = [slow_sets]
+    clock, batches, pinned_version, results = random_clock(2), [], 0, []
 
     async def done(work: Any) -> Any:
         from tests.unit.worker.test_repeat import done as by_clock
@@ -268,27 +272,29 @@ async def test_an_evaluation_in_the_background_changes_no_trained_batch(tmp_path
     for step in range(1, 7):
         if step % 3 == 1:
             assert await done(r.manager.begin_evaluation())
-            begun = r.router.version
-        got = await done(r.manager.take(step))
-        taken.append(replace(got, groups=load_tokens(r.folder, got.groups)))
+            pinned_version = r.router.version
+        batch = await done(r.manager.take(step))
+        batches.append(replace(batch, groups=load_tokens(r.folder, batch.groups)))
         await r.manager.end_push(await done(r.manager.begin_push()), [])
         if step % 3 != 0:
             assert not (await done(r.manager.end_evaluation(False))).done
         else:
-            made.go_on.set()
-            ended = await done(r.manager.end_evaluation(True))
-            assert ended.result.weight_version == begun < r.router.version and r.router.pinned is None
-            results.append(ended.result.sets["hard"]["weight_version"])
+            slow_sets.go_on.set()
+            status = await done(r.manager.end_evaluation(True))
+            assert (
+                status.result.weight_version == pinned_version < r.router.version and r.router.pinned is None
+            )
+            results.append(status.result.sets["hard"]["weight_version"])
     await r.manager.close()
     r.buffer.close()
-    assert results == [1, 4] and made.asked == 2
-    assert what(taken) == what(alone)
+    assert results == [1, 4] and slow_sets.asked == 2
+    assert what(batches) == what(baseline_batches)
 
 
 async def test_a_restart_ends_the_evaluation_in_the_background(tmp_path: Path) -> None:
     async with rig(make_config(tmp_path)) as r:
-        made: Any = SlowSets(r.router)
-        r.manager._evaluator.sets = [made]
+        slow_sets: Any = SlowSets(r.router)
+        r.manager._evaluator.sets = [slow_sets]
         await r.start()
         assert await r.manager.begin_evaluation()
         await r.manager.restore(0)
@@ -306,14 +312,14 @@ async def test_what_breaks_the_evaluation_in_the_background_is_told(tmp_path: Pa
             raise self.error
 
     async with rig(make_config(tmp_path)) as r:
-        made: Any = Broken(r.router)
-        r.manager._evaluator.sets = [made]
+        broken_sets: Any = Broken(r.router)
+        r.manager._evaluator.sets = [broken_sets]
         await r.start()
-        made.error = RunError("no response could be judged")
+        broken_sets.error = RunError("no response could be judged")
         assert await r.manager.begin_evaluation()
         with pytest.raises(RunError, match="no response could be judged"):
             await r.manager.end_evaluation(True)
-        made.error = PinLost("its engine died")
+        broken_sets.error = PinLost("its engine died")
         assert await r.manager.begin_evaluation()
         assert await r.manager.end_evaluation(True) == EvalStatus(done=True)
 
@@ -366,8 +372,8 @@ def loop_of(rollout: Told, tmp_path: Path, step: int) -> Any:
 
 @pytest.mark.full
 def test_the_loop_writes_the_line_of_the_step_whose_weights_were_evaluated(tmp_path: Path) -> None:
-    found = EvalResult(0.5, 4, 3.0, 0, 3)
-    rollout = Told(EvalStatus(False), EvalStatus(True, found), EvalStatus(True))
+    result = EvalResult(0.5, 4, 3.0, 0, 3)
+    rollout = Told(EvalStatus(False), EvalStatus(True, result), EvalStatus(True))
     loop = loop_of(rollout, tmp_path, 2)
     assert loop.evaluate() is None
     loop.step = 3
@@ -400,15 +406,17 @@ def test_in_the_background_needs_an_engine_to_spare(tmp_path: Path) -> None:
 
 @pytest.fixture
 async def engine() -> AsyncIterator[str]:
-    made = HttpEngine()
-    yield await made.start()
-    await made.stop()
+    http_engine = HttpEngine()
+    yield await http_engine.start()
+    await http_engine.stop()
 
 
 async def test_rlsys_eval_measures_the_sets_too(engine: str, folder: Path, tmp_path: Path) -> None:
     sizes = ["rollout.max_response_tokens=8", "eval.prompts=3", "rollout.reward_concurrency=1"]
-    one = "eval.sets=[{name: often, samples: 2, temperature: 1.0, prompts: 2, max_response_tokens: 4}]"
-    config: Config = load_config(folder, [f"run.dir={tmp_path}", *sizes, one])
+    set_override = (
+        "eval.sets=[{name: often, samples: 2, temperature: 1.0, prompts: 2, max_response_tokens: 4}]"
+    )
+    config: Config = load_config(folder, [f"run.dir={tmp_path}", *sizes, set_override])
     result = await evaluation.evaluate(config, {engine: ANONYMOUS})
     assert result.mean_length == 8
     assert {k: result.sets["often"][k] for k in ("pass_2", "mean_length", "truncated", "samples")} == {
@@ -424,8 +432,8 @@ async def test_rlsys_eval_measures_the_sets_too(engine: str, folder: Path, tmp_p
 
 def test_the_display_tells_a_line_for_each_set() -> None:
     of_set = {"prompts": 2, "samples": 1, "mean_length": 5.0, "truncated": 0, "accuracy": 0.5}
-    found = EvalResult(0.5, 8, 3.0, 0, 2, {"hard": of_set | pass_at_k_metrics([[True], [False]], 1)})
-    entry = {"kind": "eval", "step": 4, **found.metrics()}
+    result = EvalResult(0.5, 8, 3.0, 0, 2, {"hard": of_set | pass_at_k_metrics([[True], [False]], 1)})
+    entry = {"kind": "eval", "step": 4, **result.metrics()}
     out = io.StringIO()
     with PlainProgress(10, Console(file=out, width=200)) as display:
         display.entry(json.loads(json.dumps(entry)), live=True)

@@ -34,17 +34,17 @@ def test_it_names_what_it_was_not_given(
     given: list[str], missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["evaluation", *given])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         evaluation.main()
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert capsys.readouterr().err.strip().endswith(f"the following arguments are required: {missing}")
 
 
 @pytest.fixture
 async def engine() -> AsyncIterator[str]:
-    made = HttpEngine()
-    yield await made.start()
-    await made.stop()
+    http_engine = HttpEngine()
+    yield await http_engine.start()
+    await http_engine.stop()
 
 
 @pytest.fixture
@@ -60,11 +60,11 @@ async def test_an_evaluation_and_a_try_ask_and_score_in_the_same_way(engine: str
     assert result == EvalResult(accuracy=0, prompts=3, mean_length=8, truncated=3, constant=1 / 3, reward=0)
     progress = (config.run.dir / PROGRESS_FILE).read_text()
     assert progress == "24 tokens generated, 0 responses in flight"
-    found = await tryout.try_out(config, {engine: ANONYMOUS})
-    assert [len(entry["samples"]) for entry in found] == [tryout.SAMPLES] * tryout.PROMPTS
+    entries = await tryout.try_out(config, {engine: ANONYMOUS})
+    assert [len(entry["samples"]) for entry in entries] == [tryout.SAMPLES] * tryout.PROMPTS
     source = build_source(config, Tokenizer(config.model.path))
-    assert [entry["tokens"] for entry in found] == [len(source.train(i).ids) for i in range(tryout.PROMPTS)]
-    for entry in found:
+    assert [entry["tokens"] for entry in entries] == [len(source.train(i).ids) for i in range(tryout.PROMPTS)]
+    for entry in entries:
         for sample in entry["samples"]:
             assert (sample["tokens"], sample["status"], sample["reward"]) == (8, "truncated", 0)
 
@@ -81,8 +81,10 @@ async def test_a_try_shows_the_prompt_that_the_model_read(
         "        await speak(sample)\n"
         "    return generate\n"
     )
-    mine = config.rollout.model_copy(update={"generator": f"{tmp_path}/own.py:own"})
-    (first, *_) = await tryout.try_out(config.model_copy(update={"rollout": mine}), {engine: ANONYMOUS})
+    rollout_config = config.rollout.model_copy(update={"generator": f"{tmp_path}/own.py:own"})
+    (first, *_) = await tryout.try_out(
+        config.model_copy(update={"rollout": rollout_config}), {engine: ANONYMOUS}
+    )
     assert (first["prompt"], first["tokens"]) == ("mine", len(Tokenizer(config.model.path).encode("mine")))
     assert [sample.get("prompt") for sample in first["samples"]] == [None, None, None, "last"]
     show([first], Console(file=(page := io.StringIO())))
@@ -93,8 +95,8 @@ def test_the_commonest_answer_and_the_best_constant_one() -> None:
     assert evaluation.most_common_fraction(["4", "4", "5", None]) == 0.5
     assert evaluation.most_common_fraction(["4", None, None]) is None, "most are not known"
     answers: list[Any] = [" A  b ", "a B", 7, 7.5, None, [1], {"x": 1}]
-    told = [evaluation.reference_answer(Prompt(0, "", [], {"answer": a})) for a in answers]
-    assert told == ["a b", "a b", "7", "7.5", None, None, None]
+    references = [evaluation.reference_answer(Prompt(0, "", [], {"answer": a})) for a in answers]
+    assert references == ["a b", "a b", "7", "7.5", None, None, None]
     assert evaluation.reference_answer(Prompt(0, "", [], {})) is None
 
 
@@ -102,16 +104,16 @@ async def test_a_reward_that_fails_is_a_reason_and_no_reward(
     engine: str, config: Config, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text("def reward(config):\n    return lambda prompt, text: 1 / 0\n")
-    mine = config.model_copy(
+    failing_config = config.model_copy(
         update={
             "data": config.data.model_copy(update={"reward": [RewardSpec(name=f"{tmp_path}/mine.py:reward")]})
         }
     )
-    (first, *_) = await tryout.try_out(mine, {engine: ANONYMOUS})
+    (first, *_) = await tryout.try_out(failing_config, {engine: ANONYMOUS})
     assert {sample["reward"] for sample in first["samples"]} == {None}
     assert "ZeroDivisionError" in first["samples"][0]["reason"]
     with pytest.raises(RunError, match=r"no response could be judged: .*ZeroDivisionError"):
-        await evaluation.evaluate(mine, {engine: ANONYMOUS})
+        await evaluation.evaluate(failing_config, {engine: ANONYMOUS})
 
 
 def test_the_best_constant_answer_is_measured_on_the_prompts_of_the_accuracy() -> None:

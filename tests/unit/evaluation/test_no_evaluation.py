@@ -53,8 +53,8 @@ def test_nothing_is_asked(tmp_path: Path, step: int) -> None:
 
 
 def test_pushes_are_compared_on_training_prompts(tmp_path: Path) -> None:
-    made = config(tmp_path, 40)
-    source = build_source(made, Tokenizer.of(made))
+    configuration = config(tmp_path, 40)
+    source = build_source(configuration, Tokenizer.of(configuration))
     canaries = Canaries(source, 0, lambda: Limits(128, 512)).sequences()
     assert canaries == [source.train(i).ids for i in range(CANARIES)]
 

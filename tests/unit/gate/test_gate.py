@@ -86,10 +86,10 @@ def test_the_nearest_tests_come_first(repository: Path) -> None:
 @pytest.mark.gate
 def test_the_layout_tests_are_reached_from_the_trainer_and_not_from_the_gateway() -> None:
     """On this repository: what one would expect of three changes."""
-    layouts, here = "tests/integration/test_trainer_layouts.py", Reach(ROOT)
-    assert layouts in here.tests(["rlsys/trainer/trainer.py"])
-    assert layouts not in here.tests(["rlsys/router/router.py"])
-    assert "tests/integration/test_kill_nine.py" in here.tests(["rlsys/rewards/judges.py"])
+    layouts, reach = "tests/integration/test_trainer_layouts.py", Reach(ROOT)
+    assert layouts in reach.tests(["rlsys/trainer/trainer.py"])
+    assert layouts not in reach.tests(["rlsys/router/router.py"])
+    assert "tests/integration/test_kill_nine.py" in reach.tests(["rlsys/rewards/judges.py"])
 
 
 def test_a_file_is_the_module_of_its_path() -> None:
@@ -126,24 +126,24 @@ def test_slow_tests_are_told_unless_the_file_knows_them() -> None:
         "unit": "check",
     }
     seconds = {"known": 50.0, "grown": 70.0, "new": 40.0, "quick": 20.0, "late": 900.0, "unit": 6.0}
-    told = slow_and_new(seconds, tiers, {"known": 45.0, "grown": 45.0})
-    assert [line.split()[0] for line in told] == ["grown", "new", "unit"]
-    assert told[1].startswith(
+    notices = slow_and_new(seconds, tiers, {"known": 45.0, "grown": 45.0})
+    assert [line.split()[0] for line in notices] == ["grown", "new", "unit"]
+    assert notices[1].startswith(
         "new takes 40 s and is in tier test (new ones: up to 25 s): take its mark `gate` off"
     )
-    assert told[2].endswith("(new ones: up to 2 s): mark it `gate`, or speed it up")
+    assert notices[2].endswith("(new ones: up to 2 s): mark it `gate`, or speed it up")
 
 
 def test_the_last_line_sums_the_sessions() -> None:
-    one = json.dumps({"passed": 10, "skipped": 2, "seconds": 1.5})
-    other = json.dumps({"passed": 5, "failed": 1, "error": 2, "seconds": 2.0})
-    assert total([one, other]) == "1 failed, 15 passed, 2 skipped, 2 errors in 3.50s"
+    first_session = json.dumps({"passed": 10, "skipped": 2, "seconds": 1.5})
+    second_session = json.dumps({"passed": 5, "failed": 1, "error": 2, "seconds": 2.0})
+    assert total([first_session, second_session]) == "1 failed, 15 passed, 2 skipped, 2 errors in 3.50s"
     assert total([]) == "no tests ran in 0.00s"
     listing = json.dumps({"xpassed": 3, "seconds": 1.0, XPASSED_FILES: {"tests/b.py": 1, "tests/a.py": 2}})
-    assert unexpected_passes([one, listing, listing]) == (
+    assert unexpected_passes([first_session, listing, listing]) == (
         "passed without a recorded pass: tests/a.py 4, tests/b.py 2"
     )
-    assert total([listing]) == "3 xpassed in 1.00s" and unexpected_passes([one]) == ""
+    assert total([listing]) == "3 xpassed in 1.00s" and unexpected_passes([first_session]) == ""
 
 
 def test_what_does_not_fit_the_time_left_is_skipped_by_name(
@@ -166,10 +166,10 @@ def test_what_does_not_fit_the_time_left_is_skipped_by_name(
     monkeypatch.setattr(budget, "durations", lambda: {"test_one.py::test_long": 100.0})
     monkeypatch.setattr(budget, "UNKNOWN_SECONDS", 1.0)
     monkeypatch.setattr(budget.time, "time", lambda: 1000.0)
-    ended = pytester.inline_run("-p", "tests.gate.budget", "--until", "1050", "-s", "-p", "no:asyncio")
-    ended.assertoutcome(passed=2, skipped=1)
-    ended = pytester.inline_run("-p", "tests.gate.budget", "--until", "1000.5", "-p", "no:asyncio")
-    ended.assertoutcome(skipped=3)
+    run_result = pytester.inline_run("-p", "tests.gate.budget", "--until", "1050", "-s", "-p", "no:asyncio")
+    run_result.assertoutcome(passed=2, skipped=1)
+    run_result = pytester.inline_run("-p", "tests.gate.budget", "--until", "1000.5", "-p", "no:asyncio")
+    run_result.assertoutcome(skipped=3)
 
 
 def test_a_recorded_failure_is_named_and_fails_no_session(
@@ -202,13 +202,13 @@ def test_a_recorded_failure_is_named_and_fails_no_session(
     )
     plug_in = ("-p", "tests.gate.baseline", "-p", "no:asyncio")
     pytester.inline_run(*plug_in).assertoutcome(passed=2, failed=4)
-    ended = pytester.runpytest_inprocess(*plug_in, "--baseline-failures-may-fail")
-    ended.assert_outcomes(passed=1, failed=1, xfailed=3, xpassed=1)
-    ended.stdout.fnmatch_lines(["FAILED test_file.py::test_a", "passed test_file.py::test_b"])
+    run_result = pytester.runpytest_inprocess(*plug_in, "--baseline-failures-may-fail")
+    run_result.assert_outcomes(passed=1, failed=1, xfailed=3, xpassed=1)
+    run_result.stdout.fnmatch_lines(["FAILED test_file.py::test_a", "passed test_file.py::test_b"])
     baseline.write({**baseline.read(), "test_some.py::test_each_else": Result(baseline.NOT_RUN, 0.0, "")})
-    ended = pytester.runpytest_inprocess(*plug_in, "--baseline-failures-may-fail", "-v")
-    assert ended.ret == 0
-    order = ended.stdout.str()
+    run_result = pytester.runpytest_inprocess(*plug_in, "--baseline-failures-may-fail", "-v")
+    assert run_result.ret == 0
+    order = run_result.stdout.str()
     assert order.index("test_each_else XFAIL") < order.index("test_each[2] PASSED"), "without a pass: first"
 
 
@@ -265,9 +265,11 @@ def test_a_python_that_is_not_installed_is_reported(
 ) -> None:
     monkeypatch.setattr(other_python, "find", lambda version: None)
     assert other_python.set_up(tmp_path) == other_python.train(tmp_path) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert len([line for line in told if line.endswith("NOT INSTALLED here, so it was not tried")]) == 2
-    assert told[-1] == "NO FURTHER PYTHON was tried: none is installed"
+    output_lines = capsys.readouterr().out.splitlines()
+    assert (
+        len([line for line in output_lines if line.endswith("NOT INSTALLED here, so it was not tried")]) == 2
+    )
+    assert output_lines[-1] == "NO FURTHER PYTHON was tried: none is installed"
 
 
 def test_a_set_up_that_fails_on_another_python_is_told_with_its_last_lines(
@@ -277,8 +279,8 @@ def test_a_set_up_that_fails_on_another_python_is_told_with_its_last_lines(
     monkeypatch.setenv("MAKELEVEL", "1")
     monkeypatch.setenv("MAKEFLAGS", "w -- PYTHON=python3")
     assert other_python.set_up(tmp_path) == 1
-    told = capsys.readouterr().out
-    assert "(/no/python): set-up FAILED: exit code 2" in told and "/no/python" in told.splitlines()[1]
+    output = capsys.readouterr().out
+    assert "(/no/python): set-up FAILED: exit code 2" in output and "/no/python" in output.splitlines()[1]
 
 
 def test_mypy_reads_every_folder_with_python_files() -> None:

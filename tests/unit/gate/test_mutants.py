@@ -87,11 +87,11 @@ def test_a_seed_draws_the_same_again_and_another_seed_others(tree: Path) -> None
 
 
 def test_an_edit_elsewhere_draws_the_same(tree: Path) -> None:
-    before = [m.key for m in draw(tree, ["pack"], 100, 1, NONE)]
+    keys_before = [m.key for m in draw(tree, ["pack"], 100, 1, NONE)]
     (tree / "pack/box.py").write_text("\n\n" + CODE + "\n\ndef new() -> int:\n    return 7\n")
-    after = [m.key for m in draw(tree, ["pack"], 100, 1, NONE)]
-    assert [key for key in after if key[1] != "new"] == before
-    assert len(after) == len(before) + 1
+    keys_after = [m.key for m in draw(tree, ["pack"], 100, 1, NONE)]
+    assert [key for key in keys_after if key[1] != "new"] == keys_before
+    assert len(keys_after) == len(keys_before) + 1
 
 
 def test_what_is_listed_as_equivalent_is_not_drawn(tree: Path) -> None:
@@ -105,11 +105,11 @@ def test_what_is_listed_as_equivalent_is_not_drawn(tree: Path) -> None:
 
 
 def test_an_equivalent_mutant_whose_line_has_gone_is_told(tree: Path) -> None:
-    here = ("pack/box.py", "Box.fits", "return left > 0", "return left >= 0")
-    gone = ("pack/box.py", "Box.fits", "return left > 1", "return left >= 1")
+    current_entry = ("pack/box.py", "Box.fits", "return left > 0", "return left >= 0")
+    stale_entry = ("pack/box.py", "Box.fits", "return left > 1", "return left >= 1")
     moved = ("pack/away.py", "", "a = 1", "a = 2")
-    told = Equivalents(dict.fromkeys((here, gone, moved), ""), {}).stale(tree)
-    assert told == [
+    messages = Equivalents(dict.fromkeys((current_entry, stale_entry, moved), ""), {}).stale(tree)
+    assert messages == [
         "pack/box.py: Box.fits: no longer there: return left > 1",
         "pack/away.py: : no longer there: a = 1",
     ]
@@ -118,7 +118,7 @@ def test_an_equivalent_mutant_whose_line_has_gone_is_told(tree: Path) -> None:
 def test_the_shipped_list_is_read_and_gives_reasons() -> None:
     shipped = Equivalents.read()
     assert all(shipped.entries.values()) and all(shipped.anywhere.values())
-    assert all((ROOT / place).exists() for place in PLACES)
+    assert all((ROOT / path).exists() for path in PLACES)
     assert shipped.stale(ROOT) == []
 
 
@@ -126,7 +126,7 @@ def test_the_shipped_list_is_read_and_gives_reasons() -> None:
 def test_our_own_changes_are_those_of_their_examples(operator: DropStatement | CatchNothing) -> None:
     for example in operator.examples():
         assert mutate_code(example.pre_mutation_code, operator, 0) == example.post_mutation_code
-    assert type(operator) in [type(one) for family in operators().values() for one in family]
+    assert type(operator) in [type(candidate) for family in operators().values() for candidate in family]
 
 
 @pytest.mark.parametrize(
@@ -152,19 +152,19 @@ def test_tests_that_run_the_line_come_first_then_the_rest_of_the_nearest_files(
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    near, other, far, away = (
+    near, sibling, far, away = (
         "tests/unit/test_box.py::test_a",
         "tests/unit/test_box.py::test_b",
         "tests/unit/test_far.py::test[a::b]",
         "tests/unit/test_away.py::test",
     )
-    clean = CleanRun(tmp_path, {far: 0.1, near: 5.0, other: 1.0, away: 0.1})
+    clean = CleanRun(tmp_path, {far: 0.1, near: 5.0, sibling: 1.0, away: 0.1})
     monkeypatch.setattr(CleanRun, "running", lambda self, file, lines: {near, far} if 14 in lines else set())
     mutant = Mutant("rlsys/box.py", 14, "Box.fits", "", "", "")
-    assert clean.order(mutant, CODE, Reach(tmp_path)) == [near, far, other]
+    assert clean.order(mutant, CODE, Reach(tmp_path)) == [near, far, sibling]
     monkeypatch.setattr(CleanRun, "running", lambda self, file, lines: {far} if 8 in lines else set())
     imported = Mutant("rlsys/box.py", 7, "Box", "", "", "")  # no test runs it; one runs the class around it
-    assert clean.order(imported, CODE, Reach(tmp_path)) == [far, other, near]
+    assert clean.order(imported, CODE, Reach(tmp_path)) == [far, sibling, near]
 
 
 def test_a_line_knows_the_tests_that_ran_it(tmp_path: Path) -> None:
@@ -206,20 +206,20 @@ def test_a_trial_tells_the_first_test_that_fails_and_leaves_no_process(tmp_path:
     )
     (tmp_path / "test_b.py").write_text("import no_such_module\ndef test(): pass\n")
     good, bad, worse, endless = (f"test_a.py::test_{name}" for name in ("good", "bad", "worse", "endless"))
-    asked = [{good: 60}, {worse: 60, good: 60, bad: 60}, {"test_b.py::test": 60}, {good: 60, endless: 3}]
-    done = subprocess.run(
-        [sys.executable, "-c", TRIALS, json.dumps(asked)],
+    trials = [{good: 60}, {worse: 60, good: 60, bad: 60}, {"test_b.py::test": 60}, {good: 60, endless: 3}]
+    process = subprocess.run(
+        [sys.executable, "-c", TRIALS, json.dumps(trials)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": python_path(ROOT)},
         capture_output=True,
         text=True,
     )
-    assert done.stdout.splitlines() == [
+    assert process.stdout.splitlines() == [
         "survived  0",
         f"killed {worse} 0",
         "killed exit code 2 0",
         f"timed out {endless}: 3 s 0",
-    ], done.stderr
+    ], process.stderr
 
 
 def verdicts(*outcomes: str) -> list[Verdict]:
@@ -227,18 +227,18 @@ def verdicts(*outcomes: str) -> list[Verdict]:
 
 
 def test_the_last_line_has_the_counts_and_the_share() -> None:
-    told = report(verdicts(*["killed"] * 16, "timed out", "survived", "survived", "survived"))
+    summary = report(verdicts(*["killed"] * 16, "timed out", "survived", "survived", "survived"))
     assert (
-        told
+        summary
         == f"20 mutants: 16 killed, 1 timed out, 3 survived; 85.0% detected, at least {PASS:.0%} expected"
     )
 
 
 def test_a_mutant_that_an_earlier_run_noticed_is_not_tried_again(tmp_path: Path) -> None:
     """Not even where its line has moved; one that survived is."""
-    file, known = tmp_path / "verdicts", Mutant("a.py", 1, "f", "x < 1", "x <= 1", "old text")
+    file, killed_mutant = tmp_path / "verdicts", Mutant("a.py", 1, "f", "x < 1", "x <= 1", "old text")
     survivor = Mutant("a.py", 2, "f", "y < 1", "y <= 1", "old text")
-    for mutant, outcome in ((known, "killed"), (survivor, "survived")):
+    for mutant, outcome in ((killed_mutant, "killed"), (survivor, "survived")):
         record(file, Verdict(mutant, outcome, "test", 3, 1.0))
     moved = Mutant("a.py", 5, "f", "x < 1", "x <= 1", "new text")
     assert earlier_verdicts(file, [moved, survivor]) == {moved: Verdict(moved, "killed", "test", 3, 1.0)}

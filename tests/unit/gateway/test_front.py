@@ -62,9 +62,9 @@ async def test_an_engine_gets_token_ids_a_seed_and_the_sampling_parameters() -> 
             expected_ids(8),
             text_of(expected_ids(8)),
         )
-        _, sent = rig.engines[0].requests[0]
-        assert sent["input_ids"] == PROMPT and sent["sampling_params"]["sampling_seed"] == 3
-        assert {name: sent["sampling_params"][name] for name in sampling} == sampling
+        _, payload = rig.engines[0].requests[0]
+        assert payload["input_ids"] == PROMPT and payload["sampling_params"]["sampling_seed"] == 3
+        assert {name: payload["sampling_params"][name] for name in sampling} == sampling
         assert (await rig.post("/generate", {**body, "anything": {"new": [1]}}))[0] == 400
         assert len(rig.engines[0].raw_bodies) == 1
 
@@ -72,8 +72,8 @@ async def test_an_engine_gets_token_ids_a_seed_and_the_sampling_parameters() -> 
 async def test_a_chat_is_rendered_with_the_models_template() -> None:
     async with serving() as rig:
         status, answer = await rig.post(CHAT, {"messages": QUESTION, "max_tokens": 3, "seed": 5})
-        _, sent = rig.engines[0].requests[0]
-        assert sent["input_ids"] == chat_ids() and sent["sampling_params"]["sampling_seed"] == 5
+        _, payload = rig.engines[0].requests[0]
+        assert payload["input_ids"] == chat_ids() and payload["sampling_params"]["sampling_seed"] == 5
         tokens = expected_ids(3, len(chat_ids()))
         assert answer["choices"][0]["message"]["content"] == text_of(tokens) and status == 200
         prompt = len(chat_ids())
@@ -138,14 +138,16 @@ def test_requests_without_a_value_sample_as_the_model_says(tmp_path: Any) -> Non
     defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
     (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
     limits = Limits(100, 200)
-    for said, expected in (("model", (0.6, {"top_k": 20})), ("openai", (1.0, {}))):
-        model = ServedModel(tmp_path, {"sampling_defaults": said})
-        (one,) = read_request(CHAT, {"messages": QUESTION}, limits, model).generations
-        assert (one.temperature, one.sampling) == expected
-        (one,) = read_request(CHAT, {"messages": QUESTION, "temperature": 0}, limits, model).generations
-        assert one.temperature == 0
-        (one,) = read_request("/generate", {"text": "1"}, limits, model).generations
-        assert one.temperature == 1.0, "/generate has SGLang's own defaults"
+    for defaults_source, expected in (("model", (0.6, {"top_k": 20})), ("openai", (1.0, {}))):
+        model = ServedModel(tmp_path, {"sampling_defaults": defaults_source})
+        (generation,) = read_request(CHAT, {"messages": QUESTION}, limits, model).generations
+        assert (generation.temperature, generation.sampling) == expected
+        (generation,) = read_request(
+            CHAT, {"messages": QUESTION, "temperature": 0}, limits, model
+        ).generations
+        assert generation.temperature == 0
+        (generation,) = read_request("/generate", {"text": "1"}, limits, model).generations
+        assert generation.temperature == 1.0, "/generate has SGLang's own defaults"
 
 
 # -- streams ---------------------------------------------------------------------------------------------------
@@ -160,9 +162,9 @@ async def test_a_stream_comes_as_the_tokens_arrive() -> None:
                 "before the answer is complete"
             )
             rig.engines[0].release.set()
-            rest = (first + await answer.read()).decode()
-        assert [i for c in parse(rest) for i in c["output_ids"]] == expected_ids(8)
-        assert "".join(c["text"] for c in parse(rest)) == text_of(expected_ids(8))
+            stream_text = (first + await answer.read()).decode()
+        assert [i for c in parse(stream_text) for i in c["output_ids"]] == expected_ids(8)
+        assert "".join(c["text"] for c in parse(stream_text)) == text_of(expected_ids(8))
 
 
 async def test_a_stream_repeats_all_tokens_where_the_engines_do() -> None:
@@ -177,21 +179,21 @@ async def test_a_stream_repeats_all_tokens_where_the_engines_do() -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_a_stream_is_the_whole_answer(path: str) -> None:
-    asked = {"prompt": "12"} if path == COMPLETIONS else {"messages": QUESTION}
-    body = {**asked, "max_tokens": 9, "logprobs": 2 if path == COMPLETIONS else True, "seed": 1}
+    prompt_fields = {"prompt": "12"} if path == COMPLETIONS else {"messages": QUESTION}
+    body = {**prompt_fields, "max_tokens": 9, "logprobs": 2 if path == COMPLETIONS else True, "seed": 1}
     async with serving() as rig:
-        _, whole = await rig.post(path, body)
-        wanted = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        _, text = await rig.post(path, wanted)
+        _, answer = await rig.post(path, body)
+        stream_body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        _, text = await rig.post(path, stream_body)
         chunks = parse(text)
-        assert written(path, text) == written(path, whole) != ""
-        assert chunks[-1]["usage"] == whole["usage"] and chunks[-1]["choices"] == []
+        assert written(path, text) == written(path, answer) != ""
+        assert chunks[-1]["usage"] == answer["usage"] and chunks[-1]["choices"] == []
         assert len({c["id"] for c in chunks}) == 1
         finishes = [c["choices"][0]["finish_reason"] for c in chunks[:-1]]
         assert finishes[-1] == "length" and not any(finishes[:-1])
         logprobs = [c["choices"][0]["logprobs"] for c in chunks[:-1] if c["choices"][0]["logprobs"]]
         name = "tokens" if path == COMPLETIONS else "content"
-        assert [x for row in logprobs for x in row[name]] == whole["choices"][0]["logprobs"][name]
+        assert [x for row in logprobs for x in row[name]] == answer["choices"][0]["logprobs"][name]
 
 
 class Stock(HttpEngine):
@@ -260,9 +262,9 @@ async def test_an_interrupted_generate_continues_from_its_tokens(stream: bool, t
         assert meta["finish_reason"] == {"type": "length", "length": 12}
         spans = [(s["version"], s["start"], s["end"]) for s in meta["weight_versions"]]
         assert spans == [("0", 0, 6), ("1", 6, 12)] and meta["weight_version"] == "1"
-        sent = [body for e in rig.engines for _, body in e.requests]
-        assert [b["sampling_params"]["max_new_tokens"] for b in sent] == [12, 6]
-        assert sent[1]["input_ids"] == prompt + tokens[:6]
+        payloads = [body for e in rig.engines for _, body in e.requests]
+        assert [b["sampling_params"]["max_new_tokens"] for b in payloads] == [12, 6]
+        assert payloads[1]["input_ids"] == prompt + tokens[:6]
         assert all(e.loads == ["next"] for e in rig.engines)
         assert rig.fleet.router.stats()["resumes"] == 1
 
@@ -270,9 +272,9 @@ async def test_an_interrupted_generate_continues_from_its_tokens(stream: bool, t
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_openais_requests_continue_from_their_tokens_too(path: str, stream: bool) -> None:
-    asked: dict[str, Any] = {"prompt": "four"} if path == COMPLETIONS else {"messages": QUESTION}
+    prompt_fields: dict[str, Any] = {"prompt": "four"} if path == COMPLETIONS else {"messages": QUESTION}
     async with serving() as rig:
-        answer = await interrupted(rig, path, {"max_tokens": 9, "stream": stream, **asked})
+        answer = await interrupted(rig, path, {"max_tokens": 9, "stream": stream, **prompt_fields})
         first, second = (body for _, body in rig.engines[0].requests)
         prompt = first["input_ids"]
         assert second["input_ids"] == prompt + expected_ids(6, len(prompt))
@@ -286,17 +288,17 @@ async def test_the_last_token_before_an_abort_may_be_the_end() -> None:
         body = generate(20)
         body["sampling_params"]["stop_token_ids"] = [expected_ids(6)[-1]]
         tasks = [
-            asyncio.create_task(rig.post("/generate", one))
-            for one in (body, {**body, "stream": True}, generate(6))
+            asyncio.create_task(rig.post("/generate", payload))
+            for payload in (body, {**body, "stream": True}, generate(6))
         ]
         await rig.until(lambda: rig.fleet.router.stats()["received_tokens"] == 15)
         await rig.post("/update_weights_from_disk", {"model_path": "next"})
-        whole, stream, _ = [(await t)[1] for t in tasks]
+        answer, stream, _ = [(await t)[1] for t in tasks]
         reason = {"type": "stop", "matched": expected_ids(6)[-1]}
-        assert (whole["output_ids"], whole["meta_info"]["finish_reason"]) == (expected_ids(6), reason)
+        assert (answer["output_ids"], answer["meta_info"]["finish_reason"]) == (expected_ids(6), reason)
         chunks = parse(stream)
         assert [i for c in chunks for i in c["output_ids"]] == expected_ids(6)
-        assert "".join(c["text"] for c in chunks) == whole["text"] == text_of(expected_ids(5))
+        assert "".join(c["text"] for c in chunks) == answer["text"] == text_of(expected_ids(5))
         assert chunks[-1]["meta_info"]["finish_reason"] == reason
         assert len(rig.engines[0].requests) == 3, "nothing is written past the end"
 
@@ -367,12 +369,12 @@ async def test_an_error_after_the_first_event_ends_the_stream() -> None:
 
 
 def test_deaths_are_forgotten_after_a_while() -> None:
-    now = [0.0]
-    history = DeathHistory(lambda: now[0])
+    clock = [0.0]
+    history = DeathHistory(lambda: clock[0])
     history.record(b"a", "http://e", 1)
     history.record(b"a", "http://e", 1)
     assert (history.count(b"a"), history.count(b"b")) == (1, 0)
-    now[0] = 601.0
+    clock[0] = 601.0
     assert history.count(b"a") == 0
     history.record(b"a", "http://e", 2)
     assert history.count(b"a") == 1
@@ -405,10 +407,10 @@ def test_the_end_token_and_special_tokens_are_left_out() -> None:
     special = [10, 1, 11, 2]
     assert response_text().final(special, at_stop=True) == "01"
     assert response_text(skip_special_tokens=False).final(special, at_stop=True) == "0<bos>1"
-    kept = response_text(skip_special_tokens=False, no_stop_trim=True).final(special, at_stop=True)
-    assert kept == "0<bos>1<eos>"
+    full_text = response_text(skip_special_tokens=False, no_stop_trim=True).final(special, at_stop=True)
+    assert full_text == "0<bos>1<eos>"
     unchecked = response_text(ignore_eos=True, skip_special_tokens=False).final(special, at_stop=False)
-    assert unchecked == kept
+    assert unchecked == full_text
 
 
 @pytest.mark.parametrize(
@@ -435,10 +437,10 @@ def test_routes_are_those_of_the_whole_sequence_or_null(spans: list[RouteSpan], 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_calls_and_reasoning_are_parsed_at_the_end(stream: bool) -> None:
-    seen: list[tuple[str, str, list[Any]]] = []
+    reader_calls: list[tuple[str, str, list[Any]]] = []
 
     async def reader(text: str, before: str, tools: list[Any]) -> Turn:
-        seen.append((text, before, tools))
+        reader_calls.append((text, before, tools))
         return Turn("so", "because", (Call("add", '{"a": 1}'), Call("sub", "{}")))
 
     model = ServedModel(MODEL, {"incremental_streaming_output": True})
@@ -451,7 +453,7 @@ async def test_calls_and_reasoning_are_parsed_at_the_end(stream: bool) -> None:
     generation = Generation(request.generations[0], sample, b"")
     answer: Any = answer_to(request, [generation], model)
     if stream:
-        events = [e async for ended in chunks_of(answer) for e in ended]
+        events = [e async for chunk_events in chunks_of(answer) for e in chunk_events]
         deltas = [e["choices"][0]["delta"] for e in events]
         calls = [c for d in deltas for c in d.get("tool_calls") or ()]
         content = "".join(d.get("content") or "" for d in deltas)
@@ -462,10 +464,10 @@ async def test_calls_and_reasoning_are_parsed_at_the_end(stream: bool) -> None:
         calls, finish = choice["message"]["tool_calls"], choice["finish_reason"]
         content, reasoning = choice["message"]["content"], choice["message"]["reasoning_content"]
     assert (content, reasoning, finish) == ("so", "because", "tool_calls")
-    found = [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
-    assert found == [("add", '{"a": 1}'), ("sub", "{}")]
+    function_calls = [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
+    assert function_calls == [("add", '{"a": 1}'), ("sub", "{}")]
     assert len({c["id"] for c in calls}) == 2
-    ((text, before, tools),) = seen
+    ((text, before, tools),) = reader_calls
     assert text == text_of([20, 21]) and before.endswith("<assistant><think>") and tools == [TOOL]
 
 

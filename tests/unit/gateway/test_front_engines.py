@@ -24,8 +24,8 @@ async def test_engines_join_are_brought_up_to_date_and_leave() -> None:
         assert (status, answer["error"]["message"]) == (400, f"{url} is already in the pool")
         await rig.until(lambda: len(rig.fleet.pool.serving()) == 2)
         assert (joiner.loads, joiner.version) == (["next"], 7)
-        async with rig.client.delete("/engines", json={"url": rig.urls[0]}) as gone:
-            assert gone.status == 202
+        async with rig.client.delete("/engines", json={"url": rig.urls[0]}) as response:
+            assert response.status == 202
         await rig.until(lambda: len(rig.fleet.pool.engines) == 1)
         async with rig.client.get("/engines") as listed:
             rows = (await listed.json())["engines"]
@@ -72,18 +72,20 @@ async def test_an_engine_of_other_weights_waits_for_a_folder_and_it_is_told_once
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with serving() as rig:
-        other = HttpEngine(version=3)
-        url = await other.start()
+        stale_engine = HttpEngine(version=3)
+        url = await stale_engine.start()
         await rig.post("/engines", {"url": url})
-        told = f"{url} has weight version 3, the pool has 0: it serves after POST /update_weights_from_disk"
-        await rig.until(lambda: told in caplog.messages)
+        message = (
+            f"{url} has weight version 3, the pool has 0: it serves after POST /update_weights_from_disk"
+        )
+        await rig.until(lambda: message in caplog.messages)
         for _ in range(3):
             rig.fleet._load_stale()
-        assert caplog.messages.count(told) == 1
+        assert caplog.messages.count(message) == 1
         assert len(rig.fleet.pool.serving()) == 1
         await rig.post("/update_weights_from_disk", {"model_path": "next"})
         assert len(rig.fleet.pool.serving()) == 2
-        await other.stop()
+        await stale_engine.stop()
 
 
 @pytest.mark.parametrize(
@@ -168,8 +170,8 @@ async def test_clients_change_neither_engines_nor_weights() -> None:
             assert (status, answer["error"]["code"]) == (403, 403)
         async with rig.client.get("/engines", headers=CLIENT) as listed:
             assert listed.status == 403
-        async with rig.client.delete(f"/engines?url={rig.urls[0]}", headers=CLIENT) as gone:
-            assert gone.status == 403
+        async with rig.client.delete(f"/engines?url={rig.urls[0]}", headers=CLIENT) as response:
+            assert response.status == 403
         assert (await rig.post("/generate", generate(), headers=CLIENT))[0] == 200
         assert (len(rig.fleet.pool.engines), rig.engines[0].loads) == (1, [])
 
@@ -219,9 +221,13 @@ async def test_engines_that_ask_for_keys_get_them_and_clients_do_not() -> None:
         rig.engines[0].secrets = {"api_key": keys.api_key, "admin_api_key": keys.admin_key}
         await rig.post("/generate", generate())
         await rig.post("/update_weights_from_disk", {"model_path": "next"})
-        heard = rig.engines[0].keys
-        assert heard["/generate"] == heard["/model_info"] == {"Bearer the engines' key"}
-        assert heard["/update_weights_from_disk"] == heard["/flush_cache"] == {"Bearer their admins' key"}
+        engine_keys = rig.engines[0].keys
+        assert engine_keys["/generate"] == engine_keys["/model_info"] == {"Bearer the engines' key"}
+        assert (
+            engine_keys["/update_weights_from_disk"]
+            == engine_keys["/flush_cache"]
+            == {"Bearer their admins' key"}
+        )
         async with rig.client.get("/server_info") as answer:
             text = await answer.text()
         assert "incremental_streaming_output" in text

@@ -25,13 +25,13 @@ Handlers = dict[int, Callable[[], None]]
 @pytest.fixture
 def handlers(monkeypatch: pytest.MonkeyPatch) -> Handlers:
     """Of signals; this process keeps its own."""
-    found: Handlers = {}
+    signal_handlers: Handlers = {}
     monkeypatch.setattr(
         asyncio.SelectorEventLoop,
         "add_signal_handler",
-        lambda self, number, call: found.update({number: call}),
+        lambda self, number, call: signal_handlers.update({number: call}),
     )
-    return found
+    return signal_handlers
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -40,10 +40,10 @@ async def test_it_listens_until_a_signal_ends_it(
 ) -> None:
     caplog.set_level(logging.INFO)
     running = asyncio.ensure_future(serve(RouterOptions([], port=0), Tokens()))
-    while not (said := [r.getMessage() for r in caplog.records if "listening on" in r.getMessage()]):
+    while not (messages := [r.getMessage() for r in caplog.records if "listening on" in r.getMessage()]):
         await asyncio.wait({running}, timeout=0.01)
         assert not running.done(), running.exception()
-    (line,) = said
+    (line,) = messages
     assert line.endswith(" with 0 engines")
     url = line.split()[2]
     async with aiohttp.ClientSession() as session:
@@ -56,10 +56,10 @@ async def test_it_listens_until_a_signal_ends_it(
 
 
 async def test_a_taken_port_and_a_host_that_is_none_are_the_users_mistakes(handlers: Handlers) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         with pytest.raises(UserError, match=f"^--port {port}: the port is in use on 127.0.0.1; 0 selects"):
             await serve(RouterOptions([], port=port), Tokens())
     with pytest.raises(UserError, match=r"^--host 192\.0\.2\.1 --port 0: "):  # an address of nobody's machine
@@ -80,13 +80,13 @@ async def test_a_watch_that_fails_ends_it_with_the_error(
 
 
 def test_the_command_line_says_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[RouterOptions] = []
-    monkeypatch.setattr(router, "run_router", given.append)
+    options: list[RouterOptions] = []
+    monkeypatch.setattr(router, "run_router", options.append)
     assert main(["router", "--port", "7", "--engine", "http://a:1", "--engine", "http://b:2"]) == 0
     words = "--host localhost --strategy least_tokens --interruption abort --vocab-size 9 --queue-seconds 0.5"
     words += " --max-body-mb 1.5 --concurrency 3 --queue 0"
     assert main(["router", "--port", "0", *words.split()]) == 0
-    assert given == [
+    assert options == [
         RouterOptions(["http://a:1", "http://b:2"], 7),
         RouterOptions(
             [],

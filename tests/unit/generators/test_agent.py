@@ -53,9 +53,12 @@ WHOLE = f"{SAID[0]}<user>7<assistant><think>{SAID[1]}<user>4<assistant><think>{S
 
 
 def config(agent: str, params: dict[str, Any] | None = None, **rollout: Any) -> Config:
-    given = {"run": f"{AGENTS}:{agent}", **(params or {})}
+    generator_params = {"run": f"{AGENTS}:{agent}", **(params or {})}
     return Config.model_validate(
-        {"model": {"path": MODEL}, "rollout": {"generator": "agent", "generator_params": given, **rollout}}
+        {
+            "model": {"path": MODEL},
+            "rollout": {"generator": "agent", "generator_params": generator_params, **rollout},
+        }
     )
 
 
@@ -125,8 +128,8 @@ async def test_turns_of_an_agent_are_in_the_sample_as_the_engines_made_them(agen
     observed = [TOKENIZER.decode(s.response_ids[o.start : o.end]) for o in s.observed]
     assert observed == ["<user>7<assistant><think>", "<user>4<assistant><think>"]
     assert (s.status, s.own_prompt, s.prompt_ids) == (Status.FINISHED, False, prompt().ids)
-    assert [m for m, own in zip(s.mu, s.trained(), strict=True) if own] == [
-        -i / 7 for i, own in enumerate(s.trained()) if own
+    assert [m for m, is_trained in zip(s.mu, s.trained(), strict=True) if is_trained] == [
+        -i / 7 for i, is_trained in enumerate(s.trained()) if is_trained
     ]
 
 
@@ -141,15 +144,15 @@ async def test_after_a_restart_at_any_token_it_goes_on_to_the_same_response() ->
     """The agent runs anew and hears again what was saved; no engine is asked for that a second time."""
     model = Model()
     generate = build_generator(config("sums"), TOKENIZER, model)
-    await generate(whole := fresh(), prompt())
-    for tokens in range(0, sum(whole.trained()), 5):
+    await generate(reference := fresh(), prompt())
+    for tokens in range(0, sum(reference.trained()), 5):
         s, model.at_once = fresh(), tokens
         with pytest.raises(asyncio.CancelledError):
             await generate(s, prompt())
         assert sum(s.trained()) == tokens
         s.status, model.at_once, model.asked = Status.PARKED, None, []
         await generate(s, prompt())
-        assert told(s) == told(whole)
+        assert told(s) == told(reference)
         assert all(len(TOKENIZER.encode(text)) >= s.observed[0].start for text in model.asked[1:])
 
 
@@ -210,8 +213,8 @@ async def test_an_agent_may_say_what_its_response_was_worth(
     agent: str, worth: object, marks: list[float] | None
 ) -> None:
     """It is the worth of the last turn."""
-    found = (await made(config(agent), worth=worth)).turn_rewards
-    assert (None if found is None else [mark.reward for mark in found]) == marks
+    turn_rewards = (await made(config(agent), worth=worth)).turn_rewards
+    assert (None if turn_rewards is None else [mark.reward for mark in turn_rewards]) == marks
 
 
 async def test_the_reward_agent_is_what_the_agent_gives() -> None:
@@ -248,13 +251,13 @@ async def test_an_agent_in_the_python_of_a_venv_without_any_package(tmp_path: Pa
 
 
 async def test_an_agent_that_is_killed_runs_again_and_hears_the_same(tmp_path: Path) -> None:
-    said, model = ["<answer>1</answer><eos>", "<answer>2</answer><eos>"], Model()
-    model = Model(said)
+    replies, model = ["<answer>1</answer><eos>", "<answer>2</answer><eos>"], Model()
+    model = Model(replies)
     generate, s = build_generator(config("is_killed_once"), TOKENIZER, model), fresh()
     assert isinstance(generate, AgentGenerator)
     await generate(s, prompt(mark=str(tmp_path / "mark")))
     assert generate.counts["agent_restarts"] == 1
-    assert TOKENIZER.decode(s.response_ids) == f"{said[0]}<user>7<assistant><think>{said[1]}"
+    assert TOKENIZER.decode(s.response_ids) == f"{replies[0]}<user>7<assistant><think>{replies[1]}"
     assert len(model.asked) == 2, "the first turn was told from the sample"
 
 
@@ -288,17 +291,22 @@ async def test_the_process_of_the_agents_may_die() -> None:
 
 @pytest.mark.parametrize("train", ["all", "first"])
 async def test_another_conversation_is_a_sequence_of_its_own(train: str) -> None:
-    said = ["<answer>1</answer><eos>", "<answer>2</answer><eos>"]
-    model = Model(said)
+    replies = ["<answer>1</answer><eos>", "<answer>2</answer><eos>"]
+    model = Model(replies)
     generate = build_generator(config("rewrites", {"train": train}), TOKENIZER, model)
     assert isinstance(generate, AgentGenerator)
     s = fresh()
     await generate(s, prompt())
-    assert TOKENIZER.decode(s.response_ids) == f"{said[0]}<user>1<assistant><think>{said[1]}"
+    assert TOKENIZER.decode(s.response_ids) == f"{replies[0]}<user>1<assistant><think>{replies[1]}"
     assert model.sides == ["<bos><user>in short?<assistant><think>"]
-    (other,) = s.extra_sequences
-    assert (other.sample_id, other.sequence, other.parent, other.aside) == (5, 1, None, train == "first")
-    assert (TOKENIZER.decode(other.prompt_ids), TOKENIZER.decode(other.response_ids)) == (
+    (side_sequence,) = s.extra_sequences
+    assert (side_sequence.sample_id, side_sequence.sequence, side_sequence.parent, side_sequence.aside) == (
+        5,
+        1,
+        None,
+        train == "first",
+    )
+    assert (TOKENIZER.decode(side_sequence.prompt_ids), TOKENIZER.decode(side_sequence.response_ids)) == (
         model.sides[0],
         "1<eos>",
     )
@@ -306,8 +314,8 @@ async def test_another_conversation_is_a_sequence_of_its_own(train: str) -> None
     counts = {"agent_calls": 3, "agent_side_calls": aside, "agent_sequences": 1, "agent_restarts": 0}
     assert generate.counts == counts
     # The one that spoke last is what a reward reads last.
-    whole = TOKENIZER.decode(s.response_ids)
-    assert TOKENIZER.decode(s.judged_ids) == (whole if train == "first" else f"1<eos>{whole}")
+    transcript = TOKENIZER.decode(s.response_ids)
+    assert TOKENIZER.decode(s.judged_ids) == (transcript if train == "first" else f"1<eos>{transcript}")
 
 
 async def test_a_client_that_asks_again_gets_the_same_answer() -> None:
@@ -367,12 +375,16 @@ async def test_a_client_that_waits_hears_signs_of_life(stream: bool, monkeypatch
 
 async def test_an_address_is_of_no_use_without_its_key() -> None:
     async with endpoint.Endpoint().listening() as made_endpoint, aiohttp.ClientSession() as client:
-        mine, other = made_endpoint.open(), made_endpoint.open()
-        for url, key in [(mine.url, other.key), (mine.url, ""), (mine.url + "x", mine.key)]:
+        session, other_session = made_endpoint.open(), made_endpoint.open()
+        for url, key in [
+            (session.url, other_session.key),
+            (session.url, ""),
+            (session.url + "x", session.key),
+        ]:
             headers = {"Authorization": f"Bearer {key}"}
             async with client.post(f"{url}/v1/chat/completions", json={}, headers=headers) as answer:
                 assert answer.status == 401
-        headers = {"x-api-key": mine.key}
+        headers = {"x-api-key": session.key}
         for body, why in [
             ({}, "messages: expected a list"),
             ({"messages": [{"role": "boss"}]}, "messages[0].role = 'boss'"),
@@ -386,12 +398,14 @@ async def test_an_address_is_of_no_use_without_its_key() -> None:
                 "a part of type 'image_url'",
             ),
         ]:
-            async with client.post(f"{mine.url}/v1/chat/completions", json=body, headers=headers) as answer:
+            async with client.post(
+                f"{session.url}/v1/chat/completions", json=body, headers=headers
+            ) as answer:
                 assert answer.status == 400 and why in (await answer.json())["error"]["message"]
-        made_endpoint.close(mine)
-        async with client.get(f"{mine.url}/v1/models", headers=headers) as answer:
+        made_endpoint.close(session)
+        async with client.get(f"{session.url}/v1/models", headers=headers) as answer:
             assert answer.status == 401
-        assert mine.questions.empty() and other.questions.empty()
+        assert session.questions.empty() and other_session.questions.empty()
 
 
 def test_what_an_agent_leaves_behind_ends_with_the_event_loop(tmp_path: Path) -> None:
@@ -498,17 +512,25 @@ def test_the_agent_of_the_page_passes_the_trial(tmp_path: Path, monkeypatch: pyt
 def test_a_prompt_of_its_own_is_in_the_ledger(tmp_path: Path) -> None:
     with rig_buffer(tmp_path) as buffer:
         group = buffer.issue(Prompt(0, "", [5, 6], {}), [1, 2])
-        mine, other = group.samples
-        mine.prompt_ids, mine.own_prompt = [7, 8, 9], True
+        custom_sample, plain_sample = group.samples
+        custom_sample.prompt_ids, custom_sample.own_prompt = [7, 8, 9], True
         for sample in group.samples:
             sample.append(Segment([3], [-1.0], [VersionSpan(1, 0, 1)]))
         buffer.save(group.samples)
         buffer.flush()
     with rig_buffer(tmp_path) as buffer:
         (group,) = buffer.active()
-        mine, other = group.samples
-    assert (mine.prompt_ids, mine.own_prompt, mine.trained_prompt) == ([7, 8, 9], True, None)
-    assert (other.prompt_ids, other.own_prompt, other.trained_prompt) == ([5, 6], False, None)
+        custom_sample, plain_sample = group.samples
+    assert (custom_sample.prompt_ids, custom_sample.own_prompt, custom_sample.trained_prompt) == (
+        [7, 8, 9],
+        True,
+        None,
+    )
+    assert (plain_sample.prompt_ids, plain_sample.own_prompt, plain_sample.trained_prompt) == (
+        [5, 6],
+        False,
+        None,
+    )
 
 
 @contextmanager

@@ -65,11 +65,11 @@ async def test_what_happens_to_engines_holds_an_agent_up_and_changes_no_token() 
 def check(sample: Sample, decode: Callable[[list[int]], str]) -> None:
     """Three turns of twelve tokens, each as an engine without interruptions makes it."""
     assert sample.status is Status.TRUNCATED and sample.sampled_tokens == 36
-    said = [decode(sample.response_ids[o.start : o.end].tolist()) for o in sample.observed]
-    assert said == ["<user>0<assistant><think>", "<user>1<assistant><think>"]
+    observed_texts = [decode(sample.response_ids[o.start : o.end].tolist()) for o in sample.observed]
+    assert observed_texts == ["<user>0<assistant><think>", "<user>1<assistant><think>"]
     versions, first = sample.versions(), len(sample.prompt_ids)
-    for i, own in enumerate(sample.trained()):
-        if own:
+    for i, trained in enumerate(sample.trained()):
+        if trained:
             assert sample.response_ids[i] == token(sample.seed, first + i, versions[i])
             assert sample.mu[i] == logprob(sample.seed, first + i, versions[i])
 
@@ -107,7 +107,7 @@ async def test_what_happens_to_engines_holds_every_conversation_up_and_changes_n
     assert len({q.seed for q in sample.sequences}) == 3
     for q in sample.sequences:
         versions, first_place = q.versions(), len(q.prompt_ids)
-        for i, own in enumerate(q.trained()):
-            if own:
+        for i, trained in enumerate(q.trained()):
+            if trained:
                 assert q.response_ids[i] == token(q.seed, first_place + i, versions[i])
                 assert q.mu[i] == logprob(q.seed, first_place + i, versions[i])

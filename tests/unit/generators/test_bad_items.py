@@ -76,10 +76,10 @@ async def test_an_evaluation_leaves_a_prompt_out_that_is_too_long() -> None:
         limits.check_prompt(sample.prompt_ids)
         sample.status = Status.FINISHED
 
-    asked = [
+    items = [
         (Sample(-1, -1, 0, [5] * n, seed=0), Prompt(i, "", [5] * n, {})) for i, n in enumerate((3, 100, 4))
     ]
-    assert await outcome(answered_items(asked, answer)) == [asked[0], asked[2]]
+    assert await outcome(answered_items(items, answer)) == [items[0], items[2]]
 
 
 async def test_an_evaluation_leaves_a_prompt_out_whose_generator_raises() -> None:
@@ -88,8 +88,8 @@ async def test_an_evaluation_leaves_a_prompt_out_whose_generator_raises() -> Non
             raise ConnectionResetError("the search server is away")
         sample.status = Status.FINISHED
 
-    asked = [(Sample(-1, -1, 0, [5], seed=0), Prompt(i, "", [5], {})) for i in range(3)]
-    assert await outcome(answered_items(asked, answer)) == [asked[0], asked[2]]
+    items = [(Sample(-1, -1, 0, [5], seed=0), Prompt(i, "", [5], {})) for i in range(3)]
+    assert await outcome(answered_items(items, answer)) == [items[0], items[2]]
 
 
 def test_abandoned_work_can_be_closed_in_another_context() -> None:
@@ -130,13 +130,13 @@ def bad_rows(tmp_path: Path) -> Config:
     """Line 3 of the training rows has half an emoji; of the held-out ones, line 2 is too long and line 3 as that."""
     good = [{"prompt": f"{i}+1", "answer": str(i + 1)} for i in range(8)]
     rows = write_rows(tmp_path / "rows.jsonl", *good[:2], {"prompt": f"2+2{HALF}", "answer": "4"}, *good[3:])
-    held = (
+    heldout_rows = (
         {"prompt": "7+7", "answer": "14"},
         {"prompt": "3+4" * 2000, "answer": "7"},
         {"prompt": HALF, "answer": ""},
     )
     return config_of_rows(
-        tmp_path, rows, write_rows(tmp_path / "held.jsonl", *held), rollout={"max_response_tokens": 8}
+        tmp_path, rows, write_rows(tmp_path / "held.jsonl", *heldout_rows), rollout={"max_response_tokens": 8}
     )
 
 
@@ -146,15 +146,17 @@ async def test_try_shows_why_a_prompt_is_not_answered(tmp_path: Path) -> None:
         tmp_path / "rows.jsonl",
         {"prompt": "1+1", "answer": "2"}, {"prompt": "3+4" * 2000, "answer": "7"}, {"prompt": HALF, "answer": ""},
     )  # fmt: skip
-    held = write_rows(tmp_path / "held.jsonl", *({"prompt": f"7+{i}", "answer": "14"} for i in range(3)))
+    heldout_path = write_rows(
+        tmp_path / "held.jsonl", *({"prompt": f"7+{i}", "answer": "14"} for i in range(3))
+    )
     engine = HttpEngine()
     try:
-        given = config_of_rows(tmp_path, rows, held, rollout={"max_response_tokens": 8})
-        found = await outcome(tryout.try_out(given, {await engine.start(): ANONYMOUS}))
+        config = config_of_rows(tmp_path, rows, heldout_path, rollout={"max_response_tokens": 8})
+        entries = await outcome(tryout.try_out(config, {await engine.start(): ANONYMOUS}))
     finally:
         await engine.stop()
-    assert isinstance(found, list), found
-    reasons = sorted((str(entry["samples"][0]["reason"]) for entry in found), key=len)
+    assert isinstance(entries, list), entries
+    reasons = sorted((str(entry["samples"][0]["reason"]) for entry in entries), key=len)
     assert reasons[0] == "None" and "6004 tokens" in reasons[1] and "half of a character" in reasons[2], (
         reasons
     )
@@ -176,13 +178,13 @@ async def test_eval_counts_the_prompts_that_it_leaves_out(bad_rows: Config) -> N
 
 def test_a_row_with_half_an_emoji_is_a_prompt_that_nobody_is_sent(bad_rows: Config) -> None:
     source = build_source(bad_rows, TOKENIZER)
-    found: list[Any] = []
+    prompts: list[Any] = []
     for index in range(8):
         try:
-            found.append(source.train(index))
+            prompts.append(source.train(index))
         except TypeError as e:
-            found.append(e)
-    (bad,) = [p for p in found if not getattr(p, "ids", None)]
+            prompts.append(e)
+    (bad,) = [p for p in prompts if not getattr(p, "ids", None)]
     assert isinstance(bad, Prompt) and bad.location.endswith("rows.jsonl:3"), repr(bad)
 
 
@@ -235,12 +237,12 @@ async def test_an_engine_that_refuses_a_canary_is_not_dead(only: bool) -> None:
         canaries = [
             Canary(ids, canary_logprobs(ids, r.version)) for ids in ([long] if only else [CANARY_IDS, long])
         ]
-        found = await outcome(r.router.end_push(r.version, canaries))
+        push_result = await outcome(r.router.end_push(r.version, canaries))
         if only:  # nothing speaks for its weights
-            assert "refused" in str(found), found
+            assert "refused" in str(push_result), push_result
         else:
             assert r.router.stats()["engines_serving"] == 1, r.router.engine_states()
-            assert found["push_canaries_refused"] == 1
+            assert push_result["push_canaries_refused"] == 1
 
 
 # A sample's boundary
@@ -295,13 +297,13 @@ async def test_a_generator_that_raises_costs_the_sample(
     }
     async with rig(make_config(tmp_path, rollout=rollout)) as r:
         await r.start()
-        taken = await outcome(r.take(1))
-        assert not isinstance(taken, BaseException), taken
-        assert [g.group_id for g in taken.groups] == [0, 2, 3, 5, 6, 7, 8, 9]
+        batch = await outcome(r.take(1))
+        assert not isinstance(batch, BaseException), batch
+        assert [g.group_id for g in batch.groups] == [0, 2, 3, 5, 6, 7, 8, 9]
         censored = r.manager.samples(SampleQuery(status="censored", limit=10))
         reasons = [s.sample.censor_reason or "" for s in censored]
         assert len(reasons) == 2 and all(0 < len(reason) <= 2000 for reason in reasons), reasons
-        assert taken.metrics["censored_samples_exception"] == 2
+        assert batch.metrics["censored_samples_exception"] == 2
     assert "Traceback" in caplog.text
     assert "own.py" in caplog.text or raises == "nothing said"
 
@@ -311,14 +313,14 @@ async def test_a_generator_that_raises_costs_the_sample(
     [KeyboardInterrupt(), SystemExit(0), BaseExceptionGroup("two", [KeyboardInterrupt(), ValueError("a")])],
 )
 def test_what_an_items_code_raises_to_end_its_program_costs_the_item(error: BaseException) -> None:
-    found: Any = None
+    result: Any = None
     try:
         with boundary("rows.jsonl:1") as item:
             raise error
-        found = item.censored
+        result = item.censored
     except (KeyboardInterrupt, BaseExceptionGroup) as e:
-        found = e
-    assert isinstance(found, Censored) and found.cause is CensorCause.EXCEPTION, repr(found)
+        result = e
+    assert isinstance(result, Censored) and result.cause is CensorCause.EXCEPTION, repr(result)
 
 
 async def test_an_interrupted_item_whose_code_raises_meanwhile_is_not_censored() -> None:
@@ -345,10 +347,10 @@ async def test_more_than_a_share_of_samples_that_fail_ends_the_run(tmp_path: Pat
     rollout = {"groups_per_step": 8, "group_size": 16, "generator": f"{tmp_path}/own.py:own"}
     async with rig(make_config(tmp_path, rollout=rollout)) as r:
         await r.start()
-        found = await outcome(r.take(1))
-        assert isinstance(found, RunError), found
-        assert "KeyError: 'hits'" in str(found) and "own.py" in str(found), found
-        assert "rollout.max_failed_share" in str(found) and "prompt" in str(found), found
+        error = await outcome(r.take(1))
+        assert isinstance(error, RunError), error
+        assert "KeyError: 'hits'" in str(error) and "own.py" in str(error), error
+        assert "rollout.max_failed_share" in str(error) and "prompt" in str(error), error
 
 
 @pytest.mark.parametrize("error", ["RunError", "OSError(28, 'No space left on device')", "sqlite3"])
@@ -363,8 +365,8 @@ async def test_errors_of_the_run_end_it(error: str, tmp_path: Path) -> None:
     rollout = {"groups_per_step": 8, "group_size": 4, "generator": f"{tmp_path}/own.py:own"}
     async with rig(make_config(tmp_path, rollout=rollout)) as r:
         await r.start()
-        found = await outcome(r.take(1))
-        assert isinstance(found, RunError), found
+        result = await outcome(r.take(1))
+        assert isinstance(result, RunError), result
 
 
 async def test_a_source_that_raises_for_one_row_costs_that_row(
@@ -379,9 +381,9 @@ async def test_a_source_that_raises_for_one_row_costs_that_row(
     monkeypatch.setattr(rollout_rig, "Numbers", Odd)
     async with rig(make_config(tmp_path, rollout={"groups_per_step": 8, "group_size": 2})) as r:
         await r.start()
-        taken = await outcome(r.take(1))
-        assert not isinstance(taken, BaseException), taken
-        assert [g.group_id for g in taken.groups] == [0, *range(2, 9)]
+        batch = await outcome(r.take(1))
+        assert not isinstance(batch, BaseException), batch
+        assert [g.group_id for g in batch.groups] == [0, *range(2, 9)]
         (reason, _) = [
             s.sample.censor_reason for s in r.manager.samples(SampleQuery(status="censored", limit=10))
         ]
@@ -399,8 +401,8 @@ async def test_the_last_words_are_the_cause_and_not_a_status_of_http(
         monkeypatch.setattr(r.manager, "evaluate", evaluate)
         monkeypatch.setattr(client, "_headers", {**client._headers, "X-Rlsys-Start": "1"})
         await ticking(r, client.restore, 0)
-        found = await outcome(ticking(r, client.evaluate))
-        assert "ZeroDivisionError: no such thing" in str(found) and "got itself in trouble" not in str(found)
+        error = await outcome(ticking(r, client.evaluate))
+        assert "ZeroDivisionError: no such thing" in str(error) and "got itself in trouble" not in str(error)
 
 
 USER_CODE = {
@@ -414,15 +416,15 @@ USER_CODE = {
 
 def test_there_is_one_broad_except_in_what_runs() -> None:
     """Of those that do not raise on. A library that raises nothing narrower is the other one."""
-    found = []
+    file_names = []
     for path in sorted((ROOT / "rlsys").rglob("*.py")):
         name = str(path.relative_to(ROOT))
         for handler in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ExceptHandler)):
             kinds = "" if handler.type is None else ast.unparse(handler.type)
             broad = handler.type is None or {"Exception", "BaseException"} & set(re.findall(r"\w+", kinds))
             if broad and not isinstance(handler.body[-1], ast.Raise) and name not in USER_CODE:
-                found.append(name)
-    assert found == ["rlsys/generators/censoring.py"]
+                file_names.append(name)
+    assert file_names == ["rlsys/generators/censoring.py"]
 
 
 async def test_a_row_that_a_generator_cannot_use_is_not_unexpected(tmp_path: Path) -> None:
@@ -434,8 +436,8 @@ async def test_a_row_that_a_generator_cannot_use_is_not_unexpected(tmp_path: Pat
     rollout = {"groups_per_step": 8, "group_size": 4, "generator": f"{tmp_path}/own.py:own"}
     async with rig(make_config(tmp_path, rollout=rollout)) as r:
         await r.start()
-        taken = await r.take(1)
-        assert taken.metrics["censored_samples_row"] == 8
+        batch = await r.take(1)
+        assert batch.metrics["censored_samples_row"] == 8
         reasons = {
             s.sample.censor_reason for s in r.manager.samples(SampleQuery(status="censored", limit=10))
         }
@@ -454,8 +456,8 @@ async def test_a_request_that_an_engine_refuses_is_that_samples_matter() -> None
     async with routing(Refuses("http://a:1")) as r:
         await r.push()
         samples = [sample(i) for i in range(3)]
-        found = await asyncio.gather(*(r.start(s) for s in samples), return_exceptions=True)
-        assert isinstance(found[1], RefusedRequest)
+        results = await asyncio.gather(*(r.start(s) for s in samples), return_exceptions=True)
+        assert isinstance(results[1], RefusedRequest)
         assert [s.status for s in samples] == [Status.FINISHED, Status.PARKED, Status.FINISHED]
         assert r.router.stats()["engines_serving"] == 1
         await r.router.wait_idle(samples[1])
@@ -493,14 +495,14 @@ async def played(messages: Any, step: Any) -> Any:
     rollout = {
         "generator": "environment", "generator_params": {"connector": "gymnasium", "max_turns": 2},
     }  # fmt: skip
-    given = Config.model_validate({"model": {"path": MODEL}, "rollout": rollout})
+    config = Config.model_validate({"model": {"path": MODEL}, "rollout": rollout})
 
     async def speak(sample: Sample, **_: Any) -> None:
         ids = TOKENIZER.encode("7<eos>")
         sample.append(Segment(ids, [-0.5] * len(ids), [VersionSpan(1, 0, len(ids))]))
         sample.status = Status.FINISHED
 
-    generate: Any = build_generator(given, TOKENIZER, speak)
+    generate: Any = build_generator(config, TOKENIZER, speak)
     generate._services = Services(Episode(messages, step))
     ids = TOKENIZER.encode(TOKENIZER.apply_chat([{"role": "user", "content": "go"}]))
     sample = Sample(5, 1, 0, ids, seed=1)
@@ -525,36 +527,36 @@ STEP = {"messages": [{"role": "user", "content": "4"}], "reward": 1.0, "done": F
     ids=str,
 )  # fmt: skip
 async def test_a_bad_answer_of_an_environment_censors_with_its_reason(odd: dict[str, Any]) -> None:
-    found = await played((), {**STEP, **odd})
-    assert isinstance(found, ToolFailed), found
-    assert next(iter(odd)) in str(found), found
+    error = await played((), {**STEP, **odd})
+    assert isinstance(error, ToolFailed), error
+    assert next(iter(odd)) in str(error), error
 
 
 @pytest.mark.parametrize("missing", ["messages", "reward", "done"])
 async def test_an_answer_that_lacks_a_part_censors(missing: str) -> None:
-    found = await played((), {k: v for k, v in STEP.items() if k != missing})
-    assert isinstance(found, ToolFailed) and missing in str(found), found
+    error = await played((), {k: v for k, v in STEP.items() if k != missing})
+    assert isinstance(error, ToolFailed) and missing in str(error), error
 
 
 async def test_a_bad_opening_censors() -> None:
     for messages in ("hello", [{"content": "no role"}], [3]):
-        found = await played(messages, STEP)
-        assert isinstance(found, ToolFailed), found
+        error = await played(messages, STEP)
+        assert isinstance(error, ToolFailed), error
 
 
 async def test_texts_of_an_environment_are_read_as_those_of_agents() -> None:
     parts = [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]
-    for content, shown in (
+    for content, text in (
         (parts, "42"),
         (None, ""),
         (f"4{HALF}", "4\ufffd"),
         ([{"type": "text", "text": HALF}], "\ufffd"),
     ):
-        found = await played((), {**STEP, "messages": [{"role": "user", "content": content}]})
-        assert isinstance(found, Sample), found
-        (span,) = found.observed
-        known = TOKENIZER.decode(TOKENIZER.encode(f"<user>{shown}<assistant><think>"))
-        assert TOKENIZER.decode(found.response_ids[span.start : span.end]) == known
+        result = await played((), {**STEP, "messages": [{"role": "user", "content": content}]})
+        assert isinstance(result, Sample), result
+        (span,) = result.observed
+        expected = TOKENIZER.decode(TOKENIZER.encode(f"<user>{text}<assistant><think>"))
+        assert TOKENIZER.decode(result.response_ids[span.start : span.end]) == expected
 
 
 # Agents
@@ -563,8 +565,8 @@ async def test_texts_of_an_environment_are_read_as_those_of_agents() -> None:
 @asynccontextmanager
 async def endpoint() -> AsyncIterator[Any]:
     """Asks the endpoint of an agent whose every question is answered."""
-    async with Endpoint().listening() as made, aiohttp.ClientSession() as session:
-        opened = made.open()
+    async with Endpoint().listening() as agent_endpoint, aiohttp.ClientSession() as session:
+        opened = agent_endpoint.open()
 
         async def answering() -> None:
             while True:
@@ -582,7 +584,7 @@ async def endpoint() -> AsyncIterator[Any]:
             yield ask
         finally:
             task.cancel()
-            made.close(opened)
+            agent_endpoint.close(opened)
 
 
 CHAT: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "3+4?"}]}
@@ -643,9 +645,9 @@ ODD: dict[str, tuple[str, bytes | dict[str, Any]]] = {
 @pytest.mark.parametrize("what", ODD)
 async def test_a_malformed_request_of_an_agent_is_answered_400(what: str) -> None:
     async with endpoint() as ask:
-        status, said = await ask(*ODD[what])
-        assert status == 400, (status, said[-300:])
-        assert "message" in json.loads(said)["error"]
+        status, body = await ask(*ODD[what])
+        assert status == 400, (status, body[-300:])
+        assert "message" in json.loads(body)["error"]
 
 
 async def test_what_is_unusual_and_well_formed_is_answered() -> None:
@@ -655,9 +657,9 @@ async def test_what_is_unusual_and_well_formed_is_answered() -> None:
             {"stream": True, "stream_options": {"include_usage": True}}, {"tools": None}, called([CALLED]),
             called(None), {"metadata": {"a": 1}}, {"max_tokens": 2**31 - 1},
         ]  # fmt: skip
-        for more in unusual:
-            status, said = await ask("/v1/chat/completions", {**CHAT, **more})
-            assert status == 200, (more, said)
+        for options in unusual:
+            status, body = await ask("/v1/chat/completions", {**CHAT, **options})
+            assert status == 200, (options, body)
 
 
 async def test_samples_that_a_worker_tells_together_are_decided_once(tmp_path: Path) -> None:
@@ -671,15 +673,15 @@ async def test_samples_that_a_worker_tells_together_are_decided_once(tmp_path: P
                 await generate(sample, prompt)
             await asyncio.sleep(0)
             group = r.buffer.groups.get(1)
-            for other in group.samples if group is not None and sample.group_id == 1 else ():
-                other.censor(CensorCause.PROMPT, "prompt refused: too long")
+            for sibling in group.samples if group is not None and sample.group_id == 1 else ():
+                sibling.censor(CensorCause.PROMPT, "prompt refused: too long")
 
         streams.generate = told_together  # type: ignore[method-assign, assignment]
         await r.start()
-        taken = await outcome(r.take(1))
-        assert not isinstance(taken, BaseException), taken
-        assert [g.group_id for g in taken.groups] == [0, 2, 3, 4]
-        assert taken.metrics["censored_samples_prompt"] == 2 and taken.metrics["censored"] == 1
+        batch = await outcome(r.take(1))
+        assert not isinstance(batch, BaseException), batch
+        assert [g.group_id for g in batch.groups] == [0, 2, 3, 4]
+        assert batch.metrics["censored_samples_prompt"] == 2 and batch.metrics["censored"] == 1
 
 
 # Rewards
@@ -689,8 +691,10 @@ async def test_samples_that_a_worker_tells_together_are_decided_once(tmp_path: P
     "raises", ["SystemExit(3)", "KeyboardInterrupt", "BaseExceptionGroup('a', [SystemExit()])"]
 )
 def test_an_async_reward_that_raises_what_ends_an_event_loop_is_told(raises: str, tmp_path: Path) -> None:
-    own = f"def own(config):\n    async def score(prompt, text):\n        raise {raises}\n    return score\n"
-    (tmp_path / "own.py").write_text(own)
+    source = (
+        f"def own(config):\n    async def score(prompt, text):\n        raise {raises}\n    return score\n"
+    )
+    (tmp_path / "own.py").write_text(source)
     config = make_config(tmp_path, data={"reward": f"{tmp_path / 'own.py'}:own"})
 
     async def ask() -> Any:
@@ -702,11 +706,11 @@ def test_an_async_reward_that_raises_what_ends_an_event_loop_is_told(raises: str
             )
 
     try:
-        found: Any = asyncio.run(ask())
+        verdict: Any = asyncio.run(ask())
     except (SystemExit, KeyboardInterrupt, BaseExceptionGroup) as e:
-        found = e
-    assert isinstance(found, Verdict), repr(found)
-    assert raises.partition("(")[0] in str(found.reason) and "own.py" in str(found.reason)
+        verdict = e
+    assert isinstance(verdict, Verdict), repr(verdict)
+    assert raises.partition("(")[0] in str(verdict.reason) and "own.py" in str(verdict.reason)
 
 
 @pytest.mark.parametrize("value", [{"a": 1e308, "b": 1e308}, 1e39, -1e300, {"score": 1e30}])
@@ -722,10 +726,10 @@ async def test_a_reward_that_the_trainer_cannot_hold_is_none(value: Any, tmp_pat
 
     async with rig(make_config(tmp_path, rollout={"groups_per_step": 4}), reward=reward) as r:
         await r.start()
-        taken = await outcome(r.take(1))
-        assert not isinstance(taken, BaseException), taken
-        assert [g.group_id for g in taken.groups] == [0, 2, 3, 4]
-        assert taken.metrics["censored_samples_reward"] == 2
+        batch = await outcome(r.take(1))
+        assert not isinstance(batch, BaseException), batch
+        assert [g.group_id for g in batch.groups] == [0, 2, 3, 4]
+        assert batch.metrics["censored_samples_reward"] == 2
 
 
 def test_weights_of_rewards_do_not_overflow() -> None:
@@ -762,13 +766,13 @@ async def test_a_reward_with_half_an_emoji_in_its_words_or_names_ends_nothing(tm
 
     async with rig(make_config(tmp_path, rollout={"groups_per_step": 4}), reward=reward) as r:
         await r.start()
-        taken = await outcome(r.take(1))
-        assert not isinstance(taken, BaseException), taken
+        batch = await outcome(r.take(1))
+        assert not isinstance(batch, BaseException), batch
         (reason, _) = [
             s.sample.censor_reason for s in r.manager.samples(SampleQuery(status="censored", limit=10))
         ]
         assert reason is not None and len(reason) <= 2000
-        assert taken.metrics["censored_samples_reward"] == 2
+        assert batch.metrics["censored_samples_reward"] == 2
         assert r.manager.status()["censored"] == 1
 
 
@@ -779,8 +783,8 @@ async def test_an_over_long_training_prompt_is_counted(
     async with rig(make_config(tmp_path, rollout={"groups_per_step": 4})) as r:
         r.router.refuse = lambda s: s.group_id == 1
         await r.start()
-        taken = await r.take(1)
-        assert taken.metrics.get("censored_samples_prompt") == 2
+        batch = await r.take(1)
+        assert batch.metrics.get("censored_samples_prompt") == 2
 
 
 # Functions
@@ -793,15 +797,15 @@ CUT = "def cut(): return 'a\\ud83d'\n\ndef echo(a): return a\n\ndef fails(): rai
 async def test_what_functions_say_is_made_valid(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CUT)
     names = [f"{tmp_path / 'own.py'}:{name}" for name in ("cut", "echo", "fails")]
-    given = {"generator": "functions", "generator_params": {"functions": names}}
-    functions = Functions(Config.model_validate({"model": {"path": MODEL}, "rollout": given}), names, 30)
+    rollout = {"generator": "functions", "generator_params": {"functions": names}}
+    functions = Functions(Config.model_validate({"model": {"path": MODEL}, "rollout": rollout}), names, 30)
     try:
-        said = [
+        answers = [
             await functions(Call(*c)) for c in (("cut", "{}"), ("echo", '{"a": "b\\ud83d"}'), ("fails", "{}"))
         ]
     finally:
         await functions.close()
-    assert said == ["a\ufffd", "b\ufffd", "error: ValueError: \ufffd"]
+    assert answers == ["a\ufffd", "b\ufffd", "error: ValueError: \ufffd"]
 
 
 async def test_arguments_with_half_an_emoji_are_shown_as_valid_text(tmp_path: Path) -> None:
@@ -835,16 +839,16 @@ async def test_an_agents_history_with_half_an_emoji_in_its_arguments_is_answered
     rendering = Rendering(TOKENIZER)
     calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": "\\ud83d"}'}}]
     deep = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": "[" * 90_000}}]
-    for given in (calls, deep):
+    for tool_calls in (calls, deep):
         history = [
             {"role": "user", "content": "7"},
-            {"role": "assistant", "content": "", "tool_calls": given},
+            {"role": "assistant", "content": "", "tool_calls": tool_calls},
         ]
         try:
-            made: Any = rendering.prompt(history, ())
+            prompt_ids: Any = rendering.prompt(history, ())
         except (TypeError, RecursionError) as e:
-            made = e
-        assert isinstance(made, list) and made, made
+            prompt_ids = e
+        assert isinstance(prompt_ids, list) and prompt_ids, prompt_ids
 
 
 # Texts of megabytes: a tokenizer reads a megabyte or less a second, in the event loop of everybody
@@ -867,9 +871,11 @@ def test_a_row_that_no_context_holds_is_a_refused_prompt(
     rows = write_rows(
         tmp_path / "rows.jsonl", {"prompt": LARGE, "answer": ""}, {"prompt": "1+1", "answer": "2"}
     )
-    held = write_rows(tmp_path / "held.jsonl", *({"prompt": f"7+{i}", "answer": "1"} for i in range(3)))
+    heldout_path = write_rows(
+        tmp_path / "held.jsonl", *({"prompt": f"7+{i}", "answer": "1"} for i in range(3))
+    )
     monkeypatch.setattr(Tokenizer, "apply_chat", lambda self, messages, **_: messages[0]["content"])
-    source = build_source(config_of_rows(tmp_path, rows, held), TOKENIZER)
+    source = build_source(config_of_rows(tmp_path, rows, heldout_path), TOKENIZER)
     encode, read = Tokenizer.encode, []
 
     def watched(self: Tokenizer, text: str) -> list[int]:
@@ -892,20 +898,20 @@ def test_a_row_that_no_context_holds_is_a_refused_prompt(
 
 
 async def test_an_environment_that_says_megabytes_costs_its_episode() -> None:
-    begun = time.process_time()
-    found = await played((), {**STEP, "messages": [{"role": "user", "content": LARGE}]})
-    assert isinstance(found, ToolFailed) and "characters" in str(found), found
-    assert time.process_time() - begun < 5
+    start_time = time.process_time()
+    error = await played((), {**STEP, "messages": [{"role": "user", "content": LARGE}]})
+    assert isinstance(error, ToolFailed) and "characters" in str(error), error
+    assert time.process_time() - start_time < 5
 
 
 @pytest.mark.gate  # it starts the processes of functions
 async def test_what_a_function_says_has_a_limit(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def large(): return 'a' * 80_000_000\n")
     names = [f"{tmp_path / 'own.py'}:large"]
-    given = {"generator": "functions", "generator_params": {"functions": names}}
-    functions = Functions(Config.model_validate({"model": {"path": MODEL}, "rollout": given}), names, 30)
+    rollout = {"generator": "functions", "generator_params": {"functions": names}}
+    functions = Functions(Config.model_validate({"model": {"path": MODEL}, "rollout": rollout}), names, 30)
     try:
-        said = [await functions(Call("large", "{}")), await functions(Call("none", "{}"))]
+        answers = [await functions(Call("large", "{}")), await functions(Call("none", "{}"))]
     finally:
         await functions.close()
-    assert said[0].startswith("error") and len(said[0]) < 400, said[0][:100]
+    assert answers[0].startswith("error") and len(answers[0]) < 400, answers[0][:100]

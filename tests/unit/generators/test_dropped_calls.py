@@ -40,5 +40,9 @@ async def test_text_that_a_parser_drops_is_text(turn: str, text: str, reasoning:
         yield worker
 
     reader._workers = mock.Mock(acquire=started)
-    found = await reader(turn, "", [])
-    assert (found.text.strip(), found.reasoning, found.calls) == (expected.strip(), reasoning, ())
+    parsed_turn = await reader(turn, "", [])
+    assert (parsed_turn.text.strip(), parsed_turn.reasoning, parsed_turn.calls) == (
+        expected.strip(),
+        reasoning,
+        (),
+    )

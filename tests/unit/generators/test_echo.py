@@ -36,15 +36,15 @@ class Moods:
     async def look(self, sample: Sample, most: int, tops: TopLogprobs, *, greedy: bool) -> None:
         assert not greedy
         while sample.tokens < most:
-            told = UNSURE if sample.tokens in self.unsure else SURE
-            tops.by_token[sample.tokens] = told
-            sample.append(Segment([10], [told[0][0]], [VersionSpan(1, 0, 1)]))
+            top_logprobs = UNSURE if sample.tokens in self.unsure else SURE
+            tops.by_token[sample.tokens] = top_logprobs
+            sample.append(Segment([10], [top_logprobs[0][0]], [VersionSpan(1, 0, 1)]))
         sample.status = Status.TRUNCATED
 
 
 def made(**params: Any) -> Echo:
-    given = {"window": 4, "tops": 3, "most_steps": 16, **params}
-    rollout = {"generator": "echo", "generator_params": given, "max_response_tokens": 40}
+    generator_params = {"window": 4, "tops": 3, "most_steps": 16, **params}
+    rollout = {"generator": "echo", "generator_params": generator_params, "max_response_tokens": 40}
     config = Config.model_validate({"model": {"path": MODEL}, "rollout": rollout})
     generate = build_generator(config, TOKENIZER, never)
     assert isinstance(generate, Echo)
@@ -82,9 +82,9 @@ async def test_an_unsure_window_forks_at_its_most_uncertain_token() -> None:
     assert {s.fork for s in forked} and all(s.fork is not None and s.fork.at in (5, 6, 7) for s in forked)
     first = forked[0]
     assert first.fork is not None
-    at = first.fork.at
-    assert (first.response_ids[at], first.mu[at]) == (11, UNSURE[1][0])
-    assert list(first.response_ids[:at]) == [10] * at and first.inherited_tokens == at + 1
+    position = first.fork.at
+    assert (first.response_ids[position], first.mu[position]) == (11, UNSURE[1][0])
+    assert list(first.response_ids[:position]) == [10] * position and first.inherited_tokens == position + 1
     assert generate.counts["tree_forks"] == len(forked)
 
 
@@ -109,14 +109,16 @@ async def test_after_a_restart_a_tree_forks_on() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         await made(widest=6)._wait_grown(samples[0], Siblings(samples), dies)
-    before = [s.fork for s in samples if s.fork is not None]
-    assert before and all(fork.at < 8 for fork in before)
+    forks_before = [s.fork for s in samples if s.fork is not None]
+    assert forks_before and all(fork.at < 8 for fork in forks_before)
     again = made(widest=6)
     await again._wait_grown(samples[0], Siblings(samples), moods.look)
-    after = [s.fork for s in samples if s.fork is not None]
-    assert after[: len(before)] == before and all(fork.at >= 12 for fork in after[len(before) :])
-    assert len(after) - len(before) == again.counts["tree_forks"] > 0
-    assert sum(s.tokens == 16 for s in samples) == 1 + len(before)
+    forks_after = [s.fork for s in samples if s.fork is not None]
+    assert forks_after[: len(forks_before)] == forks_before and all(
+        fork.at >= 12 for fork in forks_after[len(forks_before) :]
+    )
+    assert len(forks_after) - len(forks_before) == again.counts["tree_forks"] > 0
+    assert sum(s.tokens == 16 for s in samples) == 1 + len(forks_before)
 
 
 def test_echo_needs_the_whole_distribution() -> None:
@@ -129,8 +131,8 @@ def test_echo_needs_the_whole_distribution() -> None:
 
 def test_the_mean_of_a_tail_by_hand() -> None:
     batch = packed([4, 3], mask=[0, 1, 1, 1, 1, 1, 0])
-    found = tail_means(batch, torch.tensor([9.0, 1, 2, 6, 3, 5, 9], dtype=DOUBLE), 2)
-    assert found.tolist() == [4.0] * 4 + [4.0] * 3
+    means = tail_means(batch, torch.tensor([9.0, 1, 2, 6, 3, 5, 9], dtype=DOUBLE), 2)
+    assert means.tolist() == [4.0] * 4 + [4.0] * 3
 
 
 def test_the_clip_is_wider_for_unsure_responses_by_hand() -> None:

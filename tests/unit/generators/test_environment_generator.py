@@ -36,14 +36,14 @@ WHOLE = "3<eos><user>4<assistant><think>8<eos><user>5<assistant><think>12<eos>"
 
 
 def config(budget: int = 200, **params: Any) -> Config:
-    given = {"connector": f"{OWN}:Sums", **params}
+    generator_params = {"connector": f"{OWN}:Sums", **params}
     return Config.model_validate(
         {
             "model": {"path": MODEL},
             "data": {"reward": "environment"},
             "rollout": {
                 "generator": "environment",
-                "generator_params": given,
+                "generator_params": generator_params,
                 "max_response_tokens": budget,
             },
         }
@@ -104,7 +104,7 @@ async def test_an_episode_is_a_sample_and_its_rewards_are_its_turns() -> None:
 
 
 async def test_after_a_restart_at_any_token_the_saved_turns_are_played_again() -> None:
-    whole = await made(config())
+    reference = await made(config())
     for tokens in (1, 2, 3, 5):
         s = Sample(5, 1, 0, prompt().ids, seed=1)
         with pytest.raises(asyncio.CancelledError):
@@ -113,7 +113,7 @@ async def test_after_a_restart_at_any_token_the_saved_turns_are_played_again() -
         s.status = Status.PARKED
         again = await made(config(), Model(), s)
         assert (again.response_ids, again.turn_rewards, again.status) == (
-            whole.response_ids, whole.turn_rewards, whole.status
+            reference.response_ids, reference.turn_rewards, reference.status
         )  # fmt: skip
 
 
@@ -133,11 +133,11 @@ async def test_a_response_that_is_full_or_has_had_its_turns_keeps_what_it_got() 
     assert (len(s.turns()), s.turn_rewards, s.status) == (
         2, [TurnReward(1.0), TurnReward(0.0)], Status.FINISHED
     )  # fmt: skip
-    whole = len(TOKENIZER.encode(WHOLE))
-    for budget in range(1, whole + 1):
+    full_length = len(TOKENIZER.encode(WHOLE))
+    for budget in range(1, full_length + 1):
         s = await made(config(budget), Model(budget=budget))
         assert s.turn_rewards is not None and len(s.turn_rewards) == len(s.turns())
-        assert (s.tokens <= budget) and (s.status is Status.FINISHED) == (budget == whole)
+        assert (s.tokens <= budget) and (s.status is Status.FINISHED) == (budget == full_length)
 
 
 def test_rewards_of_turns_are_in_the_ledger(tmp_path: Path) -> None:
@@ -179,12 +179,14 @@ def test_the_environment_of_the_page_passes_the_trial(
 def test_explain_plays_one_episode_before_anything_starts(tmp_path: Path) -> None:
     data = tmp_path / "tasks.jsonl"
     data.write_text("".join(f'{{"prompt": "{i}", "terms": [{i}, 2]}}\n' for i in range(1200)))
-    given = config()
-    section = given.data.model_copy(update={"source": "jsonl", "params": {"path": str(data)}})
-    assert dry_run(given.model_copy(update={"data": section}))
-    bad = given.model_copy(
+    base_config = config()
+    section = base_config.data.model_copy(update={"source": "jsonl", "params": {"path": str(data)}})
+    assert dry_run(base_config.model_copy(update={"data": section}))
+    bad = base_config.model_copy(
         update={
-            "rollout": given.rollout.model_copy(update={"generator_params": {"connector": f"{OWN}:Summs"}}),
+            "rollout": base_config.rollout.model_copy(
+                update={"generator_params": {"connector": f"{OWN}:Summs"}}
+            ),
             "data": section,
         }
     )

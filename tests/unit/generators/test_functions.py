@@ -93,11 +93,11 @@ def turns(folder: Path, read: Any, said: Sequence[str], max_turns: int = 3, budg
             sample.status = Status.FINISHED
 
     functions: Any = answer
-    made = FunctionTurns(
+    generator = FunctionTurns(
         speak, tokenizer, read, functions, lambda prompt: [SCHEMA], ends=TurnEnds({tokenizer.eos_id}),
         max_turns=max_turns, max_response_tokens=budget,
     )  # fmt: skip
-    return made, tokenizer
+    return generator, tokenizer
 
 
 PROMPT = Prompt(0, "", [5], {"tools": [SCHEMA]})
@@ -105,14 +105,14 @@ PROMPT = Prompt(0, "", [5], {"tools": [SCHEMA]})
 
 async def test_calls_are_answered_in_the_templates_own_words_and_tokens_stay(tmp_path: Path) -> None:
     read = Read(add='{"a": 1}', sub='{"b": 2}')
-    made, tokenizer = turns(tmp_path, read, ["[add] and [sub]<eos>", "[sub]<eos>", "3<eos>"])
+    generator, tokenizer = turns(tmp_path, read, ["[add] and [sub]<eos>", "[sub]<eos>", "3<eos>"])
     sample = Sample(0, 0, 0, tokenizer.encode("<user>1"), seed=1)
-    await made(sample, PROMPT)
+    await generator(sample, PROMPT)
     first = '\n<tool>add says {"a": 1}<tool>sub says {"b": 2}<assistant>'
     second = '\n<tool>sub says {"b": 2}<assistant>'
     assert tokenizer.decode(sample.response_ids) == f"[add] and [sub]<eos>{first}[sub]<eos>{second}3<eos>"
-    told = [tokenizer.decode(sample.response_ids[s.start : s.end]) for s in sample.observed]
-    assert told == [first, second] and sample.status is Status.FINISHED
+    observed_texts = [tokenizer.decode(sample.response_ids[s.start : s.end]) for s in sample.observed]
+    assert observed_texts == [first, second] and sample.status is Status.FINISHED
     trained = [i for i, t in zip(sample.response_ids, sample.trained(), strict=True) if t]
     assert tokenizer.decode(trained) == "[add] and [sub]<eos>[sub]<eos>3<eos>"
     assert read.seen[0] == ("[add] and [sub]", "<user>1"), "without the end that the model wrote"
@@ -121,39 +121,39 @@ async def test_calls_are_answered_in_the_templates_own_words_and_tokens_stay(tmp
 
 async def test_the_last_turn_is_not_answered_nor_read(tmp_path: Path) -> None:
     read = Read(add="{}")
-    made, _ = turns(tmp_path, read, ["[add]<eos>", "[add]<eos>"], max_turns=2)
+    generator, _ = turns(tmp_path, read, ["[add]<eos>", "[add]<eos>"], max_turns=2)
     sample = Sample(0, 0, 0, [5], seed=1)
-    await made(sample, PROMPT)
+    await generator(sample, PROMPT)
     assert (len(sample.observed), sample.status, len(read.seen)) == (1, Status.FINISHED, 1)
 
 
 async def test_an_answer_that_does_not_fit_ends_the_sample(tmp_path: Path) -> None:
-    made, tokenizer = turns(tmp_path, Read(add="{}"), ["[add]<eos>"], budget=20)
+    generator, tokenizer = turns(tmp_path, Read(add="{}"), ["[add]<eos>"], budget=20)
     sample = Sample(0, 0, 0, [5], seed=1)
-    await made(sample, PROMPT)
+    await generator(sample, PROMPT)
     assert (tokenizer.decode(sample.response_ids), sample.status) == ("[add]<eos>", Status.TRUNCATED)
 
 
 async def test_a_turn_that_had_ended_before_a_crash_is_read_again_and_not_continued(tmp_path: Path) -> None:
     """Saved between the end of a turn and the answer: once with a call in it, once without."""
-    for text, whole in (
+    for text, expected in (
         ("[add]<eos>", "[add]<eos>\n<tool>add says {}<assistant>3<eos>"),
         ("3<eos>", "3<eos>"),
     ):
-        made, tokenizer = turns(tmp_path, Read(add="{}"), ["3<eos>"] if "add" in text else [])
+        generator, tokenizer = turns(tmp_path, Read(add="{}"), ["3<eos>"] if "add" in text else [])
         ids = tokenizer.encode(text)
         sample = Sample(0, 0, 0, [5], seed=1)
         sample.append(Segment(ids, [-1.0] * len(ids), [VersionSpan(1, 0, len(ids))]))
         sample.status = Status.PARKED
-        await made(sample, PROMPT)
-        assert (tokenizer.decode(sample.response_ids), sample.status) == (whole, Status.FINISHED)
+        await generator(sample, PROMPT)
+        assert (tokenizer.decode(sample.response_ids), sample.status) == (expected, Status.FINISHED)
 
 
 async def test_a_template_that_takes_back_what_it_wrote_is_refused(tmp_path: Path) -> None:
-    made, tokenizer = turns(tmp_path, Read(add="{}"), ["[add]<eos>"])
+    generator, tokenizer = turns(tmp_path, Read(add="{}"), ["[add]<eos>"])
     tokenizer._template_text = "{{ messages | length }}"
     with pytest.raises(UserError, match="differently if answers follow"):
-        await made(Sample(0, 0, 0, [5], seed=1), PROMPT)
+        await generator(Sample(0, 0, 0, [5], seed=1), PROMPT)
 
 
 def test_arguments_that_are_no_object_are_shown_as_none() -> None:
@@ -205,10 +205,10 @@ def test_real_formats_by_sglangs_own_code(tmp_path: Path) -> None:
     for calls, reasoning, text, (content, thought) in FORMATS:
         names = {"tool_call_parser": calls, "reasoning_parser": reasoning, "model": str(tmp_path)}
         parse = prepare(json.dumps({**names, "trust_remote_code": False}).encode())
-        found = parse(json.dumps({"text": text, "before": "", "tools": [SCHEMA]}).encode())
-        assert [c["name"] for c in found["calls"]] == ["add"], (calls, found)
-        assert [json.loads(c["arguments"]) for c in found["calls"]] == [{"a": 1}], calls
-        assert (found["text"].strip(), found["reasoning"].strip()) == (content, thought), calls
+        result = parse(json.dumps({"text": text, "before": "", "tools": [SCHEMA]}).encode())
+        assert [c["name"] for c in result["calls"]] == ["add"], (calls, result)
+        assert [json.loads(c["arguments"]) for c in result["calls"]] == [{"a": 1}], calls
+        assert (result["text"].strip(), result["reasoning"].strip()) == (content, thought), calls
         plain = parse(json.dumps({"text": "4 <b>", "before": "", "tools": [SCHEMA]}).encode())
         assert not plain["calls"] and "4 <b>" in plain["text"] + plain["reasoning"]
     opened = parse(json.dumps({"text": "12</think>3", "before": "x<think>\n", "tools": []}).encode())
@@ -234,7 +234,7 @@ async def test_a_parser_that_chokes_gives_the_text_and_one_that_hangs_is_the_mac
 def test_names_are_sglangs_and_a_wrong_one_gets_a_hint(tmp_path: Path) -> None:
     assert {"qwen25", "hermes", "llama3"} <= set(parser_names("tool_call_parser"))
     assert {"deepseek-r1", "qwen3"} <= set(parser_names("reasoning_parser"))
-    for engine, told in (
+    for engine, message in (
         (
             {"tool_call_parser": "qwen-25"},
             r"engine\.tool_call_parser = 'qwen-25': not one.* did you mean qwen25\?",
@@ -243,7 +243,7 @@ def test_names_are_sglangs_and_a_wrong_one_gets_a_hint(tmp_path: Path) -> None:
         ({"reasoning_parser": "xyz"}, "known: apertus2509, "),
     ):
         config = Config.model_validate({"model": {"path": tmp_path}, "engine": engine})
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             check_names(config)
 
 
@@ -258,6 +258,6 @@ async def test_what_the_generator_needs_is_told(tmp_path: Path) -> None:
         UserError, match=r"rollout\.generator_params\.functions = .*own\.py.* has no function 'ad'"
     ):
         build_generator(make_config(tmp_path, "ad"), Tokenizer(tmp_path), speak)
-    made = build_generator(make_config(tmp_path, "add"), Tokenizer(tmp_path), speak)
+    generator = build_generator(make_config(tmp_path, "add"), Tokenizer(tmp_path), speak)
     with pytest.raises(UserError, match=r"offers no tools, which .* requires; expected schemas under tools"):
-        await made(Sample(0, 0, 0, [5], seed=1), Prompt(0, "", [5], {}))
+        await generator(Sample(0, 0, 0, [5], seed=1), Prompt(0, "", [5], {}))

@@ -81,12 +81,12 @@ async def test_an_odd_sample_of_a_generator_is_censored(does: str, tmp_path: Pat
     }  # fmt: skip
     async with rig(make_config(tmp_path, rollout=rollout)) as r:
         await r.start()
-        (taken,) = await asyncio.gather(r.take(1), return_exceptions=True)
-        assert not isinstance(taken, BaseException), taken
-        assert [g.group_id for g in taken.groups] == [0, 2, 3, 5, 6, 7, 8, 9]
+        (batch,) = await asyncio.gather(r.take(1), return_exceptions=True)
+        assert not isinstance(batch, BaseException), batch
+        assert [g.group_id for g in batch.groups] == [0, 2, 3, 5, 6, 7, 8, 9]
         censored = r.manager.samples(SampleQuery(status="censored", limit=10))
         assert len(censored) == 2 and all(s.sample.censor_reason for s in censored)
-        assert taken.metrics["censored_samples_exception"] == 2
+        assert batch.metrics["censored_samples_exception"] == 2
 
 
 async def test_tokens_of_a_generator_are_none_that_an_engine_sent(tmp_path: Path) -> None:
@@ -97,13 +97,13 @@ async def test_tokens_of_a_generator_are_none_that_an_engine_sent(tmp_path: Path
     }  # fmt: skip
     async with rig(make_config(tmp_path, rollout=rollout), lambda s: 6 if s.group_id in (1, 4) else 3) as r:
         await r.start()
-        (taken,) = await asyncio.gather(r.take(1), return_exceptions=True)
-        assert not isinstance(taken, BaseException), taken
+        (batch,) = await asyncio.gather(r.take(1), return_exceptions=True)
+        assert not isinstance(batch, BaseException), batch
         (pushed,) = await asyncio.gather(r.push(), return_exceptions=True)
         assert pushed is None, pushed
-        (taken,) = await asyncio.gather(r.take(2), return_exceptions=True)
-        assert not isinstance(taken, BaseException), taken
-        assert taken.metrics["censored_samples_exception"] == 2
+        (batch,) = await asyncio.gather(r.take(2), return_exceptions=True)
+        assert not isinstance(batch, BaseException), batch
+        assert batch.metrics["censored_samples_exception"] == 2
 
 
 @pytest.mark.parametrize("observed", [[-5], [1000], [5] * 9000], ids=["below 0", "beyond", "too long"])

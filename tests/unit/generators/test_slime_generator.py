@@ -90,8 +90,8 @@ async def test_turns_with_a_tool_are_in_the_ledger_as_the_engines_made_them() ->
     assert TOKENIZER.decode(s.response_ids) == WHOLE
     observed = [TOKENIZER.decode(s.response_ids[o.start : o.end]) for o in s.observed]
     assert (observed, s.status) == (["7<assistant>", "4<assistant>"], Status.FINISHED)
-    assert [m for m, own in zip(s.mu, s.trained(), strict=True) if own] == [
-        -i / 7 for i, own in enumerate(s.trained()) if own
+    assert [m for m, trained in zip(s.mu, s.trained(), strict=True) if trained] == [
+        -i / 7 for i, trained in enumerate(s.trained()) if trained
     ]
 
 
@@ -99,35 +99,35 @@ async def test_each_answer_counts_what_was_read_before_it(monkeypatch: pytest.Mo
     counted: list[tuple[int, int]] = []
 
     async def generate(args: Any, sample: SlimeSample, sampling_params: dict[str, Any]) -> Any:
-        done = await one_turn(args, sample, sampling_params)
-        done.status = SlimeSample.Status.COMPLETED
-        read = [*done.tokens, *TOKENIZER.encode("7<assistant>")]
+        slime_sample = await one_turn(args, sample, sampling_params)
+        slime_sample.status = SlimeSample.Status.COMPLETED
+        read = [*slime_sample.tokens, *TOKENIZER.encode("7<assistant>")]
         answer = (await ask(args, read, sampling_params))["meta_info"]
         counted.append((answer["prompt_tokens"] + answer["cached_tokens"], len(read)))
-        return done
+        return slime_sample
 
     monkeypatch.setattr("rlsys.generators.generator.find_generator", lambda name: generate)
     with suppress(UserError):  # its sample is not what the ledger has
         await made(fresh(), made_for=config_of("anything"))
-    assert counted and all(told == read for told, read in counted)
+    assert counted and all(input_tokens == read for input_tokens, read in counted)
 
 
 async def test_after_a_restart_at_any_token_it_goes_on_to_the_same_response() -> None:
     """The function is called anew and hears again what was saved; no engine is asked for that a second time."""
-    whole = await made(fresh(), made_for=config_of(LOOKUP))
-    for tokens in range(sum(whole.trained())):
+    reference = await made(fresh(), made_for=config_of(LOOKUP))
+    for tokens in range(sum(reference.trained())):
         s = fresh()
         with pytest.raises(asyncio.CancelledError):
             await made(s, Model(at_once=tokens), made_for=config_of(LOOKUP))
         assert sum(s.trained()) == tokens
         s.status = Status.PARKED
         await made(s, made_for=config_of(LOOKUP))
-        assert told(s) == told(whole)
+        assert told(s) == told(reference)
 
 
 async def test_a_tool_that_says_something_else_after_a_restart_censors() -> None:
-    whole = await made(fresh(), made_for=config_of(LOOKUP))
-    s = copy.deepcopy(whole)
+    reference = await made(fresh(), made_for=config_of(LOOKUP))
+    s = copy.deepcopy(reference)
     s.response_ids[s.observed[0].start] = TOKENIZER.encode("8")[0]
     s.status = Status.PARKED
     with pytest.raises(ToolFailed, match="returned another result after a restart"):
@@ -167,8 +167,8 @@ async def one_turn(args: Any, sample: SlimeSample, params: dict[str, Any], **mor
 
 def mistake(change: Callable[[SlimeSample], Any]) -> Body:
     async def generate(args: Any, sample: SlimeSample, sampling_params: dict[str, Any]) -> Any:
-        done = await one_turn(args, sample, sampling_params)
-        return change(done) or done
+        slime_sample = await one_turn(args, sample, sampling_params)
+        return change(slime_sample) or slime_sample
 
     return generate
 
@@ -190,13 +190,13 @@ async def at_once(args: Any, sample: SlimeSample, sampling_params: dict[str, Any
 
 
 async def again(args: Any, sample: SlimeSample, sampling_params: dict[str, Any]) -> Any:
-    done = await one_turn(args, sample, sampling_params)
-    return await ask(args, done.tokens, sampling_params)
+    slime_sample = await one_turn(args, sample, sampling_params)
+    return await ask(args, slime_sample.tokens, sampling_params)
 
 
 async def retokenised(args: Any, sample: SlimeSample, sampling_params: dict[str, Any]) -> Any:
-    done = await one_turn(args, sample, sampling_params)
-    return await ask(args, [*done.tokens[:-2], 44, 45, 46], sampling_params)
+    slime_sample = await one_turn(args, sample, sampling_params)
+    return await ask(args, [*slime_sample.tokens[:-2], 44, 45, 46], sampling_params)
 
 
 async def elsewhere(args: Any, sample: SlimeSample, sampling_params: dict[str, Any]) -> Any:

@@ -85,8 +85,8 @@ def test_a_restricted_process_can_open_nothing() -> None:
         imports = deed.split(";")[0] if ";" in deed else "pass"
         code = f"import runpy; m = runpy.run_path({str(CALCULATOR)!r}); {imports}; m['restrict']()\ntry:\n {deed}\n"
         code += " print('did it')\nexcept OSError as e:\n print(e.errno)"
-        done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
-        assert done.stdout.strip() == "24", (deed, done)  # EMFILE
+        process = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
+        assert process.stdout.strip() == "24", (deed, process)  # EMFILE
 
 
 async def test_a_tool_that_does_not_answer_is_the_machines_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +135,10 @@ PROMPT = Prompt(0, "", [5], {})
 
 
 async def test_turns_and_answers_alternate_until_a_turn_without_a_call() -> None:
-    said = iter([(7, CALL, 4, CALL, STOP), (CALL, 5, CALL, CALL, 6, CALL, STOP), (8, STOP)])
+    turn_tokens = iter([(7, CALL, 4, CALL, STOP), (CALL, 5, CALL, CALL, 6, CALL, STOP), (8, STOP)])
 
     async def speak(sample: Sample) -> None:
-        say(sample, *next(said))
+        say(sample, *next(turn_tokens))
 
     sample = Sample(0, 0, 0, [5], seed=1)
     await turns(speak)(sample, PROMPT)
@@ -171,7 +171,7 @@ async def test_an_answer_that_does_not_fit_ends_the_sample() -> None:
 
 def test_failed_calls_are_counted_from_the_tokens() -> None:
     sample = Sample(1, 1, 0, prompt_ids=[1], seed=0)
-    said = {
+    texts = {
         2: "<python>",
         3: "tool\nerror: NameError\n",
         4: "tool\n14, no error",
@@ -180,7 +180,7 @@ def test_failed_calls_are_counted_from_the_tokens() -> None:
     }
 
     def decode(ids: list[int]) -> str:
-        return "".join(said[i] for i in ids)
+        return "".join(texts[i] for i in ids)
 
     assert tools.tool_penalty(sample, decode) == 0.5 + 1  # no call, no answer
     for answer in (3, 4, 5, 3):
@@ -205,7 +205,7 @@ def test_failed_calls_are_counted_from_the_tokens() -> None:
 )
 def test_answers_too_many_or_none_cost_by_the_turn(turns: list[int], penalty: float) -> None:
     """(answers - 1) / turns, at most 1; without a tool call, 0.5 on top. What the tool says is no answer."""
-    said = {
+    texts = {
         2: "<python>", 3: "<answer>4</answer>", 6: "<answer>4</answer>", 8: "<answer>4",
         7: "<answer>4</answer>or<answer>\n5</answer>",
     }  # fmt: skip
@@ -214,7 +214,7 @@ def test_answers_too_many_or_none_cost_by_the_turn(turns: list[int], penalty: fl
         if i:
             sample.observe([3])
         sample.append(Segment([turn], [-1.0], [VersionSpan(0, 0, 1)]))
-    assert tools.tool_penalty(sample, lambda ids: "".join(said[i] for i in ids)) == penalty
+    assert tools.tool_penalty(sample, lambda ids: "".join(texts[i] for i in ids)) == penalty
 
 
 def test_the_chat_template_says_what_stands_around_an_answer(tmp_path: Path) -> None:

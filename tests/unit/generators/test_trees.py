@@ -47,10 +47,10 @@ class ToyModel:
     async def look(self, sample: Sample, most: int, tops: TopLogprobs, *, greedy: bool) -> None:
         assert greedy and tops.k == 2
         while sample.tokens < most:
-            found = self.top([*sample.prompt_ids, *sample.response_ids])
-            tops.by_token[sample.tokens] = found
-            sample.append(Segment([found[0][1]], [found[0][0]], [VersionSpan(1, 0, 1)]))
-            if found[0][1] == EOS:
+            candidates = self.top([*sample.prompt_ids, *sample.response_ids])
+            tops.by_token[sample.tokens] = candidates
+            sample.append(Segment([candidates[0][1]], [candidates[0][0]], [VersionSpan(1, 0, 1)]))
+            if candidates[0][1] == EOS:
                 sample.status = Status.FINISHED
                 return
         sample.status = Status.TRUNCATED
@@ -74,7 +74,7 @@ def simulated(model: ToyModel, prompt: list[int], size: int, steps: int) -> set[
                 new.append({"ids": [*row["ids"], b], "birth": step, "parent": row})
             row["ids"].append(a)
         rows += new
-        gone = []
+        pruned_rows = []
         for age in (20, 30, 50):
             for row in rows:
                 if row["parent"] is None or row["birth"] != step + 1 - age:
@@ -83,13 +83,13 @@ def simulated(model: ToyModel, prompt: list[int], size: int, steps: int) -> set[
                 if EOS in a or EOS in b:
                     continue
                 if suffix_match(a, b) > 0.2 or rouge_l(a, b) > 0.5:
-                    gone.append(row)
-        while gone:
-            dead = gone.pop()
-            gone += [r for r in rows if r["parent"] is dead]
+                    pruned_rows.append(row)
+        while pruned_rows:
+            dead = pruned_rows.pop()
+            pruned_rows += [r for r in rows if r["parent"] is dead]
             rows = [r for r in rows if r is not dead]
-        ended = [r["ids"][-1] == EOS for r in rows]
-        if all(ended) or (len(rows) >= size and all(r["birth"] + 50 < step for r in rows)):
+        end_flags = [r["ids"][-1] == EOS for r in rows]
+        if all(end_flags) or (len(rows) >= size and all(r["birth"] + 50 < step for r in rows)):
             break
     return {tuple(r["ids"]) for r in rows}
 
@@ -108,10 +108,10 @@ async def test_latr_grows_the_tree_of_its_paper(seed: int, chunk: int) -> None:
     assert {tuple(s.response_ids) for s in branches} == simulated(model, [3, 4], 8, 120)
     assert generate.counts["tree_forks"] - generate.counts["tree_pruned"] == len(branches) - 1
     for s in branches:
-        before = [[3, 4, *s.response_ids[:k]] for k in range(s.tokens)]
+        prefixes = [[3, 4, *s.response_ids[:k]] for k in range(s.tokens)]
         expected = [
             {i: p for p, i in model.top(ids)}[drawn]
-            for ids, drawn in zip(before, s.response_ids, strict=True)
+            for ids, drawn in zip(prefixes, s.response_ids, strict=True)
         ]
         assert list(s.mu) == expected, "each with its log-prob, drawn or forced"
     if seed == 1:
@@ -161,15 +161,15 @@ async def test_after_a_restart_in_the_middle_no_saved_token_is_lost(chunk: int) 
     had = [list(s.response_ids) for s in samples if s.tokens]
     await grown(made_for, samples, model.look)
     branches = [list(s.response_ids) for s in samples if s.tokens]
-    kept = [ids for ids in had if any(own[: len(ids)] == ids for own in branches)]
-    assert kept[0] == had[0] and len(branches) > len(had), (
+    kept_branches = [ids for ids in had if any(branch[: len(ids)] == ids for branch in branches)]
+    assert kept_branches[0] == had[0] and len(branches) > len(had), (
         "the root, and all but those that were pruned since"
     )
     for sample in samples:
         sample.status = Status.PARKED
-    told = [(list(s.response_ids), s.fork, s.discarded) for s in samples]
+    expected = [(list(s.response_ids), s.fork, s.discarded) for s in samples]
     await grown(made_for, samples, never)
-    assert [(list(s.response_ids), s.fork, s.discarded) for s in samples] == told
+    assert [(list(s.response_ids), s.fork, s.discarded) for s in samples] == expected
 
 
 async def grown(made_for: Config, samples: list[Sample], look: GenerateWithTopLogprobs) -> Latr:

@@ -149,10 +149,10 @@ async def test_errors_become_answers_and_every_request_is_observed() -> None:
         if not same_secret(bearer_token(request), "secret"):
             raise Refusal(401, "no token")
 
-    seen: list[tuple[str, int]] = []
+    observations: list[tuple[str, int]] = []
     app = guarded_app(
         [web.get("/", fail)], ServerLimits(), statuses={Busy: 503}, admit=admit,
-        observe=lambda request, status, _: seen.append((request.path, status)),
+        observe=lambda request, status, _: observations.append((request.path, status)),
     )  # fmt: skip
     right = {"Authorization": "bearer secret"}
     async with serving(app, "127.0.0.1") as url, direct_session() as session:
@@ -167,7 +167,7 @@ async def test_errors_become_answers_and_every_request_is_observed() -> None:
         assert await ask("/other", right) == (404, "GET /other: Not Found")
         for wrong in ({}, {"Authorization": "Bearer \udcff"}, {"Authorization": "Basic secret"}):
             assert await ask("/?kind=user", wrong) == (401, "no token")
-    assert seen == [("/", 400), ("/", 500), ("/", 503), ("/other", 404), *[("/", 401)] * 3]
+    assert observations == [("/", 400), ("/", 500), ("/", 503), ("/other", 404), *[("/", 401)] * 3]
 
 
 async def test_limits_are_counted_and_logged_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
@@ -184,20 +184,20 @@ async def test_limits_are_counted_and_logged_once_a_second(caplog: pytest.LogCap
 
 
 async def test_a_client_follows_no_redirect_and_reads_no_endless_answer() -> None:
-    asked: list[str] = []
+    visits: list[str] = []
 
     async def moved(_: web.Request) -> web.Response:
         raise web.HTTPTemporaryRedirect("/there")
 
     async def there(_: web.Request) -> web.Response:
-        asked.append("there")
+        visits.append("there")
         return web.Response(body=b"x" * 100_000)
 
     app = guarded_app([web.get("/", moved), web.get("/there", there)], ServerLimits())
     async with serving(app, "127.0.0.1") as url, direct_session() as session:
         with pytest.raises(RedirectRefused, match=r"redirects to /there; use the final URL"):
             await session.get(url)
-        assert not asked
+        assert not visits
         async with session.get(url, allow_redirects=False) as answer:
             assert answer.status == 307
         async with session.get(f"{url}/there") as answer:
@@ -220,19 +220,19 @@ async def test_a_port_that_is_taken_is_a_users_mistake() -> None:
 
 async def test_who_hangs_up_is_told_to_the_server_behind_the_limiter() -> None:
     """Else its handler would work on for a client that is gone."""
-    seen: list[str] = []
+    events: list[str] = []
 
     class Inner(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            seen.append("made")
+            events.append("made")
 
         def connection_lost(self, error: Exception | None) -> None:
-            seen.append("lost")
+            events.append("lost")
 
     gate = ConnectionLimiter(ServerLimits(connections=1)).protocol(Inner)()
     gate.connection_made(asyncio.Transport())
     gate.connection_lost(None)
-    assert seen == ["made", "lost"]
+    assert events == ["made", "lost"]
 
 
 # -- servers of others, SGLang's for one ---------------------------------------------------------------------
@@ -278,9 +278,9 @@ async def test_an_engines_connections_that_say_nothing_keep_nobody_out() -> None
 
 async def test_an_engines_heads_and_bodies_have_their_time() -> None:
     async with uvicorn_server(ServerLimits(connections=4, head_seconds=0.1, body_seconds=0.1)) as port:
-        for begun in (HEAD, HEAD + b"Content-Length: 100\r\n\r\n{"):
+        for partial_request in (HEAD, HEAD + b"Content-Length: 100\r\n\r\n{"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(begun)
+            writer.write(partial_request)
             assert await ended(reader) == b""
         assert b"200 OK" in await _post(port, b"{}")
 

@@ -157,7 +157,7 @@ ENDLESS = {
 async def test_security_what_has_no_end_is_neither_kept_nor_stops_others(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begun, more = ENDLESS[name]
+    request_head, chunk = ENDLESS[name]
     caplog.set_level(logging.INFO)
     loop = asyncio.get_running_loop()
 
@@ -165,20 +165,20 @@ async def test_security_what_has_no_end_is_neither_kept_nor_stops_others(
         with socket.socket() as connection, contextlib.suppress(OSError):
             connection.setblocking(False)
             await loop.sock_connect(connection, ("127.0.0.1", port))
-            await loop.sock_sendall(connection, begun)
-            for _ in range(MOST_SENT // len(more)):
-                await loop.sock_sendall(connection, more)
+            await loop.sock_sendall(connection, request_head)
+            for _ in range(MOST_SENT // len(chunk)):
+                await loop.sock_sendall(connection, chunk)
 
     async with server() as port:
-        before = psutil.Process().memory_info().rss
+        rss_before = psutil.Process().memory_info().rss
         attacks = [asyncio.create_task(attack(port)) for _ in range(4)]
         for _ in range(ASKED):
             assert b" 200 " in await asked(port, b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n")
-        kept = psutil.Process().memory_info().rss - before
+        rss_growth = psutil.Process().memory_info().rss - rss_before
         for each in attacks:
             each.cancel()
         await asyncio.gather(*attacks, return_exceptions=True)
-    assert kept < MOST_KEPT
+    assert rss_growth < MOST_KEPT
     lines = [logging.Formatter().format(r) for r in caplog.records if r.name.startswith("rlsys.http_server")]
     assert sum(map(len, lines)) < 4000 and all("\n" not in line for line in lines), lines
 

@@ -106,43 +106,43 @@ def made(framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
 def test_a_script_of_slime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = made("slime", tmp_path, monkeypatch)
-    told = " ".join(capsys.readouterr().out.split())
-    assert found["run"] == {"dir": "/checkpoints/some-moe/"}
-    assert found["data"]["source"] == "jsonl"
-    assert found["data"]["keys"] == {"prompt": "question", "answer": "solution"}
-    assert found["rollout"] == {
+    config = made("slime", tmp_path, monkeypatch)
+    output = " ".join(capsys.readouterr().out.split())
+    assert config["run"] == {"dir": "/checkpoints/some-moe/"}
+    assert config["data"]["source"] == "jsonl"
+    assert config["data"]["keys"] == {"prompt": "question", "answer": "solution"}
+    assert config["rollout"] == {
         "temperature": 0.9, "over_provision": 1.5, "max_staleness": 4, "groups_per_step": 32, "group_size": 8,
         "max_response_tokens": 4096,
     }  # fmt: skip
-    assert found["algo"] == {
+    assert config["algo"] == {
         "planners": ["dapo"], "advantage": "grpo", "reducer": "sequence_mean", "minibatches": 2,
         "anchor": "behaviour",
         "loss": [{"name": "clip", "clip_low": 0.2, "clip_high": 0.28}, {"name": "kl", "beta": 0.001, "kind": "k3"}],
         "corrections": [{"name": "tis", "cap": 2.0}],
     }  # fmt: skip
-    assert found["parallel"] == {"tp": 2, "pp": 1, "ep": 4, "etp": 1, "dp": 8}
-    assert (found["engine"]["tp"], found["engine"]["count"]) == (4, 4)
-    assert found["launch"] == {"gpus_per_node": 8, "nodes": 2, "backend": "ray", "release_memory": True}
-    assert [s["name"] for s in found["eval"]["sets"]] == ["hard", "easy"]
-    assert found["eval"]["sets"][1]["data"]["params"]["heldout_path"].endswith("easy.jsonl")
-    assert found["eval"]["prompts"] == 90
-    assert "--made-up-option = 3: no counterpart is known" in told
-    assert "--sequence-parallel = True: so here" in told
-    assert (found["eval"]["sets"][0]["top_p"], found["eval"]["sets"][0]["top_k"]) == (0.7, 1024)
-    assert found["data"]["params"]["shuffle"] is False
-    assert found["engine"]["memory_fraction"] == 0.7 and "extra_args" not in found["engine"]
+    assert config["parallel"] == {"tp": 2, "pp": 1, "ep": 4, "etp": 1, "dp": 8}
+    assert (config["engine"]["tp"], config["engine"]["count"]) == (4, 4)
+    assert config["launch"] == {"gpus_per_node": 8, "nodes": 2, "backend": "ray", "release_memory": True}
+    assert [s["name"] for s in config["eval"]["sets"]] == ["hard", "easy"]
+    assert config["eval"]["sets"][1]["data"]["params"]["heldout_path"].endswith("easy.jsonl")
+    assert config["eval"]["prompts"] == 90
+    assert "--made-up-option = 3: no counterpart is known" in output
+    assert "--sequence-parallel = True: so here" in output
+    assert (config["eval"]["sets"][0]["top_p"], config["eval"]["sets"][0]["top_k"]) == (0.7, 1024)
+    assert config["data"]["params"]["shuffle"] is False
+    assert config["engine"]["memory_fraction"] == 0.7 and "extra_args" not in config["engine"]
     assert main.main(["explain", str(tmp_path / "mine.yaml")]) == 0
 
 
 def test_a_script_of_verl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = made("verl", tmp_path, monkeypatch)
-    told = " ".join(capsys.readouterr().out.split())
-    assert found["run"] == {"dir": "runs/run one"}
-    assert found["data"]["reward"] == f"{tmp_path}/rewards.py:score"
-    assert found["algo"] == {
+    config = made("verl", tmp_path, monkeypatch)
+    output = " ".join(capsys.readouterr().out.split())
+    assert config["run"] == {"dir": "runs/run one"}
+    assert config["data"]["reward"] == f"{tmp_path}/rewards.py:score"
+    assert config["algo"] == {
         "advantage": "dr_grpo", "reducer": "token_mean", "planners": ["dapo"], "minibatches": 4, "anchor": "old",
         "loss": [
             {"name": "dual_clip", "dual": 3.0, "clip_low": 0.2, "clip_high": 0.28},
@@ -150,20 +150,20 @@ def test_a_script_of_verl(
         ],
         "shaping": [{"name": "overlong", "cap": 4096, "buffer": 512, "factor": 1.0}],
     }  # fmt: skip
-    assert found["parallel"] == {"tp": 2, "pp": 1, "ep": 4, "etp": 1, "dp": 4}
-    assert (found["engine"]["tp"], found["engine"]["count"]) == (4, 2)
-    assert found["eval"]["sets"] == [{"name": "val", "samples": 4, "temperature": 0.6, "prompts": 90}]
+    assert config["parallel"] == {"tp": 2, "pp": 1, "ep": 4, "etp": 1, "dp": 4}
+    assert (config["engine"]["tp"], config["engine"]["count"]) == (4, 2)
+    assert config["eval"]["sets"] == [{"name": "val", "samples": 4, "temperature": 0.6, "prompts": 90}]
     params = {"max_prompt_tokens": 1024, "overlong_prompts": "drop"}
-    assert {name: found["data"]["params"][name] for name in params} == params
+    assert {name: config["data"]["params"][name] for name in params} == params
     assert (
-        found["trainer"]["warmup_steps"],
-        found["trainer"]["checkpoint_every"],
-        found["eval"]["interval"],
+        config["trainer"]["warmup_steps"],
+        config["trainer"]["checkpoint_every"],
+        config["eval"]["interval"],
     ) == (10, 20, 5)
-    assert "algorithm.made_up = 3: no counterpart is known" in told
-    assert (found["rollout"]["top_p"], found["rollout"]["top_k"]) == (0.9, 1024)
-    assert "rollout.top_k = 1024: engines name a bounded number of tokens" in told
-    assert found["trainer"]["epochs"] == 15
+    assert "algorithm.made_up = 3: no counterpart is known" in output
+    assert (config["rollout"]["top_p"], config["rollout"]["top_k"]) == (0.9, 1024)
+    assert "rollout.top_k = 1024: engines name a bounded number of tokens" in output
+    assert config["trainer"]["epochs"] == 15
     assert load_config(tmp_path / "mine.yaml").trainer.steps == 15
     assert main.main(["explain", str(tmp_path / "mine.yaml")]) == 0
 
@@ -171,12 +171,14 @@ def test_a_script_of_verl(
 @pytest.mark.parametrize(("reader", "names"), [(verl, VERL), (slime, SLIME)], ids=["verl", "slime"])
 def test_a_setting_becomes_the_field_that_a_person_is_told_of(reader: Any, names: dict[str, str]) -> None:
     """`rlsys train` says of a name of theirs what it is called here; `rlsys import` must not say otherwise."""
-    told = {row.setting: row.result for row in reader.translate(settings_of(reader), ()).mapped}
-    same = [name for name in told if "=" not in names.get(name, "=")]  # others have a value of their own
-    assert len(same) > 10
-    for name in same:
+    results = {row.setting: row.result for row in reader.translate(settings_of(reader), ()).mapped}
+    shared_names = [
+        name for name in results if "=" not in names.get(name, "=")
+    ]  # others have a value of their own
+    assert len(shared_names) > 10
+    for name in shared_names:
         field = re.match(r"[\w.]+", names[name])
-        assert field is not None and told[name].startswith(field[0]), name
+        assert field is not None and results[name].startswith(field[0]), name
 
 
 def test_their_parsers_are_ours() -> None:
@@ -186,12 +188,12 @@ def test_their_parsers_are_ours() -> None:
     engine = slime.translate(settings, ()).config["engine"]
     assert (engine["tool_call_parser"], engine["reasoning_parser"], engine["count"]) == ("qwen25", "qwen3", 4)
     settings = settings_of(verl)
-    at = "actor_rollout_ref.rollout.multi_turn"
-    settings.values |= {f"{at}.enable": "True", f"{at}.format": "hermes"}
+    prefix = "actor_rollout_ref.rollout.multi_turn"
+    settings.values |= {f"{prefix}.enable": "True", f"{prefix}.format": "hermes"}
     draft = verl.translate(settings, ())
     assert draft.config["engine"]["tool_call_parser"] == "hermes"
     assert "rollout.generator = functions" in next(
-        r.result for r in draft.rejected if r.setting == f"{at}.enable"
+        r.result for r in draft.rejected if r.setting == f"{prefix}.enable"
     )
 
 
@@ -254,11 +256,16 @@ def test_engines_of_their_own(tmp_path: Path) -> None:
         f"python {words} --actor-num-gpus-per-node 8 --rollout-num-gpus 16 --partial-rollout "
         "--over-sampling-batch-size 12",
     )
-    found = slime.translate(settings, ("math",)).config
-    assert found["launch"] == {"gpus_per_node": 8, "nodes": 3, "backend": "ray", "placement": "disaggregated"}
-    assert found["engine"]["count"] == 16
-    assert "weights" not in found
-    assert (found["algo"]["anchor"], found["data"]["reward"]) == ("interpolated", "math")
+    config = slime.translate(settings, ("math",)).config
+    assert config["launch"] == {
+        "gpus_per_node": 8,
+        "nodes": 3,
+        "backend": "ray",
+        "placement": "disaggregated",
+    }
+    assert config["engine"]["count"] == 16
+    assert "weights" not in config
+    assert (config["algo"]["anchor"], config["data"]["reward"]) == ("interpolated", "math")
 
 
 @pytest.mark.parametrize(
@@ -285,8 +292,8 @@ def test_what_is_not_theirs_is_one_line(
     script = tmp_path / "x.sh"
     script.write_text(text)
     assert main.main(["import", framework, str(script), "--out", str(tmp_path / "y.yaml")]) == 2
-    said = capsys.readouterr().err
-    assert told in said and said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert told in stderr and stderr.count("\n") == 1
 
 
 def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

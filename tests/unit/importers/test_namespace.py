@@ -73,8 +73,8 @@ def test_a_value_that_the_script_does_not_determine_is_visible(
 ) -> None:
     result = run(tmp_path, text)
     last = result.commands[-1][-1]
-    found, _, remedy = (result.explain(last) or "").partition("; ")
-    assert (result.source_text(last), found) == (word, reason)
+    explanation, _, remedy = (result.explain(last) or "").partition("; ")
+    assert (result.source_text(last), explanation) == (word, reason)
     assert remedy.startswith(("--env", "--arguments TEXT gives it")) == ("not set" in reason)
 
 
@@ -226,10 +226,10 @@ def test_security_a_script_reads_no_file_that_a_link_leads_to(tmp_path: Path) ->
         listener.bind(str(repository / "socket.txt"))
     (tmp_path / "link").symlink_to(repository)
     for folder in (repository, tmp_path / "link"):
-        (found,) = run(
+        (command,) = run(
             folder, 'cd "${BASH_SOURCE%/*}"; python $(find * .netrc -type f) $(cat *.txt */*)'
         ).commands
-        assert sorted(found[1:]) == [
+        assert sorted(command[1:]) == [
             "inside.txt",
             "real/a.txt",
             "run.sh",
@@ -272,8 +272,8 @@ def test_security_the_number_of_scanned_files_and_folders_is_limited(
     for i in range(30):
         (tmp_path / "folders" / f"{i:02}").mkdir(parents=True)
         (tmp_path / f"{i:02}.txt").touch()
-    (found,) = run(tmp_path, 'python $(find "${BASH_SOURCE%/*}" | wc -l)').commands
-    assert int(found[1]) <= 23  # the folder, the script
+    (command,) = run(tmp_path, 'python $(find "${BASH_SOURCE%/*}" | wc -l)').commands
+    assert int(command[1]) <= 23  # the folder, the script
 
 
 def test_security_a_path_of_any_length_is_no_error(tmp_path: Path) -> None:
@@ -328,9 +328,9 @@ def test_a_script_that_waits_for_gpus_of_ray_goes_on(tmp_path: Path) -> None:
     """The number that ends the wait is not one of the script's."""
     query = """python3 -c "import ray; print(int(ray.cluster_resources().get('GPU', 0)))\""""
     script = f"while true; do\n N=$({query} || echo 0)\n [ $N -ge 32 ] && break\n sleep 5\ndone\npython train.py $N"
-    found = run(tmp_path, script)
-    assert found.status == 0 and found.commands[-1][:2] == ["python", "train.py"]
-    assert found.explain(found.commands[-1][2]) == "how many GPUs Ray has is not known"
+    result = run(tmp_path, script)
+    assert result.status == 0 and result.commands[-1][:2] == ["python", "train.py"]
+    assert result.explain(result.commands[-1][2]) == "how many GPUs Ray has is not known"
 
 
 def test_a_program_on_the_standard_input_and_a_file_of_the_host(tmp_path: Path) -> None:

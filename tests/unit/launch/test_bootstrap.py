@@ -60,8 +60,8 @@ def test_set_up_is_done_again_when_something_changed(tmp_path: Path, monkeypatch
 
 def test_set_up_is_told_the_kind_of_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap.shutil, "which", lambda _: None)
-    for told, kind in (("", "cpu"), ("cpu", "cpu"), ("cuda", "gpu")):
-        monkeypatch.setenv("RLSYS_DEVICE", told)
+    for device, kind in (("", "cpu"), ("cpu", "cpu"), ("cuda", "gpu")):
+        monkeypatch.setenv("RLSYS_DEVICE", device)
         assert bootstrap.host_kind() == kind, "on a login node, too"
     monkeypatch.setenv("RLSYS_DEVICE", "gpu")
     with pytest.raises(bootstrap.SetupError, match=r"RLSYS_DEVICE = gpu: expected cpu or cuda"):
@@ -74,8 +74,8 @@ def test_set_up_is_told_the_kind_of_host(tmp_path: Path, monkeypatch: pytest.Mon
 
 def installed(told: dict[str, str], folder: Path, patch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """What pip is asked to install by a set-up on a machine where no driver answers."""
-    asked: list[tuple[str, ...]] = []
-    patch.setattr(bootstrap, "pip", lambda label, *words: asked.append(words))
+    pip_calls: list[tuple[str, ...]] = []
+    patch.setattr(bootstrap, "pip", lambda label, *words: pip_calls.append(words))
     patch.setattr(bootstrap, "STAMP", folder / "stamp.json")
     patch.setattr(bootstrap, "check_disk", lambda kind: None)
     patch.setattr(bootstrap, "create_venv", lambda *_: None)
@@ -86,7 +86,7 @@ def installed(told: dict[str, str], folder: Path, patch: pytest.MonkeyPatch) -> 
         patch.setenv(name, value)
     bootstrap.set_up(dev=False)
     (folder / "stamp.json").unlink()
-    return asked
+    return pip_calls
 
 
 def test_a_login_node_can_set_up_for_the_nodes_with_gpus(
@@ -109,15 +109,17 @@ def test_torchvision_lies_where_only_the_engines_processes_look() -> None:
 def test_the_lock_for_gpus_holds_what_sglang_pins() -> None:
     """Its kernels are built against one torch."""
     locked = {
-        re.sub(r"[-_.]+", "-", found[1]).lower(): found[2]
+        re.sub(r"[-_.]+", "-", match[1]).lower(): match[2]
         for line in (bootstrap.ROOT / "requirements/cuda.lock").read_text().splitlines()
-        if (found := re.match(r"([\w.-]+)==([\w.]+)", line))
+        if (match := re.match(r"([\w.-]+)==([\w.]+)", line))
     }
     where = {"extra": "", "sys_platform": "linux", "platform_machine": "x86_64"}
-    for wanted in map(Requirement, importlib.metadata.requires("sglang") or ()):
-        if wanted.marker is None or wanted.marker.evaluate(where):
-            name = re.sub(r"[-_.]+", "-", wanted.name).lower()
-            assert wanted.specifier.contains(locked[name], prereleases=True), f"{wanted}: {locked[name]}"
+    for requirement in map(Requirement, importlib.metadata.requires("sglang") or ()):
+        if requirement.marker is None or requirement.marker.evaluate(where):
+            name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+            assert requirement.specifier.contains(locked[name], prereleases=True), (
+                f"{requirement}: {locked[name]}"
+            )
 
 
 @pytest.fixture
@@ -134,8 +136,8 @@ def own_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def packages_of(venv: Path) -> set[str]:
     """What pip finds there; nothing where there is no pip."""
     command = [str(venv / "bin/python"), "-m", "pip", "list", "--format=freeze"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return {line.partition("==")[0] for line in done.stdout.split()}
+    process = subprocess.run(command, capture_output=True, text=True)
+    return {line.partition("==")[0] for line in process.stdout.split()}
 
 
 @pytest.mark.gate
@@ -176,10 +178,10 @@ def test_a_package_that_was_interrupted_is_installed_again(own_venv: Path) -> No
 
 
 def test_a_stamp_that_was_cut_off_is_no_stamp(own_venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, ...]] = []
+    pip_calls: list[tuple[str, ...]] = []
 
     def pip(label: str, *words: str) -> None:
-        asked.append(words)
+        pip_calls.append(words)
         bootstrap.PARITY_FOLDER.mkdir()
 
     monkeypatch.setattr(bootstrap, "pip", pip)
@@ -192,7 +194,7 @@ def test_a_stamp_that_was_cut_off_is_no_stamp(own_venv: Path, monkeypatch: pytes
         bootstrap.set_up_parity()
     except ValueError as e:
         pytest.fail(f"set-up does not read its stamp: {e}")
-    assert len(asked) == 1
+    assert len(pip_calls) == 1
 
 
 def test_an_interrupted_addition_is_not_taken_for_complete(
@@ -210,11 +212,11 @@ def test_an_interrupted_addition_is_not_taken_for_complete(
     monkeypatch.setattr(bootstrap, "PYTHON", Path(sys.executable))
     monkeypatch.setenv("RLSYS_DEVICE", "cpu")
     bootstrap.set_up(dev=False)
-    whole = bootstrap.STAMP.read_text()
+    stamp_text = bootstrap.STAMP.read_text()
     monkeypatch.setattr(bootstrap, "pip", interrupted)
     with pytest.raises(KeyboardInterrupt):
         bootstrap.set_up(dev=True)
-    assert not bootstrap.STAMP.exists() or bootstrap.STAMP.read_text() != whole
+    assert not bootstrap.STAMP.exists() or bootstrap.STAMP.read_text() != stamp_text
 
 
 def test_a_complete_environment_of_another_python_is_replaced_only_on_request(

@@ -16,8 +16,12 @@ def test_who_has_the_port_of_a_killed_coordinator_does_not_get_the_key(tmp_path:
     """The file that a killed rollout process leaves names an address; who listens there now is not known."""
     owner = claim(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listening, rogue_server(listening) as received:
-        left = {"epoch": owner.epoch, "host": socket.gethostname(), "port": listening.getsockname()[1]}
-        (tmp_path / coordinator.FILE_NAME).write_text(json.dumps(left))
+        stale_address = {
+            "epoch": owner.epoch,
+            "host": socket.gethostname(),
+            "port": listening.getsockname()[1],
+        }
+        (tmp_path / coordinator.FILE_NAME).write_text(json.dumps(stale_address))
         with contextlib.suppress(coordinator.CoordinatorUnreachable):
             coordinator.query_coordinator(tmp_path, "status", 5)
     assert owner.key.encode() not in b"".join(received)

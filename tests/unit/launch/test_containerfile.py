@@ -29,9 +29,9 @@ IGNORED = [
 
 def ignored(path: str) -> bool:
     parts = path.split("/")
-    whole = ("/".join(parts[: i + 1]) for i in range(len(parts)))
+    prefixes = ("/".join(parts[: i + 1]) for i in range(len(parts)))
     return any(
-        fnmatch(p, line) or fnmatch(f"/{p}", line.replace("**", "*")) for p in whole for line in IGNORED
+        fnmatch(p, line) or fnmatch(f"/{p}", line.replace("**", "*")) for p in prefixes for line in IGNORED
     )
 
 
@@ -59,20 +59,22 @@ def test_what_a_checkout_accumulates_is_no_part_of_the_context(path: str) -> Non
 
 
 def test_the_default_is_a_gpu_node_and_arguments_make_a_cpu_host() -> None:
-    stages = [rest.partition(" AS ")[::2] for name, rest in INSTRUCTIONS if name == "FROM"]
+    stages = [arguments.partition(" AS ")[::2] for name, arguments in INSTRUCTIONS if name == "FROM"]
     assert stages == [("$BASE", "packages"), ("packages", "kernels")]
     assert DEFAULTS["RLSYS_DEVICE"] == "cuda" and set(KINDS) == {"cpu", "cuda"}
-    environment = [rest for name, rest in INSTRUCTIONS if name == "ENV"]
+    environment = [arguments for name, arguments in INSTRUCTIONS if name == "ENV"]
     assert f"{DEVICE}=${DEVICE} {LOCKED}=1" in environment
-    told = " ".join(line.lstrip("# ") for line in TEXT.splitlines() if line.startswith("#"))
-    assert re.findall(r"--target (\w+)", told) == ["packages"]
-    given = dict(re.findall(r"--build-arg (\w+)=(\S+)", told))
-    assert given.keys() <= DEFAULTS.keys() and given[DEVICE] == "cpu"
-    assert {DEFAULTS["PYTHON"], given["PYTHON"]} <= {f"python{major}.{minor}" for major, minor in PYTHONS}
+    comments = " ".join(line.lstrip("# ") for line in TEXT.splitlines() if line.startswith("#"))
+    assert re.findall(r"--target (\w+)", comments) == ["packages"]
+    build_args = dict(re.findall(r"--build-arg (\w+)=(\S+)", comments))
+    assert build_args.keys() <= DEFAULTS.keys() and build_args[DEVICE] == "cpu"
+    assert {DEFAULTS["PYTHON"], build_args["PYTHON"]} <= {
+        f"python{major}.{minor}" for major, minor in PYTHONS
+    }
 
 
 def test_every_argument_is_used() -> None:
-    used = " ".join(rest for name, rest in INSTRUCTIONS if name != "ARG")
+    used = " ".join(arguments for name, arguments in INSTRUCTIONS if name != "ARG")
     read_by_builds = {"MAX_JOBS"}
     assert {name for name in DEFAULTS if f"${name}" not in used} == read_by_builds
 

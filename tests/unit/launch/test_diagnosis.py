@@ -77,9 +77,11 @@ def test_a_process_that_gives_no_stack_is_named() -> None:
   File "/venv/zmq/sugar/poll.py", line 106 in poll
   File "/venv/sglang/srt/managers/scheduler_components/idle_sleeper.py", line 2 in maybe_sleep
 """
-    told = describe("asked for", roles, {}, {"engine-0-process7": idle}).splitlines()
-    assert "  engine-0-process7 waits for nobody: a scheduler that has no request (idle_sleeper.py:2)" in told
-    assert not any("gave no stack" in line for line in told)
+    lines = describe("asked for", roles, {}, {"engine-0-process7": idle}).splitlines()
+    assert (
+        "  engine-0-process7 waits for nobody: a scheduler that has no request (idle_sleeper.py:2)" in lines
+    )
+    assert not any("gave no stack" in line for line in lines)
 
 
 def test_a_role_writes_its_stack_on_the_signal(tmp_path: Path) -> None:
@@ -95,8 +97,8 @@ def test_a_role_writes_its_stack_on_the_signal(tmp_path: Path) -> None:
         process.send_signal(signal.SIGUSR2)
         process.communicate(b"\n")
     assert process.returncode == 0
-    found = frames((tmp_path / "stacks" / "trainer-rank3.txt").read_text())
-    assert found and found[-1][2] == "<module>"
+    stack_frames = frames((tmp_path / "stacks" / "trainer-rank3.txt").read_text())
+    assert stack_frames and stack_frames[-1][2] == "<module>"
 
 
 def test_the_last_answer_of_a_process_counts(tmp_path: Path) -> None:
@@ -136,8 +138,8 @@ def test_status_of_a_run_from_its_folder(run: Path) -> None:
         "last metric   20 s ago",
         "reward        0.250",
     ]
-    with (run / ".lock").open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with (run / ".lock").open() as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         assert is_locked(run)
     assert not is_locked(run)
 
@@ -149,22 +151,22 @@ def test_time_lost_to_stops_is_until_the_first_new_step() -> None:
     def run(event: str, time: float) -> dict[str, object]:
         return {"kind": "run", "event": event, "step": 0, "time": time}
 
-    whole = [run("start", 0.0), step(1, 2.0), step(2, 4.0), step(3, 6.0)]
-    assert lost_seconds(whole) == 0.0
+    history = [run("start", 0.0), step(1, 2.0), step(2, 4.0), step(3, 6.0)]
+    assert lost_seconds(history) == 0.0
     again = [run("resume", 30.0), step(3, 32.0), run("resume", 40.0), step(3, 42.0), step(4, 44.0)]
-    assert lost_seconds([*whole, *again]) == 44.0 - 2.0 - 6.0
+    assert lost_seconds([*history, *again]) == 44.0 - 2.0 - 6.0
     leave = [run("leave", 7.0), run("resume", 20.0), step(4, 22.0)]
-    assert lost_seconds([*whole, *leave]) == 22.0 - 2.0 - 7.0
+    assert lost_seconds([*history, *leave]) == 22.0 - 2.0 - 7.0
 
 
 def test_stacks_are_fresh_by_the_folders_own_clock(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor's node may be a minute ahead of the file server."""
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 60)
-    asked = file_time(run)
+    current_time = time.time()
+    monkeypatch.setattr(time, "time", lambda: current_time + 60)
+    request_time = file_time(run)
     (run / "logs" / "stacks").mkdir()
     (run / "logs" / "stacks" / "trainer.txt").write_text("Stack (most recent call first):\n")
-    assert list(read_stacks(run, asked)) == ["trainer"]
+    assert list(read_stacks(run, request_time)) == ["trainer"]
 
 
 def test_a_dead_run_has_last_words(run: Path) -> None:

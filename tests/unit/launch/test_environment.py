@@ -71,17 +71,17 @@ def test_threads_and_compilation_are_limited_without_gpus_only(host: Host) -> No
 
 def test_both_ends_of_a_communicator_map_memory_alike(host: Host) -> None:
     """SGLang sets its own value, 0, for itself; NCCL's is 1."""
-    found = {kind: variables.get("NCCL_CUMEM_ENABLE") for kind, variables in host.environments().items()}
-    assert found == dict.fromkeys(KINDS, "0")
+    settings = {kind: variables.get("NCCL_CUMEM_ENABLE") for kind, variables in host.environments().items()}
+    assert settings == dict.fromkeys(KINDS, "0")
     assert all("NCCL_CUMEM_ENABLE" not in variables for variables in host.environments(cuda=False).values())
 
 
 def test_a_trainer_with_tensor_parallelism_has_one_queue(host: Host) -> None:
-    found = host.environments()
-    assert found["trainer"].get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found["engine"]
-    alone = host.environments("parallel.tp=1", "parallel.dp=8")
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in alone["trainer"]
+    environments = host.environments()
+    assert environments["trainer"].get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environments["engine"]
+    tp1_environments = host.environments("parallel.tp=1", "parallel.dp=8")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in tp1_environments["trainer"]
 
 
 def test_engines_start_beside_trainers_that_fill_gpus_unevenly(host: Host) -> None:
@@ -108,14 +108,14 @@ def test_given_gpus_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_float32_on_a_gpu_has_an_attention_that_computes_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_args, "have_cuda", lambda: True)
-    for dtype, wanted in (("float32", True), ("bfloat16", False)):
+    for dtype, expected in (("float32", True), ("bfloat16", False)):
         config = Config.model_validate(
             {"model": {"path": "some/model", "dtype": dtype}, "engine": {"deterministic": False}}
         )
         argv, _ = launch_args.engine_command(config, 0, 3100)
         assert (
             "--attention-backend" in argv and argv[argv.index("--attention-backend") + 1] == "triton"
-        ) == wanted
+        ) == expected
 
 
 def test_an_engine_has_time_for_what_it_reads_and_compiles(host: Host, tmp_path: Path) -> None:

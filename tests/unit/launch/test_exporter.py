@@ -74,12 +74,12 @@ async def rig_status(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 async def exporter(tmp_path: Path) -> Exporter:
-    made = Exporter(Quiet(), clock=lambda: 1000.0)
-    made.roles = lambda: {"engine-0": RoleStatus(True, 2), "trainer": RoleStatus(False, 1)}
-    made.status({**await rig_status(tmp_path / "rig"), "received_tokens": 100})
-    made.entry(STEP, live=True)
-    made.entry(EVAL, live=True)
-    return made
+    metrics_exporter = Exporter(Quiet(), clock=lambda: 1000.0)
+    metrics_exporter.roles = lambda: {"engine-0": RoleStatus(True, 2), "trainer": RoleStatus(False, 1)}
+    metrics_exporter.status({**await rig_status(tmp_path / "rig"), "received_tokens": 100})
+    metrics_exporter.entry(STEP, live=True)
+    metrics_exporter.entry(EVAL, live=True)
+    return metrics_exporter
 
 
 def scrape(port: int) -> dict[tuple[str, str], float]:
@@ -96,17 +96,19 @@ def test_all_roles_are_told(exporter: Exporter, tmp_path: Path) -> None:
     run = tmp_path / "mine"
     run.mkdir()
     with serve_metrics(exporter, 0, run, ["http://127.0.0.1:5000/health"]) as port:
-        found = scrape(port)
+        metrics = scrape(port)
         targets = json.loads(targets_path(run).read_text())
     assert [t["targets"] for t in targets] == [[f"127.0.0.1:{port}"], ["127.0.0.1:5000"]]
     assert {t["labels"]["run"] for t in targets} == {"mine"}
     assert not targets_path(run).exists()  # Prometheus forgets a run that has ended
-    assert found["rlsys_role_up", "trainer"] == 0 and found["rlsys_role_starts_total", "engine-0"] == 2
-    assert found["rlsys_engine_serving", "http://127.0.0.1:2"] == 0
-    assert found["rlsys_engine_requests", "http://127.0.0.1:1"] == 2
-    assert found["rlsys_rollout_issued", ""] == 0 and found["rlsys_rollout_received_tokens", ""] == 100
-    assert found["rlsys_trainer_step", ""] == 3 and found["rlsys_trainer_reward", ""] == 0.5
-    assert found["rlsys_trainer_line_seconds", ""] == 10 and found["rlsys_trainer_eval_accuracy", ""] == 0.75
+    assert metrics["rlsys_role_up", "trainer"] == 0 and metrics["rlsys_role_starts_total", "engine-0"] == 2
+    assert metrics["rlsys_engine_serving", "http://127.0.0.1:2"] == 0
+    assert metrics["rlsys_engine_requests", "http://127.0.0.1:1"] == 2
+    assert metrics["rlsys_rollout_issued", ""] == 0 and metrics["rlsys_rollout_received_tokens", ""] == 100
+    assert metrics["rlsys_trainer_step", ""] == 3 and metrics["rlsys_trainer_reward", ""] == 0.5
+    assert (
+        metrics["rlsys_trainer_line_seconds", ""] == 10 and metrics["rlsys_trainer_eval_accuracy", ""] == 0.75
+    )
 
 
 def test_the_display_hears_what_it_heard_before() -> None:
@@ -119,14 +121,14 @@ def test_the_display_hears_what_it_heard_before() -> None:
 
 
 def test_silence_is_measured_until_something_changes() -> None:
-    now = [0.0]
-    exporter = Exporter(Quiet(), clock=lambda: now[0])
+    current_time = [0.0]
+    exporter = Exporter(Quiet(), clock=lambda: current_time[0])
 
     def quiet() -> float:
         return next(m.samples[0].value for m in exporter.collect() if m.name == "rlsys_quiet_seconds")
 
     exporter.status({"received_tokens": 1})
-    now[0] = 50.0
+    current_time[0] = 50.0
     exporter.status({"received_tokens": 1})
     assert quiet() == 50.0
     exporter.status({"received_tokens": 2})
@@ -134,21 +136,21 @@ def test_silence_is_measured_until_something_changes() -> None:
 
 
 def test_security_h6_scrapes_within_a_second_are_rendered_once(tmp_path: Path) -> None:
-    now, rendered = [1000.0], 0
+    current_time, rendered = [1000.0], 0
 
     def roles() -> dict[str, RoleStatus]:
         nonlocal rendered
         rendered += 1
         return {"trainer": RoleStatus(True, rendered)}
 
-    exporter = Exporter(Quiet(), clock=lambda: now[0])
+    exporter = Exporter(Quiet(), clock=lambda: current_time[0])
     exporter.roles = roles
     with serve_metrics(exporter, 0, tmp_path, []) as port:
         for count in (1, 2):
             for _ in range(5):
                 assert scrape(port)["rlsys_role_starts_total", "trainer"] == count
             assert rendered == count
-            now[0] += 1
+            current_time[0] += 1
 
 
 def test_a_port_in_use_is_one_line(exporter: Exporter, tmp_path: Path) -> None:
@@ -164,26 +166,26 @@ def asked_for() -> dict[str, list[str]]:
     """Metric names in each alert and in each panel of the dashboard."""
     rules = yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"][0]["rules"]
     panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
-    told = {rule["alert"]: [rule["expr"]] for rule in rules}
-    told |= {panel["title"]: [t["expr"] for t in panel["targets"]] for panel in panels}
-    return {name: re.findall(r"rlsys_\w+|^up\b", " ".join(exprs)) for name, exprs in told.items()}
+    expressions = {rule["alert"]: [rule["expr"]] for rule in rules}
+    expressions |= {panel["title"]: [t["expr"] for t in panel["targets"]] for panel in panels}
+    return {name: re.findall(r"rlsys_\w+|^up\b", " ".join(exprs)) for name, exprs in expressions.items()}
 
 
 @pytest.mark.parametrize("name", asked_for())
 def test_rules_and_dashboard_ask_for_metrics_that_exist(name: str, exporter: Exporter) -> None:
-    there = {sample.name for family in exporter.collect() for sample in family.samples}
-    there.add("up")  # of Prometheus itself
+    metric_names = {sample.name for family in exporter.collect() for sample in family.samples}
+    metric_names.add("up")  # of Prometheus itself
     assert asked_for()[name]
-    assert set(asked_for()[name]) <= there
+    assert set(asked_for()[name]) <= metric_names
 
 
 @needs_promtool
 def test_promtool_finds_nothing_wrong() -> None:
     for kind, file in (("rules", "rules.yml"), ("config", "prometheus.yml")):
-        done = subprocess.run(
+        process = subprocess.run(
             [str(PROMTOOL), "check", kind, file], cwd=MONITORING, capture_output=True, text=True
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert process.returncode == 0, process.stdout + process.stderr
 
 
 SERIES = {
@@ -208,7 +210,7 @@ def test_each_alert_fires_on_what_it_is_for_and_on_nothing_else(tmp_path: Path) 
     assert sorted(SERIES) == sorted(names)
     tests = []
     for alert, (name, values) in SERIES.items():
-        asked = [
+        promql_tests = [
             {"expr": f'count(ALERTS{{alertname="{n}",alertstate="firing"}}) or vector(0)', "eval_time": "35m",
              "exp_samples": [{"labels": "{}", "value": int(n == alert)}]}
             for n in names
@@ -217,7 +219,7 @@ def test_each_alert_fires_on_what_it_is_for_and_on_nothing_else(tmp_path: Path) 
             {
                 "interval": "1m",
                 "input_series": [{"series": name, "values": values}],
-                "promql_expr_test": asked,
+                "promql_expr_test": promql_tests,
             }
         )
     (tmp_path / "test.yml").write_text(
@@ -225,10 +227,10 @@ def test_each_alert_fires_on_what_it_is_for_and_on_nothing_else(tmp_path: Path) 
             {"rule_files": [str(MONITORING / "rules.yml")], "evaluation_interval": "1m", "tests": tests}
         )
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [str(PROMTOOL), "test", "rules", "test.yml"], cwd=tmp_path, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 @pytest.mark.full
@@ -247,11 +249,15 @@ def test_prometheus_finds_a_run_and_its_engines_by_the_shipped_config(
     run.mkdir(parents=True)
     found_by["files"] = [str(targets_path(run).parent / "*.json")]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-    at = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     engine, thread = start_http_server(
         0, "127.0.0.1", CollectorRegistry()
     )  # as SGLang answers on its own port
-    command = ["prometheus", f"--config.file={tmp_path / 'prometheus.yml'}", f"--web.listen-address={at}"]
+    command = [
+        "prometheus",
+        f"--config.file={tmp_path / 'prometheus.yml'}",
+        f"--web.listen-address={address}",
+    ]
     with (
         serve_metrics(exporter, 0, run, [f"http://127.0.0.1:{engine.server_port}/health"]),
         subprocess.Popen(
@@ -261,7 +267,7 @@ def test_prometheus_finds_a_run_and_its_engines_by_the_shipped_config(
 
         def ask(expr: str) -> list[dict[str, Any]]:
             try:
-                with urllib.request.urlopen(f"http://{at}/api/v1/query?query={quote(expr)}") as answer:
+                with urllib.request.urlopen(f"http://{address}/api/v1/query?query={quote(expr)}") as answer:
                     return list(json.load(answer)["data"]["result"])
             except OSError:  # it starts
                 return []

@@ -128,7 +128,7 @@ def test_a_run_goes_on_in_its_own_folder_behind_links_of_its_user(
     share: str | None, mode: int, tmp_path: Path
 ) -> None:
     """Only this user can write to what a run makes, under any umask."""
-    disk, run, before = tmp_path / "disk", tmp_path / "run", os.umask(0o002)
+    disk, run, previous_umask = tmp_path / "disk", tmp_path / "run", os.umask(0o002)
     try:
         (disk / "checkpoints").mkdir(parents=True)
         run.symlink_to(disk)
@@ -138,4 +138,4 @@ def test_a_run_goes_on_in_its_own_folder_behind_links_of_its_user(
         assert disk.stat().st_mode & 0o777 == mode
         assert not [p for p in disk.rglob("*") if p.stat().st_mode & 0o022]
     finally:
-        os.umask(before)
+        os.umask(previous_umask)

@@ -31,23 +31,25 @@ except OSError as e: print(e.strerror)
 def test_another_user_cannot_listen_on_a_port_of_a_run(
     configured: bool, address: str, options: list[str]
 ) -> None:
-    held = PortReservation("127.0.0.1")
-    (port,) = free_ports("127.0.0.1", 1) if configured else held.choose(1)
+    reservation = PortReservation("127.0.0.1")
+    (port,) = free_ports("127.0.0.1", 1) if configured else reservation.choose(1)
     if configured:
-        held.reserve(port, 1)
+        reservation.reserve(port, 1)
     try:
         code = BIND.format(uid=STRANGER, port=port)
-        done = subprocess.run([sys.executable, "-c", code, address, *options], capture_output=True, text=True)
-        assert done.stdout.strip() == "Address already in use"
+        process = subprocess.run(
+            [sys.executable, "-c", code, address, *options], capture_output=True, text=True
+        )
+        assert process.stdout.strip() == "Address already in use"
     finally:
-        held.release()
+        reservation.release()
 
 
 def test_two_runs_of_one_user_do_not_share_a_port() -> None:
-    held = PortReservation("127.0.0.1")
-    (port,) = held.choose(1)
+    reservation = PortReservation("127.0.0.1")
+    (port,) = reservation.choose(1)
     try:
         with socket.socket() as s, pytest.raises(OSError, match="in use"):
             s.bind(("127.0.0.1", port))
     finally:
-        held.release()
+        reservation.release()

@@ -41,13 +41,13 @@ KEEP = [sys.executable, "-m", "launch.keeper", "--grace", "60"]
 
 def started(tmp_path: Path) -> tuple[subprocess.Popen[bytes], psutil.Process]:
     """A keeper, and a grandchild of its command: in a session of its own, without a parent, deaf to SIGTERM."""
-    said = tmp_path / "grandchild"
+    pid_path = tmp_path / "grandchild"
     argv = [sys.executable, "-m", "launch.keeper", "--grace", "60", "--"]
     keeper = subprocess.Popen(
-        [*argv, sys.executable, "-c", COMMAND, GRANDCHILD, str(said)], cwd=ROOT, stdin=subprocess.PIPE
+        [*argv, sys.executable, "-c", COMMAND, GRANDCHILD, str(pid_path)], cwd=ROOT, stdin=subprocess.PIPE
     )
-    wait_until(said.exists)
-    return keeper, psutil.Process(int(said.read_text()))
+    wait_until(pid_path.exists)
+    return keeper, psutil.Process(int(pid_path.read_text()))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -93,12 +93,12 @@ def name() -> Iterator[str]:
 
 def kept(tmp_path: Path, name: str) -> tuple[PipedKeeper, psutil.Process]:
     """As `started`, by the backend of this machine."""
-    said = tmp_path / "grandchild"
-    command = [*KEEP, "--cgroup", name, "--", sys.executable, "-c", COMMAND, GRANDCHILD, str(said)]
+    pid_path = tmp_path / "grandchild"
+    command = [*KEEP, "--cgroup", name, "--", sys.executable, "-c", COMMAND, GRANDCHILD, str(pid_path)]
     with (tmp_path / "lock").open("w") as lock:
         keeper = PipedKeeper(command, dict(os.environ), tmp_path / "log", lock.fileno(), name)
-    wait_until(said.exists)
-    return keeper, psutil.Process(int(said.read_text()))
+    wait_until(pid_path.exists)
+    return keeper, psutil.Process(int(pid_path.read_text()))
 
 
 def kill_guard_and_keeper(grandchild: psutil.Process) -> None:
@@ -206,7 +206,7 @@ def test_what_is_written_to_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_group_belongs_to_the_folder_and_the_role(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to("run")
-    named = cgroup.group_name(tmp_path / "run", "engine-0")
-    assert named == cgroup.group_name(tmp_path / "link", "engine-0")
-    assert named != cgroup.group_name(tmp_path, "engine-0")
-    assert named != cgroup.group_name(tmp_path / "run", "engine-1")
+    group = cgroup.group_name(tmp_path / "run", "engine-0")
+    assert group == cgroup.group_name(tmp_path / "link", "engine-0")
+    assert group != cgroup.group_name(tmp_path, "engine-0")
+    assert group != cgroup.group_name(tmp_path / "run", "engine-1")

@@ -97,9 +97,9 @@ def test_gpus_that_stay_idle_are_told() -> None:
 
 def test_idle_gpus_of_many_nodes_are_counted() -> None:
     many = ("launch.backend=slurm", "launch.nodes=6", "parallel.dp=4")
-    (whole, generated) = describe_idle(config(*GPUS_8, *many), planned(*GPUS_8, *many))
-    assert whole.startswith("IDLE: 44 (n0 4,5,6,7; n1 0,1,2,3,4,5,6,7; n2 0")
-    assert whole.endswith("; and of 2 more nodes) of 48 GPUs: no role has them")
+    (idle_line, generated) = describe_idle(config(*GPUS_8, *many), planned(*GPUS_8, *many))
+    assert idle_line.startswith("IDLE: 44 (n0 4,5,6,7; n1 0,1,2,3,4,5,6,7; n2 0")
+    assert idle_line.endswith("; and of 2 more nodes) of 48 GPUs: no role has them")
     assert generated == "IDLE while samples are generated: 3 (n0 1,2,3) of 48 GPUs: no engine has them"
 
 
@@ -147,10 +147,10 @@ def test_fine_tuning_needs_the_trainer_alone() -> None:
 
 
 def test_the_arithmetic_is_spelled_out() -> None:
-    told = describe_arithmetic(
+    arithmetic = describe_arithmetic(
         config("rollout.groups_per_step=16", "rollout.group_size=8", "trainer.steps=60", "eval.interval=10")
     )
-    text = dict(told)
+    text = dict(arithmetic)
     assert text["one step trains"] == "16 groups x 8 samples = 128 samples"
     assert text["in flight"].startswith("256 samples (over_provision 2)")
     assert (
@@ -171,10 +171,10 @@ def test_three_numbers_make_the_mode() -> None:
 
 
 def test_a_port_in_use_is_named() -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        held.listen(1)
-        port = held.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        port = listener.getsockname()[1]
         with pytest.raises(UserError, match=rf"engine\.port = {port}: port {port} of 127\.0\.0\.1 is in use"):
             LocalBackend(config(f"engine.port={port}"), 0)
 
@@ -186,16 +186,16 @@ def test_free_ports_differ() -> None:
 
 def test_ports_of_one_run_differ_even_if_its_nodes_are_one_machine() -> None:
     layout = lay_out(c := config("engine.count=2", "launch.nodes=2", "launch.backend=slurm"))
-    asked: list[dict[int, int]] = []
+    requests: list[dict[int, int]] = []
 
     def free(need: Mapping[int, int]) -> dict[int, list[int]]:
         """The first time every node has the same ones."""
-        asked.append(dict(need))
-        first = len(asked) == 1
+        requests.append(dict(need))
+        first = len(requests) == 1
         return {i: [*range(20000, 20000 + n)] if first else free_ports("", n) for i, n in need.items()}
 
     ports = choose_ports(c, layout, free)
-    assert asked == [{0: 5, 1: 2}, {1: 2}], "all nodes at once; then only those that lack some"
+    assert requests == [{0: 5, 1: 2}, {1: 2}], "all nodes at once; then only those that lack some"
     every = [*ports.engines, *ports.engine_rendezvous, ports.trainer_rendezvous]
     assert len(set(every)) == len(every) == 5
 
@@ -235,8 +235,8 @@ def test_disaggregated_splits_may_be_uneven() -> None:
 def test_an_engine_lies_on_one_node_or_on_whole_ones() -> None:
     apart = "launch.placement=disaggregated"
     assert lay_out(gpus(2, 4, apart, "engine.tp=4")).engines == [[NodeShare(1, 4, (0, 1, 2, 3))]]
-    whole = [NodeShare(1, 4, (0, 1, 2, 3)), NodeShare(2, 4, (0, 1, 2, 3))]
-    assert lay_out(gpus(3, 4, apart, "engine.tp=8")).engines == [whole]
+    node_shares = [NodeShare(1, 4, (0, 1, 2, 3)), NodeShare(2, 4, (0, 1, 2, 3))]
+    assert lay_out(gpus(3, 4, apart, "engine.tp=8")).engines == [node_shares]
     with pytest.raises(UserError, match=r"engine\.tp = 6 needs whole nodes, but launch\.gpus_per_node = 4"):
         lay_out(gpus(3, 4, apart, "engine.tp=6"))
 
@@ -311,13 +311,13 @@ def test_a_run_folder_of_another_config_names_what_differs(tmp_path: Path) -> No
     where = f"run.dir={tmp_path / 'run'}"
     with open_run_dir(config(where), quiet) as run:
         begin(run.path)
-    before = (tmp_path / "run/config.yaml").read_text()
+    text_before = (tmp_path / "run/config.yaml").read_text()
     with (
         pytest.raises(UserError, match=r"another config \(rollout\.group_size = 8 there, 4 here\)"),
         open_run_dir(config(where, "rollout.group_size=4"), quiet),
     ):
         pass
-    assert (tmp_path / "run/config.yaml").read_text() == before
+    assert (tmp_path / "run/config.yaml").read_text() == text_before
 
 
 def test_an_evaluation_before_the_first_start_is_no_run(tmp_path: Path) -> None:
@@ -348,15 +348,15 @@ def test_two_runs_cannot_share_a_folder(tmp_path: Path) -> None:
 
 def test_processes_of_a_dead_owner_are_waited_for_then_named(tmp_path: Path) -> None:
     c = config(f"run.dir={tmp_path}", "launch.grace_seconds=0.1")
-    said: list[str] = []
+    messages: list[str] = []
     fd = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
     os.write(fd, b"999999999\n")  # no process has that id
     fcntl.flock(fd, fcntl.LOCK_EX)
-    with pytest.raises(UserError, match="in use by process 999999999"), open_run_dir(c, said.append):
+    with pytest.raises(UserError, match="in use by process 999999999"), open_run_dir(c, messages.append):
         pass
     os.close(fd)
-    assert said == ["waiting for the processes of an earlier, killed run to end"]
-    with open_run_dir(c, said.append) as run:
+    assert messages == ["waiting for the processes of an earlier, killed run to end"]
+    with open_run_dir(c, messages.append) as run:
         assert not run.resumed
 
 
@@ -424,18 +424,21 @@ def test_an_incomplete_model_folder_is_told(model: Path) -> None:
     assert "contains neither tokenizer.json" in told_by(model)
     (model / "elsewhere.json").rename(model / "tokenizer.json")
     weights = model / "model.safetensors"
-    whole = weights.read_bytes()
-    for damaged, told in (
-        (whole[:-100], f"it has {len(whole) - 100} bytes, its header requires {len(whole)}"),
-        (whole + b"0", "not a whole safetensors file: it has"),
-        (whole[:50], "it ends within its header"),
-        (whole[:5], "it ends within its header"),
+    weight_bytes = weights.read_bytes()
+    for damaged, message in (
+        (
+            weight_bytes[:-100],
+            f"it has {len(weight_bytes) - 100} bytes, its header requires {len(weight_bytes)}",
+        ),
+        (weight_bytes + b"0", "not a whole safetensors file: it has"),
+        (weight_bytes[:50], "it ends within its header"),
+        (weight_bytes[:5], "it ends within its header"),
         (b"", "it ends within its header"),
-        (whole[:8] + b"?" + whole[9:], "its header is damaged"),
+        (weight_bytes[:8] + b"?" + weight_bytes[9:], "its header is damaged"),
     ):
         weights.write_bytes(damaged)
-        assert told in told_by(model)
-    weights.write_bytes(whole)
+        assert message in told_by(model)
+    weights.write_bytes(weight_bytes)
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "1 file(s) of model.safetensors.index.json are missing, first: model-2.safetensors" in told_by(
@@ -445,7 +448,7 @@ def test_an_incomplete_model_folder_is_told(model: Path) -> None:
 
 def test_a_model_that_nobody_can_train_is_told(model: Path) -> None:
     raw = json.loads((model / "config.json").read_text())
-    for changed, told in (
+    for changed, message in (
         (
             {**raw, "architectures": ["GPT2LMHeadModel"]},
             "architecture 'GPT2LMHeadModel' has no conversion table",
@@ -454,7 +457,7 @@ def test_a_model_that_nobody_can_train_is_told(model: Path) -> None:
         ({"architectures": raw["architectures"]}, "is missing"),
     ):
         (model / "config.json").write_text(json.dumps(changed))
-        assert told in told_by(model)
+        assert message in told_by(model)
     (model / "config.json").write_text("{")
     assert "config.json: not readable as JSON" in told_by(model)
     (model / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 4}))

@@ -39,10 +39,16 @@ def stage_with(tmp_path: Path, **launch: Any) -> Stage:
 
 def engines_of(stage: Stage, second: str, **options: Any) -> list[Role]:
     first = stage.role("engine", SERVE_FOREVER, serves=True)
-    other = stage.role("engine", second, serves=True, **options)
+    second_role = stage.role("engine", second, serves=True, **options)
     return [
         first,
-        Role("engine-1", "engine", other.argv, ready_url=other.ready_url, start_timeout=other.start_timeout),
+        Role(
+            "engine-1",
+            "engine",
+            second_role.argv,
+            ready_url=second_role.ready_url,
+            start_timeout=second_role.start_timeout,
+        ),
     ]
 
 
@@ -75,15 +81,15 @@ def test_a_run_goes_on_without_an_engine_that_does_not_come_up_and_takes_it_back
 async def test_a_run_begins_with_a_quorum_of_256_engines() -> None:
     """Lognormal starts; some of the engines never come. The last of the quorum opens the run, no later one."""
     rng = random.Random(0)
-    comes = [math.inf, *(rng.lognormvariate(3, 1) for _ in range(255))]
-    now, watched = 0.0, asyncio.Event()
+    start_times = [math.inf, *(rng.lognormvariate(3, 1) for _ in range(255))]
+    current_time, watched = 0.0, asyncio.Event()
 
     class Engine:
         def __init__(self, at: float) -> None:
             self.at = at
 
         async def healthy(self) -> bool:
-            return now >= self.at
+            return current_time >= self.at
 
     class Routing:
         async def watch(self) -> None:
@@ -93,12 +99,12 @@ async def test_a_run_begins_with_a_quorum_of_256_engines() -> None:
             return [self.watch()]
 
     fewest = 230
-    last = sorted(comes)[fewest - 1]
-    engines, router = cast(Any, [Engine(at) for at in comes]), cast(Any, Routing())
+    last = sorted(start_times)[fewest - 1]
+    engines, router = cast(Any, [Engine(at) for at in start_times]), cast(Any, Routing())
     watch = EngineWatch(engines, [], fewest, router)
-    now = math.nextafter(last, 0)
+    current_time = math.nextafter(last, 0)
     assert not await watch._is_ready()
-    now = last
+    current_time = last
     await watch.run()
     assert watch.ready and watched.is_set()
 
@@ -162,10 +168,10 @@ def test_only_a_signal_of_the_scheduler_is_a_preemption(
 
 
 def test_requeues_without_progress_come_to_an_end(tmp_path: Path) -> None:
-    asked = [
+    decisions = [
         may_requeue(tmp_path, tokens, limit=2) for tokens in (100, 100, 100, 100, 100, 150, 150, 150, 150)
     ]
-    assert asked == [True, True, True, False, False, True, True, True, False]
+    assert decisions == [True, True, True, False, False, True, True, True, False]
     (tmp_path / "requeues.json").write_text("torn")
     assert may_requeue(tmp_path, 0, limit=2)
 

@@ -31,28 +31,28 @@ def locked(kind: str, python: str) -> dict[str, str]:
         "implementation_name": "cpython",
         "platform_python_implementation": "CPython",
     }
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for line in bootstrap.LOCKS[kind].read_text().splitlines():
         if line.startswith("#"):
             continue
-        wanted = Requirement(line)
-        if wanted.marker is None or wanted.marker.evaluate(host):
-            (pin,) = wanted.specifier
-            name = canonicalize_name(wanted.name)
-            assert (pin.operator, name in found, wanted.url) == ("==", False, None), line
-            found[name] = pin.version
-    return found
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate(host):
+            (pin,) = requirement.specifier
+            name = canonicalize_name(requirement.name)
+            assert (pin.operator, name in versions, requirement.url) == ("==", False, None), line
+            versions[name] = pin.version
+    return versions
 
 
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("kind", EXTRAS)
 def test_every_requirement_is_locked_within_its_range(kind: str, python: str) -> None:
-    asked = [
+    requirements = [
         *PROJECT["dependencies"],
         *(line for e in EXTRAS[kind] for line in PROJECT["optional-dependencies"][e]),
     ]
     versions = locked(kind, python)
-    for requirement in map(Requirement, asked):
+    for requirement in map(Requirement, requirements):
         version = versions.get(canonicalize_name(requirement.name))
         assert version is not None, f"{requirement.name} is not locked: make locks"
         assert requirement.specifier.contains(version), f"{requirement.name} {version}: make locks"
@@ -65,8 +65,8 @@ def test_no_range_is_wider_than_what_was_run(extra: str | None) -> None:
     SGLang for CUDA pins some lower ones; the quickstart ran with them on a CPU.
     """
     lines = PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]
-    for wanted in map(Requirement, lines):
-        name, kinds = canonicalize_name(wanted.name), ("cpu", "gpu") if extra is None else ("cpu",)
+    for requirement in map(Requirement, lines):
+        name, kinds = canonicalize_name(requirement.name), ("cpu", "gpu") if extra is None else ("cpu",)
         ran = [Version(locked(kind, python)[name]) for python in PYTHONS for kind in kinds]
         low, high = min(ran), max(ran)
         beyond = [
@@ -75,8 +75,8 @@ def test_no_range_is_wider_than_what_was_run(extra: str | None) -> None:
             f"{low.major - 1}.99" if low.major else None,
         ]
         beyond += [f"{low.major}.{low.minor - 1}.99"] if low.minor else []
-        open_to = [v for v in beyond if v is not None and wanted.specifier.contains(v)]
-        assert not open_to, f"{wanted}: {open_to} would be installed, and nobody ran it"
+        open_to = [v for v in beyond if v is not None and requirement.specifier.contains(v)]
+        assert not open_to, f"{requirement}: {open_to} would be installed, and nobody ran it"
 
 
 def test_the_pythons_of_the_package_are_those_of_set_up() -> None:
@@ -97,9 +97,9 @@ def test_the_locks_agree_with_what_is_installed_without_them() -> None:
 def test_every_python_gets_the_megatron_core_that_the_trainer_is_written_for(kind: str, python: str) -> None:
     """The trainer builds megatron-core's layers by their classes; other versions have other ones."""
     (floor,) = {
-        wanted.specifier
-        for wanted in map(Requirement, PROJECT["optional-dependencies"][kind])
-        if wanted.name == "megatron-core"
+        requirement.specifier
+        for requirement in map(Requirement, PROJECT["optional-dependencies"][kind])
+        if requirement.name == "megatron-core"
     }
     assert (str(floor), locked(kind, python)["megatron-core"]) == ("==0.16.1", "0.16.1")
 
@@ -111,8 +111,8 @@ def test_a_lock_names_no_index_and_no_file(kind: str) -> None:
 
 
 def test_set_up_keeps_to_a_lock_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(bootstrap, "pip", lambda label, *args: asked.append(args))
+    pip_calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(bootstrap, "pip", lambda label, *args: pip_calls.append(args))
     monkeypatch.setattr(bootstrap, "create_venv", lambda *_: None)
     monkeypatch.setattr(bootstrap, "check_disk", lambda *_: None)
     monkeypatch.setattr(bootstrap, "compile_patched_modules", lambda: None)
@@ -128,8 +128,8 @@ def test_set_up_keeps_to_a_lock_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv(bootstrap.DEVICE, "cpu")
     bootstrap.set_up(dev=False)
     target = ("-e", ".[gpu]")
-    assert asked[:2] == [target, (*target, "-c", str(bootstrap.LOCKS["gpu"]))]
-    assert asked[3] == ("-e", ".[cpu]", "-c", str(bootstrap.LOCKS["cpu"]))
+    assert pip_calls[:2] == [target, (*target, "-c", str(bootstrap.LOCKS["gpu"]))]
+    assert pip_calls[3] == ("-e", ".[cpu]", "-c", str(bootstrap.LOCKS["cpu"]))
     monkeypatch.setenv(bootstrap.LOCKED, "yes")
     with pytest.raises(bootstrap.SetupError, match=r"RLSYS_LOCKED = yes: expected 1, or nothing"):
         bootstrap.set_up(dev=False)

@@ -42,11 +42,11 @@ def stage_with(tmp_path: Path, fewest: int | None = 1) -> Stage:
 
 def roles_of(stage: Stage, second: str, trainer: str) -> list[Role]:
     """An engine on node 0, another on node 1, and the rest on node 0."""
-    other = stage.role("engine", second, serves=True)
-    other.argv[-1] = other.argv[-1].replace("name = 'engine-0'", "name = 'engine-1'")
+    second_engine = stage.role("engine", second, serves=True)
+    second_engine.argv[-1] = second_engine.argv[-1].replace("name = 'engine-0'", "name = 'engine-1'")
     return [
         stage.role("engine", SERVE_FOREVER, serves=True),
-        replace(other, name="engine-1", unit="engine-1", node=1),
+        replace(second_engine, name="engine-1", unit="engine-1", node=1),
         stage.role("rollout", SERVE_FOREVER, serves=True),
         stage.role("trainer", trainer),
     ]
@@ -59,14 +59,14 @@ def test_a_run_goes_on_without_the_engines_of_a_lost_node(
     """At once: they are not restarted where nothing is. They are when the node is back."""
     monkeypatch.setattr("launch.restart_backoff._FIRST_WAIT", 0.1)
     stage = stage_with(tmp_path)
-    asked = [0]
+    polls = [0]
 
     def lost() -> list[int]:
         """Back at the third look."""
         if "node lost" not in stage.notes:
             return []
-        asked[0] += 1
-        return [1] if asked[0] < 3 else []
+        polls[0] += 1
+        return [1] if polls[0] < 3 else []
 
     stage.run(
         *roles_of(stage, GOES_ONCE, "while count('engine-1 began') < 2: time.sleep(0.01)"), lost_nodes=lost
@@ -86,12 +86,12 @@ def test_a_node_that_the_run_cannot_do_without_ends_everything(
 ) -> None:
     """It needs all engines, or as many as there were, or the trainer was there."""
     stage = stage_with(tmp_path, fewest)
-    *others, trainer = roles_of(stage, LEAVES, "while True: signal.pause()")
+    *other_roles, trainer = roles_of(stage, LEAVES, "while True: signal.pause()")
     with pytest.raises(
         NodeLost, match="node n1 is lost; the same command resumes the run when there are enough nodes"
     ):
         stage.run(
-            *others, replace(trainer, node=node_of_trainer),
+            *other_roles, replace(trainer, node=node_of_trainer),
             lost_nodes=lambda: [1] if "node lost" in stage.notes else [],
         )  # fmt: skip
     assert "engine-0 ended" in stage.notes and "rollout ended" in stage.notes

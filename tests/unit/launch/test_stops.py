@@ -15,16 +15,16 @@ from launch.stops import StopSignals
 def ignored(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
     """A signal that whoever started this process ignores: `nohup`, or `command &` in a script."""
     number = signal.Signals(request.param)
-    before = signal.signal(number, signal.SIG_IGN)
+    previous_handler = signal.signal(number, signal.SIG_IGN)
     yield number
-    signal.signal(number, before)
+    signal.signal(number, previous_handler)
 
 
 def test_a_signal_that_was_ignored_at_the_start_stays_ignored(ignored: signal.Signals) -> None:
     with StopSignals().listening() as stop:
         os.kill(os.getpid(), ignored)
         assert stop.count == 0
-        other = signal.SIGUSR1 if ignored != signal.SIGUSR1 else signal.SIGHUP
-        os.kill(os.getpid(), other)
-        assert (stop.count, stop.number) == (1, other)
+        other_signal = signal.SIGUSR1 if ignored != signal.SIGUSR1 else signal.SIGHUP
+        os.kill(os.getpid(), other_signal)
+        assert (stop.count, stop.number) == (1, other_signal)
     assert signal.getsignal(ignored) is signal.SIG_IGN

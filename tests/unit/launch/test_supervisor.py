@@ -134,12 +134,12 @@ def test_a_death_by_a_signal_says_which_and_what_memory_was_used(stage: Stage, e
         stage.role("engine", dies_once, serves=True),
         stage.role("trainer", "while count('engine-0 probed') < 2: time.sleep(0.01)"),
     )
-    (said,) = [phase for phase in stage.display.phases if "restart 1" in phase]
-    assert said.startswith(f"engine-0 died ({told}"), said
+    (message,) = [phase for phase in stage.display.phases if "restart 1" in phase]
+    assert message.startswith(f"engine-0 died ({told}"), message
     if told == KILLED:
         assert re.search(
-            r"largest process had \d+\.\d GB; \d+\.\d of \d+\.\d GB of the (host|cgroup)", said
-        ), said
+            r"largest process had \d+\.\d GB; \d+\.\d of \d+\.\d GB of the (host|cgroup)", message
+        ), message
 
 
 def test_a_role_that_is_killed_at_its_start_ends_the_run_with_the_signal(stage: Stage) -> None:
@@ -186,7 +186,7 @@ class Clock(FakeClock):
 def test_each_restart_waits_longer_and_an_engine_that_died_alone_is_not_looked_at_for_long(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, said, began = Clock(), [], []
+    clock, restart_times, role_starts = Clock(), [], []
     monkeypatch.setattr(supervisor, "time", clock)
     monkeypatch.setattr(supervisor, "_SETTLE_SECONDS", 1e9)  # of roles that others may have died of
     stage.config = stage.config.model_copy(
@@ -195,13 +195,13 @@ def test_each_restart_waits_longer_and_an_engine_that_died_alone_is_not_looked_a
 
     def phase(text: str) -> None:
         if "; restart" in text:
-            said.append(clock.now)
+            restart_times.append(clock.now)
 
     monkeypatch.setattr(stage.display, "phase", phase)
     start = Supervisor._start
 
     def noted(self: Supervisor, role: Any) -> Any:
-        began.append((role.name, clock.now))
+        role_starts.append((role.name, clock.now))
         return start(self, role)
 
     monkeypatch.setattr(Supervisor, "_start", noted)
@@ -209,8 +209,10 @@ def test_each_restart_waits_longer_and_an_engine_that_died_alone_is_not_looked_a
     always_dies += "while count('engine-0 probed') == before: time.sleep(0.01)\nos._exit(9)"
     with pytest.raises(RoleFailed, match="engine-0 exited with code 9 again, after 3 restarts"):
         stage.run(stage.role("engine", always_dies, serves=True), stage.role("trainer", "signal.pause()"))
-    again = [at for name, at in began if name == "engine-0"][1:]
-    waited = [after - before for before, after in zip(said, again, strict=True)]
+    again = [timestamp for name, timestamp in role_starts if name == "engine-0"][1:]
+    waited = [
+        start_time - restart_time for restart_time, start_time in zip(restart_times, again, strict=True)
+    ]
     assert waited == pytest.approx([0.0, 1.0, 3.0], abs=2 * supervisor.POLL_SECONDS)
 
 
@@ -231,16 +233,16 @@ def test_a_ledger_that_is_being_opened_is_told_once_for_each_line(
         stage.role("rollout", "signal.pause()", serves=True),
         stage.role("trainer", "while not (here / 'opened').exists(): time.sleep(0.01)"),
     )
-    told = [text for text in stage.display.phases if text.startswith("opening")]
-    assert told == ["opening: 1 MiB", "opening: 2 MiB"]
+    progress_lines = [text for text in stage.display.phases if text.startswith("opening")]
+    assert progress_lines == ["opening: 1 MiB", "opening: 2 MiB"]
 
 
 def test_the_last_lines_of_a_trainer_are_its_own(stage: Stage) -> None:
-    told = f"{FAILED} 1 exited with code 1"
-    body = f"print('AssertionError'); print({told!r}); print('of another rank'); sys.exit(1)"
+    failure_line = f"{FAILED} 1 exited with code 1"
+    body = f"print('AssertionError'); print({failure_line!r}); print('of another rank'); sys.exit(1)"
     with pytest.raises(RoleFailed) as failed:
         stage.run(stage.role("trainer", body))
-    assert failed.value.log_lines == ["AssertionError", told]
+    assert failed.value.log_lines == ["AssertionError", failure_line]
 
 
 def test_a_roles_own_error_line_is_the_error(stage: Stage) -> None:
@@ -363,10 +365,10 @@ def test_the_progress_of_an_evaluation_is_shown_and_is_a_change(
     monkeypatch.setattr("launch.console._PROGRESS_SECONDS", 0.0)
     changes: list[str] = []
     monkeypatch.setattr(StallDetector, "reset", lambda _: changes.append(stage.display.phases[-1]))
-    shown = stage.display.phase
+    display_phase = stage.display.phase
 
     def show(text: str) -> None:
-        shown(text)
+        display_phase(text)
         (stage.folder / text.replace(" ", "-")).touch()
 
     monkeypatch.setattr(stage.display, "phase", show)
@@ -375,9 +377,9 @@ def test_the_progress_of_an_evaluation_is_shown_and_is_a_change(
     evaluates += "    os.replace(here / 'run/part', here / 'run/progress.txt')\n"
     evaluates += "    while not (here / tokens.replace(' ', '-')).exists(): time.sleep(0.01)"
     stage.run(stage.role("engine", SERVE_FOREVER, serves=True), stage.role("trainer", evaluates))
-    told = ["1 token", "2 tokens"]
-    assert [text for text in stage.display.phases if text in told] == told
-    assert [text for text in changes if text in told] == told
+    progress_texts = ["1 token", "2 tokens"]
+    assert [text for text in stage.display.phases if text in progress_texts] == progress_texts
+    assert [text for text in changes if text in progress_texts] == progress_texts
 
 
 def test_a_full_disk_under_what_readers_asked_for_does_not_end_the_run(
@@ -398,9 +400,9 @@ def test_a_full_disk_under_what_readers_asked_for_does_not_end_the_run(
     asks += "refused = [here / 'refused ledger.told', here / 'refused diagnosis.txt']\n"
     asks += "while not all(path.exists() for path in refused): time.sleep(0.01)"
     stage.run(stage.role("rollout", SERVE_FOREVER, serves=True), stage.role("trainer", asks))
-    said = stage.display.phases
-    assert "cannot write the response to rlsys ledger: No space left on device" in said
-    assert "cannot write a diagnosis: No space left on device" in said
+    phases = stage.display.phases
+    assert "cannot write the response to rlsys ledger: No space left on device" in phases
+    assert "cannot write a diagnosis: No space left on device" in phases
 
 
 def test_ctrl_c_ends_trainer_then_rollout_then_engines(stage: Stage) -> None:

@@ -35,14 +35,14 @@ def roles(stage: Stage) -> tuple[Role, ...]:
 
 
 def test_engines_start_before_the_check_and_the_others_after_it(stage: Stage) -> None:
-    seen = []
+    early_roles = []
 
     def check() -> None:
         wait_until(lambda: bool(began(stage)))
-        seen.extend(began(stage))
+        early_roles.extend(began(stage))
 
     stage.run(*roles(stage), check=check)
-    assert seen == ["engine-0"]
+    assert early_roles == ["engine-0"]
     assert set(began(stage)) == {"engine-0", "rollout", "trainer"}
 
 

@@ -38,18 +38,21 @@ def traces(path: Path, kind: str, found: list[dict[str, Any]]) -> list[Any]:
 def test_what_was_sampled_is_what_is_learned(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = rows(write_run(tmp_path), kind, capsys)
+    exported_rows = rows(write_run(tmp_path), kind, capsys)
     prompt = TOKENIZER.encode(PROMPT)
     right, wrong = [TOKENIZER.encode(f"{step} = 42") for step in (1, 2)], TOKENIZER.encode("17")
-    assert all((row["prompt"], row["prompt_ids"]) == (PROMPT, prompt) for row in found)
-    learned = traces(tmp_path / "rows.jsonl", kind, found)
+    assert all((row["prompt"], row["prompt_ids"]) == (PROMPT, prompt) for row in exported_rows)
+    learned = traces(tmp_path / "rows.jsonl", kind, exported_rows)
     assert all(trace.prompt_ids == prompt for trace in learned)
     liked = sorted(t.response_ids for t in learned if t.liked)
-    others = [t.response_ids for t in learned if not t.liked]
-    assert (liked, others) == (right, [] if kind == "chats" else [wrong, wrong])
+    disliked_ids = [t.response_ids for t in learned if not t.liked]
+    assert (liked, disliked_ids) == (right, [] if kind == "chats" else [wrong, wrong])
     if kind == "pairs":
-        assert [row["margin"] for row in found] == [1.0, 1.0]
-        assert [(row["chosen"], row["rejected"]) for row in found] == [("1 = 42", "17"), ("2 = 42", "17")]
+        assert [row["margin"] for row in exported_rows] == [1.0, 1.0]
+        assert [(row["chosen"], row["rejected"]) for row in exported_rows] == [
+            ("1 = 42", "17"),
+            ("2 = 42", "17"),
+        ]
 
 
 def test_what_cannot_be_a_row_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,19 +66,19 @@ def test_what_cannot_be_a_row_is_counted(tmp_path: Path, capsys: pytest.CaptureF
             sample.append(Segment([i + 1], [0.0], [VersionSpan(1, 0, 1)]))
         return SampleView(sample, 1, 0, GroupState.READY, None)
 
-    made = AnswerRows(lambda ids: str(list(ids)))
+    answer_rows = AnswerRows(lambda ids: str(list(ids)))
     several = seen(2, 1.0)
     several.sample.extra_sequences = [several.sample]
     group = [
         seen(0, 0.5, named_rewards={"exact": 1.0, "short": -0.5}), seen(1, 2.0, Status.TRUNCATED), several,
         seen(3, 0.0), seen(4, -1.0, Status.CENSORED), seen(5, 0.25, plain_reward=1.5),
     ]  # fmt: skip
-    labels = [(row["completion_ids"], row["label"]) for row in made.of("labels", group)]
+    labels = [(row["completion_ids"], row["label"]) for row in answer_rows.of("labels", group)]
     assert labels == [([1], True), ([2], True), ([6], True)]
-    assert made.excluded == 2, "of several sequences; tokens that are gone"
-    (pair,) = made.of("pairs", group)
+    assert answer_rows.excluded == 2, "of several sequences; tokens that are gone"
+    (pair,) = answer_rows.of("pairs", group)
     assert (pair["chosen_ids"], pair["rejected_ids"], pair["margin"]) == ([2], [1], 1.5)
-    assert list(made.of("chats", group)) == [], "the best one was cut off"
+    assert list(answer_rows.of("chats", group)) == [], "the best one was cut off"
 
 
 @pytest.mark.parametrize(

@@ -297,10 +297,10 @@ def test_after_a_commit_that_failed_nothing_is_written(
 
 
 def refused(path: Path, match: str, identity: str = "run a") -> None:
-    before = path.read_bytes()
+    bytes_before = path.read_bytes()
     with pytest.raises(UserError, match=match):
         RolloutBuffer(path, identity, SIZE)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == bytes_before
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
@@ -319,32 +319,32 @@ def test_a_foreign_database_is_refused(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
-    made = RolloutBuffer(path, "run a", SIZE)
-    version = made.versions.new(0)
+    buffer = RolloutBuffer(path, "run a", SIZE)
+    version = buffer.versions.new(0)
     for _ in range(200):
-        complete(made, issue(made), version)
-    made.close()
+        complete(buffer, issue(buffer), version)
+    buffer.close()
     data = bytearray(path.read_bytes())
-    for at in range(4096, len(data), 4096):
-        data[at : at + 64] = os.urandom(64)
+    for offset in range(4096, len(data), 4096):
+        data[offset : offset + 64] = os.urandom(64)
     path.write_bytes(data)
     refused(path, "damaged|not a usable ledger")
 
 
 def test_another_runs_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
-    made = RolloutBuffer(path, "run a", SIZE)
-    issue(made)
-    made.close()
+    buffer = RolloutBuffer(path, "run a", SIZE)
+    issue(buffer)
+    buffer.close()
     refused(path, "rollouts of another config", identity="run b")
 
 
 def test_a_file_without_a_group_serves_another_config(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
     RolloutBuffer(path, "run a", SIZE + 1).close()
-    made = RolloutBuffer(path, "run b", SIZE)
-    issue(made)
-    made.close()
+    buffer = RolloutBuffer(path, "run b", SIZE)
+    issue(buffer)
+    buffer.close()
     refused(path, "rollouts of another config", identity="run a")
 
 
@@ -362,12 +362,12 @@ def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> N
     )
     with subprocess.Popen(
         [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"open\n"
-        with pytest.raises(UserError, match=f"in use by process {other.pid}"):
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"open\n"
+        with pytest.raises(UserError, match=f"in use by process {writer.pid}"):
             RolloutBuffer(path, "run a", SIZE)
-        other.kill()
+        writer.kill()
     RolloutBuffer(path, "run a", SIZE).close()
 
 
@@ -449,12 +449,12 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def crash(self) -> None:
         """A copy of the files as they are now is all that a killed process leaves."""
-        after = Path(tempfile.mkdtemp(dir=MEMORY))
-        shutil.copytree(self.folder, after, dirs_exist_ok=True)
+        crash_folder = Path(tempfile.mkdtemp(dir=MEMORY))
+        shutil.copytree(self.folder, crash_folder, dirs_exist_ok=True)
         self.buffer.close()
         shutil.rmtree(self.folder)
-        self.folder = after
-        self.buffer = RolloutBuffer(after / FILE_NAME, "run a", SIZE)
+        self.folder = crash_folder
+        self.buffer = RolloutBuffer(crash_folder / FILE_NAME, "run a", SIZE)
         assert all(s.status is not Status.IN_FLIGHT for g in self.buffer.active() for s in g.samples)
         self.buffer.restore(self.step)
         self.push()

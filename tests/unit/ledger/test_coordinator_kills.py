@@ -66,31 +66,31 @@ class Killed:
 
     def _not_committed(self, db: sqlite3.Connection) -> int:
         going = db.execute("SELECT value FROM meta WHERE key = 'going'").fetchone()
-        known = dict.fromkeys(json.loads(going[0]) if going else (), sys.maxsize)
-        known |= dict(db.execute("SELECT name, length FROM segments"))
+        lengths = dict.fromkeys(json.loads(going[0]) if going else (), sys.maxsize)
+        lengths |= dict(db.execute("SELECT name, length FROM segments"))
         files = [f for f in (self.folder / FOLDER).glob("*.seg") if f.is_file()]
-        for name, length in known.items():
-            there = self.folder / FOLDER / name
-            assert length == sys.maxsize or there.stat().st_size >= length, (
+        for name, length in lengths.items():
+            path = self.folder / FOLDER / name
+            assert length == sys.maxsize or path.stat().st_size >= length, (
                 f"{name}: rows point behind its end"
             )
-        return sum(max(0, f.stat().st_size - known.get(f.name, 0)) for f in files)
+        return sum(max(0, f.stat().st_size - lengths.get(f.name, 0)) for f in files)
 
     async def finish(self) -> None:
         """A coordinator that lives to the end; then the ledger is exact."""
         steps = (self._told()[-1][0] if self._told() else 0) + CHECKPOINT_EVERY
         process = await self.begin(steps=steps)
         assert await process.wait() == 0, self.log.read_text()
-        given: dict[int, list[Any]] = {}
+        groups_by_step: dict[int, list[Any]] = {}
         for step, groups in self._told():
-            assert given.setdefault(step, groups) == groups, "the same step was given something else"
-        assert list(given) == list(range(1, steps + 1))
-        ids = [group[0] for groups in given.values() for group in groups]
+            assert groups_by_step.setdefault(step, groups) == groups, "the same step was given something else"
+        assert list(groups_by_step) == list(range(1, steps + 1))
+        ids = [group[0] for groups in groups_by_step.values() for group in groups]
         assert len(ids) == len(set(ids)) == steps * ROLLOUT["groups_per_step"]
         ledger = RunReader(self.folder).ledger()
         check_ledger(ledger)
         assert {s: sorted(ids) for s, ids in ledger.journal.items()} == {
-            s: [group[0] for group in groups] for s, groups in given.items()
+            s: [group[0] for group in groups] for s, groups in groups_by_step.items()
         }
         assert ledger.groups["trained"] == len(ids) and ledger.lost_tokens == 0
         with closing(sqlite3.connect(self.folder / FILE_NAME)) as db:
@@ -112,14 +112,14 @@ async def run(folder: Path, workers: int, engines: int = 4) -> AsyncIterator[Kil
     )
     (folder / "config.json").write_text(config.model_dump_json())
     (folder / FOLDER).mkdir()
-    made = [
+    scripted_engines = [
         ScriptedEngine(
             f"http://e{i}:1", ends_at=lambda s: 3 + s % 50, segments=folder / FOLDER if i % 2 else None
         )
         for i in range(engines)
     ]
-    async with serve_engines(*made):
-        yield Killed(folder, made, folder / "config.json")
+    async with serve_engines(*scripted_engines):
+        yield Killed(folder, scripted_engines, folder / "config.json")
 
 
 @pytest.mark.parametrize(
@@ -138,15 +138,15 @@ async def test_a_coordinator_that_is_killed_at_any_moment_costs_nothing_twice(
         for _ in range(kills):
             process = await killed.begin()
             await asyncio.sleep(rng.uniform(0.0, 6.0))
-            begun = workers_of(process)
-            still = [rng.choice(begun)] if begun and rng.random() < 0.3 else []
+            worker_processes = workers_of(process)
+            still = [rng.choice(worker_processes)] if worker_processes and rng.random() < 0.3 else []
             for worker in still:
                 worker.suspend()
             process.kill()
             for worker in still:
                 with suppress(psutil.NoSuchProcess):
                     worker.resume()
-            await killed.killed(process, begun)
+            await killed.killed(process, worker_processes)
         await killed.finish()
         assert saved_step(tmp_path) > 0
         print(f"{killed.torn} bytes torn")
@@ -163,11 +163,11 @@ async def test_a_coordinator_that_is_killed_at_each_boundary_costs_nothing_twice
             process = await killed.begin(
                 name, times=1 if BOUNDARIES[name].needs_worker_death else rng.choice((1, 1, 2))
             )
-            begun: list[psutil.Process] = []
+            worker_processes: list[psutil.Process] = []
             while process.returncode is None:
-                begun = workers_of(process) or begun
+                worker_processes = workers_of(process) or worker_processes
                 await asyncio.sleep(0.02)
-            await killed.killed(process, begun)
+            await killed.killed(process, worker_processes)
         await killed.finish()
 
 

@@ -61,45 +61,45 @@ def test_the_ledger_has_every_sequence_as_it_was_saved(steps: Sequence[tuple[str
         group = buffer.issue(Prompt(0, "", [1, 2], {}), [5, 6])
         buffer.flush()
         sampled = 0
-        for what, place, which, tokens in steps:
-            sample = group.samples[place]
-            if what == "begin":
-                sample.begin([7] * tokens, parent=which % (1 + len(sample.extra_sequences)), aside=which == 3)
-            elif what in ("sample", "observe"):
-                q = sample.sequences[which % (1 + len(sample.extra_sequences))]
-                if what == "sample":
+        for operation, sample_index, index, tokens in steps:
+            sample = group.samples[sample_index]
+            if operation == "begin":
+                sample.begin([7] * tokens, parent=index % (1 + len(sample.extra_sequences)), aside=index == 3)
+            elif operation in ("sample", "observe"):
+                q = sample.sequences[index % (1 + len(sample.extra_sequences))]
+                if operation == "sample":
                     sampled += tokens
                     grow(q, version, tokens)
                     q.last_turn = sampled
                 elif q.tokens:
                     q.observe([3] * tokens)
-            elif what == "save":
+            elif operation == "save":
                 buffer.save([sample])
                 assert not buffer.unsaved(sample)
             else:
                 buffer.save(group.samples)
                 buffer.flush()
-                before = [arrays(s) for s in group.samples]
-                assert [arrays(s) for s in RunReader(folder).groups("1")[0].samples] == before
+                arrays_before = [arrays(s) for s in group.samples]
+                assert [arrays(s) for s in RunReader(folder).groups("1")[0].samples] == arrays_before
                 ledger = buffer.ledger()
                 check_ledger(ledger)
                 assert ledger.tokens["active"] == sum(s.all_tokens for s in group.samples)
-                if what == "reopen":
+                if operation == "reopen":
                     buffer.close()
                     buffer = RolloutBuffer(folder / FILE_NAME, "run", 4)
                     (group,) = buffer.active()
-                    assert [arrays(s) for s in group.samples] == before
+                    assert [arrays(s) for s in group.samples] == arrays_before
                     sampled = 0
                 assert buffer.added_tokens == sampled
         buffer.close()
 
 
 def grow(q: Sample, version: int, tokens: int) -> None:
-    at, before = q.tokens, q.routes[-1].end if q.routes else 0
-    q.append(Segment(range(at, at + tokens), [-0.1] * tokens, [VersionSpan(version, 0, tokens)]))
+    start, routed_end = q.tokens, q.routes[-1].end if q.routes else 0
+    q.append(Segment(range(start, start + tokens), [-0.1] * tokens, [VersionSpan(version, 0, tokens)]))
     last = len(q.prompt_ids) + q.tokens - 1
-    if last > before:
-        q.routes.append(RouteSpan(before, last, bytes(last - before)))
+    if last > routed_end:
+        q.routes.append(RouteSpan(routed_end, last, bytes(last - routed_end)))
 
 
 def episode(sample_id: int = 0, version: int = 1) -> Sample:
@@ -155,14 +155,14 @@ def test_scores_and_interrupts_are_of_one_sequence(tmp_path: Path) -> None:
     (back,) = buffer.load(buffer.read_step(1)[1][0].samples)
     assert (back.behaviour, back.extra_sequences[0].behaviour) == ([], [-0.25, -0.5])
     buffer.flush()
-    (seen,) = RunReader(tmp_path).samples(SampleQuery(group=0))
-    assert seen.interrupts == [(3, version)] and seen.tokens == 3
-    shown = sequences_of(seen, lambda ids: str(list(ids)))
-    assert [(q["sequence"], q["tokens"], q["response"]) for q in shown] == [(1, 2, str([0, 1]))]
+    (view,) = RunReader(tmp_path).samples(SampleQuery(group=0))
+    assert view.interrupts == [(3, version)] and view.tokens == 3
+    sequence_rows = sequences_of(view, lambda ids: str(list(ids)))
+    assert [(q["sequence"], q["tokens"], q["response"]) for q in sequence_rows] == [(1, 2, str([0, 1]))]
     buffer.prune(1)
     buffer.flush()
-    (seen,) = RunReader(tmp_path).samples(SampleQuery(group=0))
-    assert seen.sample.extra_sequences[0].prompt_ids == [] and not seen.has_tokens
+    (view,) = RunReader(tmp_path).samples(SampleQuery(group=0))
+    assert view.sample.extra_sequences[0].prompt_ids == [] and not view.has_tokens
     buffer.close()
 
 
@@ -171,14 +171,14 @@ def test_scores_and_interrupts_are_of_one_sequence(tmp_path: Path) -> None:
 @pytest.mark.parametrize("agent", ["compacts", "rewrites"])
 async def test_after_a_restart_at_any_token_every_conversation_goes_on(agent: str, train: str) -> None:
     """From the ledger alone; answers on the side are in it, too."""
-    said = ["<answer>1</answer><eos>", "<answer>2</answer><eos>"]
-    generate = build_generator(config(agent, {"train": train}), TOKENIZER, whole_model := Model(said))
-    await generate(whole := fresh(), prompt())
-    assert [len(q.observed) for q in whole.sequences] == ([1, 1] if agent == "compacts" else [1, 0])
+    replies = ["<answer>1</answer><eos>", "<answer>2</answer><eos>"]
+    generate = build_generator(config(agent, {"train": train}), TOKENIZER, whole_model := Model(replies))
+    await generate(reference := fresh(), prompt())
+    assert [len(q.observed) for q in reference.sequences] == ([1, 1] if agent == "compacts" else [1, 0])
     if agent == "compacts":
-        assert whole.extra_sequences[0].parent == 0
-    for tokens in range(0, sum(q.sampled_tokens for q in whole.sequences), 4):
-        s, model = fresh(), Model(said, at_once=tokens)
+        assert reference.extra_sequences[0].parent == 0
+    for tokens in range(0, sum(q.sampled_tokens for q in reference.sequences), 4):
+        s, model = fresh(), Model(replies, at_once=tokens)
         generate = build_generator(config(agent, {"train": train}), TOKENIZER, model)
         with pytest.raises(asyncio.CancelledError):
             await generate(s, prompt())
@@ -187,7 +187,7 @@ async def test_after_a_restart_at_any_token_every_conversation_goes_on(agent: st
             q.status, q.last_turn = Status.PARKED, 0
         model.sides = model.sides[: sum(len(q.observed) + 1 for q in s.extra_sequences if q.tokens)]
         await generate(s, prompt())
-        assert told(s) == told(whole)
+        assert told(s) == told(reference)
     assert whole_model.sides
 
 
@@ -200,8 +200,8 @@ def told(s: Sample) -> list[object]:
 @pytest.mark.gate
 async def test_a_conversation_that_is_not_asked_for_again_censors() -> None:
     s = fresh()
-    other = s.begin(TOKENIZER.encode("<bos><user>what else?<assistant><think>"))
-    other.append(Segment(TOKENIZER.encode("1<eos>"), [-0.1, -0.1], [VersionSpan(1, 0, 2)]))
+    conversation = s.begin(TOKENIZER.encode("<bos><user>what else?<assistant><think>"))
+    conversation.append(Segment(TOKENIZER.encode("1<eos>"), [-0.1, -0.1], [VersionSpan(1, 0, 2)]))
     with pytest.raises(ToolFailed, match="sent other requests after a restart than before"):
         await build_generator(config("sums"), TOKENIZER, Model())(s, prompt())
 
@@ -213,12 +213,15 @@ def test_a_split_keeps_tokens_and_their_places() -> None:
         Segment(range(10, 22), [-i / 9 for i in range(12)], [VersionSpan(1, 0, 7), VersionSpan(2, 7, 12)])
     )
     ((group),) = split_groups([SampleGroup(0, 0, [s])])
-    (found,) = group.samples
-    assert [list(q.response_ids) for q in found.sequences] == [
+    (split_sample,) = group.samples
+    assert [list(q.response_ids) for q in split_sample.sequences] == [
         [10, 11, 12, 13],
         [14, 15],
         [16, *range(17, 22)],
     ]
-    assert [q.prompt_ids for q in found.extra_sequences] == [[1, 2, *range(10, 14)], [1, 2, *range(10, 16)]]
-    assert [q.versions() for q in found.sequences] == [[1] * 4, [1] * 2, [1] + [2] * 5]
-    assert SegmentReader(Path()).arrays(found) is found
+    assert [q.prompt_ids for q in split_sample.extra_sequences] == [
+        [1, 2, *range(10, 14)],
+        [1, 2, *range(10, 16)],
+    ]
+    assert [q.versions() for q in split_sample.sequences] == [[1] * 4, [1] * 2, [1] + [2] * 5]
+    assert SegmentReader(Path()).arrays(split_sample) is split_sample

@@ -50,15 +50,15 @@ def sweep(tmp_path: Path, scenario: Scenario, check: Callable[[Path, str], None]
     for number, kind in clean.faults():
         sites, folder = Sites((number, kind)), tmp_path / f"{number}-{kind}"
         folder.mkdir()
-        what = f"{kind} in call {number}, {clean.calls[number]}"
+        description = f"{kind} in call {number}, {clean.calls[number]}"
         try:
             scenario(folder, sites)
         except RlsysError as e:
-            assert "\n" not in str(e), what
+            assert "\n" not in str(e), description
         except OSError as e:
-            raise AssertionError(f"{what}: not told in a line of ours: {e!r}") from e
-        assert len(sites.calls) > number, f"{what}: not reached"
-        check(folder, what)
+            raise AssertionError(f"{description}: not told in a line of ours: {e!r}") from e
+        assert len(sites.calls) > number, f"{description}: not reached"
+        check(folder, description)
         shutil.rmtree(folder)
     return clean
 
@@ -102,9 +102,9 @@ def check_ledger(folder: Path, what: str) -> None:
     buffer = RolloutBuffer(folder / FILE_NAME, "run", 2, claim(folder))
     check_conservation(buffer.ledger())
     buffer.check_counts()
-    issued, taken = acknowledged[-1] if acknowledged else (0, 0)
+    issued, last_step = acknowledged[-1] if acknowledged else (0, 0)
     assert buffer.next_group_id >= issued, what
-    assert buffer.last_taken_step >= taken, what
+    assert buffer.last_taken_step >= last_step, what
     for group in buffer.ready() + buffer.active():
         assert all(len(s.response_ids) == len(s.mu) for s in group.samples), what
     buffer.issue(Prompt(9, "", [1], {}), [1])
@@ -162,8 +162,8 @@ def test_each_call_for_the_run_folder_fails_once(tmp_path: Path, monkeypatch: py
 
     def check(folder: Path, what: str) -> None:
         config = config_of(folder)
-        written = config.run.dir / "config.yaml"
-        assert not written.exists() or load_config(written) == config, what
+        config_path = config.run.dir / "config.yaml"
+        assert not config_path.exists() or load_config(config_path) == config, what
         with open_run_dir(config, lambda _: None) as run_dir:
             run_dir.owner.check()
             assert current_owner(config.run.dir) == run_dir.owner, what
@@ -213,8 +213,12 @@ def test_each_call_for_a_checkpoint_fails_once(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(checkpoint, "dist", SimpleNamespace(get_rank=lambda: 0))
     monkeypatch.setattr(checkpoint, "_state", lambda *_, **__: {})
-    for made in ("_replica_group", "get_default_save_sharded_strategy", "FullyParallelSaveStrategyWrapper"):
-        monkeypatch.setattr(checkpoint, made, lambda *_: None)
+    for attribute in (
+        "_replica_group",
+        "get_default_save_sharded_strategy",
+        "FullyParallelSaveStrategyWrapper",
+    ):
+        monkeypatch.setattr(checkpoint, attribute, lambda *_: None)
     monkeypatch.setattr(checkpoint, "TensorWrite", WrittenAtOnce)
     monkeypatch.setattr(checkpoint.dist_checkpointing, "save", lambda *_, **__: None)
     policy: Any = SimpleNamespace(model=SimpleNamespace(lora=None))
@@ -229,9 +233,9 @@ def test_each_call_for_a_checkpoint_fails_once(tmp_path: Path, monkeypatch: pyte
                 acknowledged[folder] = saved.finish(wait=True) or 0
 
     def check(folder: Path, what: str) -> None:
-        found = checkpoint.steps(folder / "checkpoints")
-        assert max(found, default=0) >= acknowledged[folder], what
-        for step in found:
+        saved_steps = checkpoint.steps(folder / "checkpoints")
+        assert max(saved_steps, default=0) >= acknowledged[folder], what
+        for step in saved_steps:
             assert manifest.find_damage(checkpoint.path_of(folder / "checkpoints", step)) == [], what
         again = checkpoint.Checkpoints(folder / "checkpoints", 1, Alone())  # type: ignore[arg-type]
         again.begin(9, [policy])

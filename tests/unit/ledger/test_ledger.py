@@ -117,17 +117,17 @@ async def test_others_go_on_while_a_long_ledger_is_counted(
     buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 2)
     buffer.issue(Prompt(0, "", [1], {}), [1, 2])
     buffer.flush()
-    began, go_on = threading.Event(), threading.Event()
+    start_event, go_on = threading.Event(), threading.Event()
 
     def slow(db: sqlite3.Connection) -> Ledger:
         db.execute("SELECT count(*) FROM groups").fetchone()
-        began.set()
+        start_event.set()
         assert go_on.wait(60)
         return read_ledger(db)
 
     monkeypatch.setattr("rlsys.ledger.buffer.read_ledger", slow)
     counting = asyncio.ensure_future(buffer.committed_ledger())
-    await asyncio.to_thread(began.wait, 60)
+    await asyncio.to_thread(start_event.wait, 60)
     buffer.issue(Prompt(1, "", [1], {}), [1, 2])
     buffer.flush()
     go_on.set()
@@ -140,11 +140,11 @@ async def test_others_go_on_while_a_long_ledger_is_counted(
 def test_no_step_reads_all_that_came_before(run_dir: Path) -> None:
     """What a take asks of the file: by the step's index, however many groups there are."""
     with closing(open_readonly(run_dir / FILE_NAME)) as db:
-        asked: list[str] = []
-        db.set_trace_callback(asked.append)
+        queries: list[str] = []
+        db.set_trace_callback(queries.append)
         read_groups(db, "train_step = ?", 2)
         db.set_trace_callback(None)
-        assert len(asked) == 4
-        plans = [row[3] for query in asked for row in db.execute(f"EXPLAIN QUERY PLAN {query}")]
+        assert len(queries) == 4
+        plans = [row[3] for query in queries for row in db.execute(f"EXPLAIN QUERY PLAN {query}")]
     assert any("groups_by_step" in plan for plan in plans)
     assert not [plan for plan in plans if plan.startswith("SCAN")]

@@ -35,11 +35,11 @@ async def test_a_crash_costs_less_than_flush_tokens(tmp_path: Path) -> None:
     received = await killed()
     assert received == 7 * 8
     async with rig(make_config(tmp_path, rollout={**APRIL, "flush_tokens": 10}), lambda s: 15) as r:
-        kept = sum(len(s.response_ids) for g in r.buffer.active() for s in g.samples)
-        assert received - 10 < kept <= received
+        saved_tokens = sum(len(s.response_ids) for g in r.buffer.active() for s in g.samples)
+        assert received - 10 < saved_tokens <= received
         await r.start()
-        taken = await r.take(1)
-        assert all(list(s.response_ids) == list(range(15)) for g in taken.groups for s in g.samples)
+        batch = await r.take(1)
+        assert all(list(s.response_ids) == list(range(15)) for g in batch.groups for s in g.samples)
 
 
 async def test_pieces_come_back_as_one(tmp_path: Path) -> None:
@@ -57,11 +57,11 @@ async def test_pieces_come_back_as_one(tmp_path: Path) -> None:
     await r.manager.close()
     r.buffer.close()
     back = Rig(config, lambda s: 9, length_reward)
-    found = back.buffer.groups[0].samples[0]
-    assert found == sample
-    assert list(found.response_ids) == [0, 1, 2, 3, 90, 91, 92]
-    assert found.observed_last
-    assert found.trained() == [True] * 4 + [False] * 3
+    restored_sample = back.buffer.groups[0].samples[0]
+    assert restored_sample == sample
+    assert list(restored_sample.response_ids) == [0, 1, 2, 3, 90, 91, 92]
+    assert restored_sample.observed_last
+    assert restored_sample.trained() == [True] * 4 + [False] * 3
     back.buffer.close()
 
 

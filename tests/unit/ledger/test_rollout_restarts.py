@@ -30,9 +30,9 @@ async def test_a_group_whose_last_reward_came_just_before_a_restart_is_decided_a
     killed.buffer.close()
     async with rig(config) as r:
         await r.start()
-        taken = await r.take(1)
-        assert ids(taken.groups) == [0, 1]
-        assert [s.reward for s in taken.groups[0].samples] == [0.0, 1.0]
+        batch = await r.take(1)
+        assert ids(batch.groups) == [0, 1]
+        assert [s.reward for s in batch.groups[0].samples] == [0.0, 1.0]
         assert r.router.received == 2 * 3, "only the other group's samples were generated"
 
 
@@ -44,8 +44,8 @@ def test_a_group_that_grew_is_whole_in_the_file(tmp_path: Path) -> None:
     buffer.grow(group, [13])
     buffer.close()
     back = RolloutBuffer(tmp_path / FILE_NAME, "run a", 3)
-    found = back.groups[0].samples
-    assert [(s.seed, len(s.response_ids), s.reward) for s in found] == [
+    samples = back.groups[0].samples
+    assert [(s.seed, len(s.response_ids), s.reward) for s in samples] == [
         (11, 3, 0.0),
         (12, 3, 1.0),
         (13, 0, None),

@@ -19,24 +19,24 @@ from rlsys.ledger.store import FILE_NAME, open_readonly
 
 
 def test_an_optional_field_is_a_column_that_may_be_null() -> None:
-    made = [
+    fields = [
         SampleField("a", int),
         SampleField("b", float | None, "c"),
         SampleField("d", dict[str, int] | None),
     ]
-    assert column_definitions(made) == "a INTEGER NOT NULL, c REAL, d TEXT"
+    assert column_definitions(fields) == "a INTEGER NOT NULL, c REAL, d TEXT"
 
 
 def test_the_tables_of_the_ledger_have_the_columns_of_the_fields(tmp_path: Path) -> None:
     RolloutBuffer(tmp_path / FILE_NAME, "run", 4).close()
     db = open_readonly(tmp_path / FILE_NAME)
-    for table, made, others in (
+    for table, table_fields, extra_columns in (
         ("samples", IDENTITY_FIELDS + SEQUENCE_FIELDS + SAMPLE_FIELDS, {"tokens", "prompt_ids"}),
         ("sequences", IDENTITY_FIELDS + EXTRA_SEQUENCE_FIELDS + SEQUENCE_FIELDS, {"prompt_ids"}),
     ):
         columns = [row[1] for row in db.execute(f"PRAGMA table_info({table})")]
         assert len(columns) == len(set(columns))
-        assert set(columns) == {f.column or f.name for f in made} | others
+        assert set(columns) == {f.column or f.name for f in table_fields} | extra_columns
     assert "USING INTEGER PRIMARY KEY" in str(
         db.execute("EXPLAIN QUERY PLAN SELECT * FROM samples WHERE sample_id = 1").fetchall()
     ), "the id is the row's number, without an index beside it"

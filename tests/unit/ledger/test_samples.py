@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ids(run: Path, query: SampleQuery) -> list[int]:
-    return [seen.sample.sample_id for seen in RunReader(run).samples(query)]
+    return [view.sample.sample_id for view in RunReader(run).samples(query)]
 
 
 def test_pieces_of_a_text_are_the_text() -> None:
@@ -86,14 +86,14 @@ def test_what_is_not_there_is_said(run: Path, query: SampleQuery, words: str) ->
 
 def test_who_sampled_which_part_and_where_it_was_interrupted(run: Path) -> None:
     texts = RunTexts(run)
-    (seen,) = texts.reader.samples(SampleQuery(sample=4))
-    parts = parts_of(seen)
+    (view,) = texts.reader.samples(SampleQuery(sample=4))
+    parts = parts_of(view)
     assert [(p.version, p.trained_steps, p.interrupted) for p in parts] == [
         (2, 1, False),
         (3, 2, True),
         (4, 3, True),
     ]
-    pieces = texts.tokenizer.pieces(seen.sample.response_ids)
+    pieces = texts.tokenizer.pieces(view.sample.response_ids)
     assert tuple("".join(pieces[p.start : p.end]) for p in parts) == RESPONSE_PARTS
     (tooled,) = texts.reader.samples(SampleQuery(sample=5))
     assert [p.tool for p in parts_of(tooled)] == [False, True, False]
@@ -102,16 +102,16 @@ def test_who_sampled_which_part_and_where_it_was_interrupted(run: Path) -> None:
 
 def test_tokens_that_the_ledger_has_forgotten_are_read_where_the_trainer_wrote_them(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    before = RunReader(run).samples(SampleQuery(step=1))
+    views_before = RunReader(run).samples(SampleQuery(step=1))
     with sqlite3.connect(run / "rollouts.sqlite") as db:
         db.execute("DELETE FROM pieces WHERE sample_id < 2")
-    after = RunReader(run).samples(SampleQuery(step=1))
-    assert [s.sample.response_ids for s in after] == [s.sample.response_ids for s in before]
-    assert after[0].sample.mu == pytest.approx(before[0].sample.mu)
-    assert after[1].advantages == [1.0] * after[1].tokens
+    views_after = RunReader(run).samples(SampleQuery(step=1))
+    assert [s.sample.response_ids for s in views_after] == [s.sample.response_ids for s in views_before]
+    assert views_after[0].sample.mu == pytest.approx(views_before[0].sample.mu)
+    assert views_after[1].advantages == [1.0] * views_after[1].tokens
     (run / "trained" / "000001.msgpack").unlink()
-    gone = RunReader(run).samples(SampleQuery(step=1))
-    assert [(s.has_tokens, s.tokens) for s in gone] == [(False, b.tokens) for b in before]
+    pruned_views = RunReader(run).samples(SampleQuery(step=1))
+    assert [(s.has_tokens, s.tokens) for s in pruned_views] == [(False, b.tokens) for b in views_before]
 
 
 def test_the_same_groups_of_a_step_are_kept_by_everybody() -> None:
@@ -137,12 +137,12 @@ def test_the_last_step_is_shown_when_nothing_is_said(run: Path, capsys: pytest.C
 def test_grep_searches_responses(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["samples", str(run), "--grep", "so it", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    told = json.loads(line)
-    assert (told["fate"], told["state"]) == ("not complete yet", "active")
-    assert told["sample"] == 4 and told["response"] == "".join(RESPONSE_PARTS)
-    assert len(told["parts"]) == 3 and told["interrupts"] == [
-        [told["parts"][0]["end"], 2],
-        [told["parts"][1]["end"], 3],
+    record = json.loads(line)
+    assert (record["fate"], record["state"]) == ("not complete yet", "active")
+    assert record["sample"] == 4 and record["response"] == "".join(RESPONSE_PARTS)
+    assert len(record["parts"]) == 3 and record["interrupts"] == [
+        [record["parts"][0]["end"], 2],
+        [record["parts"][1]["end"], 3],
     ]
     assert main.main(["samples", str(run), "--grep", "no such words"]) == 0
     assert "no sample matches" in capsys.readouterr().out
@@ -189,23 +189,23 @@ def test_from_another_machine_the_coordinator_is_asked(run: Path, monkeypatch: p
     """On a shared folder: the supervisor carries question and answer."""
     owner = claim(run)
     coordinator.publish_address(owner)
-    here = socket.gethostname()
-    there = RunReader(run).samples(SampleQuery(step=1))
-    monkeypatch.setattr(socket, "gethostname", lambda: f"not-{here}")
+    hostname = socket.gethostname()
+    expected = RunReader(run).samples(SampleQuery(step=1))
+    monkeypatch.setattr(socket, "gethostname", lambda: f"not-{hostname}")
     monkeypatch.setattr("rlsys.ledger.reader.is_local", lambda _: False)
-    heard: list[SampleQuery] = []
+    queries: list[SampleQuery] = []
 
     def supervisor() -> None:
-        found: list[tuple[str, str]] = []
+        requests: list[tuple[str, str]] = []
 
         def heard_something() -> bool:
-            found.extend(coordinator.take_requests(run))
-            return bool(found)
+            requests.extend(coordinator.take_requests(run))
+            return bool(requests)
 
         wait_until(heard_something)
-        name, path = found[0]
-        heard.append(msgspec.json.decode(unquote(path.partition("query=")[2]), type=SampleQuery))
-        coordinator.write_response(run, name, encode(SamplesAnswer(there)))
+        name, path = requests[0]
+        queries.append(msgspec.json.decode(unquote(path.partition("query=")[2]), type=SampleQuery))
+        coordinator.write_response(run, name, encode(SamplesAnswer(expected)))
 
     thread = threading.Thread(target=supervisor)
     thread.start()
@@ -214,6 +214,6 @@ def test_from_another_machine_the_coordinator_is_asked(run: Path, monkeypatch: p
     finally:
         thread.join()
         coordinator.withdraw_address(owner)
-    assert heard == [SampleQuery(step=1)]
-    assert [s.sample for s in answer] == [s.sample for s in there]
+    assert queries == [SampleQuery(step=1)]
+    assert [s.sample for s in answer] == [s.sample for s in expected]
     assert not list((run / coordinator.MAILBOX).iterdir())

@@ -40,10 +40,10 @@ def files(folder: Path) -> list[Path]:
 def grow(group: SampleGroup, version: int, first: int, tokens: int = 3) -> None:
     """Each sample gets so many tokens, counted up from `first`."""
     for s in group.samples:
-        at = len(s.response_ids)
+        start = len(s.response_ids)
         ids = list(range(first, first + tokens))
         s.append(Segment(ids, [-i / 7 for i in ids], [VersionSpan(version, 0, tokens)], None))
-        s.routes.append(RouteSpan(at, at + tokens, bytes(range(tokens))))
+        s.routes.append(RouteSpan(start, start + tokens, bytes(range(tokens))))
 
 
 def issue(buffer: RolloutBuffer) -> SampleGroup:
@@ -78,12 +78,12 @@ def test_a_record_is_read_as_it_was_written(
 @given(st.data())
 def test_no_changed_byte_passes(data: st.DataObject) -> None:
     record = bytearray(encode(Kind.SCORES, SequenceKey(7), 2, 3, bytes(range(12))))
-    at = data.draw(st.integers(0, len(record) - 1))
-    record[at] ^= data.draw(st.integers(1, 255))
+    offset = data.draw(st.integers(0, len(record) - 1))
+    record[offset] ^= data.draw(st.integers(1, 255))
     with pytest.raises(RunError, match=r"^here: damaged"):
         decode(bytes(record), "here")
     with pytest.raises(RunError, match=r"^here: damaged"):
-        decode(bytes(record[:at]), "here")
+        decode(bytes(record[:offset]), "here")
 
 
 def test_all_of_a_sample_comes_back(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_what_is_committed_between_two_queries_of_a_reader_is_in_neither(
         return plain(db, ids)
 
     monkeypatch.setattr(samples, "_interrupts", meanwhile)
-    seen = RunReader(tmp_path).samples(samples.SampleQuery(group=0))
-    assert [list(s.sample.response_ids) for s in seen] == [[10, 11, 12]] * 2
+    views = RunReader(tmp_path).samples(samples.SampleQuery(group=0))
+    assert [list(s.sample.response_ids) for s in views] == [[10, 11, 12]] * 2
     buffer.close()
 
 
@@ -162,16 +162,21 @@ def test_files_are_of_bounded_size_and_go_when_nobody_can_want_them(
         buffer.finish(group, GroupState.READY)
         buffer.take(step, [group])
         buffer.flush()
-    before = files(tmp_path)
-    assert len(before) > 4 and max(f.stat().st_size for f in before) < 400
+    files_before = files(tmp_path)
+    assert len(files_before) > 4 and max(f.stat().st_size for f in files_before) < 400
     buffer.prune(3)
-    assert files(tmp_path) == before, "before the commit a restart could want them"
+    assert files(tmp_path) == files_before, "before the commit a restart could want them"
     buffer.flush()
-    left = files(tmp_path)
+    files_after = files(tmp_path)
     with sqlite3.connect(tmp_path / FILE_NAME) as db:
-        wanted = {row[0] for row in db.execute("SELECT name FROM segments JOIN pieces USING (segment)")}
-        named = {row[0] for row in db.execute("SELECT name FROM segments")}
-    assert len(left) < len(before) and wanted <= {f.name for f in left} == named
+        referenced_names = {
+            row[0] for row in db.execute("SELECT name FROM segments JOIN pieces USING (segment)")
+        }
+        segment_names = {row[0] for row in db.execute("SELECT name FROM segments")}
+    assert (
+        len(files_after) < len(files_before)
+        and referenced_names <= {f.name for f in files_after} == segment_names
+    )
     buffer.close()
     back = opened(tmp_path)
     assert [len(s.response_ids) for s in back.active()[0].samples] == [24, 24], "the late group has all of it"
@@ -189,8 +194,8 @@ def test_what_a_kill_cut_off_is_absent_and_counted(tmp_path: Path) -> None:
         "grow(group, version, 20)\nbuffer.save(group.samples)\n"
         "buffer._file.tokens.write_out()\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
-    assert done.returncode == -signal.SIGKILL
+    process = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    assert process.returncode == -signal.SIGKILL
     (file,) = files(tmp_path)
     with file.open("ab") as end:
         end.write(b"rlsg and half of a record")
@@ -248,19 +253,19 @@ def test_a_changed_byte_is_told_to_who_reads_it(tmp_path: Path) -> None:
 
 
 def test_a_deposed_launch_writes_into_files_of_its_own_only(tmp_path: Path) -> None:
-    old = RolloutBuffer(tmp_path / FILE_NAME, "run", 2, claim(tmp_path))
-    group, version = issue(old), old.versions.new(0)
+    deposed_buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 2, claim(tmp_path))
+    group, version = issue(deposed_buffer), deposed_buffer.versions.new(0)
     grow(group, version, 10)
-    old.save(group.samples)
-    old.flush()
-    old._file._lock.release()  # as if the two ran on machines that do not see one another's locks
+    deposed_buffer.save(group.samples)
+    deposed_buffer.flush()
+    deposed_buffer._file._lock.release()  # as if the two ran on machines that do not see one another's locks
     new = RolloutBuffer(tmp_path / FILE_NAME, "run", 2, claim(tmp_path))
-    before = [f.read_bytes() for f in files(tmp_path)]
+    contents_before = [f.read_bytes() for f in files(tmp_path)]
     grow(new.active()[0], new.versions.new(0), 20)
     new.save(new.active()[0].samples)
     new.flush()
     first, second = files(tmp_path)
-    assert first.read_bytes() == before[0] and first.name[:6] < second.name[:6]
+    assert first.read_bytes() == contents_before[0] and first.name[:6] < second.name[:6]
     new.close()
 
 
@@ -270,21 +275,21 @@ def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
     """It prunes, is stopped before the commit, and commits when another launch works on a copy of the ledger."""
     disable_file_locks(monkeypatch)
     first = claim(tmp_path)
-    old = RolloutBuffer(tmp_path / FILE_NAME, "run", 2, first)
-    version = old.versions.new(0)
-    group = issue(old)
+    deposed_buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 2, first)
+    version = deposed_buffer.versions.new(0)
+    group = issue(deposed_buffer)
     grow(group, version, 10, tokens=8)
     for s in group.samples:
         s.status = Status.FINISHED
-    old.finish(group, GroupState.READY)
-    old.take(1, [group])
-    old.flush()
-    old._file.tokens._max_bytes = 1  # the next tokens have a file of their own
-    later = issue(old)
+    deposed_buffer.finish(group, GroupState.READY)
+    deposed_buffer.take(1, [group])
+    deposed_buffer.flush()
+    deposed_buffer._file.tokens._max_bytes = 1  # the next tokens have a file of their own
+    later = issue(deposed_buffer)
     grow(later, version, 10)
-    old.save(later.samples)
-    old.flush()
-    old.prune(2)
+    deposed_buffer.save(later.samples)
+    deposed_buffer.flush()
+    deposed_buffer.prune(2)
     writers: list[RolloutBuffer] = []
     run_after_check(
         first,
@@ -292,7 +297,7 @@ def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
         monkeypatch,
     )
     with pytest.raises(FencedError):
-        old.flush()
+        deposed_buffer.flush()
     (new,) = writers
     new.restore(0)
     _, groups = new.read_step(1)
@@ -304,17 +309,17 @@ def test_a_file_of_groups_that_nobody_trains_goes_before_any_checkpoint(tmp_path
     buffer = opened(tmp_path)
     buffer._file.tokens._max_bytes = 1  # a file for each record
     version = buffer.versions.new(0)
-    dropped, kept = issue(buffer), issue(buffer)
-    for group in (dropped, kept):
+    dropped, kept_group = issue(buffer), issue(buffer)
+    for group in (dropped, kept_group):
         grow(group, version, 10)
         buffer.save(group.samples)
     buffer.flush()
-    before = files(tmp_path)
+    files_before = files(tmp_path)
     buffer.finish(dropped, GroupState.EXPIRED)
-    grow(kept, version, 20)
-    buffer.save(kept.samples)
+    grow(kept_group, version, 20)
+    buffer.save(kept_group.samples)
     buffer.flush()
-    assert [f for f in before if f.exists()] == before[2:]
+    assert [f for f in files_before if f.exists()] == files_before[2:]
     buffer.close()
     back = opened(tmp_path)
     assert [s.tokens for s in back.load(back.active()[0].samples)] == [6, 6]

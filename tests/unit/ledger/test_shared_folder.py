@@ -75,11 +75,11 @@ def test_no_wal_where_other_machines_see_the_file(nfs: Path) -> None:
     """Before: WAL everywhere, whose index is shared memory of one machine."""
     buffer = RolloutBuffer(nfs / FILE_NAME, "run", 8)
     issue_one(buffer)
-    beside = {p.name for p in nfs.iterdir()}
-    assert not beside & {f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}
-    other = sqlite3.connect(nfs / FILE_NAME, timeout=0)
-    with closing(other), pytest.raises(sqlite3.OperationalError, match="locked"):
-        other.execute("SELECT count(*) FROM groups").fetchone()
+    file_names = {p.name for p in nfs.iterdir()}
+    assert not file_names & {f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}
+    reader = sqlite3.connect(nfs / FILE_NAME, timeout=0)
+    with closing(reader), pytest.raises(sqlite3.OperationalError, match="locked"):
+        reader.execute("SELECT count(*) FROM groups").fetchone()
     buffer.close()
     assert RunReader(nfs).ledger().issued_groups == 1
 
@@ -143,11 +143,11 @@ def test_a_reader_on_another_machine_asks_through_the_supervisor(
     nfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator.publish_address(claim(nfs))
-    here = socket.gethostname()
-    monkeypatch.setattr(socket, "gethostname", lambda: f"not-{here}")
+    hostname = socket.gethostname()
+    monkeypatch.setattr(socket, "gethostname", lambda: f"not-{hostname}")
 
     def supervisor() -> None:
-        wait_until(lambda: "ledger" in (found := coordinator.take_requests(nfs)) or bool(found))
+        wait_until(lambda: "ledger" in (requests := coordinator.take_requests(nfs)) or bool(requests))
         coordinator.write_response(nfs, "ledger", b"the answer")
 
     thread = threading.Thread(target=supervisor)
@@ -155,7 +155,7 @@ def test_a_reader_on_another_machine_asks_through_the_supervisor(
     assert coordinator.query_coordinator(nfs, "ledger") == b"the answer"
     thread.join()
     with pytest.raises(
-        coordinator.CoordinatorUnreachable, match=f"supervisor on {here} does not respond within 0 s"
+        coordinator.CoordinatorUnreachable, match=f"supervisor on {hostname} does not respond within 0 s"
     ):
         coordinator.query_coordinator(nfs, "status", timeout_s=0)
     assert coordinator.take_requests(nfs) == [("status", "/status")]
@@ -163,8 +163,8 @@ def test_a_reader_on_another_machine_asks_through_the_supervisor(
 
 def test_a_mailbox_that_cannot_be_made_is_one_line(nfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator.publish_address(claim(nfs))
-    here = socket.gethostname()
-    monkeypatch.setattr(socket, "gethostname", lambda: f"not-{here}")
+    hostname = socket.gethostname()
+    monkeypatch.setattr(socket, "gethostname", lambda: f"not-{hostname}")
     (nfs / coordinator.MAILBOX).write_text("a file in its place")
     with pytest.raises(coordinator.CoordinatorUnreachable, match=rf"^{nfs}/\.ask: File exists$"):
         coordinator.query_coordinator(nfs, "status")

@@ -61,11 +61,11 @@ def test_a_rewritten_module_is_kept_until_its_source_changes(
         return plain(self, node)
 
     monkeypatch.setattr(cpu_import.Rewrite, "visit", visit)
-    for text, known in (("cuda = 1", 1), ("cuda = 1", 1), ("cuda = 2", 2)):
+    for text, rewrite_count in (("cuda = 1", 1), ("cuda = 1", 1), ("cuda = 2", 2)):
         source.write_text(f"import torch\n{text}\n@torch.compile(dynamic=True)\ndef f(): return torch.cuda\n")
         module = ModuleType("fused")
         cpu_import.CpuLoader("fused", str(source)).exec_module(module)
-        assert module.f() is cpu_import.CUDA_ON_CPU and len(rewrites) == known
+        assert module.f() is cpu_import.CUDA_ON_CPU and len(rewrites) == rewrite_count
         assert cpu_import.CpuLoader.rewritten.pop("fused") == {"torch.cuda": 1, "torch.compile": 1}
 
 
@@ -83,9 +83,9 @@ def test_bytecode_that_a_crash_left_torn_is_made_again(
         module = ModuleType("torn")
         cpu_import.CpuLoader("torn", str(source)).exec_module(module)
         assert module.f() is cpu_import.CUDA_ON_CPU
-        (kept,) = (tmp_path / "__pycache__").iterdir()
-        whole = kept.read_bytes()
-        kept.write_bytes(spoil(whole))
+        (bytecode_path,) = (tmp_path / "__pycache__").iterdir()
+        bytecode = bytecode_path.read_bytes()
+        bytecode_path.write_bytes(spoil(bytecode))
     cpu_import.CpuLoader.rewritten.pop("torn")
 
 
@@ -119,12 +119,12 @@ def an_upstream_function() -> int:
 
 
 def test_a_changed_target_is_an_error_that_names_it() -> None:
-    here = sys.modules[__name__]
-    assert target("some_patch", here, "an_upstream_function", "return 1") is an_upstream_function
+    module = sys.modules[__name__]
+    assert target("some_patch", module, "an_upstream_function", "return 1") is an_upstream_function
     with pytest.raises(
         PatchError, match=r"megatron_patches.some_patch: .*an_upstream_function no longer contains"
     ):
-        target("some_patch", here, "an_upstream_function", "return 2")
+        target("some_patch", module, "an_upstream_function", "return 2")
     with pytest.raises(PatchError, match=r"some_patch: upstream\.missing is missing"):
         target("some_patch", ModuleType("upstream"), "missing")
 
@@ -135,8 +135,8 @@ def create_group() -> None:
 
 def new_process_group_2_14(opts: SimpleNamespace) -> Any:
     """As torch 2.14 makes a gloo group, in a function of its own."""
-    made: Any = c10d
-    return made.ProcessGroupGloo(
+    c10d_module: Any = c10d
+    return c10d_module.ProcessGroupGloo(
         opts.store, opts.group_rank, opts.group_size, timeout=opts.timeout, enable_reconfigure=False
     )
 
@@ -149,10 +149,10 @@ def test_gloo_groups_share_a_device_with_torch_2_14_as_well(monkeypatch: pytest.
     monkeypatch.setattr(c10d, "_create_gloo_process_group", new_process_group_2_14, raising=False)
     gloo_device.PATCH.edit(sys.modules[__name__])
     store, timeout = dist.HashStore(), timedelta(seconds=5)
-    made = [
+    groups = [
         new_process_group_2_14(SimpleNamespace(store=dist.PrefixStore(f"{i}", store), group_rank=0, group_size=1,
                                                timeout=timeout))
         for i in range(2)
     ]  # fmt: skip
-    first, second = (group.options._devices for group in made)
+    first, second = (group.options._devices for group in groups)
     assert len(first) == 1 and first == second

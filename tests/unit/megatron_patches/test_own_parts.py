@@ -17,10 +17,10 @@ def test_boxes_hold_the_range_in_its_order_and_are_few(sizes: list[int], data: s
     n = math.prod(shape)
     start = data.draw(st.integers(0, n))
     end = data.draw(st.integers(start, n))
-    whole = torch.arange(n).view(shape)
-    seen: list[int] = []
-    found = boxes(shape, start, end)
-    for at, size in found:
-        seen += whole[tuple(slice(a, a + s) for a, s in zip(at, size, strict=True))].flatten().tolist()
-    assert seen == list(range(start, end))
-    assert len(found) <= max(2 * len(shape) - 1, 1)
+    tensor = torch.arange(n).view(shape)
+    values: list[int] = []
+    box_list = boxes(shape, start, end)
+    for offset, size in box_list:
+        values += tensor[tuple(slice(a, a + s) for a, s in zip(offset, size, strict=True))].flatten().tolist()
+    assert values == list(range(start, end))
+    assert len(box_list) <= max(2 * len(shape) - 1, 1)

@@ -27,14 +27,14 @@ def findings(patch: pytest.MonkeyPatch, **installed: str) -> dict[str, Finding]:
     version = importlib.metadata.version
     patch.setattr(importlib.metadata, "requires", requirements)
     patch.setattr(importlib.metadata, "version", lambda n: installed.get(n.replace("-", "_")) or version(n))
-    return {found.name: found for found in examine()}
+    return {finding.name: finding for finding in examine()}
 
 
 def test_the_environment_of_this_test_has_the_versions_that_rlsys_asks_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = findings(monkeypatch)
-    assert [f for f in found.values() if "expected" in f.note] == []
+    findings_by_name = findings(monkeypatch)
+    assert [f for f in findings_by_name.values() if "expected" in f.note] == []
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_the_environment_of_this_test_has_the_versions_that_rlsys_asks_for(
 def test_doctor_reports_a_version_that_rlsys_is_not_made_for(
     package: str, installed: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = findings(monkeypatch, **{package.replace("-", "_"): installed})
-    assert package in found, f"doctor does not name {package}"
-    assert (found[package].value, found[package].ok) == (installed, False)
-    assert expected in found[package].note
+    findings_by_name = findings(monkeypatch, **{package.replace("-", "_"): installed})
+    assert package in findings_by_name, f"doctor does not name {package}"
+    assert (findings_by_name[package].value, findings_by_name[package].ok) == (installed, False)
+    assert expected in findings_by_name[package].note
 
 
 def test_an_environment_for_gpus_is_held_against_sglangs_own_torch(monkeypatch: pytest.MonkeyPatch) -> None:

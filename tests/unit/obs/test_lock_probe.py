@@ -19,9 +19,9 @@ def test_another_process_is_kept_out(tmp_path: Path) -> None:
 def test_locks_that_keep_nobody_out_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before: one lock in one process, and "locks work" on Lustre with localflock."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # of this process: it holds nothing
-    found = next(f for f in examine() if f.name == "this folder")
-    assert "locks do NOT work: another process here took flock held here" in found.value
-    assert not found.ok
+    finding = next(f for f in examine() if f.name == "this folder")
+    assert "locks do NOT work: another process here took flock held here" in finding.value
+    assert not finding.ok
 
 
 def test_a_second_node_of_the_job_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

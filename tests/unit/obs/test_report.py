@@ -32,8 +32,8 @@ from rlsys.obs.summary import summarise
 def mismatch_counts(gaps: Iterable[float]) -> list[int]:
     """Counts of the gaps in the bins of MISMATCH_EDGES; the outermost bins have the outliers."""
     counts = [0] * (len(MISMATCH_EDGES) - 1)
-    for gap in gaps:
-        counts[min(max(bisect.bisect_right(MISMATCH_EDGES, gap) - 1, 0), len(counts) - 1)] += 1
+    for mismatch in gaps:
+        counts[min(max(bisect.bisect_right(MISMATCH_EDGES, mismatch) - 1, 0), len(counts) - 1)] += 1
     return counts
 
 
@@ -127,10 +127,10 @@ def test_the_tail_hands_out_whole_lines_and_names_a_foreign_one(tmp_path: Path) 
     tail = MetricsTail(tmp_path)
     assert tail.read() == []
     path = tmp_path / "metrics.jsonl"
-    one, two = ({"kind": "eval", "step": n, "time": 1.0} for n in (1, 2))
-    path.write_text(f'{json.dumps(one)}\n{{"a"')
-    assert tail.read() == [one]
-    path.write_text(f"{json.dumps(one)}\n{json.dumps(two)}\nnot ours\n")
+    first_entry, second_entry = ({"kind": "eval", "step": n, "time": 1.0} for n in (1, 2))
+    path.write_text(f'{json.dumps(first_entry)}\n{{"a"')
+    assert tail.read() == [first_entry]
+    path.write_text(f"{json.dumps(first_entry)}\n{json.dumps(second_entry)}\nnot ours\n")
     with pytest.raises(UserError, match=r"metrics\.jsonl:3: not JSON"):
         tail.read()
 
@@ -152,15 +152,15 @@ def test_a_binned_quantile_is_never_below_the_true_one_and_within_a_bin(gaps: li
 
 
 def test_the_summary_adds_up(run_dir: Path) -> None:
-    found = summarise(read_metrics(run_dir))
-    assert found["steps"] == 4
-    assert (found["eval_accuracy_before"], found["eval_accuracy_after"]) == (0.1, 0.8)
-    assert (found["trained_tokens"], found["resumed_samples"], found["tokens_lost"]) == (400, 16, 0)
-    assert found["off_policy_share"] == pytest.approx(0.25)
-    assert found["mean_abs_logprob_diff"] == pytest.approx((999 * 1e-7 + 3e-5) / 1000)
-    assert 1e-7 < found["p999_abs_logprob_diff"] < 2e-7
-    assert 3e-5 < found["max_abs_logprob_diff"] < 5e-5
-    assert (found["sessions"], found["finished"]) == (2, True)
+    summary = summarise(read_metrics(run_dir))
+    assert summary["steps"] == 4
+    assert (summary["eval_accuracy_before"], summary["eval_accuracy_after"]) == (0.1, 0.8)
+    assert (summary["trained_tokens"], summary["resumed_samples"], summary["tokens_lost"]) == (400, 16, 0)
+    assert summary["off_policy_share"] == pytest.approx(0.25)
+    assert summary["mean_abs_logprob_diff"] == pytest.approx((999 * 1e-7 + 3e-5) / 1000)
+    assert 1e-7 < summary["p999_abs_logprob_diff"] < 2e-7
+    assert 3e-5 < summary["max_abs_logprob_diff"] < 5e-5
+    assert (summary["sessions"], summary["finished"]) == (2, True)
 
 
 def test_what_no_step_says_is_none_and_never_zero(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_what_no_step_says_is_none_and_never_zero(tmp_path: Path) -> None:
     writer.write("run", 0, event="start")
     writer.write("step", 1, tokens=5)
     writer.close()
-    found = summarise(read_metrics(tmp_path))
+    summary = summarise(read_metrics(tmp_path))
     for key in (
         "tokens_lost",
         "off_policy_share",
@@ -176,16 +176,16 @@ def test_what_no_step_says_is_none_and_never_zero(tmp_path: Path) -> None:
         "max_abs_logprob_diff",
         "staleness_max",
     ):
-        assert found[key] is None, key
+        assert summary[key] is None, key
 
 
 def test_a_run_that_has_just_begun_has_a_summary_and_a_report(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.write("run", 0, event="start")
     writer.close()
-    found = summarise(read_metrics(tmp_path))
-    assert found["eval_accuracy_after"] is None
-    assert found["tokens_lost"] is None
+    summary = summarise(read_metrics(tmp_path))
+    assert summary["eval_accuracy_after"] is None
+    assert summary["tokens_lost"] is None
     write_report(tmp_path)
     assert (tmp_path / "report.html").exists()
 
@@ -231,11 +231,11 @@ def test_what_was_censored_and_left_out_is_shown_with_its_causes(tmp_path: Path)
     with PlainProgress(4, Console(file=out, width=80)) as display:
         for entry in entries:
             display.entry(entry, live=True)
-    _, second, third, heldout, named = out.getvalue().splitlines()
+    _, second, third, heldout, set_line = out.getvalue().splitlines()
     assert second.endswith("  censored: 2 groups (row 1, reward 3 samples)")
     assert third.endswith("  censored: 3 groups (reward 2 samples)")
     assert heldout.endswith("on 6 prompts, mean length 2.0, 2 left out")
-    assert named.endswith("0 truncated, 1 left out")
+    assert set_line.endswith("0 truncated, 1 left out")
     summary = summarise(read_metrics(tmp_path))
     assert (summary["eval_left_out"], summary["censored_groups"]) == (2, 3)
     assert summary["censored_samples"] == {"row": 1, "reward": 5}
@@ -260,11 +260,11 @@ def test_the_live_panel_draws_before_and_after_the_first_step(run_dir: Path) -> 
         display.status({"in_flight": 128, "parked": 7, "ready": 3})
         for line in (run_dir / "metrics.jsonl").read_text().splitlines():
             display.entry(json.loads(line), live=True)
-    shown = out.getvalue()
-    assert "starting engine-0" in shown
-    assert "0.100 → 0.800" in shown
-    assert "in flight 128   parked 7   ready 3" in shown
-    assert "resumed samples    16" in shown, "a step that was trained twice counts once"
+    output = out.getvalue()
+    assert "starting engine-0" in output
+    assert "0.100 → 0.800" in output
+    assert "in flight 128   parked 7   ready 3" in output
+    assert "resumed samples    16" in output, "a step that was trained twice counts once"
 
 
 def test_clock() -> None:
@@ -282,9 +282,9 @@ def test_a_role_ends_with_one_line_and_the_errors_code(capsys: pytest.CaptureFix
     def fail() -> None:
         raise UserError("model.path = x: no such folder")
 
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exc_info:
         run_role(fail)
-    assert ended.value.code == 2
+    assert exc_info.value.code == 2
     assert capsys.readouterr().err == "rlsys: error: model.path = x: no such folder [exit 2]\n"
     with pytest.raises(ZeroDivisionError):
         run_role(lambda: 1 // 0)

@@ -63,9 +63,9 @@ def watched(r: Rig, sender: Kept | SpanSender) -> None:
 async def take_until(r: Rig, group_id: int) -> TrainBatch:
     """The take that has this group."""
     for step in range(1, 9):
-        taken = await r.take(step)
-        if any(g.group_id == group_id for g in taken.groups):
-            return taken
+        batch = await r.take(step)
+        if any(g.group_id == group_id for g in batch.groups):
+            return batch
         await r.push()
     raise AssertionError(r.manager.status())
 
@@ -79,18 +79,18 @@ async def test_a_span_for_each_sample_with_what_happened_to_it(tmp_path: Path) -
     async with rig(make_config(tmp_path, rollout=APRIL), slow_group_zero) as r:
         watched(r, sender)
         await r.start()
-        taken = await take_until(r, 0)
+        batch = await take_until(r, 0)
         spans = {s.attributes["rlsys.sample"]: s for s in sender.named("sample")}
-        (slow,) = (g.samples[0] for g in taken.groups if g.group_id == 0)
+        (slow,) = (g.samples[0] for g in batch.groups if g.group_id == 0)
         assert slow.resumes == 2
         assert happened(spans[2]) == ["first_token", "reward"]
-        whole = spans[slow.sample_id]
-        assert happened(whole) == ["first_token", *["interrupt", "resume", "weights"] * 2, "reward"]
-        assert whole.attributes["rlsys.weight_versions"] == [1, 2, 4]
-        assert (whole.attributes["rlsys.tokens"], whole.attributes["rlsys.reward"]) == (8, 0.0)
-        times = [whole.start, *(at for at, _, _ in whole.events), whole.end]
+        slow_span = spans[slow.sample_id]
+        assert happened(slow_span) == ["first_token", *["interrupt", "resume", "weights"] * 2, "reward"]
+        assert slow_span.attributes["rlsys.weight_versions"] == [1, 2, 4]
+        assert (slow_span.attributes["rlsys.tokens"], slow_span.attributes["rlsys.reward"]) == (8, 0.0)
+        times = [slow_span.start, *(event_time for event_time, _, _ in slow_span.events), slow_span.end]
         assert times == sorted(times)
-        assert taken.metrics["spans"] == len(sender.spans) and taken.metrics["time_spans"] == 0.5
+        assert batch.metrics["spans"] == len(sender.spans) and batch.metrics["time_spans"] == 0.5
     assert sender.closed
 
 
@@ -118,10 +118,14 @@ async def test_a_sample_keeps_its_trace_over_a_stop_and_over_a_kill(tmp_path: Pa
         for step in range(2, 6):
             await r.take(step)
             await r.push()
-    (whole,) = (s for s in senders[2].named("sample") if s.attributes["rlsys.sample"] == 0)
-    assert (whole.id, whole.parent) == (sample_span("run", 0), None)
-    assert part.parent == whole.id and part.id.trace == whole.id.trace and part.id.span != whole.id.span
-    assert happened(part) == ["first_token", "interrupt"] and "resume" in happened(whole)
+    (final_span,) = (s for s in senders[2].named("sample") if s.attributes["rlsys.sample"] == 0)
+    assert (final_span.id, final_span.parent) == (sample_span("run", 0), None)
+    assert (
+        part.parent == final_span.id
+        and part.id.trace == final_span.id.trace
+        and part.id.span != final_span.id.span
+    )
+    assert happened(part) == ["first_token", "interrupt"] and "resume" in happened(final_span)
     assert not senders[1].spans
 
 
@@ -149,8 +153,8 @@ async def test_off_it_does_and_costs_nothing(tmp_path: Path) -> None:
     assert not config.run.spans
     async with rig(config) as r:
         await r.start()
-        taken = await r.take(1)
-    assert not {"spans", "time_spans"} & taken.metrics.keys()
+        batch = await r.take(1)
+    assert not {"spans", "time_spans"} & batch.metrics.keys()
 
 
 def test_whether_spans_are_sent_is_no_other_run(tmp_path: Path) -> None:
@@ -184,8 +188,8 @@ def test_a_step_has_its_stages_and_links_to_what_it_trained() -> None:
 
 
 def test_a_step_that_is_trained_again_is_in_the_same_trace_and_no_other_run_is() -> None:
-    first, second, other = (next(step_spans(run, LINE, [])) for run in ("run", "run", "other"))
-    assert first.id.trace == second.id.trace != other.id.trace and first.id.span != second.id.span
+    first, second, other_span = (next(step_spans(run, LINE, [])) for run in ("run", "run", "other"))
+    assert first.id.trace == second.id.trace != other_span.id.trace and first.id.span != second.id.span
     assert sample_span("run", 1) != sample_span("run", 2) != sample_span("other", 2)
     root = sample_span("run", 1)
     assert child_of(root).trace == root.trace and child_of(root).span not in (root.span, 0)
@@ -216,10 +220,10 @@ installed = pytest.mark.skipif(not is_available(), reason="the extra otel is not
 
 @pytest.fixture
 def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
-    with running_receiver() as made:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
+    with running_receiver() as trace_receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", trace_receiver.url)
         monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)
-        yield made
+        yield trace_receiver
 
 
 @installed
@@ -230,14 +234,14 @@ async def test_a_receiver_gets_samples_and_steps(receiver: Receiver, tmp_path: P
     async with rig(config, slow_group_zero) as r:
         watched(r, SpanSender(tmp_path, "rollout"))
         await r.start()
-        taken = await r.take(1)
-        recorder.show(taken.groups)
+        batch = await r.take(1)
+        recorder.show(batch.groups)
         times = {name: value for name, value in LINE.items() if name.startswith("time_")}
         recorder.write("step", 1, reward=0.5, **times)
     recorder.write("run", 1, event="end")
     samples = {s.attributes["rlsys.sample"]: s for s in receiver.named("sample")}
     (step,) = receiver.named("step")
-    trained = [samples[s.sample_id] for g in taken.groups for s in g.samples]
+    trained = [samples[s.sample_id] for g in batch.groups for s in g.samples]
     assert step.links == [(s.trace, s.span) for s in trained] and step.attributes["rlsys.reward"] == 0.5
     assert {s.name for s in receiver.spans if s.parent == step.span} == {"rollout", "train", "push"}
     assert step.end - step.start == 10_000_000_000

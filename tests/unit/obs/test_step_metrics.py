@@ -9,14 +9,14 @@ from rlsys.rollout.run_metrics import step_metrics
 
 def sample(spans: list[tuple[int, int]], status: Status, reward: float | None, resumes: int) -> Sample:
     """`spans`: weight version and how many tokens it sampled."""
-    made = Sample(0, 0, 0, [1], seed=0, status=status, reward=reward, resumes=resumes)
+    new_sample = Sample(0, 0, 0, [1], seed=0, status=status, reward=reward, resumes=resumes)
     for version, tokens in spans:
-        start = len(made.response_ids)
-        made.spans.append(VersionSpan(version, start, start + tokens))
-        made.response_ids.extend([7] * tokens)
-        made.mu.extend(mu := [-0.25 if version == 5 else -1.0] * tokens)
-        made.mu_sum += sum(mu)
-    return made
+        start = len(new_sample.response_ids)
+        new_sample.spans.append(VersionSpan(version, start, start + tokens))
+        new_sample.response_ids.extend([7] * tokens)
+        new_sample.mu.extend(mu := [-0.25 if version == 5 else -1.0] * tokens)
+        new_sample.mu_sum += sum(mu)
+    return new_sample
 
 
 def test_step_metrics_of_groups_of_different_age_by_hand() -> None:
@@ -50,6 +50,6 @@ def test_a_step_without_a_token_has_no_age() -> None:
 
 
 def test_what_a_tool_wrote_has_no_entropy() -> None:
-    made = sample([(5, 2)], Status.FINISHED, 1.0, 0)
-    made.observe([8, 9, 10])
-    assert step_metrics([SampleGroup(0, 0, [made])], lambda version: 0)["sampled_entropy"] == 0.25
+    tool_sample = sample([(5, 2)], Status.FINISHED, 1.0, 0)
+    tool_sample.observe([8, 9, 10])
+    assert step_metrics([SampleGroup(0, 0, [tool_sample])], lambda version: 0)["sampled_entropy"] == 0.25

@@ -66,10 +66,10 @@ def test_a_healthy_run_has_no_symptom() -> None:
     ],
 )
 def test_each_symptom_alone_with_cause_and_knob(name: str, late: Entry) -> None:
-    (found,) = find_symptoms(history(**late))
-    assert found.name == name
-    assert found.observation and found.cause
-    assert any(section in found.knob for section in ("rollout.", "trainer.", "algo.", "data."))
+    (symptom,) = find_symptoms(history(**late))
+    assert symptom.name == name
+    assert symptom.observation and symptom.cause
+    assert any(section in symptom.knob for section in ("rollout.", "trainer.", "algo.", "data."))
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ def test_one_odd_step_is_no_symptom() -> None:
 
 def test_no_signal_says_which_rewards_are_equal() -> None:
     steps = [healthy(n) | {"effective_groups": 0, "reward": 0.0} for n in (1, 2, 3)]
-    (found,) = find_symptoms(History(steps))
-    assert "for 3 steps: all rewards are 0" in found.observation
+    (symptom,) = find_symptoms(History(steps))
+    assert "for 3 steps: all rewards are 0" in symptom.observation
     steps[1]["reward"] = 0.5
-    (found,) = find_symptoms(History(steps))
-    assert "the rewards of each group are equal" in found.observation
+    (symptom,) = find_symptoms(History(steps))
+    assert "the rewards of each group are equal" in symptom.observation
     assert names(History(steps, [evaluation(0, 0.95)])) == [], "nothing is left to be learned"
     steps[2]["effective_groups"] = 1
     assert names(History(steps)) == []
@@ -108,9 +108,9 @@ def test_no_signal_says_which_rewards_are_equal() -> None:
 
 def test_reward_up_and_held_out_down() -> None:
     assert names(history(evals=(0.2, 0.6, 0.4, 0.35))) == ["held_out_falls"]
-    (found,) = find_symptoms(history(evals=(0.2, 0.6, 0.4, 0.35)))
-    assert "0.600 after step 5, 0.350 now" in found.observation
-    assert "checkpoint of step 5" in found.knob
+    (symptom,) = find_symptoms(history(evals=(0.2, 0.6, 0.4, 0.35)))
+    assert "0.600 after step 5, 0.350 now" in symptom.observation
+    assert "checkpoint of step 5" in symptom.knob
     assert names(history(evals=(0.2, 0.6, 0.4, 0.55))) == [], "the last one is within chance of the best"
     assert names(history(evals=(0.2, 0.6, 0.4))) == [], "one low evaluation alone"
     assert names(history(evals=(0.2, 0.6, 0.4, 0.35), reward=0.1)) == [], "both fall: another illness"
@@ -169,16 +169,16 @@ def guesses(*of: tuple[float, float, float], rising: bool = False) -> History:
     """Evaluations of (accuracy, share of the commonest answer, accuracy of the best constant one)."""
     late = {} if rising else {"reward": 0.3}
     evals = [
-        evaluation(5 * i, a) | {"same_answer_share": same, "constant_accuracy": best}
-        for i, (a, same, best) in enumerate(of)
+        evaluation(5 * i, a) | {"same_answer_share": same_share, "constant_accuracy": best}
+        for i, (a, same_share, best) in enumerate(of)
     ]
     return History(history(**late).steps, evals)
 
 
 def test_one_answer_to_every_prompt_is_a_guess() -> None:
-    (found,) = find_symptoms(guesses((0.05, 0.2, 0.3), (0.3, 0.95, 0.3), (0.3, 0.97, 0.3), rising=True))
-    assert found.name == "learned_to_guess"
-    assert "97% of the held-out prompts the same answer; accuracy is 30%" in found.observation
+    (symptom,) = find_symptoms(guesses((0.05, 0.2, 0.3), (0.3, 0.95, 0.3), (0.3, 0.97, 0.3), rising=True))
+    assert symptom.name == "learned_to_guess"
+    assert "97% of the held-out prompts the same answer; accuracy is 30%" in symptom.observation
     assert names(guesses((0.05, 0.2, 0.3), (0.3, 0.95, 0.3), (0.35, 0.8, 0.3), rising=True)) == []
     assert names(guesses((0.3, 0.95, 0.95), (0.3, 0.95, 0.95), (0.3, 0.97, 0.95))) == [], "as it was at first"
     assert names(guesses((0.05, 0.2, 0.95), (0.95, 0.95, 0.95), (0.96, 0.95, 0.95))) == [], (
@@ -191,14 +191,14 @@ def test_one_answer_to_every_prompt_is_a_guess() -> None:
 
 def test_no_better_than_the_best_constant_answer_is_a_guess() -> None:
     """Frequent answers in turn: no single one has most prompts."""
-    told = guesses((0.05, 0.2, 0.35), (0.3, 0.4, 0.35), (0.33, 0.4, 0.35))
-    (found,) = find_symptoms(told)
-    assert found.name == "learned_to_guess"
+    run_history = guesses((0.05, 0.2, 0.35), (0.3, 0.4, 0.35), (0.33, 0.4, 0.35))
+    (symptom,) = find_symptoms(run_history)
+    assert symptom.name == "learned_to_guess"
     assert (
         "rose from 0.050 to 0.330 and stagnates, and the same answer to every prompt would get 0.350"
-        in found.observation
+        in symptom.observation
     )
-    assert names(History(history().steps, told.evals)) == [], "the reward still rises"
+    assert names(History(history().steps, run_history.evals)) == [], "the reward still rises"
     assert names(guesses((0.3, 0.2, 0.35), (0.3, 0.4, 0.35), (0.33, 0.4, 0.35))) == [], (
         "it has learned nothing"
     )
@@ -207,8 +207,8 @@ def test_no_better_than_the_best_constant_answer_is_a_guess() -> None:
 
 def test_a_reward_that_no_evaluation_counts_as_right() -> None:
     assert names(history(evals=(0.0, 0.0), reward=0.9)) == ["never_right"]
-    (found,) = find_symptoms(history(evals=(0.0, 0.0), reward=0.9))
-    assert "mean reward is 0.9, but held-out accuracy is 0 in all 2 evaluations" in found.observation
+    (symptom,) = find_symptoms(history(evals=(0.0, 0.0), reward=0.9))
+    assert "mean reward is 0.9, but held-out accuracy is 0 in all 2 evaluations" in symptom.observation
     assert names(history(evals=(0.0, 0.0), reward=0.4)) == [], "it may be hard"
     assert names(history(evals=(0.0, 0.01), reward=0.9)) == []
     assert names(history(evals=(0.0,), reward=0.9)) == [], "before the first step nothing was learned"
@@ -248,12 +248,12 @@ def test_there_is_a_curve_that_learns() -> None:
 
 
 def test_a_lasting_symptom_is_told_once_and_again_after_it_was_gone() -> None:
-    watch, told = SymptomMonitor(), []
+    watch, reports = SymptomMonitor(), []
     ill = {"effective_groups": 0}
     for n in range(1, 60):
         sick = n <= 10 or n >= 40
-        told += [(n, s.name) for s in watch.add(healthy(n) | (ill if sick else {}))]
-    assert told == [(3, "no_signal"), (42, "no_signal")]
+        reports += [(n, s.name) for s in watch.add(healthy(n) | (ill if sick else {}))]
+    assert reports == [(3, "no_signal"), (42, "no_signal")]
 
 
 def test_a_run_that_goes_on_does_not_tell_it_again() -> None:

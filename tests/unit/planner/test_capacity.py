@@ -53,10 +53,10 @@ def test_a_step_takes_as_long_as_the_rollouts_own_code_makes_it(
             },
             launch={"placement": "disaggregated"},
         )  # fmt: skip
-        found = simulate(config, costs, lengths, prompt_tokens=PROMPT, steps=12)
+        result = simulate(config, costs, lengths, prompt_tokens=PROMPT, steps=12)
         demand = step_demand(config, costs, lengths, config.slots, PROMPT)
         expected = demand.step_seconds(engine_rate(costs, lengths, config.slots, PROMPT), staleness)
-        assert found.step_seconds == pytest.approx(expected, rel=off), staleness
+        assert result.step_seconds == pytest.approx(expected, rel=off), staleness
 
 
 def test_the_longest_of_all_samples_counts_however_many_engines_share_them(tmp_path: Path) -> None:
@@ -80,12 +80,14 @@ def test_the_cheapest_engines_that_suffice_are_hired() -> None:
 def test_explain_tells_it_of_disaggregated_runs_on_gpus() -> None:
     h100 = machines()["h100"]
     config = load_config(DISAGGREGATED)
-    ((name, told),) = describe_capacity(config, forecast_step(config, read_model(config), h100))
+    ((name, description),) = describe_capacity(config, forecast_step(config, read_model(config), h100))
     assert name == "capacity"
-    assert "it needs 119 samples/s, engines finish 42.4; a step takes" in told
+    assert "it needs 119 samples/s, engines finish 42.4; a step takes" in description
     slower = load_config(DISAGGREGATED, ["parallel.dp=1", "parallel.ep=4"])
-    ((_, told),) = describe_capacity(slower, forecast_step(slower, read_model(slower), h100))
-    assert "2 of 4 engines are enough; a step takes" in told
+    ((_, description),) = describe_capacity(slower, forecast_step(slower, read_model(slower), h100))
+    assert "2 of 4 engines are enough; a step takes" in description
     for elsewhere in ("configs/quickstart.yaml", "configs/experiments/qwen2.5-7b_8gpu_colocated.yaml"):
-        other = load_config(ROOT / elsewhere)
-        assert describe_capacity(other, forecast_step(other, read_model(other), h100)) == []
+        other_config = load_config(ROOT / elsewhere)
+        assert (
+            describe_capacity(other_config, forecast_step(other_config, read_model(other_config), h100)) == []
+        )

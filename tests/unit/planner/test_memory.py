@@ -78,31 +78,31 @@ def test_bytes_by_hand() -> None:
     """Float32, EP 2 over two ranks: dense parts are whole on each, experts and all optimizer states halved."""
     size = model_size(QUICKSTART)
     b = budget(config("parallel.ep=2", "engine.max_total_tokens=1000"), size)
-    held = size.dense + size.experts / 2
-    assert b.weights == b.gradients == 4 * held
+    local_parameters = size.dense + size.experts / 2
+    assert b.weights == b.gradients == 4 * local_parameters
     assert b.optimizer == 8 * (size.dense / 2 + size.experts / 2)
     assert b.engine_weights == 4 * size.total
     assert b.kv_pool == 4 * 1000 * 3 * (2 * 2 * 32)
     halves = budget(config("parallel.ep=2", "model.dtype=bfloat16"), size)
-    assert halves.weights == 2 * held
+    assert halves.weights == 2 * local_parameters
     assert halves.optimizer == 12 * (size.dense / 2 + size.experts / 2)
 
 
 def test_a_rolling_push_tells_its_rounds() -> None:
     path = ROOT / "configs/experiments/deepseek-v3_384gpu_disaggregated.yaml"
-    made = load_config(path, ["weights.rolling=3"])
-    assert made.engine.count == 4
-    text = plain(describe_memory(made, published("DeepSeek-V3")))
-    told = "2, of 3 engines each, while 1 or more continue; the trainer sends once per round"
-    assert f"its rounds           {told}" in text
-    assert push_rounds(made) == 2 and push_rounds(load_config(path)) == 1
+    run_config = load_config(path, ["weights.rolling=3"])
+    assert run_config.engine.count == 4
+    text = plain(describe_memory(run_config, published("DeepSeek-V3")))
+    expected = "2, of 3 engines each, while 1 or more continue; the trainer sends once per round"
+    assert f"its rounds           {expected}" in text
+    assert push_rounds(run_config) == 2 and push_rounds(load_config(path)) == 1
 
 
 def test_a_sharded_push_tells_its_senders() -> None:
     """1,342 GB over 256 ranks are 5.24 GB each, and something to help others; over the 32 ranks of an engine 41.9."""
     path = ROOT / "configs/experiments/deepseek-v3_384gpu_disaggregated.yaml"
-    made = load_config(path, ["weights.method=sharded"])
-    text = plain(describe_memory(made, published("DeepSeek-V3")))
+    run_config = load_config(path, ["weights.method=sharded"])
+    text = plain(describe_memory(run_config, published("DeepSeek-V3")))
     assert "a weight push        1,342 GB to each engine, about 4.2 s at 10 GB/s a link (sharded)" in text
     assert (
         "its senders          256 of 256 trainer ranks; a rank sends 5.35 GB on average, at most 5.95 GB, with data "
@@ -138,9 +138,9 @@ def test_engines_that_decode_less_than_their_pool_holds_are_a_warning() -> None:
         r"256 samples are in flight, but the engines decode 128 at once; the KV pool of an engine would hold \d+",
         odd,
     )
-    held = int(odd.rpartition(" ")[2])
-    assert held > 128
-    assert size_warnings(config(*few, f"engine.max_total_tokens={100000 * 128 // held}"), size) == []
+    pool_capacity = int(odd.rpartition(" ")[2])
+    assert pool_capacity > 128
+    assert size_warnings(config(*few, f"engine.max_total_tokens={100000 * 128 // pool_capacity}"), size) == []
 
 
 def test_engines_that_rest_leave_room_for_the_trainer() -> None:
@@ -167,32 +167,35 @@ EXPERIMENTS = sorted((ROOT / "configs/experiments").glob("*gpu_*.yaml"))
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
 def test_experiments_fit_their_gpus(path: Path) -> None:
     """By the estimate, with 80 GB each and an engine that gives its KV pool back while the trainer works."""
-    made = load_config(path)
-    check(made)
-    size, layout = model_size(read_model(made)), lay_out(made)
+    run_config = load_config(path)
+    check(run_config)
+    size, layout = model_size(read_model(run_config)), lay_out(run_config)
     words = path.stem.split("_")
-    assert words[1:] == [f"{made.launch.nodes * made.launch.gpus_per_node}gpu", made.launch.placement]
+    assert words[1:] == [
+        f"{run_config.launch.nodes * run_config.launch.gpus_per_node}gpu",
+        run_config.launch.placement,
+    ]
     used = {
         (share.node, gpu)
         for group in (layout.trainer, *layout.engines)
         for share in group
         for gpu in share.gpus
     }
-    assert len(used) == made.launch.nodes * made.launch.gpus_per_node, "a GPU is idle"
-    b = budget(made, size)
-    resting = b.engine_weights if made.launch.placement == "colocated" else 0.0
+    assert len(used) == run_config.launch.nodes * run_config.launch.gpus_per_node, "a GPU is idle"
+    b = budget(run_config, size)
+    resting = b.engine_weights if run_config.launch.placement == "colocated" else 0.0
     assert (b.trainer + resting) / 1e9 < 76
     assert (b.engine + (b.weights + b.gradients + b.optimizer if resting else 0.0)) / 1e9 < 76
-    odd = problems_of(made, read_model(made), 80.0)
+    odd = problems_of(run_config, read_model(run_config), 80.0)
     assert not [w for w in odd if "rank needs" in w or "in flight" in w]
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
 def test_experiments_take_stale_tokens_for_what_they_are(path: Path) -> None:
     """Not against log-probs that later weights would give them."""
-    made = load_config(path)
-    exact = made.launch.placement == "colocated"
-    assert made.algo.anchor == ("behaviour" if exact else "interpolated")
+    run_config = load_config(path)
+    exact = run_config.launch.placement == "colocated"
+    assert run_config.algo.anchor == ("behaviour" if exact else "interpolated")
 
 
 REHEARSED = {
@@ -209,8 +212,8 @@ REHEARSED = {
 @pytest.mark.parametrize(("name", "stage"), REHEARSED)
 def test_the_formula_is_near_the_rehearsal(name: str, stage: int) -> None:
     """Parameters within 1 %, activations within 10 %."""
-    made = load_config(ROOT / f"configs/experiments/{name}.yaml")
-    b = stage_budget(made, model_size(read_model(made)), stage)
+    run_config = load_config(ROOT / f"configs/experiments/{name}.yaml")
+    b = stage_budget(run_config, model_size(read_model(run_config)), stage)
     weights, gradients, optimizer, activations = (1e9 * x for x in REHEARSED[name, stage])
     assert b.weights == pytest.approx(weights, rel=0.01)
     assert b.gradients == pytest.approx(gradients, rel=0.01)
@@ -220,18 +223,18 @@ def test_the_formula_is_near_the_rehearsal(name: str, stage: int) -> None:
 
 def test_the_fullest_stage_counts() -> None:
     """DeepSeek's second stage has eight layers of experts, its first five: evenly spread they would be 5.9 GB."""
-    made = load_config(ROOT / "configs/experiments/deepseek-v3_256gpu_colocated.yaml")
-    assert budget(made, model_size(read_model(made))).weights == pytest.approx(6.35e9, rel=0.01)
+    run_config = load_config(ROOT / "configs/experiments/deepseek-v3_256gpu_colocated.yaml")
+    assert budget(run_config, model_size(read_model(run_config))).weights == pytest.approx(6.35e9, rel=0.01)
 
 
 def test_the_first_stage_keeps_most_micro_batches_and_the_last_has_the_logits() -> None:
     """Float32, 3 stages of one layer of 64 hidden units: 3, 2 and 1 inputs of 4 bytes kept; logits twice 4 bytes."""
-    made = config("parallel.pp=3", "trainer.recompute=[layer]", "trainer.token_budget=1000")
+    run_config = config("parallel.pp=3", "trainer.recompute=[layer]", "trainer.token_budget=1000")
     size = model_size(QUICKSTART)
-    first, second, last = (stage_budget(made, size, s).activations for s in range(3))
-    one = 1000 * 4 * size.hidden
-    assert first - second == pytest.approx(one)
-    assert last == pytest.approx(one + max(first - 3 * one, 1000 * 8 * size.vocab))
+    first, second, last = (stage_budget(run_config, size, s).activations for s in range(3))
+    input_bytes = 1000 * 4 * size.hidden
+    assert first - second == pytest.approx(input_bytes)
+    assert last == pytest.approx(input_bytes + max(first - 3 * input_bytes, 1000 * 8 * size.vocab))
     halves = config("parallel.pp=3", "trainer.recompute=[layer]", "trainer.token_budget=500")
     assert stage_budget(halves, size, 0).activations == pytest.approx(first / 2)
 
@@ -241,8 +244,10 @@ def test_logits_of_a_large_micro_batch_are_computed_for_some_rows_at_a_time() ->
     size = model_size(published("Qwen3-30B-A3B"))
 
     def output_layer(tokens: int) -> tuple[float, float]:
-        made = config("model.dtype=bfloat16", f"trainer.token_budget={tokens}", "launch.gpus_per_node=1")
-        return _output_layer(made, size)
+        run_config = config(
+            "model.dtype=bfloat16", f"trainer.token_budget={tokens}", "launch.gpus_per_node=1"
+        )
+        return _output_layer(run_config, size)
 
     rows, columns = 1664, size.vocab  # 128 * (2**30 // (4 * 151936) // 128)
     assert output_layer(1000) == pytest.approx((6 * 1000 * columns, 8 * 1000 * columns))
@@ -274,18 +279,18 @@ def test_muon_keeps_one_moment_of_a_matrix() -> None:
 
 def test_a_teachers_weights_lie_beside_the_policys() -> None:
     size = model_size(QUICKSTART)
-    alone = budget(config("parallel.tp=2"), size)
+    policy_budget = budget(config("parallel.tp=2"), size)
     taught = budget(config("parallel.tp=2", "algo.teacher={path: configs/models/quickstart-moe}"), size)
-    assert taught.weights == 2 * alone.weights
-    assert (taught.gradients, taught.optimizer) == (alone.gradients, alone.optimizer)
+    assert taught.weights == 2 * policy_budget.weights
+    assert (taught.gradients, taught.optimizer) == (policy_budget.gradients, policy_budget.optimizer)
 
 
 def test_the_host_memory_of_a_checkpoint_is_told() -> None:
     """Twice float32 weight and moments of what the node's first ranks own, and the weights themselves."""
-    made = load_config(ROOT / "configs/experiments/qwen3-30b-a3b_8gpu_colocated.yaml")
+    run_config = load_config(ROOT / "configs/experiments/qwen3-30b-a3b_8gpu_colocated.yaml")
     size = model_size(published("Qwen3-30B-A3B"))
-    assert checkpoint_host(made, size) == pytest.approx((24 + 2) * size.total)
-    text = plain(describe_memory(made, published("Qwen3-30B-A3B")))
+    assert checkpoint_host(run_config, size) == pytest.approx((24 + 2) * size.total)
+    text = plain(describe_memory(run_config, published("Qwen3-30B-A3B")))
     assert "a checkpoint         about 794 GB of a node's host memory while it is written, beside 36" in text
     spread = load_config(ROOT / "configs/experiments/qwen3-30b-a3b_16gpu_colocated.yaml")
     assert checkpoint_host(spread, size) == pytest.approx((24 + 2) * size.total / 2), "a stage on each node"
@@ -293,10 +298,10 @@ def test_the_host_memory_of_a_checkpoint_is_told() -> None:
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
 def test_the_pools_of_experiments_hold_the_samples_in_flight(path: Path) -> None:
-    made = load_config(path)
-    assert made.engine.max_total_tokens is None
-    b = budget(made, model_size(read_model(made)))
-    assert samples_held(made, b.pool_tokens) == engine_samples(made)
+    run_config = load_config(path)
+    assert run_config.engine.max_total_tokens is None
+    b = budget(run_config, model_size(read_model(run_config)))
+    assert samples_held(run_config, b.pool_tokens) == engine_samples(run_config)
 
 
 def test_a_pool_gets_what_weights_and_a_colocated_trainer_leave() -> None:
@@ -304,8 +309,8 @@ def test_a_pool_gets_what_weights_and_a_colocated_trainer_leave() -> None:
     colocated = load_config(ROOT / "configs/experiments/qwen3-30b-a3b_8gpu_colocated.yaml")
     size = model_size(published("Qwen3-30B-A3B"))
     b = budget(colocated, size)
-    left = 0.88 * 80e9 - b.engine_weights - b.graphs - b.idle_trainer
-    assert 0 <= left - b.kv_pool < 1024 * b.token_bytes
+    free_bytes = 0.88 * 80e9 - b.engine_weights - b.graphs - b.idle_trainer
+    assert 0 <= free_bytes - b.kv_pool < 1024 * b.token_bytes
     small = colocated.model_copy(
         update={"launch": colocated.launch.model_copy(update={"gpu_memory_gb": 60.0})}
     )

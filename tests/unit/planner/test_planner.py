@@ -44,21 +44,21 @@ def forecast(made: Config, lengths: LengthDistribution, costs: Costs = COSTS, st
 def test_a_synchronous_step_is_what_one_computes_by_hand(tmp_path: Path) -> None:
     """16 responses of 50 tokens: one prefill that makes the first token, 49 passes, training, a push, and one pass
     over its canaries: four prompts, and four whole responses."""
-    found = forecast(config(tmp_path), LengthDistribution([50], 200))
+    result = forecast(config(tmp_path), LengthDistribution([50], 200))
     by_hand = COSTS.prefill(16 * 10) + 49 * COSTS.decode(16, 0) + COSTS.train([(60, 0)] * 16)
     by_hand += COSTS.push + COSTS.prefill(4 * 10 + 4 * 60)
-    assert found.step_seconds == pytest.approx(by_hand, rel=0.02)
-    assert found.train_seconds == pytest.approx(COSTS.train([(60, 0)] * 16))
-    assert found.tokens_per_s == pytest.approx(16 * 50 / found.step_seconds)
-    assert (found.staleness, found.off_policy, found.recomputed, found.dropped) == (0, 0, 0, 0)
+    assert result.step_seconds == pytest.approx(by_hand, rel=0.02)
+    assert result.train_seconds == pytest.approx(COSTS.train([(60, 0)] * 16))
+    assert result.tokens_per_s == pytest.approx(16 * 50 / result.step_seconds)
+    assert (result.staleness, result.off_policy, result.recomputed, result.dropped) == (0, 0, 0, 0)
 
 
 def test_engines_have_so_many_slots_and_wait_for_the_longest(tmp_path: Path) -> None:
     """16 responses in 8 slots: two waves."""
-    made = config(tmp_path, engine={"max_running_requests": 8})
-    found = forecast(made, LengthDistribution([50], 200))
+    run_config = config(tmp_path, engine={"max_running_requests": 8})
+    result = forecast(run_config, LengthDistribution([50], 200))
     waves = 2 * (COSTS.prefill(8 * 10) + 49 * COSTS.decode(8, 0))
-    assert found.rollout_seconds == pytest.approx(waves, rel=0.03)
+    assert result.rollout_seconds == pytest.approx(waves, rel=0.03)
 
 
 def test_who_decodes_waits_while_prompts_are_read() -> None:
@@ -75,22 +75,24 @@ def test_who_decodes_waits_while_prompts_are_read() -> None:
 
     async def both() -> list[float]:
         start, running = asyncio.get_running_loop().time(), asyncio.create_task(engine.run())
-        found = await asyncio.gather(ended(0.0), ended(3.5))
+        end_times = await asyncio.gather(ended(0.0), ended(3.5))
         running.cancel()
-        return [end - start for end in found]
+        return [end - start for end in end_times]
 
     assert run_virtual(both()) == pytest.approx([11, 14])
 
 
 def test_a_server_takes_requests_in_one_after_another(tmp_path: Path) -> None:
     """Sixteen of them, a tenth of a second each: the last one begins 1.6 s later, in an emptier engine."""
-    made, lengths = config(tmp_path), LengthDistribution([50], 200)
-    at_once, in_turn = (forecast(made, lengths, replace(COSTS, request=seconds)) for seconds in (0.0, 0.1))
+    run_config, lengths = config(tmp_path), LengthDistribution([50], 200)
+    at_once, in_turn = (
+        forecast(run_config, lengths, replace(COSTS, request=seconds)) for seconds in (0.0, 0.1)
+    )
     assert 0.5 < in_turn.rollout_seconds - at_once.rollout_seconds < 1.6
     april = config(tmp_path, rollout={"over_provision": 2, "max_staleness": 8})
-    found = forecast(april, lengths, replace(COSTS, request=0.1), steps=8)
-    assert found.step_seconds > 1.6, "who is aborted before it was taken in holds up nobody"
-    assert found.push_seconds < COSTS.push + COSTS.prefill(4 * 10 + 4 * 60) + 0.2
+    result = forecast(april, lengths, replace(COSTS, request=0.1), steps=8)
+    assert result.step_seconds > 1.6, "who is aborted before it was taken in holds up nobody"
+    assert result.push_seconds < COSTS.push + COSTS.prefill(4 * 10 + 4 * 60) + 0.2
 
 
 @pytest.mark.gate
@@ -107,8 +109,8 @@ def test_a_long_tail_leaves_slots_idle_and_over_provision_fills_them(tmp_path: P
 
 @pytest.mark.gate
 def test_tokens_that_grow_too_old_are_dropped_and_counted(tmp_path: Path) -> None:
-    made = config(tmp_path, rollout={"over_provision": 3, "max_staleness": 1})
-    assert forecast(made, long_tail(200), steps=8).dropped > 0.1
+    run_config = config(tmp_path, rollout={"over_provision": 3, "max_staleness": 1})
+    assert forecast(run_config, long_tail(200), steps=8).dropped > 0.1
 
 
 def test_a_disaggregated_trainer_works_while_engines_go_on(tmp_path: Path) -> None:
@@ -127,28 +129,28 @@ def test_a_disaggregated_trainer_works_while_engines_go_on(tmp_path: Path) -> No
 @pytest.mark.parametrize("interruption", ["abort", "retract", "in_place"])
 def test_every_way_to_interrupt_can_be_planned(tmp_path: Path, interruption: str) -> None:
     """What stays in its engine is not read again."""
-    made = config(
+    run_config = config(
         tmp_path,
         rollout={"over_provision": 2, "max_staleness": 16},
         router={"interruption": interruption},
         launch={"placement": "disaggregated"},
     )
-    found = forecast(made, long_tail(200), steps=6)
-    assert found.tokens_per_s > 0
-    assert (found.recomputed == 0) == (interruption != "abort")
+    result = forecast(run_config, long_tail(200), steps=6)
+    assert result.tokens_per_s > 0
+    assert (result.recomputed == 0) == (interruption != "abort")
 
 
 def test_the_same_question_has_the_same_answer(tmp_path: Path) -> None:
-    made = config(tmp_path, rollout={"over_provision": 1.5, "max_staleness": 8})
-    assert forecast(made, long_tail(200)) == forecast(made, long_tail(200))
+    run_config = config(tmp_path, rollout={"over_provision": 1.5, "max_staleness": 8})
+    assert forecast(run_config, long_tail(200)) == forecast(run_config, long_tail(200))
 
 
 @pytest.mark.gate
 def test_long_responses_are_planned_in_larger_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, lengths = config(tmp_path, rollout={"max_response_tokens": 2000}), long_tail(2000)
-    exact = forecast(made, lengths, steps=8)
+    run_config, lengths = config(tmp_path, rollout={"max_response_tokens": 2000}), long_tail(2000)
+    exact = forecast(run_config, lengths, steps=8)
     monkeypatch.setattr("rlsys.planner.simulation._UNITS", 500)
-    rough = forecast(made, lengths, steps=8)
+    rough = forecast(run_config, lengths, steps=8)
     assert rough.step_seconds == pytest.approx(exact.step_seconds, rel=0.05)
     assert rough.tokens_per_s == pytest.approx(exact.tokens_per_s, rel=0.05)
 
@@ -175,30 +177,37 @@ def pooled(tmp_path: Path, pools: list[dict[str, Any]], **sections: Any) -> Conf
 def test_pools_are_planned_each_at_its_own_speed_and_price(tmp_path: Path) -> None:
     """A rank of the large engines costs twice as much, and they have two and are four times as fast."""
     pools = [{"name": "large", "count": 1, "tp": 2, "cost": 2.0}, {"name": "small", "count": 2}]
-    made = pooled(tmp_path, pools, router={"strategy": "hardware_affinity"})
+    run_config = pooled(tmp_path, pools, router={"strategy": "hardware_affinity"})
     slow = replace(COSTS, prompt_token=1e-4, trained_token=1e-6, push=0.01)
     fast = replace(slow, pass_overhead=slow.pass_overhead / 4, decoded_token=slow.decoded_token / 4)
-    found = simulate(
-        made, slow, LengthDistribution([40, 80], 200), prompt_tokens=20, steps=8, by_tp={1: slow, 2: fast}
+    result = simulate(
+        run_config,
+        slow,
+        LengthDistribution([40, 80], 200),
+        prompt_tokens=20,
+        steps=8,
+        by_tp={1: slow, 2: fast},
     )
-    large, small = found.pools["large"], found.pools["small"]
+    large, small = result.pools["large"], result.pools["small"]
     assert large.tokens + small.tokens == pytest.approx(1)
     assert large.tokens > 0.6, "one of three"
     assert (large.cost, small.cost) == tuple(
-        pytest.approx(1e6 * price / found.tokens_per_s, rel=0.01) for price in (4.0, 2.0)
+        pytest.approx(1e6 * price / result.tokens_per_s, rel=0.01) for price in (4.0, 2.0)
     )
-    alike = simulate(made, slow, LengthDistribution([40, 80], 200), prompt_tokens=20, steps=8)
-    assert found.tokens_per_s > 1.2 * alike.tokens_per_s
+    alike = simulate(run_config, slow, LengthDistribution([40, 80], 200), prompt_tokens=20, steps=8)
+    assert result.tokens_per_s > 1.2 * alike.tokens_per_s
 
 
 @pytest.mark.gate
 def test_engines_that_explore_write_nothing_that_is_trained(tmp_path: Path) -> None:
     pools = [{"name": "main", "count": 1}, {"name": "scouts", "count": 1, "role": "explore"}]
     planner = {"name": "explore", "params": {"first": 2, "probes": 4}}
-    found = forecast(pooled(tmp_path, pools, algo={"planners": [planner]}), LengthDistribution([40, 80], 200))
-    assert found.pools["scouts"].tokens > 0.2
-    assert found.dropped < 0.27, "groups of equal rewards; what the scouts make is not counted"
-    assert found.tokens_per_s > 0
+    result = forecast(
+        pooled(tmp_path, pools, algo={"planners": [planner]}), LengthDistribution([40, 80], 200)
+    )
+    assert result.pools["scouts"].tokens > 0.2
+    assert result.dropped < 0.27, "groups of equal rewards; what the scouts make is not counted"
+    assert result.tokens_per_s > 0
 
 
 # -- costs and lengths ---------------------------------------------------------------------------------------------
@@ -206,37 +215,37 @@ def test_engines_that_explore_write_nothing_that_is_trained(tmp_path: Path) -> N
 
 def test_costs_of_a_machine_by_hand() -> None:
     """Decoding one request reads the dense weights and the experts that one token visits; a full batch reads all."""
-    made = load_config(BIG, ["parallel.pp=1"])
-    hf = HFConfig.read(made.model.path)
-    costs, gpu = estimate_costs(made, hf, machines()["h100"]), machines()["h100"]
-    read = made.engine.tp * gpu.bandwidth * 1e12
+    run_config = load_config(BIG, ["parallel.pp=1"])
+    hf = HFConfig.read(run_config.model.path)
+    costs, gpu = estimate_costs(run_config, hf, machines()["h100"]), machines()["h100"]
+    read = run_config.engine.tp * gpu.bandwidth * 1e12
     # Qwen3-30B-A3B in bfloat16: 30.5 B parameters, 29 B of them in experts, of which a token visits 8 of 128.
     assert costs.weights == pytest.approx(2 * 1.54e9 / (read * 0.73), rel=0.02)
     assert costs.experts == pytest.approx(2 * 28.99e9 / (read * 0.70), rel=0.01)
     assert costs.expert_fraction == 8 / 128
-    flops = made.engine.tp * 989e12
+    flops = run_config.engine.tp * 989e12
     assert costs.prompt_token == pytest.approx(2 * (1.23e9 / 0.73 + 1.81e9 / 0.22) / flops, rel=0.02)
-    one, many = costs.decode(1, 0), costs.decode(10_000, 0)
-    assert one == pytest.approx(costs.pass_overhead + costs.weights + costs.experts / 16)
-    assert many > one
+    single_cost, batch_cost = costs.decode(1, 0), costs.decode(10_000, 0)
+    assert single_cost == pytest.approx(costs.pass_overhead + costs.weights + costs.experts / 16)
+    assert batch_cost > single_cost
     assert costs.decode(64, 1e6) > costs.decode(64, 0)
 
 
 def test_twice_the_gpus_train_twice_as_fast() -> None:
-    made = load_config(BIG)
-    hf = HFConfig.read(made.model.path)
+    run_config = load_config(BIG)
+    hf = HFConfig.read(run_config.model.path)
     double = load_config(
-        BIG, ["launch.nodes=2", "launch.backend=ray", f"parallel.dp={2 * made.parallel.data_parallel}"]
+        BIG, ["launch.nodes=2", "launch.backend=ray", f"parallel.dp={2 * run_config.parallel.data_parallel}"]
     )
-    a, b = (estimate_costs(c, hf, machines()["h100"]).train([(1000, 0)] * 8) for c in (made, double))
+    a, b = (estimate_costs(c, hf, machines()["h100"]).train([(1000, 0)] * 8) for c in (run_config, double))
     assert a == pytest.approx(2 * b)
 
 
 def test_the_assumed_tail_is_that_of_the_bench() -> None:
-    ours = sorted(long_tail(1024).values)
+    tail = sorted(long_tail(1024).values)
     bench = sorted(json.loads((ROOT / "bench/traces/long_tail.json").read_text())["lengths"])
     for share in (0.1, 0.5, 0.9, 0.99):
-        assert ours[int(share * len(ours))] == pytest.approx(bench[int(share * len(bench))], rel=0.1, abs=3)
+        assert tail[int(share * len(tail))] == pytest.approx(bench[int(share * len(bench))], rel=0.1, abs=3)
 
 
 def test_a_trace_is_cut_at_the_cap_and_a_seed_has_one_length(tmp_path: Path) -> None:
@@ -250,7 +259,7 @@ def test_a_prompt_has_the_lengths_of_one_group() -> None:
     lengths = LengthDistribution([5, 6, 90, 80], 85, [[5, 6], [90, 80]])
     of_prompt = [{lengths.sample(seed, prompt) for seed in range(20)} for prompt in range(20)]
     assert {5, 6} in of_prompt and {85, 80} in of_prompt
-    assert all(found in ({5, 6}, {85, 80}) for found in of_prompt)
+    assert all(prompt_lengths in ({5, 6}, {85, 80}) for prompt_lengths in of_prompt)
     assert lengths.truncate(50).values == [5, 6, 50, 50]
 
 
@@ -258,11 +267,11 @@ def test_a_prompt_has_the_lengths_of_one_group() -> None:
 def test_a_group_of_long_responses_holds_up_a_step_alone(tmp_path: Path) -> None:
     """The same lengths: mixed, nearly every group has a long one, and N'/N above 1 wins less."""
     rollout = {"groups_per_step": 8, "over_provision": 2, "max_staleness": 16}
-    made = config(tmp_path, rollout=rollout)
+    run_config = config(tmp_path, rollout=rollout)
     alike, mixed = [[20] * 4] * 3 + [[180] * 4], [[20, 20, 20, 180]] * 4
     costs = replace(COSTS, prompt_token=1e-5, trained_token=1e-6, push=0.01)
     together, apart = (
-        forecast(made, LengthDistribution([n for g in groups for n in g], 200, groups), costs, steps=12)
+        forecast(run_config, LengthDistribution([n for g in groups for n in g], 200, groups), costs, steps=12)
         for groups in (alike, mixed)
     )
     assert together.tokens_per_s != pytest.approx(apart.tokens_per_s, rel=0.05)
@@ -320,30 +329,30 @@ def test_a_run_tells_its_costs(tmp_path: Path) -> None:
         "Prefill batch, #new-seq: 9, #new-token: 9000, #cached-token: 0, input throughput (token/s): 9000.0"
     ]
     write_run(config, 8, lines)
-    found = calibration.calibrate(tmp_path)
-    costs, prompts = found.costs(1), found.prompt_tokens * config.samples_per_step
+    result = calibration.calibrate(tmp_path)
+    costs, prompts = result.costs(1), result.prompt_tokens * config.samples_per_step
     assert costs.pass_overhead == pytest.approx(0.02, rel=0.05)
     assert costs.decoded_token == pytest.approx(0.0004, rel=0.05)
     assert costs.prompt_token == pytest.approx((1.0 - costs.pass_overhead) / 9000)
     assert costs.trained_token == pytest.approx(1e-3)
     assert costs.train_step == pytest.approx(2.5 - 1e-3 * prompts)
-    again = simulate(config, costs, found.lengths, prompt_tokens=found.prompt_tokens, steps=8)
+    again = simulate(config, costs, result.lengths, prompt_tokens=result.prompt_tokens, steps=8)
     assert again.push_seconds == pytest.approx(2.25, rel=0.02)
     assert again.rollout_seconds == pytest.approx(3.0, rel=0.1), (
         "what no log tells is taken from the run's own steps"
     )
-    assert set(found.lengths.values) == {7}
+    assert set(result.lengths.values) == {7}
     with pytest.raises(UserError, match="engines have tp 1, so the costs of tp 2 are unknown"):
-        found.costs(2)
+        result.costs(2)
 
 
 async def take_one(config: Config) -> None:
     """Responses of seven tokens."""
-    made = Rig(config, lambda s: 7, _one)
-    await made.start()
-    await made.take(1)
-    await made.manager.close()
-    made.buffer.close()
+    rig = Rig(config, lambda s: 7, _one)
+    await rig.start()
+    await rig.take(1)
+    await rig.manager.close()
+    rig.buffer.close()
 
 
 async def _one(*_: object) -> float:
@@ -353,9 +362,9 @@ async def _one(*_: object) -> float:
 @pytest.mark.parametrize(("steps", "lines", "why"), [(2, 50, "2 train steps"), (8, 1, "fewer than 5 lines")])
 async def test_a_run_that_says_too_little(tmp_path: Path, steps: int, lines: int, why: str) -> None:
     config = make_config(tmp_path)
-    made = Rig(config, lambda s: 7, _one)
-    await made.start()
-    made.buffer.close()
+    rig = Rig(config, lambda s: 7, _one)
+    await rig.start()
+    rig.buffer.close()
     write_run(config, steps, [decode_line(3, 0.1)] * lines)
     with pytest.raises(UserError, match=why):
         calibration.calibrate(tmp_path)
@@ -363,50 +372,57 @@ async def test_a_run_that_says_too_little(tmp_path: Path, steps: int, lines: int
 
 def test_a_run_that_was_stopped_does_not_look_short() -> None:
     """Of responses in flight one knows that they become longer; and the newest half of the groups counts."""
-    old = [[Length(1, True, 5)]] * 4
-    new = [[Length(10, True, 5), Length(30, True, 5)], [Length(60, True, 5)], [Length(20, False, None)], []]
-    found = calibration.lengths_of([*old, *new])
-    assert found.values[:3] == [10, 30, 60]
-    assert found.values[3] in (30, 60)
+    old_groups = [[Length(1, True, 5)]] * 4
+    new_groups = [
+        [Length(10, True, 5), Length(30, True, 5)],
+        [Length(60, True, 5)],
+        [Length(20, False, None)],
+        [],
+    ]
+    lengths = calibration.lengths_of([*old_groups, *new_groups])
+    assert lengths.values[:3] == [10, 30, 60]
+    assert lengths.values[3] in (30, 60)
 
 
 # -- settings and the command --------------------------------------------------------------------------------------
 
 
 def test_settings_that_cannot_be_are_said_with_the_reason() -> None:
-    made = load_config(BIG)
-    hf = HFConfig.read(made.model.path)
-    found = list(settings(made, hf, 16, machines()["h100"]))
-    names = [s.name for s in found if isinstance(s, Setting)]
+    run_config = load_config(BIG)
+    hf = HFConfig.read(run_config.model.path)
+    options = list(settings(run_config, hf, 16, machines()["h100"]))
+    names = [s.name for s in options if isinstance(s, Setting)]
     assert any(name.startswith("colocated") for name in names)
     small = replace_memory(8.0)
-    assert all(isinstance(s, str) for s in settings(made, hf, 16, small))
-    assert any("GB" in s for s in settings(made, hf, 16, small) if isinstance(s, str))
+    assert all(isinstance(s, str) for s in settings(run_config, hf, 16, small))
+    assert any("GB" in s for s in settings(run_config, hf, 16, small) if isinstance(s, str))
 
 
 def test_a_batch_that_does_not_divide_becomes_the_nearest_one() -> None:
     """3,000 GPUs: no multiple of 64 GPUs with the same parallelism; the other GPUs train nothing."""
     huge = load_config(ROOT / "configs/experiments/deepseek-v3_256gpu_colocated.yaml")
-    found = [
+    options = [
         s
         for s in settings(huge, HFConfig.read(huge.model.path), 3000, machines()["h100"])
         if isinstance(s, Setting)
     ]
-    assert found and found[0].config.parallel.world_size <= 3000
-    for setting in found:
+    assert options and options[0].config.parallel.world_size <= 3000
+    for setting in options:
         c = setting.config
         assert c.samples_per_step % (c.parallel.data_parallel * c.algo.minibatches) == 0
         groups = c.rollout.groups_per_step
         assert (f", {groups} groups a step" in setting.name) == (groups != huge.rollout.groups_per_step)
-    assert any("groups a step" in setting.name for setting in found)
+    assert any("groups a step" in setting.name for setting in options)
 
 
 def test_a_model_that_does_not_fit_as_written_gets_another_layout() -> None:
     """Float32, and one rank with all of it."""
-    made = load_config(ROOT / "configs/quickstart.yaml", [f"model.path={ROOT}/configs/models/Qwen3-30B-A3B"])
-    found = list(settings(made, HFConfig.read(made.model.path), 8, machines()["h100"]))
-    possible = [s for s in found if isinstance(s, Setting)]
-    assert possible and "bfloat16" in possible[0].name and len(possible) < len(found)
+    run_config = load_config(
+        ROOT / "configs/quickstart.yaml", [f"model.path={ROOT}/configs/models/Qwen3-30B-A3B"]
+    )
+    options = list(settings(run_config, HFConfig.read(run_config.model.path), 8, machines()["h100"]))
+    possible = [s for s in options if isinstance(s, Setting)]
+    assert possible and "bfloat16" in possible[0].name and len(possible) < len(options)
     assert possible[0].config.parallel.world_size == 8
 
 
@@ -426,9 +442,9 @@ TINY = [
 @pytest.mark.gate
 def test_the_command_names_the_best_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(BIG), *TINY, "--steps", "1"]) == 0
-    told = capsys.readouterr().out
-    assert "slots idle" in told and "best: " in told
-    assert "H100 SXM data sheet" in told and "assumed: a long tail" in told
+    output = capsys.readouterr().out
+    assert "slots idle" in output and "best: " in output
+    assert "H100 SXM data sheet" in output and "assumed: a long tail" in output
 
 
 @pytest.mark.full
@@ -447,9 +463,9 @@ def test_three_thousand_gpus_at_a_reduced_size(capsys: pytest.CaptureFixture[str
     huge = ROOT / "configs/experiments/deepseek-v3_256gpu_colocated.yaml"
     few = ["rollout.groups_per_step=12", "rollout.max_response_tokens=64"]
     assert main(["plan", str(huge), *few, "--gpus", "3072", "--steps", "1", "--json"]) == 0
-    found = {s["name"]: s["step_seconds"] for s in json.loads(capsys.readouterr().out)["settings"]}
-    assert any(name.startswith("colocated, 48 engines, N'/N 1,") for name in found)
-    assert any(name.startswith("disaggregated, 24 engines beside 1536 trainer GPUs") for name in found)
+    step_seconds = {s["name"]: s["step_seconds"] for s in json.loads(capsys.readouterr().out)["settings"]}
+    assert any(name.startswith("colocated, 48 engines, N'/N 1,") for name in step_seconds)
+    assert any(name.startswith("disaggregated, 24 engines beside 1536 trainer GPUs") for name in step_seconds)
 
 
 @pytest.mark.full
@@ -460,15 +476,15 @@ def test_three_thousand_gpus_are_as_the_page_says() -> None:
         r"^\| colocated, N'/N 1, on-policy \| (.*) s \| (.*) s \| (.*) s \| (.*) \| 1 \|$", page, re.M
     )
     assert row is not None
-    made = load_config(
+    run_config = load_config(
         ROOT / "configs/experiments/deepseek-v3_256gpu_colocated.yaml", ["rollout.groups_per_step=36"]
     )
-    hf, h100 = HFConfig.read(made.model.path), machines()["h100"]
-    setting = next(iter(settings(made, hf, 3072, h100)))
+    hf, h100 = HFConfig.read(run_config.model.path), machines()["h100"]
+    setting = next(iter(settings(run_config, hf, 3072, h100)))
     assert isinstance(setting, Setting) and setting.name == "colocated, 48 engines, N'/N 1, 0 steps old"
     costs = estimate_costs(setting.config, hf, h100)
-    found = simulate(setting.config, costs, long_tail(8192), prompt_tokens=512, steps=2)
-    seconds = (found.step_seconds, found.rollout_seconds, found.push_seconds, found.tokens_per_s)
+    result = simulate(setting.config, costs, long_tail(8192), prompt_tokens=512, steps=2)
+    seconds = (result.step_seconds, result.rollout_seconds, result.push_seconds, result.tokens_per_s)
     assert seconds == pytest.approx([float(figure.replace(",", "")) for figure in row.groups()], rel=0.02)
 
 

@@ -43,10 +43,10 @@ def test_without_pools_nothing_changes() -> None:
 
 
 def test_the_resolved_config_can_be_loaded_again(tmp_path: Path) -> None:
-    made = config(WIDE, SMALL)
+    run_config = config(WIDE, SMALL)
     path = tmp_path / "config.yaml"
-    path.write_text(dump_config(made))
-    assert load_config(path).engine == made.engine
+    path.write_text(dump_config(run_config))
+    assert load_config(path).engine == run_config.engine
 
 
 @pytest.mark.parametrize(
@@ -76,27 +76,27 @@ def test_what_cannot_be_is_told_in_a_line(tmp_path: Path, engine: str, told: str
 
 def test_each_engine_gets_gpus_for_its_size() -> None:
     """Two trainer ranks on GPUs 0 and 1; an engine of two GPUs, then two of one."""
-    made = config(
+    run_config = config(
         WIDE, SMALL, parallel={"dp": 2}, launch={"gpus_per_node": 6, "placement": "disaggregated"},
         weights={"method": "broadcast"},
     )  # fmt: skip
-    engines = [[(s.node, s.gpus) for s in shares] for shares in lay_out(made).engines]
+    engines = [[(s.node, s.gpus) for s in shares] for shares in lay_out(run_config).engines]
     assert engines == [[(0, (2, 3))], [(0, (4,))], [(0, (5,))]]
 
 
 def test_pools_that_do_not_fit_are_named_with_their_sizes() -> None:
-    made = config(WIDE, SMALL, launch={"gpus_per_node": 3})
+    run_config = config(WIDE, SMALL, launch={"gpus_per_node": 3})
     with pytest.raises(UserError, match=r"wide 1 x tp 2, small 2 x tp 1.*no GPUs are free for engine 2"):
-        lay_out(made)
+        lay_out(run_config)
 
 
 def test_an_engine_is_started_with_its_size_and_the_next_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, *_: name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    made = config(WIDE, SMALL)
-    found = [engine_command(made, i, 1) for i in range(3)]
-    assert [argv[argv.index("--tp") + 1] for argv, _ in found] == ["2", "1", "1"]
-    assert [env["CUDA_VISIBLE_DEVICES"] for _, env in found] == ["4,5", "6", "7"]
+    run_config = config(WIDE, SMALL)
+    commands = [engine_command(run_config, i, 1) for i in range(3)]
+    assert [argv[argv.index("--tp") + 1] for argv, _ in commands] == ["2", "1", "1"]
+    assert [env["CUDA_VISIBLE_DEVICES"] for _, env in commands] == ["4,5", "6", "7"]
 
 
 def test_engines_of_each_size_are_held_against_checksums_of_their_own() -> None:
@@ -106,12 +106,12 @@ def test_engines_of_each_size_are_held_against_checksums_of_their_own() -> None:
             pass
         return checksums.digests()
 
-    both = digests(1, 2)
-    assert checksums_of_size(both, [1, 2], 1) == digests(1)
-    assert checksums_of_size(both, [1, 2], 2) == digests(2)
+    both_digests = digests(1, 2)
+    assert checksums_of_size(both_digests, [1, 2], 1) == digests(1)
+    assert checksums_of_size(both_digests, [1, 2], 2) == digests(2)
     assert digests(1) != digests(2)
     assert checksums_of_size(digests(2), [2], 2) == digests(2)
-    assert checksums_of_size(both, [1, 2], 4) == [], "nobody said what it must hold"
+    assert checksums_of_size(both_digests, [1, 2], 4) == [], "nobody said what it must hold"
 
 
 FAR = {"name": "far", "count": 2, "relay": True}
@@ -120,17 +120,17 @@ APART = {"placement": "disaggregated"}
 
 def test_a_pool_with_relay_is_a_chain_and_no_other_way_leads_to_it() -> None:
     farther = {"name": "farther", "count": 1, "relay": True}
-    found = config(SMALL, FAR, farther, weights={"method": "broadcast"}, launch=APART)
-    plan = push_plan(found, lay_out(found))
-    assert found.engine.chains == plan.chains == ((2, 3), (4,))
+    run_config = config(SMALL, FAR, farther, weights={"method": "broadcast"}, launch=APART)
+    plan = push_plan(run_config, lay_out(run_config))
+    assert run_config.engine.chains == plan.chains == ((2, 3), (4,))
     assert [plan.is_relayed(i) for i in (None, 0, 1, 2, 3, 4)] == [False] * 3 + [True] * 3
-    joined = found.engine.pool_of(None, "farther")
-    assert joined is not None and joined.name == "farther" and found.engine.chain_of("farther") == 1
-    assert found.engine.chain_of("small") is found.engine.chain_of(None) is None
+    joined = run_config.engine.pool_of(None, "farther")
+    assert joined is not None and joined.name == "farther" and run_config.engine.chain_of("farther") == 1
+    assert run_config.engine.chain_of("small") is run_config.engine.chain_of(None) is None
     by_memory = config(SMALL, FAR, launch=APART)
     near = push_plan(by_memory, lay_out(by_memory))
     assert near.memory.keys() == {0, 1} and near.senders == {0}
-    assert "instead of 2 times" in dict(describe_arithmetic(found))["pool far"]
+    assert "instead of 2 times" in dict(describe_arithmetic(run_config))["pool far"]
 
 
 @pytest.mark.parametrize(

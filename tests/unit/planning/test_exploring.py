@@ -39,22 +39,22 @@ def test_sizes_by_hand() -> None:
 
 
 def test_a_restart_asks_again_for_what_has_no_size_yet_alone() -> None:
-    planner, after = Explore(), Explore()
+    planner, restarted_planner = Explore(), Explore()
     planner.receive_probes(3, [1, 0])
-    after.load_state_dict(planner.state_dict())
-    assert after.needs_probes(3) == 0 < after.needs_probes(4)
-    after.on_decided(rewarded(3, 1, 0), accepted=True)
+    restarted_planner.load_state_dict(planner.state_dict())
+    assert restarted_planner.needs_probes(3) == 0 < restarted_planner.needs_probes(4)
+    restarted_planner.on_decided(rewarded(3, 1, 0), accepted=True)
     planner.forget(3)
-    assert planner.state_dict() == after.state_dict() == {"means": {}}
+    assert planner.state_dict() == restarted_planner.state_dict() == {"means": {}}
 
 
 def test_the_correlation_is_of_ranks_of_groups_that_are_kept() -> None:
     planner = Explore()
     probes = [(0.0, 0.0), (1.0, 0.0), (1.0, 1.0), (0.0, 1.0)]
     samples = [(0.0, 0.0), (1.0, 0.0), (1.0, 1.0), (9.0, 9.0)]
-    for i, (probed, made) in enumerate(zip(probes, samples, strict=True)):
+    for i, (probed, rewards) in enumerate(zip(probes, samples, strict=True)):
         planner.receive_probes(i, probed)
-        planner.on_decided(rewarded(i, *made), accepted=i < 3)  # the last one is filtered
+        planner.on_decided(rewarded(i, *rewards), accepted=i < 3)  # the last one is filtered
     assert planner.counts["explore_correlation"] == pytest.approx(1)
     assert rank_correlation([(1, 1), (2, 2)]) is None and rank_correlation([(1, 1), (1, 2), (1, 3)]) is None
     assert rank_correlation([(1, 9), (2, 5), (3, 1)]) == pytest.approx(-1)
@@ -71,8 +71,10 @@ async def test_engines_that_explore_answer_probes_alone_and_nobody_waits_for_dea
     async with routing(ScriptedEngine(A), scout, engine_config=kinds) as rig:
 
         async def probe(seed: int) -> Sample:
-            asked = Sample(EVALUATION, EVALUATION, 0, list(PROMPT), seed=seed)
-            return await rig.router.generate(asked, max_response_tokens=30, temperature=1.0, explorers=True)
+            probe_sample = Sample(EVALUATION, EVALUATION, 0, list(PROMPT), seed=seed)
+            return await rig.router.generate(
+                probe_sample, max_response_tokens=30, temperature=1.0, explorers=True
+            )
 
         await rig.push()
         samples = [sample(i, seed=i) for i in range(6)]
@@ -87,7 +89,7 @@ async def test_engines_that_explore_answer_probes_alone_and_nobody_waits_for_dea
         assert stats["engines_serving"] == stats["pool_exact_serving"] == stats["pool_scouts_serving"] == 1
         assert stats["evaluation_tokens"] == 6 * 30 and stats["lost"] == 0
         rig.router.resume()
-        assert [told["serving"] for told in rig.router.engine_metrics().values()] == [True, False]
+        assert [figures["serving"] for figures in rig.router.engine_metrics().values()] == [True, False]
         waiting = asyncio.create_task(probe(7))
         await asyncio.sleep(0.1)
         scout.die()
@@ -102,8 +104,10 @@ def test_the_recipe_is_served_and_its_writers_are_counted() -> None:
     config = load_config(ROOT / "configs/algorithms/explore.yaml")
     check(config)
     assert (config.engine.count, config.engine.writers, config.engine.explorers) == (2, 1, 1)
-    alone = load_config(ROOT / "configs/quickstart.yaml")
-    assert config.max_running_requests == alone.max_running_requests, "one engine holds all samples"
+    quickstart_config = load_config(ROOT / "configs/quickstart.yaml")
+    assert config.max_running_requests == quickstart_config.max_running_requests, (
+        "one engine holds all samples"
+    )
 
 
 @pytest.mark.parametrize(

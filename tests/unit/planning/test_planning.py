@@ -33,9 +33,9 @@ def mixed_in_odd_groups(sample: Sample) -> int:
 async def test_groups_of_equal_rewards_are_filtered_and_others_started_in_their_place(tmp_path: Path) -> None:
     async with rig(config_of(tmp_path, planners=["dapo"]), mixed_in_odd_groups) as r:
         await r.start()
-        taken = await r.take(1)
-        assert ids(taken.groups) == [1, 3]  # staleness 0: the filtered made room for exactly these
-        assert taken.metrics["filtered"] == 2
+        batch = await r.take(1)
+        assert ids(batch.groups) == [1, 3]  # staleness 0: the filtered made room for exactly these
+        assert batch.metrics["filtered"] == 2
         assert r.buffer.ledger().groups["filtered"] == 2
 
 
@@ -43,8 +43,8 @@ async def test_a_filter_gives_in_after_so_many_drops(tmp_path: Path) -> None:
     dapo = {"name": "dapo", "drops": 3}
     async with rig(config_of(tmp_path, planners=[dapo])) as r:  # all rewards are 1
         await r.start()
-        taken = await r.take(1)
-        assert ids(taken.groups) == [3, 7]
+        batch = await r.take(1)
+        assert ids(batch.groups) == [3, 7]
 
 
 async def test_a_planner_decides_the_size_of_a_group(tmp_path: Path) -> None:
@@ -62,9 +62,9 @@ async def test_the_example_grows_a_group_without_success_once_and_drops_it_then(
     policy = {"name": f"{ROOT}/examples/own_planner.py:SecondChance", "extra": 2}
     async with rig(config_of(tmp_path, planners=[policy]), lengths) as r:
         await r.start()
-        taken = await r.take(1)
-        assert sorted((g.group_id, len(g.samples)) for g in taken.groups) == [(1, 4), (2, 2)]
-        assert taken.metrics["filtered"] == 1
+        batch = await r.take(1)
+        assert sorted((g.group_id, len(g.samples)) for g in batch.groups) == [(1, 4), (2, 2)]
+        assert batch.metrics["filtered"] == 1
 
 
 DARS = {"name": "dars", "signal": "plain", "largest": 6}
@@ -136,8 +136,8 @@ async def test_a_prompt_that_engines_die_of_censors_its_group(tmp_path: Path) ->
     config = config_of(tmp_path, planners=["lens"])
     async with rig(config, lambda s: 4 if s.group_id == 0 else 3, prompt_scores=scores) as r:
         await r.start()
-        taken = (await r.take(1)).groups
-        assert 0 not in ids(taken) and len(taken) == config.rollout.groups_per_step
+        groups = (await r.take(1)).groups
+        assert 0 not in ids(groups) and len(groups) == config.rollout.groups_per_step
         assert r.buffer.counts[GroupState.CENSORED] == 1
 
 
@@ -152,8 +152,10 @@ async def test_a_group_without_success_sees_a_solved_problem_and_is_trained_on_i
         assert {s.trained_prompt for s in easy.samples} == {None}
         plain, seeded = hard.samples[:2], hard.samples[2:]
         assert [(s.prompt_ids, s.trained_prompt) for s in plain] == [([5, 6, 1], None)] * 2
-        shown = [5, 6, 0, 0, 1, 2]
-        assert [(s.prompt_ids, s.trained_prompt) for s in seeded] == [([*shown, 5, 6, 1], [5, 6, 1])] * 2
+        exemplar_ids = [5, 6, 0, 0, 1, 2]
+        assert [(s.prompt_ids, s.trained_prompt) for s in seeded] == [
+            ([*exemplar_ids, 5, 6, 1], [5, 6, 1])
+        ] * 2
 
 
 def planning(tmp_path: Path, judge: Judge | None = None, source: Any = None, **algo: Any) -> Planning:
@@ -171,10 +173,10 @@ async def test_votes_take_the_place_of_the_verifiers_reward_and_it_is_kept(tmp_p
 
 
 async def test_a_judge_is_asked_about_correct_responses_and_silence_censors(tmp_path: Path) -> None:
-    asked: list[str] = []
+    questions: list[str] = []
 
     async def judge(text: str) -> str:
-        asked.append(text)
+        questions.append(text)
         return r"\boxed{-1}" if "xx" in text else r"\boxed{0}"
 
     async def mute(text: str) -> str:
@@ -184,7 +186,7 @@ async def test_a_judge_is_asked_about_correct_responses_and_silence_censors(tmp_
     plan = planning(tmp_path, judge, group_reward="fapo")
     assert await plan.reward(Numbers().train(0), group) is None
     assert [s.reward for s in group.samples] == [0, 1, -1]
-    assert len(asked) == 2
+    assert len(questions) == 2
     silent = planning(tmp_path, mute, group_reward="fapo")
     assert "could not judge 2" in str(await silent.reward(Numbers().train(0), group_of(["a"] * 2, [1, 1])))
 
@@ -227,9 +229,9 @@ async def test_whatever_a_group_reward_does_costs_one_group(tmp_path: Path) -> N
     rollout = {"rollout": {**BUDGET["rollout"], "reward_timeout": 5, "over_provision": 4, "max_staleness": 4}}
     config = make_config(tmp_path, algo={"group_reward": f"{__name__}:rude"}, **rollout)
     plan = Planning(config, Numbers(), Lengths())  # type: ignore[arg-type]
-    told = [await plan.reward(Numbers().train(i), group_of(["a", "b"], [1, 0])) for i in range(8)]
+    reasons = [await plan.reward(Numbers().train(i), group_of(["a", "b"], [1, 0])) for i in range(8)]
     line = next(i for i, x in enumerate(Path(__file__).read_text().splitlines(), 1) if "raise ZeroDiv" in x)
-    assert told == [
+    assert reasons == [
         RUDE + f"raised ZeroDivisionError: no such thing (tests/unit/planning/{Path(__file__).name}:{line})",
         RUDE + "took longer than rollout.reward_timeout = 5 s",
         RUDE + "was cancelled",
@@ -247,9 +249,9 @@ async def test_the_run_goes_on_without_groups_whose_group_reward_failed(tmp_path
     async with rig(config) as r:
         r.manager._runner._planning._tokenizer = Lengths()  # type: ignore[assignment]
         await r.start()
-        taken = await r.take(1)
-        assert ids(taken.groups) == [1, 2]
-        assert (taken.metrics["censored"], taken.metrics["group_reward_failed"]) == (1, 1)
+        batch = await r.take(1)
+        assert ids(batch.groups) == [1, 2]
+        assert (batch.metrics["censored"], batch.metrics["group_reward_failed"]) == (1, 1)
 
 
 async def zero_raises(prompt: str, responses: Sequence[Response], judge: Judge | None) -> list[float]:
@@ -280,12 +282,12 @@ async def test_what_choosers_learn_survives_a_restart(tmp_path: Path) -> None:
     config = config_of(tmp_path, prompt={"name": "vade", "pool": 8})
     async with rig(config, mixed_in_odd_groups) as r:
         await r.start()
-        asked = [g.prompt_index for g in (await r.take(1)).groups]
-        assert asked != [0, 1]
-        before = r.manager._runner._planning.state()
+        prompt_indexes = [g.prompt_index for g in (await r.take(1)).groups]
+        assert prompt_indexes != [0, 1]
+        state_before = r.manager._runner._planning.state()
     async with rig(config, mixed_in_odd_groups) as r:
-        assert r.manager._runner._planning.state() == before
-        assert all(str(index) in before for index in asked)
+        assert r.manager._runner._planning.state() == state_before
+        assert all(str(index) in state_before for index in prompt_indexes)
 
 
 def uncertain_in_even_groups(sample: Sample) -> int:
@@ -300,8 +302,8 @@ async def test_groups_wait_for_their_round_and_the_uncertain_ones_grow(tmp_path:
     config = config_of(tmp_path, planners=[xrpo, {"name": "dapo"}])
     async with rig(config, uncertain_in_even_groups) as r:
         await r.start()
-        taken = await r.take(1)
-        sizes = {g.group_id: len(g.samples) for g in taken.groups}
+        batch = await r.take(1)
+        sizes = {g.group_id: len(g.samples) for g in batch.groups}
         assert sizes == {0: 4, 2: 2}
         assert r.buffer.ledger().groups["filtered"] == 1  # dapo drops group 1, after its round
 
@@ -359,31 +361,31 @@ async def test_steps_get_their_groups_whatever_the_size_of_a_round(
     }  # fmt: skip
     xrpo = {"name": "xrpo", "groups": groups, "samples": 2, "largest": 6, "exemplars": 1}
     config = make_config(tmp_path, algo={"planners": [xrpo, {"name": "dapo", "drops": 4}]}, rollout=rollout)
-    seen: list[int] = []
+    group_ids: list[int] = []
     sizes: set[int] = set()
     async with rig(config, length) as r:
         await r.start()
         for step in range(1, 13):
-            taken = await r.take(step)
-            assert len(taken.groups) == 3
-            assert all(s.reward is not None for g in taken.groups for s in g.samples)
-            seen += ids(taken.groups)
-            sizes |= {len(g.samples) for g in taken.groups}
+            batch = await r.take(step)
+            assert len(batch.groups) == 3
+            assert all(s.reward is not None for g in batch.groups for s in g.samples)
+            group_ids += ids(batch.groups)
+            sizes |= {len(g.samples) for g in batch.groups}
             if step == 6:
                 await r.start(6)
             else:
                 await r.push()
-        assert len(set(seen)) == len(seen)
+        assert len(set(group_ids)) == len(group_ids)
         assert sizes >= {2, 4}
 
 
 async def test_a_group_without_success_gets_a_hint_made_of_its_failures_and_is_trained_without_it(
     tmp_path: Path,
 ) -> None:
-    asked: list[str] = []
+    questions: list[str] = []
 
     async def judge(text: str) -> str:
-        asked.append(text)
+        questions.append(text)
         return "go slowly"
 
     def wrong_in_group_zero(sample: Sample) -> int:
@@ -393,17 +395,19 @@ async def test_a_group_without_success_gets_a_hint_made_of_its_failures_and_is_t
     patient = JudgeWithTimeout(judge, 5.0)
     async with rig(config, wrong_in_group_zero, judge=patient, tokenizer=Lengths()) as r:
         await r.start()
-        taken = await r.take(1)
-        hard, easy = taken.groups
+        batch = await r.take(1)
+        hard, easy = batch.groups
         assert (
-            len(asked) == 1 and "Wrong solution 1:\nxxxx\n" in asked[0] and "Wrong solution 2" not in asked[0]
+            len(questions) == 1
+            and "Wrong solution 1:\nxxxx\n" in questions[0]
+            and "Wrong solution 2" not in questions[0]
         )
-        own = hard.samples[0].prompt_ids
+        prompt_ids = hard.samples[0].prompt_ids
         hint = Lengths().encode("Hint: go slowly")
-        assert [s.trained_prompt for s in hard.samples] == [None, None, own, own, own]
+        assert [s.trained_prompt for s in hard.samples] == [None, None, prompt_ids, prompt_ids, prompt_ids]
         assert all(s.prompt_ids[-len(hint) :] == hint for s in hard.samples[2:])
         assert {s.trained_prompt for s in easy.samples} == {None}
-        assert (taken.metrics["guided"], taken.metrics["guidance_missing"]) == (1, 0)
+        assert (batch.metrics["guided"], batch.metrics["guidance_missing"]) == (1, 0)
 
 
 async def test_a_judge_that_says_nothing_leaves_the_group_as_it_is(tmp_path: Path) -> None:
@@ -553,9 +557,9 @@ async def test_a_planner_that_raises_for_one_group_costs_that_group(
 ) -> None:
     async with rig(failing(tmp_path, where, 3, max_failed_share=1.0)) as r:
         await r.start()
-        taken = await r.take(1)
-        assert ids(taken.groups) == [1, 2]
-        assert (taken.metrics["censored"], taken.metrics["censored_samples_exception"]) == (1, 2)
+        batch = await r.take(1)
+        assert ids(batch.groups) == [1, 2]
+        assert (batch.metrics["censored"], batch.metrics["censored_samples_exception"]) == (1, 2)
         await r.push()
         assert ids((await r.take(2)).groups) == [4, 5]
     errors = {"no decision": "TypeError: decide returned None", "too many samples": "AddSamples.samples = 3"}
@@ -574,10 +578,10 @@ async def test_a_prompt_chooser_that_raises_for_one_group_costs_that_group(
     config = make_config(tmp_path, algo={"prompt": prompt}, rollout={"max_failed_share": 1.0})
     async with rig(config) as r:
         await r.start()
-        (taken,) = await asyncio.gather(r.take(1), return_exceptions=True)
-        assert not isinstance(taken, BaseException), taken
-        assert ids(taken.groups) == [1, 2]
-        assert (taken.metrics["censored"], taken.metrics["censored_samples_exception"]) == (1, 2)
+        (batch,) = await asyncio.gather(r.take(1), return_exceptions=True)
+        assert not isinstance(batch, BaseException), batch
+        assert ids(batch.groups) == [1, 2]
+        assert (batch.metrics["censored"], batch.metrics["censored_samples_exception"]) == (1, 2)
     assert "algo.prompt" in caplog.text and "group 0" in caplog.text and "Traceback" in caplog.text
 
 
@@ -601,25 +605,25 @@ async def test_a_planner_whose_state_cannot_be_read_ends_the_run_in_one_line(
     tmp_path: Path, where: str
 ) -> None:
     """What concerns all groups cannot cost one of them."""
-    (found,) = await asyncio.gather(two_processes(failing(tmp_path, where, 1)), return_exceptions=True)
-    assert isinstance(found, RunError), repr(found)
+    (error,) = await asyncio.gather(two_processes(failing(tmp_path, where, 1)), return_exceptions=True)
+    assert isinstance(error, RunError), repr(error)
     name = f"algo.planners[0] = '{tmp_path / 'failing.py'}:Failing': "
-    assert str(found).startswith(name + HOOKS[where]) and "\n" not in str(found), found
-    assert "failing.py:" in str(found) or "missing" not in HOOKS[where], found
+    assert str(error).startswith(name + HOOKS[where]) and "\n" not in str(error), error
+    assert "failing.py:" in str(error) or "missing" not in HOOKS[where], error
 
 
 async def two_processes(config: Config) -> None:
     """Take a step, close a round without groups, and restore the state in another process."""
-    made = Rig(config, lambda s: 3, length_reward)
+    rig = Rig(config, lambda s: 3, length_reward)
     try:
-        await made.start()
-        await made.take(1)
-        made.manager._runner._planning.close_round()
-        state = made.manager._runner._planning.state()
+        await rig.start()
+        await rig.take(1)
+        rig.manager._runner._planning.close_round()
+        state = rig.manager._runner._planning.state()
         Planning(config, Numbers(), Lengths()).restore(state)  # type: ignore[arg-type]
     finally:
-        await asyncio.gather(made.manager.close(), return_exceptions=True)
-        made.buffer.close()
+        await asyncio.gather(rig.manager.close(), return_exceptions=True)
+        rig.buffer.close()
 
 
 async def test_a_planner_that_releases_a_group_for_ever_ends_the_run(tmp_path: Path) -> None:

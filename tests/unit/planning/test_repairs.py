@@ -67,8 +67,8 @@ async def test_a_repair_begins_with_whole_tokens_of_the_response() -> None:
     cut = Repairs(judge_of(Repair(31, "?")), TOKENIZER, 5, 100)
     s = failed("4-1=3\n3-7=-5\n-5+2=-3</think><answer>")
     (prefix,) = await cut.of(PROMPT, [s])
-    kept = TOKENIZER.decode(s.response_ids[: prefix.at])
-    assert kept + TOKENIZER.decode(list(prefix.ids)) == TOKENIZER.decode(s.response_ids)[:31] + "?"
+    prefix_text = TOKENIZER.decode(s.response_ids[: prefix.at])
+    assert prefix_text + TOKENIZER.decode(list(prefix.ids)) == TOKENIZER.decode(s.response_ids)[:31] + "?"
 
 
 async def test_a_judge_that_fails_or_hangs_is_no_repair() -> None:
@@ -128,7 +128,14 @@ def test_a_repaired_sample_is_in_the_ledger(tmp_path: Path, at: int) -> None:
     with_buffer.save([new])
     with_buffer.flush()
     assert with_buffer.added_tokens == 9
-    before = (list(new.response_ids), list(new.mu), new.spans, new.observed, new.fork, new.inherited_tokens)
+    fields_before = (
+        list(new.response_ids),
+        list(new.mu),
+        new.spans,
+        new.observed,
+        new.fork,
+        new.inherited_tokens,
+    )
     with_buffer.close()
     again = RolloutBuffer(tmp_path / FILE_NAME, identity(made_for), 4)
     back = again.active()[0].samples[2]
@@ -139,7 +146,7 @@ def test_a_repaired_sample_is_in_the_ledger(tmp_path: Path, at: int) -> None:
         back.observed,
         back.fork,
         back.inherited_tokens,
-    ) == before
+    ) == fields_before
     again.close()
 
 

@@ -110,8 +110,8 @@ def test_memory_counts_storages_once_and_until_they_are_freed() -> None:
 
 def test_the_hosts_memory_is_no_part_of_the_peak() -> None:
     memory = Memory(HOST)
-    kept = torch.zeros(1000)
-    memory.see(kept, HOST)
+    host_tensor = torch.zeros(1000)
+    memory.see(host_tensor, HOST)
     small = torch.zeros(10)
     memory.see(small)
     assert memory.peak == {HOST: 4000, "weights": 40}
@@ -231,8 +231,8 @@ def test_what_exceeds_a_gpu_is_said_once_a_rank() -> None:
     assert problems([figures()], 79.0, 0.0) == [
         "stage 1 (rank 32): forward and backward needs 80 GB, a GPU has 79 GB; most of it is activations, 50 GB"
     ]
-    (beside,) = problems([figures()], 80.0, 55e9)
-    assert "scoring pass needs 30 GB beside an engine of 55 GB, a GPU has 80 GB; " in beside
+    (problem,) = problems([figures()], 80.0, 55e9)
+    assert "scoring pass needs 30 GB beside an engine of 55 GB, a GPU has 80 GB; " in problem
 
 
 def test_words_for_ranks_and_groups() -> None:
@@ -244,9 +244,9 @@ def test_words_for_ranks_and_groups() -> None:
 
 
 def test_figures_survive_json() -> None:
-    found = figures()
-    assert Figures.of_json(json.loads(json.dumps(found.as_json()))) == found
-    assert found.worst.name == "passes"
+    rank_figures = figures()
+    assert Figures.of_json(json.loads(json.dumps(rank_figures.as_json()))) == rank_figures
+    assert rank_figures.worst.name == "passes"
 
 
 # -- command -----------------------------------------------------------------------------------------------------
@@ -280,10 +280,10 @@ def test_a_rank_that_fails_and_one_that_is_too_big_end_in_one_line(
     code = main.main(
         ["rehearse", str(ROOT / "configs/quickstart.yaml"), "parallel.pp=2", "--gpu-memory", "60", "--json"]
     )
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert code == 1
-    assert len(json.loads(said.out)["ranks"]) == 1
-    last = said.err.splitlines()[-1]
+    assert len(json.loads(captured.out)["ranks"]) == 1
+    last = captured.err.splitlines()[-1]
     assert "last stage (rank 1) fails in passes: RuntimeError: shapes differ" in last
     assert "first stage (rank 0): forward and backward needs 80 GB, a GPU has 60 GB" in last
 
@@ -315,9 +315,9 @@ def test_neighbouring_experts_stand_for_all() -> None:
 
 
 def test_every_stand_in_says_why_and_of_what() -> None:
-    made = stand_ins.STAND_INS
-    assert len({s.name for s in made}) == len(made)
-    for stand_in in made:
+    registry = stand_ins.STAND_INS
+    assert len({s.name for s in registry}) == len(registry)
+    for stand_in in registry:
         assert stand_in.reason and stand_in.upstream and hasattr(stand_in.owner, stand_in.attribute)
 
 

@@ -141,19 +141,19 @@ def test_code(model: Path, text: str, tests: Any, partial: bool, value: float) -
 
 
 def test_tests_that_are_none_are_told() -> None:
-    given: list[Any] = [[], {}, [1], [{"input": "x"}]]
-    for tests in given:
+    invalid_tests: list[Any] = [[], {}, [1], [{"input": "x"}]]
+    for tests in invalid_tests:
         with pytest.raises(ValueError, match="expected \\[\\{input, output\\}"):
             read_tests(tests)
 
 
 @contextmanager
 def fusion(answer: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             body = json.dumps(answer).encode()
             self.send_response(200 if self.path == "/run_code" else 404)
             self.send_header("Content-Length", str(len(body)))
@@ -166,7 +166,7 @@ def fusion(answer: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", requests
     finally:
         server.shutdown()
         server.server_close()
@@ -175,9 +175,13 @@ def fusion(answer: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]
 def test_sandbox_fusion_runs_the_program_where_its_url_is_given(model: Path) -> None:
     tests = {"tests": [{"input": "1 2\n", "output": "3"}]}
     result = {"status": "Finished", "return_code": 0, "stdout": "3\n"}
-    with fusion({"status": "Success", "run_result": result}) as (url, asked):
+    with fusion({"status": "Success", "run_result": result}) as (url, requests):
         assert score(model, "code", ADDS, tests, url=url) == 1
-    assert asked[0]["stdin"] == "1 2\n" and asked[0]["language"] == "python" and "input()" in asked[0]["code"]
+    assert (
+        requests[0]["stdin"] == "1 2\n"
+        and requests[0]["language"] == "python"
+        and "input()" in requests[0]["code"]
+    )
     with fusion({"status": "Failed", "run_result": {**result, "return_code": 1}}) as (url, _):
         assert score(model, "code", ADDS, tests, url=url) == 0
     refusal = {"status": "SandboxError", "message": "full"}

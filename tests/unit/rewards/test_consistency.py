@@ -46,7 +46,7 @@ def judge(tmp_path: Path) -> str:
 
 async def test_an_evaluation_tells_the_share_of_answers_that_follow_from_their_reasoning(judge: str) -> None:
     score = make_score(config(judge))
-    told = {
+    expected = {
         "3+4=7\n7-1=6</think><answer>6</answer><eos>": 1.0,
         "3+4=8\n8-1=7</think><answer>7</answer><eos>": 1.0,  # wrong, and consistent
         "3+4=7\n7-1=6</think><answer>5</answer><eos>": 0.0,
@@ -54,7 +54,7 @@ async def test_an_evaluation_tells_the_share_of_answers_that_follow_from_their_r
         "3+4=7\n7-1=6</think>": 0.0,  # never said
         "so 7-1=6 <answer>6</answer><eos>": 1.0,
     }
-    assert {text: await score(PROMPT, response_of(text)) for text in told} == told
+    assert {text: await score(PROMPT, response_of(text)) for text in expected} == expected
     with pytest.raises(RewardError, match="replied 'who knows', expected yes or no"):
         await score(PROMPT, response_of("3+4=7</think><answer>?</answer><eos>"))
 

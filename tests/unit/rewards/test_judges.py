@@ -103,9 +103,9 @@ async def test_a_judge_behind_a_url_is_asked_about_correct_responses(tmp_path: P
         assert {a["temperature"] for a in server.asked} == {0}
         assert all("Problem:\n0\n" in a["messages"][0]["content"] for a in server.asked)
         assert judged(plan) == {"judge_hung": 0, "judge_failed": 0}
-        asked = server.model_questions
+        question_count = server.model_questions
         await judge("once more")
-        assert server.model_questions == asked
+        assert server.model_questions == question_count
 
 
 async def test_a_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ async def test_a_server_that_names_no_model_and_one_that_is_not_there_give_no_ve
 
 
 async def test_a_server_that_hangs_is_given_up_and_asked_again_for_the_next(tmp_path: Path) -> None:
-    gone = asyncio.Event()
+    disconnect = asyncio.Event()
 
     async def reply(question: str) -> web.Response:
         if "\nxx\n" not in question:
@@ -181,7 +181,7 @@ async def test_a_server_that_hangs_is_given_up_and_asked_again_for_the_next(tmp_
         try:
             await asyncio.Event().wait()
         finally:
-            gone.set()
+            disconnect.set()
         raise AssertionError
 
     async with ScriptedServer(reply).listening() as url:
@@ -191,7 +191,7 @@ async def test_a_server_that_hangs_is_given_up_and_asked_again_for_the_next(tmp_
             "algo.group_reward fapo could not judge 1 samples of the group; "
             "the judge took longer than data.judge_timeout = 0.3 s"
         )
-        await gone.wait()  # its connection was closed
+        await disconnect.wait()  # its connection was closed
         group = group_of(["a", "b", "c"], [1, 1, 0])
         plan = judged_by(tmp_path, judge, no_verdict="sound")
         assert await plan.reward(Numbers().train(0), group) is None
@@ -207,13 +207,13 @@ async def test_only_time_in_which_the_judge_can_work_counts() -> None:
     """A minute of work, one of rest, then the other half of its limit."""
     loop, rests = asyncio.get_running_loop(), [False]
     judge = JudgeWithTimeout(lambda text: asyncio.Event().wait(), 120, lambda: not rests[0])  # type: ignore[arg-type, return-value]
-    asked = asyncio.create_task(judge("?"))
+    judge_task = asyncio.create_task(judge("?"))
     await asyncio.sleep(60)
     rests[0] = True
     await asyncio.sleep(3600)
-    assert not asked.done()
+    assert not judge_task.done()
     rests[0] = False
-    assert await asked is None
+    assert await judge_task is None
     assert loop.time() == pytest.approx(60 + 3600 + 60, abs=1)
     assert judge.timeouts == 1
 
@@ -238,11 +238,11 @@ async def test_a_hung_judge_costs_its_group_and_not_the_run(tmp_path: Path) -> N
         while not taking.done():
             await asyncio.sleep(0.001)
             r.router.tick()
-        taken = taking.result()
-        assert taken is not None
-        assert [g.group_id for g in taken.groups] == [1, 2]
-        assert taken.metrics["judge_hung"] == 2
-        assert taken.metrics["censored"] == 1
+        batch = taking.result()
+        assert batch is not None
+        assert [g.group_id for g in batch.groups] == [1, 2]
+        assert batch.metrics["judge_hung"] == 2
+        assert batch.metrics["censored"] == 1
 
 
 # The run's own engines
@@ -286,15 +286,15 @@ async def test_the_policy_judges_itself_through_the_runs_router_over_an_interrup
     )
     assert judge is not None
     await push(1, [])
-    asked = asyncio.create_task(judge("1+1=2?"))
+    judge_task = asyncio.create_task(judge("1+1=2?"))
     while router.stats()["evaluation_tokens"] < 10:
         await asyncio.sleep(0.005)
     await router.interrupt()
     assert not router.open
     await asyncio.sleep(1000)
-    assert not asked.done()
+    assert not judge_task.done()
     await push(2, [])
-    ids = json.loads(str(await asked))
+    ids = json.loads(str(await judge_task))
     start = len("user: 1+1=2?")
     split = engine.prompts[1][start:]
     assert 10 <= len(split) < 30
@@ -309,9 +309,9 @@ async def test_the_policy_judges_itself_through_the_runs_router_over_an_interrup
 
 
 def test_a_judge_that_does_not_exist_is_told_before_anything_starts(tmp_path: Path) -> None:
-    for name, told in (("engine", "did you mean engines?"), ("no.such:judge", "cannot import no.such")):
+    for name, message in (("engine", "did you mean engines?"), ("no.such:judge", "cannot import no.such")):
         config = Config.model_validate({"model": {"path": tmp_path}, "data": {"judge": name}})
-        with pytest.raises(UserError, match=f"data.judge = '{name}': .*{told}".replace("?", r"\?")):
+        with pytest.raises(UserError, match=f"data.judge = '{name}': .*{message}".replace("?", r"\?")):
             check_names(config)
 
 

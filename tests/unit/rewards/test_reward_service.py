@@ -79,13 +79,15 @@ async def test_a_service_is_asked_as_slimes_are_and_may_give_what_a_function_giv
 
     server = ScriptedService(reply)
     async with server.listening() as url:
-        plain, scored, named = [await verdict_of(url) for _ in values]
+        plain, scored, named_verdict = [await verdict_of(url) for _ in values]
     assert (plain.reward, plain.right, scored.reward, scored.right) == (1, True, 0.5, True)
     assert scored.metrics["seconds"] == 3
-    assert (named.reward, named.parts) == (0.75, {"right": 1, "brief": -0.25})
+    assert (named_verdict.reward, named_verdict.parts) == (0.75, {"right": 1, "brief": -0.25})
     first = server.asked[0]
-    said = "3+4=7</think><answer>7</answer>"  # as for other frameworks' functions, without the end's token
-    assert (first["prompt"], first["response"], first["label"]) == ("3+4=", said, "7")
+    response_text = (
+        "3+4=7</think><answer>7</answer>"  # as for other frameworks' functions, without the end's token
+    )
+    assert (first["prompt"], first["response"], first["label"]) == ("3+4=", response_text, "7")
     assert first["entry"] == ROW.entry
     assert {h["Idempotency-Key"] for h in server.headers} == {first["id"]} == {a["id"] for a in server.asked}
 
@@ -111,16 +113,16 @@ LOST = {
 def test_a_row_that_json_cannot_hold_is_refused_by_name(case: tuple[dict[Any, Any], str]) -> None:
     entry, message = case
     row = Prompt(3, "", [], {"prompt": "3+4=", **entry}, location="rows.parquet, row 3")
-    (found,) = outcomes(lambda: service.question(row, "a"))
-    assert isinstance(found, RowError) and str(found).startswith(message) and "\n" not in str(found), found
+    (error,) = outcomes(lambda: service.question(row, "a"))
+    assert isinstance(error, RowError) and str(error).startswith(message) and "\n" not in str(error), error
 
 
 def test_a_row_of_numpy_is_sent_as_it_is() -> None:
     entry: dict[Any, Any] = {"n": np.int64(3), "x": np.arange(2000), 5: {"b": 1, 2: "c"}}
     row = Prompt(3, "", [], entry)
     expected = {"n": 3, "x": list(range(2000)), "5": {"b": 1, "2": "c"}}
-    (found,) = outcomes(lambda: service.question(row, "a")["entry"])
-    assert found == expected
+    (sent_entry,) = outcomes(lambda: service.question(row, "a")["entry"])
+    assert sent_entry == expected
 
 
 def outcomes(call: Callable[[], Any]) -> list[Any]:
@@ -163,16 +165,16 @@ async def test_a_service_that_never_can_censors_and_says_why() -> None:
 
     server = ScriptedService(reply)
     async with server.listening() as url:
-        found = await verdict_of(url)
-    assert found.reward is None and found.reason is not None
-    assert 'HTTP 503 "no worker"; 1 attempts in 18 s' in found.reason
+        verdict = await verdict_of(url)
+    assert verdict.reward is None and verdict.reason is not None
+    assert 'HTTP 503 "no worker"; 1 attempts in 18 s' in verdict.reason
 
 
 @pytest.mark.virtual_clock
 async def test_tries_end_with_the_time_of_a_reward() -> None:
-    gone = await verdict_of("http://127.0.0.1:9/score", 30)
-    assert gone.reason is not None
-    assert "ClientConnectorError" in gone.reason and "attempts in 27 s" in gone.reason
+    verdict = await verdict_of("http://127.0.0.1:9/score", 30)
+    assert verdict.reason is not None
+    assert "ClientConnectorError" in verdict.reason and "attempts in 27 s" in verdict.reason
 
 
 async def test_a_service_that_hangs_censors_within_the_time() -> None:
@@ -181,8 +183,8 @@ async def test_a_service_that_hangs_censors_within_the_time() -> None:
         raise AssertionError
 
     async with ScriptedService(reply).listening() as url:
-        found = await verdict_of(url, 0.2)
-    assert found.reward is None and "TimeoutError; 1 attempts" in str(found.reason)
+        verdict = await verdict_of(url, 0.2)
+    assert verdict.reward is None and "TimeoutError; 1 attempts" in str(verdict.reason)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +207,8 @@ async def test_what_is_no_reward_is_told_once(answer: Callable[[], web.Response]
 
     server = ScriptedService(reply)
     async with server.listening() as url:
-        found = await verdict_of(url)
-    assert found.reward is None and told in str(found.reason)
+        verdict = await verdict_of(url)
+    assert verdict.reward is None and told in str(verdict.reason)
     assert len(server.asked) == 1, "a poisonous question is not asked again"
 
 
@@ -217,16 +219,16 @@ async def test_a_redirect_is_refused_and_the_token_stays(monkeypatch: pytest.Mon
         return says(1)
 
     stranger = ScriptedService(one)
-    async with stranger.listening() as there:
+    async with stranger.listening() as stranger_url:
 
         async def away(number: int) -> web.Response:
-            return web.Response(status=307, headers={"Location": there})
+            return web.Response(status=307, headers={"Location": stranger_url})
 
         server = ScriptedService(away)
         async with server.listening() as url:
-            monkeypatch.setenv("http_proxy", there)
-            found = await verdict_of(url)
-    assert f"redirects to {there}; use the final URL in data.reward" in str(found.reason)
+            monkeypatch.setenv("http_proxy", stranger_url)
+            verdict = await verdict_of(url)
+    assert f"redirects to {stranger_url}; use the final URL in data.reward" in str(verdict.reason)
     assert stranger.asked == [] and server.headers[0]["Authorization"] == "Bearer abc"
 
 
@@ -235,8 +237,8 @@ async def test_a_service_joins_other_rewards_under_the_name_of_its_host() -> Non
         return says(1)
 
     async with ScriptedService(one).listening() as url:
-        found = await verdict_of(["exact_answer", {"name": url, "weight": 0.5}])
-    assert found.parts == {"exact_answer": 1, "127.0.0.1": 0.5}
+        verdict = await verdict_of(["exact_answer", {"name": url, "weight": 0.5}])
+    assert verdict.parts == {"exact_answer": 1, "127.0.0.1": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -102,15 +102,15 @@ def no_factory(prompt):  # type: ignore[no-untyped-def]
 
 
 async def verdict(model: Path, *rewards: Any, entry: dict[str, Any] = ENTRY) -> Verdict:
-    named = [r if isinstance(r, dict) else {"name": r} for r in rewards]
-    specs = [{**r, "name": f"{Path(__file__)}:{r['name']}"} for r in named]
+    reward_entries = [r if isinstance(r, dict) else {"name": r} for r in rewards]
+    specs = [{**r, "name": f"{Path(__file__)}:{r['name']}"} for r in reward_entries]
     config = Config.model_validate({"model": {"path": model}, "data": {"reward": specs}})
-    made = Rewards(config)
+    all_rewards = Rewards(config)
     try:
-        scorer = Scorer(made.open, lambda ids: TEXT, timeout=60)
+        scorer = Scorer(all_rewards.open, lambda ids: TEXT, timeout=60)
         return await scorer.score(Prompt(0, "", [1, 2], entry, "1+2="), sample_of(IDS))
     finally:
-        await made.close()
+        await all_rewards.close()
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def score(model: Path, name: str, entry: dict[str, Any] = ENTRY, **spec: Any) ->
     """Of a plain function, in this process."""
     reward = {"name": f"{__name__}:{name}", **spec}
     config = Config.model_validate({"model": {"path": model}, "data": {"reward": reward}})
-    (made,) = make_scores(config)
-    return made(Prompt(0, "", [1, 2], entry, "1+2="), Response(TEXT, finished=True, ids=IDS))
+    (score_fn,) = make_scores(config)
+    return score_fn(Prompt(0, "", [1, 2], entry, "1+2="), Response(TEXT, finished=True, ids=IDS))
 
 
 def test_plain_rewards_of_others(model: Path) -> None:
@@ -141,15 +141,15 @@ def test_plain_rewards_of_others(model: Path) -> None:
     with pytest.raises(ValueError, match="it returned 2 rewards for one response"):
         score(model, "two_for_one")
     with pytest.raises(KeyError, match="answer"):  # the scorer says of which row, and what mends it
-        made = make_scores(Config.model_validate(
+        scores = make_scores(Config.model_validate(
             {"model": {"path": model}, "data": {"reward": f"{__name__}:compute_score"}}))  # fmt: skip
-        made[0](Prompt(0, "", [], {}, location="mine:4"), Response(TEXT, finished=True, ids=IDS))
+        scores[0](Prompt(0, "", [], {}, location="mine:4"), Response(TEXT, finished=True, ids=IDS))
     mark = parse_reward(score(model, "compute_score"))
     assert mark == RewardResult(-1.5, right=True, metrics={"acc": 1.0, "length": 4.0})
 
 
 async def test_several_rewards_are_added_with_their_weights(model: Path) -> None:
-    found = await verdict(
+    result = await verdict(
         model,
         {"name": "correct", "weight": 2},
         "custom_rm",
@@ -157,18 +157,18 @@ async def test_several_rewards_are_added_with_their_weights(model: Path) -> None
         "not_for_sums",
         "ours",
     )
-    assert found.parts == {
+    assert result.parts == {
         "correct": 2.0, "custom_rm": 2.0, "short": pytest.approx(-0.2), "not_for_sums": 0.0,
         "ours.right": 1.0, "ours.brief": 0.25,
     }  # fmt: skip
-    assert found.reward == pytest.approx(5.05)
-    assert found.right
+    assert result.reward == pytest.approx(5.05)
+    assert result.right
 
 
 async def test_a_reward_that_applies_to_no_sample_is_no_zero(model: Path) -> None:
-    found = await verdict(model, "not_for_sums")
-    assert found.reward is None
-    assert found.reason == "reward not_for_sums returned None: no reward applies to this sample"
+    result = await verdict(model, "not_for_sums")
+    assert result.reward is None
+    assert result.reason == "reward not_for_sums returned None: no reward applies to this sample"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_weight_or_a_signature_that_is_none_is_one_line() -> None:
 
     from rlsys.config import explain_error
 
-    for reward, told in (
+    for reward, message in (
         ([{"name": "x", "wieght": 2}], "did you mean"),
         ([{"name": "x", "signature": "verll"}], "did you mean verl?"),
         ("", "data.reward.0.name = ''"),
@@ -224,9 +224,9 @@ def test_a_weight_or_a_signature_that_is_none_is_one_line() -> None:
     ):
         with pytest.raises(ValidationError) as caught:
             Config.model_validate({"model": {"path": "x"}, "data": {"reward": reward}})
-        assert told in explain_error(caught.value, Config)
-    given: list[Any] = ["x", {"name": "x", "weight": 2.0, "signature": "auto", "params": {}}]
-    for reward in given:
+        assert message in explain_error(caught.value, Config)
+    valid_rewards: list[Any] = ["x", {"name": "x", "weight": 2.0, "signature": "auto", "params": {}}]
+    for reward in valid_rewards:
         dumped = Config.model_validate({"model": {"path": "x"}, "data": {"reward": reward}}).model_dump(
             mode="json"
         )

@@ -29,9 +29,9 @@ def meets(config: Config) -> object:
     """Right when as many as `entry` says score at the same time: each waits until it sees all of them."""
 
     def score(prompt: Prompt, text: str) -> float:
-        place = Path(prompt.entry["place"])
-        (place / str(prompt.index)).touch()
-        while len(list(place.iterdir())) < prompt.entry["together"]:
+        folder = Path(prompt.entry["place"])
+        (folder / str(prompt.index)).touch()
+        while len(list(folder.iterdir())) < prompt.entry["together"]:
             os.sched_yield()
         return 1.0
 

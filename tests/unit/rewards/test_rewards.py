@@ -90,13 +90,19 @@ def test_verifiers_and_votes_read_the_form_of_their_prompt(model: Path) -> None:
         assert score(boxed, response_of(rf"\boxed{{{right}}}<eos>")) == 1
         assert score(boxed, response_of(f"<answer>{right}</answer><eos>")) == 0
         assert score(prompt, response_of(f"<answer>{right}</answer><eos>")) == 1
-    both = REWARDS["answer_and_format"](config)
-    assert both(boxed, response_of(rf"<check>\boxed{{{right}}}</check><eos>")) == {"answer": 1, "format": 1}
-    assert both(boxed, response_of(rf"<check><check>\boxed{{{right}}}<eos>")) == {
+    combined_reward = REWARDS["answer_and_format"](config)
+    assert combined_reward(boxed, response_of(rf"<check>\boxed{{{right}}}</check><eos>")) == {
+        "answer": 1,
+        "format": 1,
+    }
+    assert combined_reward(boxed, response_of(rf"<check><check>\boxed{{{right}}}<eos>")) == {
         "answer": 1,
         "format": 1 / 3,
     }
-    assert both(prompt, response_of(f"<answer>{right}</answer><eos>")) == {"answer": 1, "format": 1}
+    assert combined_reward(prompt, response_of(f"<answer>{right}</answer><eos>")) == {
+        "answer": 1,
+        "format": 1,
+    }
     assert canonical_answer(response_of(r"\boxed{A  b}<eos>"), "boxed") == "a b"
 
 
@@ -131,12 +137,12 @@ async def test_a_judge_is_trained_on_worked_sums_with_one_wrong_line_or_none(mod
     for prompt in prompts:
         assert source.train(prompt.index) == prompt
         assert prompt.text.count(prompt.question) == 1
-        said = await judge(prompt.question)
-        assert score(prompt, response_of(f"{said}<eos>")) == 1
+        reply = await judge(prompt.question)
+        assert score(prompt, response_of(f"{reply}<eos>")) == 1
         assert score(prompt, response_of(f"<answer>{prompt.entry['step']}</answer><eos>")) == 1
         assert (
             score(prompt, response_of("<answer>x</answer><eos>"))
-            == score(prompt, response_of(f"{said}"))
+            == score(prompt, response_of(f"{reply}"))
             == 0
         )
     steps = [p.entry["step"] for p in prompts]
@@ -207,12 +213,12 @@ async def test_a_plain_reward_gives_what_an_async_one_gives(model: Path) -> None
     rewards = Rewards(config_of(model, "hostile"))
     scorer = Scorer(rewards.open, lambda ids: "", timeout=60)
     prompts = [Prompt(i, "", [], {"deed": deed}) for i, deed in enumerate(UNUSUAL)]
-    *refused, named = [await scorer.score(p, sample_of()) for p in prompts]
+    *refused, last_verdict = [await scorer.score(p, sample_of()) for p in prompts]
     await rewards.close()
     reasons = [str(v.reason) for v in refused]
     assert all("two keys that are the same text" in reason for reason in reasons[:2]), reasons
     assert all("bytes" in reason or "bytearray" in reason for reason in reasons[2:]), reasons
-    assert named.parts == {"True": 0.5, "None": 0.25}
+    assert last_verdict.parts == {"True": 0.5, "None": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -266,9 +272,9 @@ asyncio.run(main())
 
 
 def test_an_async_reward_that_blocks_the_loop_ends_the_process_in_one_line() -> None:
-    done = subprocess.run([sys.executable, "-c", BLOCKS], capture_output=True, text=True, timeout=60)
-    [line] = done.stderr.splitlines()
-    assert done.returncode == 1
+    process = subprocess.run([sys.executable, "-c", BLOCKS], capture_output=True, text=True, timeout=60)
+    [line] = process.stderr.splitlines()
+    assert process.returncode == 1
     assert line.startswith("rlsys: error: the event loop was blocked for 0.5 s at <string>:6 (reward)")
     assert line.endswith("; data.reward = mine:reward in flight for prompts: 7 [exit 1]")
 
@@ -289,14 +295,14 @@ async def test_a_plain_reward_can_raise_die_or_hang_and_hurts_nobody_else(model:
         verdicts = await asyncio.gather(*(scorer.score(p, sample_of()) for p in prompts))
         return [v.reason if v.reason is not None else v.reward for v in verdicts]
 
-    parts, raised, *others = await told("parts", "raise", "nan", "words")
+    parts, raised, *reasons = await told("parts", "raise", "nan", "words")
     line = next(
         i for i, x in enumerate(Path(__file__).read_text().splitlines(), 1) if "ZeroDivisionError(" in x
     )
     assert parts == 1.0
     assert str(raised).startswith("reward raised ZeroDivisionError: no such thing (")
     assert str(raised).endswith(f"{Path(__file__).name}:{line})")
-    assert others == [
+    assert reasons == [
         "reward hostile returned nan, expected a finite number",
         "reward hostile returned 'full marks', expected a finite number",
     ]
@@ -328,10 +334,10 @@ async def test_a_process_that_gets_away_with_the_pipes_holds_no_score_up(
 ) -> None:
     """asyncio's wait() waits for the end of the pipes too. One that is born while the others are killed is found
     by nobody: here, as psutil sees none."""
-    found: list[psutil.Process] = []
+    child_processes: list[psutil.Process] = []
 
     def none(worker: psutil.Process, recursive: bool) -> list[psutil.Process]:
-        found.extend(children(worker, recursive=recursive))
+        child_processes.extend(children(worker, recursive=recursive))
         return []
 
     children = psutil.Process.children
@@ -343,23 +349,23 @@ async def test_a_process_that_gets_away_with_the_pipes_holds_no_score_up(
         async with asyncio.timeout(60):
             verdict = await scorer.score(Prompt(0, "", [], {"born": str(born)}), sample_of())
         assert verdict.reason == "reward took longer than rollout.reward_timeout = 1.5 s"
-        assert born.exists() and [p.is_running() for p in found] == [True]
+        assert born.exists() and [p.is_running() for p in child_processes] == [True]
     finally:
-        for process in found:
+        for process in child_processes:
             process.kill()
 
 
 async def test_parts_of_a_reward_have_the_names_and_the_order_of_the_first(model: Path) -> None:
-    given: list[object] = [
+    rewards: list[object] = [
         {"right": 1.0, "brief": 0.0}, {"brief": 1.0, "right": 0.0}, {"right": 1.0}, {"right": 1.0, "breif": 1.0}, 1.0
     ]  # fmt: skip
 
     async def reward(prompt: Prompt, text: str) -> Any:
-        return given[prompt.index]
+        return rewards[prompt.index]
 
     scorer = Scorer(lambda: nullcontext(reward), lambda ids: "", timeout=5)
     first, turned, *refused = [
-        await scorer.score(Prompt(i, "", [], {}), sample_of()) for i in range(len(given))
+        await scorer.score(Prompt(i, "", [], {}), sample_of()) for i in range(len(rewards))
     ]
     assert first.parts is not None and turned.parts is not None
     assert list(turned.parts.items()) == [("right", 0.0), ("brief", 1.0)]
@@ -395,10 +401,10 @@ async def test_the_rule_judge_names_the_first_wrong_line(working: str, verdict: 
     judge = build_judge(config, never)
     assert judge is not None
     solution = f"{working}</think><answer>-4</answer>"
-    asked = (
+    judge_prompt = (
         Fapo().question.replace("{prompt}", "4-1-7=").replace("{key}", "-4").replace("{response}", solution)
     )
-    assert flaw(await judge(asked)) == verdict  # type: ignore[arg-type]
+    assert flaw(await judge(judge_prompt)) == verdict  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -420,11 +426,11 @@ async def test_a_record_that_lacks_what_the_reward_asks_for_is_named(prompt: Pro
         return float(prompt.entry["answer"]["value"])
 
     scorer = Scorer(lambda: nullcontext(reward), lambda ids: "", timeout=5)
-    found = (await scorer.score(prompt, sample_of())).reason or ""
-    assert found.startswith("reward raised KeyError: '")
-    assert f" ({Path(__file__).relative_to(Path.cwd())}:" in found
-    assert told in found if told else found.endswith(")")
-    assert "\n" not in found
+    reason = (await scorer.score(prompt, sample_of())).reason or ""
+    assert reason.startswith("reward raised KeyError: '")
+    assert f" ({Path(__file__).relative_to(Path.cwd())}:" in reason
+    assert told in reason if told else reason.endswith(")")
+    assert "\n" not in reason
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -448,8 +454,8 @@ def reward(config):
         return (await scorer.score(row, sample_of())).reason or ""
 
     try:
-        own, of_row = await reason("own"), await reason("row")
+        own_reason, of_row = await reason("own"), await reason("row")
     finally:
         await rewards.close()
-    assert own.startswith("reward raised KeyError: 'answer' (") and own.endswith("own.py:4)")
+    assert own_reason.startswith("reward raised KeyError: 'answer' (") and own_reason.endswith("own.py:4)")
     assert of_row.endswith("own.py:4): rows.jsonl:4 has no n; its keys: text")

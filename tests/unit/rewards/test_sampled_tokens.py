@@ -35,8 +35,8 @@ def make_rlsys(config: Config) -> Any:
 
 
 async def verl_form(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]
-    said = [list(getattr(solution_str, k, ())) for k in ("ids", "mask")]
-    return float(said == [IDS, MASK] and not solution_str.finished and extra_info == {"split": "train"})
+    fields = [list(getattr(solution_str, k, ())) for k in ("ids", "mask")]
+    return float(fields == [IDS, MASK] and not solution_str.finished and extra_info == {"split": "train"})
 
 
 async def verl_named(solution_str, ground_truth, response_ids=(), response_mask=(), finished=True):  # type: ignore[no-untyped-def]
@@ -62,8 +62,8 @@ async def trl_form(completions, completion_ids, completion_mask=((),), **kwargs)
 
 
 async def verifiers_form(completion, answer, state):  # type: ignore[no-untyped-def]
-    said = [state.get(k) for k in ("completion_ids", "completion_mask", "is_truncated")]
-    return float(said == [IDS, MASK, True])
+    fields = [state.get(k) for k in ("completion_ids", "completion_mask", "is_truncated")]
+    return float(fields == [IDS, MASK, True])
 
 
 def sample_of(turns: Sequence[list[int]] = (TURN, LAST)) -> Sample:
@@ -99,10 +99,10 @@ async def test_each_signature_sees_what_was_sampled(name: str) -> None:
 
 
 async def test_a_service_sees_what_was_sampled() -> None:
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     async def answer(request: web.Request) -> web.Response:
-        asked.append(await request.json())
+        requests.append(await request.json())
         return web.json_response(1.0)
 
     app = web.Application()
@@ -116,8 +116,8 @@ async def test_a_service_sees_what_was_sampled() -> None:
         assert await scored(f"http://127.0.0.1:{port}/score") == 1.0
     finally:
         await runner.cleanup()
-    said = asked[0]
-    assert [said.get(k) for k in ("response_ids", "response_mask", "finished")] == [IDS, MASK, False]
+    body = requests[0]
+    assert [body.get(k) for k in ("response_ids", "response_mask", "finished")] == [IDS, MASK, False]
 
 
 @pytest.mark.gate  # a built-in reward runs in a process of its own

@@ -199,8 +199,8 @@ def test_the_metrics_count_protections_that_the_machine_lacks(monkeypatch: pytes
     monkeypatch.setattr(sandbox, "_wrapper", lambda: ("bwrap",))
     monkeypatch.setattr(sandbox.os, "geteuid", lambda: 1000)
     assert totals("code")["sandbox_missing"] == 0
-    for other in ("math", [{"name": "code", "params": {"url": "http://127.0.0.1:9"}}]):
-        assert "sandbox_missing" not in totals(other)
+    for other_reward in ("math", [{"name": "code", "params": {"url": "http://127.0.0.1:9"}}]):
+        assert "sandbox_missing" not in totals(other_reward)
 
 
 @pytest.mark.parametrize(
@@ -254,8 +254,8 @@ def test_a_program_sees_no_secret_and_none_of_our_packages(
     monkeypatch: pytest.MonkeyPatch, box: Sandbox
 ) -> None:
     monkeypatch.setenv("API_KEY", "secret")
-    seen = box.run("import os; print(os.environ, os.listdir())", "")
-    assert seen.ok and "secret" not in seen.output
+    outcome = box.run("import os; print(os.environ, os.listdir())", "")
+    assert outcome.ok and "secret" not in outcome.output
     assert not box.run("import pydantic", "").ok
 
 
@@ -289,7 +289,7 @@ def test_security_a04_a_program_reaches_neither_network_nor_files_nor_processes(
 @isolating
 @pytest.mark.gate
 def test_security_a04_a_program_cannot_fill_memory_and_leaves_nothing() -> None:
-    before = set(role_folder().iterdir())
+    entries_before = set(role_folder().iterdir())
     fill = (
         "def fill(folder):\n  n = 0\n  try:\n    while n < 100:\n"
         "      open(f'{folder}/{n}', 'wb').write(bytes(2 ** 23)); n += 1\n  except OSError: pass\n  return n\n"
@@ -306,7 +306,7 @@ def test_security_a04_a_program_cannot_fill_memory_and_leaves_nothing() -> None:
     assert BOX.run(deep, "").output == "made\n"
     links = "import os\nos.mkfifo('/tmp/.stdout')\nos.symlink('/etc/passwd', '/tmp/program')\nprint('made')"
     assert BOX.run(links, "") == sandbox.Outcome(True, "made\n")
-    assert set(role_folder().iterdir()) == before
+    assert set(role_folder().iterdir()) == entries_before
 
 
 @isolating
@@ -319,10 +319,10 @@ def test_security_a04_what_a_program_starts_ends_with_it() -> None:
         "time.sleep(0.2)\nprint('left')"
     )
     assert BOX.run(leave, "").output == "left\n"
-    left = [p for p in psutil.process_iter(["cmdline"]) if name in (p.info["cmdline"] or [])]
-    for process in left:
+    leftovers = [p for p in psutil.process_iter(["cmdline"]) if name in (p.info["cmdline"] or [])]
+    for process in leftovers:
         process.send_signal(signal.SIGKILL)
-    assert not left
+    assert not leftovers
 
 
 @isolating
@@ -340,9 +340,9 @@ def test_security_a04_a_program_makes_no_device_and_finds_none_of_the_machine() 
         "    mode = os.lstat(f'{folder}/{name}').st_mode\n"
         "    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode): print(f'{folder}/{name}')\n"
     )
-    found = set(BOX.run(make, "").output.splitlines())
+    devices = set(BOX.run(make, "").output.splitlines())
     harmless = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx")}
-    assert "/dev/null" in found and found <= harmless | {"/dev/pts/ptmx"}
+    assert "/dev/null" in devices and devices <= harmless | {"/dev/pts/ptmx"}
 
 
 # Also where a program can reach the folder of its file: without bubblewrap.
@@ -374,9 +374,9 @@ while True:
     ids=["deep", "FIFO", "links"],
 )
 def test_security_a04_a_program_leaves_nothing(program: str, box: Sandbox) -> None:
-    before = set(role_folder().iterdir())
+    entries_before = set(role_folder().iterdir())
     assert box.run(program, "") == sandbox.Outcome(True, "made\n")
-    assert set(role_folder().iterdir()) == before
+    assert set(role_folder().iterdir()) == entries_before
 
 
 @pytest.mark.gate
@@ -398,8 +398,8 @@ def test_security_a04_links_that_change_while_a_program_ends_lead_nowhere(
             if name in (process.info["cmdline"] or []):
                 process.kill()
                 process.wait()
-        for left in role_folder().glob("tmp*"):  # made again after its removal, without bubblewrap
-            remove_tree(left)
+        for leftover in role_folder().glob("tmp*"):  # made again after its removal, without bubblewrap
+            remove_tree(leftover)
     assert (tmp_path / "file").read_text() == "secret"
 
 

@@ -31,10 +31,14 @@ def test_without_running_samples_it_is_the_mean(lengths: list[int]) -> None:
 def test_running_samples_do_not_shorten_the_mean() -> None:
     rng = random.Random(0)
     true = [rng.expovariate(1 / 20) for _ in range(4000)]
-    seen = [(round(min(n, cut) * 100), n <= cut) for n in true if (cut := rng.random() * 120)]
-    plain = sum(n for n, ended in seen if ended) / sum(ended for _, ended in seen) / 100
+    observations = [(round(min(n, cut) * 100), n <= cut) for n in true if (cut := rng.random() * 120)]
+    plain = (
+        sum(n for n, finished in observations if finished)
+        / sum(finished for _, finished in observations)
+        / 100
+    )
     assert plain < 17
-    assert mean_length(seen) / 100 == pytest.approx(20, rel=0.06)
+    assert mean_length(observations) / 100 == pytest.approx(20, rel=0.06)
 
 
 def group(group_id: int, length: int, reward: float, resumes: int) -> SampleGroup:

@@ -144,12 +144,12 @@ async def test_an_evaluation_goes_on_without_a_prompt_that_engines_die_of(
         if prompt.index == 3:
             raise ToolFailed("its agent raised KeyError")
 
-    asked = [(sample(i), Prompt(i, "", [1], {})) for i in range(4)]
-    assert [p.index for _, p in await answered_items(asked, answer)] == [0, 2]
+    items = [(sample(i), Prompt(i, "", [1], {})) for i in range(4)]
+    assert [p.index for _, p in await answered_items(items, answer)] == [0, 2]
     assert "held-out prompt 1 is left out: 4 engines died" in caplog.text
     assert "held-out prompt 3 is left out: its agent raised KeyError" in caplog.text
     with pytest.raises(RunError, match="no prompt got a response; the first one: 4 engines died"):
-        await answered_items(asked[1:2], answer)
+        await answered_items(items[1:2], answer)
 
 
 class Mute(ScriptedEngine):
@@ -226,10 +226,10 @@ async def test_one_nonsense_engine_is_one_bad_engine(reply: bytes) -> None:
 
 async def test_no_redirect_is_followed() -> None:
     """Before: whatever stood behind a redirect was read and shown by GET /engines."""
-    seen: list[str] = []
+    paths: list[str] = []
 
     async def secret(request: web.Request) -> web.Response:
-        seen.append(request.path)
+        paths.append(request.path)
         return web.Response(text="inner page")
 
     async def lead_away(_: web.Request) -> web.Response:
@@ -242,7 +242,7 @@ async def test_no_redirect_is_followed() -> None:
         with pytest.raises(EngineError, match="302") as error:
             await EngineClient(url, session).weight_label()
     await runner.cleanup()
-    assert seen == []
+    assert paths == []
     assert "inner page" not in str(error.value)
 
 
@@ -266,9 +266,11 @@ async def test_descriptors_are_raised_and_held_against_what_is_asked() -> None:
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
         "raise_descriptors(2000, 'rollout.over_provision')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == "1000"
-    assert "rollout.over_provision: up to 2000 requests in flight need 2256 file descriptors" in done.stderr
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert process.stdout.strip() == "1000"
+    assert (
+        "rollout.over_provision: up to 2000 requests in flight need 2256 file descriptors" in process.stderr
+    )
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         with pytest.raises(UserError, match=f"the hard limit is {hard}"):
@@ -284,9 +286,9 @@ def test_too_few_descriptors_say_what_would_help(hard: int, advice: str) -> None
         "import resource; from rlsys.core.descriptors import raise_descriptors\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard})); raise_descriptors(48, 'x')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     needed = "x: up to 48 requests in flight need 304 file descriptors"
-    assert done.stderr.strip().endswith(f"{needed}; the hard limit is {hard} (ulimit -Hn): {advice}")
+    assert process.stderr.strip().endswith(f"{needed}; the hard limit is {hard} (ulimit -Hn): {advice}")
 
 
 # -- the front (14) ------------------------------------------------------------------------------------------
@@ -465,8 +467,8 @@ async def test_an_engine_that_is_away_may_take_its_start_timeout(tmp_path: Path)
     async with rig(config) as r:
         await r.manager.restore(0)
         loop = asyncio.get_running_loop()
-        told = {**r.router.stats(), "engines_serving": 0}
-        r.router.stats = lambda: told  # type: ignore[method-assign]
+        stats = {**r.router.stats(), "engines_serving": 0}
+        r.router.stats = lambda: stats  # type: ignore[method-assign]
         start = loop.time()
         with pytest.raises(RunError, match=r"stall_timeout = 0\.05 s and engine\.start_timeout = 0\.2 s"):
             await r.manager._progress_watch.watch(asyncio.Event().wait(), "an engine")

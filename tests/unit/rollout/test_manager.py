@@ -90,13 +90,13 @@ async def test_synchronous_steps_are_exactly_their_groups(tmp_path: Path) -> Non
     async with rig(make_config(tmp_path), lambda s: 3 + s.sample_id % 4) as r:
         await r.start()
         for step in (1, 2, 3):
-            taken = await r.take(step)
-            assert ids(taken.groups) == [2 * step - 2, 2 * step - 1]
-            assert taken.weight_version == step
-            assert taken.metrics["issued"] == 2 * step
-            assert taken.metrics["off_policy_share"] == taken.metrics["staleness_max"] == 0
-            mu = [m for g in taken.groups for s in g.samples for m in s.mu]
-            assert taken.metrics["sampled_entropy"] == pytest.approx(-sum(mu) / len(mu)) and any(mu)
+            batch = await r.take(step)
+            assert ids(batch.groups) == [2 * step - 2, 2 * step - 1]
+            assert batch.weight_version == step
+            assert batch.metrics["issued"] == 2 * step
+            assert batch.metrics["off_policy_share"] == batch.metrics["staleness_max"] == 0
+            mu = [m for g in batch.groups for s in g.samples for m in s.mu]
+            assert batch.metrics["sampled_entropy"] == pytest.approx(-sum(mu) / len(mu)) and any(mu)
             assert r.router.in_flight == []
             await r.push()
         assert r.router.most_in_flight == 4
@@ -117,14 +117,14 @@ async def test_step_metrics_hand_computed(tmp_path: Path) -> None:
 
 async def test_a_take_tells_where_prompts_come_from_if_teachers_are_chosen_by_it(tmp_path: Path) -> None:
     teacher = {"path": tmp_path, "by_source": {"odd": tmp_path}}
-    for algo, told in (({}, []), ({"loss": ["distill"], "teacher": teacher}, ["even", "odd"])):
-        (folder := tmp_path / str(len(told))).mkdir()
+    for algo, expected_sources in (({}, []), ({"loss": ["distill"], "teacher": teacher}, ["even", "odd"])):
+        (folder := tmp_path / str(len(expected_sources))).mkdir()
         async with rig(make_config(folder, algo=algo)) as r:
             await r.start()
-            taken = await r.take(1)
-            assert [taken.sources[i] for i, _ in enumerate(told)] == told
-            assert len(taken.sources) == len(told)
-            assert [g.prompt_index for g in taken.groups] == [0, 1]
+            batch = await r.take(1)
+            assert [batch.sources[i] for i, _ in enumerate(expected_sources)] == expected_sources
+            assert len(batch.sources) == len(expected_sources)
+            assert [g.prompt_index for g in batch.groups] == [0, 1]
 
 
 # APRIL
@@ -138,24 +138,24 @@ async def test_the_first_to_finish_are_taken_and_the_rest_is_parked_and_resumed(
         assert r.router.in_flight == []  # colocated: the engines rest
         straggler = r.buffer.groups[0].samples[0]
         assert straggler.status is Status.PARKED
-        kept = list(straggler.response_ids)
-        assert len(kept) == 3
+        parked_ids = list(straggler.response_ids)
+        assert len(parked_ids) == 3
         await r.push()
         step = 1
         while r.buffer.groups.get(0) is not None:
             step += 1
-            taken = await r.take(step)
+            batch = await r.take(step)
             await r.push()
-        group = taken.groups[0]
+        group = batch.groups[0]
         assert group.group_id == 0
         resumed = group.samples[0]
         assert list(resumed.response_ids) == list(range(8))
-        assert list(resumed.response_ids[:3]) == kept
+        assert list(resumed.response_ids[:3]) == parked_ids
         assert resumed.resumes >= len(resumed.spans) - 1 > 0
-        assert taken.metrics["resumed_samples"] == 2
-        assert taken.metrics["staleness_max"] == step - 1
-        old = sum(span.end - span.start for span in resumed.spans if span.version < step)
-        assert taken.metrics["off_policy_share"] == 2 * old / taken.metrics["tokens"]
+        assert batch.metrics["resumed_samples"] == 2
+        assert batch.metrics["staleness_max"] == step - 1
+        stale_tokens = sum(span.end - span.start for span in resumed.spans if span.version < step)
+        assert batch.metrics["off_policy_share"] == 2 * stale_tokens / batch.metrics["tokens"]
 
 
 async def test_slots_bound_the_samples_in_flight(tmp_path: Path) -> None:
@@ -175,11 +175,11 @@ async def test_others_are_heard_while_many_samples_start(
     monkeypatch.setattr("rlsys.rollout.runner.MAX_STARTS_PER_ITERATION", 3)
     async with rig(make_config(tmp_path, **APRIL)) as r:
         await r.start()
-        taking, seen = asyncio.create_task(r.take(1)), [0]
+        taking, counts = asyncio.create_task(r.take(1)), [0]
         while r.router.most_in_flight < 8:
             await asyncio.sleep(0)
-            seen.append(len(r.router.in_flight))
-        assert max(after - before for before, after in itertools.pairwise(seen)) <= 3
+            counts.append(len(r.router.in_flight))
+        assert max(next_count - count for count, next_count in itertools.pairwise(counts)) <= 3
         assert ids((await taking).groups) == [0, 1]
 
 
@@ -247,9 +247,9 @@ async def test_too_old_groups_are_dropped_and_counted(tmp_path: Path) -> None:
         ledger = r.buffer.ledger()
         assert ledger.groups["expired"] == 1
         assert ledger.tokens["expired"] > 0
-        taken = await r.take(3)
-        assert taken.metrics["expired"] == 1
-        assert taken.metrics["staleness_max"] <= 1
+        batch = await r.take(3)
+        assert batch.metrics["expired"] == 1
+        assert batch.metrics["staleness_max"] <= 1
 
 
 async def test_disaggregated_generation_goes_on_while_the_trainer_works(tmp_path: Path) -> None:
@@ -258,9 +258,9 @@ async def test_disaggregated_generation_goes_on_while_the_trainer_works(tmp_path
         await r.start()
         await r.take(1)
         assert r.router.in_flight  # nobody was interrupted
-        before = r.router.received
+        received_before = r.router.received
         r.router.tick()
-        assert r.router.received > before
+        assert r.router.received > received_before
         r.router.calls.clear()
         await r.push()
         assert r.router.calls[0] == "interrupt"
@@ -290,10 +290,10 @@ async def test_a_reward_that_raises_hangs_or_is_nan_censors_its_group(tmp_path: 
             r.router.tick()
             await asyncio.sleep(0.001)
             samples |= {s.group_id: s for g in r.buffer.active() for s in g.samples}
-        taken = take.result()
-        assert taken is not None
-        assert ids(taken.groups) == [3, 4]
-        assert taken.metrics["censored"] == 3
+        batch = take.result()
+        assert batch is not None
+        assert ids(batch.groups) == [3, 4]
+        assert batch.metrics["censored"] == 3
         assert all(samples[i].status is Status.CENSORED and samples[i].reward is None for i in range(3))
         assert (samples[0].censor_reason or "").startswith("reward raised ZeroDivisionError: no such thing (")
         assert samples[1].censor_reason == "reward returned nan, expected a finite number"
@@ -374,8 +374,8 @@ async def test_commands_out_of_order_are_refused(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=r"take\(1\) after 0 steps: the trainer must push first"):
             await r.manager.take(1)
         await r.push()
-        taken = await r.take(1)
-        assert await r.take(1) == taken  # asked again: the same
+        batch = await r.take(1)
+        assert await r.take(1) == batch  # asked again: the same
         with pytest.raises(RunError, match=r"take\(2\) after 1 steps: the trainer must push first"):
             await r.manager.take(2)
         ticket = await r.manager.begin_push()
@@ -385,14 +385,14 @@ async def test_commands_out_of_order_are_refused(tmp_path: Path) -> None:
 
 
 async def test_lost_tokens_are_counted_in_the_ledger_of_the_run(tmp_path: Path) -> None:
-    made = Rig(make_config(tmp_path), lambda s: 3, length_reward)
-    await made.start()
-    made.router.lost = 5
-    assert (await made.take(1)).metrics["lost"] == 5
-    await made.push()
-    assert (await made.take(2)).metrics["lost"] == 5  # the same five
-    await made.manager.close()
-    made.buffer.close()
+    rig = Rig(make_config(tmp_path), lambda s: 3, length_reward)
+    await rig.start()
+    rig.router.lost = 5
+    assert (await rig.take(1)).metrics["lost"] == 5
+    await rig.push()
+    assert (await rig.take(2)).metrics["lost"] == 5  # the same five
+    await rig.manager.close()
+    rig.buffer.close()
 
 
 async def test_canaries_are_prompts_and_the_longest_responses_of_the_last_step(tmp_path: Path) -> None:
@@ -406,14 +406,14 @@ async def test_canaries_are_prompts_and_the_longest_responses_of_the_last_step(t
 
 
 async def test_a_token_that_reaches_no_sample_stops_the_run(tmp_path: Path) -> None:
-    made = Rig(make_config(tmp_path), lambda s: 3, length_reward)
-    await made.start()
-    made.router.received = 1
+    rig = Rig(make_config(tmp_path), lambda s: 3, length_reward)
+    await rig.start()
+    rig.router.received = 1
     with pytest.raises(RunError, match="engines sent 13 tokens of samples, but 12 are saved"):
-        await made.take(1)
-    made.router.received -= 1
-    await made.manager.close()
-    made.buffer.close()
+        await rig.take(1)
+    rig.router.received -= 1
+    await rig.manager.close()
+    rig.buffer.close()
 
 
 # Evaluation
@@ -444,11 +444,11 @@ async def test_a_restarted_run_resumes_parked_samples_with_their_tokens(tmp_path
     async with rig(config, slow_group_zero) as r:
         await r.start()
         await r.take(1)
-        kept = r.buffer.groups[0].samples[0].response_ids[:]
+        saved_ids = r.buffer.groups[0].samples[0].response_ids[:]
     async with rig(config, slow_group_zero) as r:
         await r.start(1)
         sample = r.buffer.groups[0].samples[0]
-        assert sample.response_ids == kept
+        assert sample.response_ids == saved_ids
         assert sample.spans[0].version == 1
         await settle()
         assert r.router.in_flight == []  # colocated: nothing is generated before somebody waits for it
@@ -456,7 +456,7 @@ async def test_a_restarted_run_resumes_parked_samples_with_their_tokens(tmp_path
         await settle()
         assert 0 in r.router.in_flight
         r.router.tick()
-        assert list(sample.response_ids) == [*kept, len(kept)]
+        assert list(sample.response_ids) == [*saved_ids, len(saved_ids)]
         assert sample.resumes == 1
         take.cancel()
 
@@ -466,9 +466,9 @@ async def test_after_a_crash_the_same_groups_are_trained_in_the_same_steps(tmp_p
     config = make_config(tmp_path, **APRIL)
     async with rig(config, long_tail) as r:
         await r.start()
-        told = {}
+        batches = {}
         for step in (1, 2, 3):
-            told[step] = await r.take(step)
+            batches[step] = await r.take(step)
             await r.push()
     async with rig(config, long_tail) as r:
         await r.start(1)
@@ -476,16 +476,16 @@ async def test_after_a_crash_the_same_groups_are_trained_in_the_same_steps(tmp_p
             await settle()
             assert r.router.received == 0
             again = await r.take(step)
-            assert again.groups == told[step].groups
-            assert again.weight_version == told[step].weight_version
+            assert again.groups == batches[step].groups
+            assert again.weight_version == batches[step].weight_version
             for key in ("off_policy_share", "staleness_max", "reward"):
-                assert again.metrics[key] == told[step].metrics[key]
+                assert again.metrics[key] == batches[step].metrics[key]
             await r.push()
-        seen = [i for t in told.values() for i in ids(t.groups)]
+        group_ids = [i for t in batches.values() for i in ids(t.groups)]
         for step in (4, 5):
-            seen += ids((await r.take(step)).groups)
+            group_ids += ids((await r.take(step)).groups)
             await r.push()
-        assert len(seen) == len(set(seen)) == 10
+        assert len(group_ids) == len(set(group_ids)) == 10
         assert r.buffer.ledger().groups["expired"] == 0
 
 
@@ -520,9 +520,9 @@ async def test_a_synchronous_run_is_the_same_with_and_without_a_crash(tmp_path: 
 
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    whole, crashed = await steps(tmp_path / "a", False), await steps(tmp_path / "b", True)
-    assert [ids(g) for g in whole] == [ids(g) for g in crashed]
-    assert tokens(whole) == tokens(crashed)
+    reference, crashed = await steps(tmp_path / "a", False), await steps(tmp_path / "b", True)
+    assert [ids(g) for g in reference] == [ids(g) for g in crashed]
+    assert tokens(reference) == tokens(crashed)
 
 
 class Killed(Exception):
@@ -541,7 +541,7 @@ def test_chaos_any_history_of_kills_trains_each_group_once(tmp_path: Path, seed:
     """40 steps; the process is killed with kill -9's effect at random awaits, checkpoints are random."""
     rng = random.Random(seed)
     config = make_config(tmp_path, rollout={"over_provision": 2, "max_staleness": 3})
-    told: dict[int, list[int]] = {}
+    groups_by_step: dict[int, list[int]] = {}
 
     async def session(saved: int) -> int:
         """Until killed or done; returns the step of the last checkpoint."""
@@ -555,10 +555,10 @@ def test_chaos_any_history_of_kills_trains_each_group_once(tmp_path: Path, seed:
                         raise Killed
                     await settle()
                     r.router.tick(rng.randint(0, 4))
-                taken = task.result()
-                assert taken is not None
-                assert told.setdefault(step, ids(taken.groups)) == ids(taken.groups)
-                assert taken.metrics["staleness_max"] <= 3
+                batch = task.result()
+                assert batch is not None
+                assert groups_by_step.setdefault(step, ids(batch.groups)) == ids(batch.groups)
+                assert batch.metrics["staleness_max"] <= 3
                 if rng.random() < 0.1:
                     raise Killed
                 await r.push()
@@ -570,13 +570,13 @@ def test_chaos_any_history_of_kills_trains_each_group_once(tmp_path: Path, seed:
         finally:
             check_ledger(r.buffer.ledger())
             abandon(r.buffer)
-        return saved if len(told) < 40 else 40
+        return saved if len(groups_by_step) < 40 else 40
 
     saved = sessions = 0
     while saved < 40:
         saved, sessions = asyncio.run(session(saved)), sessions + 1
     assert sessions > 5
-    trained = [g for groups in told.values() for g in groups]
+    trained = [g for groups in groups_by_step.values() for g in groups]
     assert len(trained) == len(set(trained)) == 80
     check_ledger(RunReader(tmp_path).ledger())
 
@@ -613,8 +613,8 @@ async def test_commit_prunes_up_to_the_oldest_kept_checkpoint(tmp_path: Path) ->
 
 async def test_commit_keeps_the_routes_of_running_samples(tmp_path: Path) -> None:
     """They have come with an earlier turn, and its file is full; nothing has saved the sample since."""
-    kept = {"checkpoint_every": 1, "keep_checkpoints": 1}
-    config = make_config(tmp_path, **APRIL, trainer=kept, launch={"placement": "disaggregated"})
+    trainer_section = {"checkpoint_every": 1, "keep_checkpoints": 1}
+    config = make_config(tmp_path, **APRIL, trainer=trainer_section, launch={"placement": "disaggregated"})
     async with rig(config, slow_group_zero) as r:
         await r.start()
         await r.take(1)
@@ -624,12 +624,12 @@ async def test_commit_keeps_the_routes_of_running_samples(tmp_path: Path) -> Non
         running = r.buffer.groups[0].samples[0]
         assert running.status is Status.IN_FLIGHT and running.tokens
         positions = len(running.prompt_ids) + running.tokens - 1
-        made = writer(tmp_path, size=1)  # a file for each record
-        place = read_pointer(made.append(chosen(positions), 0), 0, positions)
-        assert place is not None
-        running.append(Segment([], [], [], None, routes=RouteSpan(0, positions, b"", place)))
+        segment_writer = writer(tmp_path, size=1)  # a file for each record
+        location = read_pointer(segment_writer.append(chosen(positions), 0), 0, positions)
+        assert location is not None
+        running.append(Segment([], [], [], None, routes=RouteSpan(0, positions, b"", location)))
         for _ in range(2):
-            made.append(chosen(1), 0)
+            segment_writer.append(chosen(1), 0)
         await r.manager.commit(1)
         r.buffer.save([running])
         (saved,) = (s for s in load_tokens(tmp_path, r.buffer.read_groups([0]))[0].samples if s.index == 0)
@@ -646,14 +646,14 @@ async def test_commit_forgets_nothing_when_the_ledger_does_not_add_up(
         for step in (1, 2):
             await r.take(step)
             await r.push()
-        whole = r.buffer.ledger()
+        ledger = r.buffer.ledger()
 
         async def one_more() -> Ledger:
-            return replace(whole, issued_groups=whole.issued_groups + 1)
+            return replace(ledger, issued_groups=ledger.issued_groups + 1)
 
         with monkeypatch.context() as patched:
             patched.setattr(r.buffer, "committed_ledger", one_more)
-            with pytest.raises(RunError, match=rf"{whole.issued_groups + 1} groups were issued, but"):
+            with pytest.raises(RunError, match=rf"{ledger.issued_groups + 1} groups were issued, but"):
                 await r.manager.commit(2)
         await r.start(1)
         assert ids((await r.take(2)).groups) == [2, 3]

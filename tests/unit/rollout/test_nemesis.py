@@ -57,9 +57,9 @@ def folder() -> Iterator[Path]:
 def played(
     folder: Path, seed: int, schedule: list[Fault] | None = None, poison: int | None = None
 ) -> Outcome:
-    place = folder / str(seed)
-    place.mkdir()
-    return run_schedule(place, seed, schedule, poison)
+    run_folder = folder / str(seed)
+    run_folder.mkdir()
+    return run_schedule(run_folder, seed, schedule, poison)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_nothing_is_lost_trained_twice_or_made_by_other_weights(folder: Path, fi
     for seed in range(first, first + CHUNK):
         outcome = played(folder, seed)
         fault_counts += outcome.fault_counts
-        faults = {kind: len(found) for kind, found in outcome.verdict.faults.items()}
+        faults = {kind: len(cases) for kind, cases in outcome.verdict.faults.items()}
         print(
             f"{seed}: {', '.join(map(str, draw(Random(seed))))}: {len(outcome.launches)} launches, {faults}"
         )
@@ -125,14 +125,14 @@ def test_it_sees_two_writers_of_one_ledger(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     monkeypatch.setattr(Owner, "check", lambda _: None)
     monkeypatch.setattr(StoreWriter, "_check_owner", lambda _: None)
-    path, made = folder / FILE_NAME, [9, 8, 7]
-    old = RolloutBuffer(path, "run", 8, claim(folder))
-    old.issue(Prompt(0, "", [1], {}), [1])
-    old.flush()
-    new = RolloutBuffer(path, "run", 8, claim(folder))
-    for buffer, tokens in ((new, 3), (old, 2)):
+    path, token_ids = folder / FILE_NAME, [9, 8, 7]
+    first_writer = RolloutBuffer(path, "run", 8, claim(folder))
+    first_writer.issue(Prompt(0, "", [1], {}), [1])
+    first_writer.flush()
+    second_writer = RolloutBuffer(path, "run", 8, claim(folder))
+    for buffer, tokens in ((second_writer, 3), (first_writer, 2)):
         late = buffer.groups[0].samples[0]
-        late.append(Segment(made[:tokens], [-0.5] * tokens, [VersionSpan(0, 0, tokens)]))
+        late.append(Segment(token_ids[:tokens], [-0.5] * tokens, [VersionSpan(0, 0, tokens)]))
         buffer.save([late])
         buffer.flush()
         buffer.check_counts()
@@ -173,7 +173,7 @@ def test_it_sees_a_sample_that_kills_engines_for_ever(folder: Path, monkeypatch:
 def test_deaths_are_remembered_over_restarts(folder: Path) -> None:
     """A sample that kills its engine before its first token, and a rollout process that is killed as often. Before,
     each restart began to count anew."""
-    schedule = [Fault(at, "rollout killed", 0.0) for at in range(4, 64, 4)]
+    schedule = [Fault(fault_time, "rollout killed", 0.0) for fault_time in range(4, 64, 4)]
     outcome = played(folder, 1, schedule, POISON)
     assert outcome.verdict.clean
     assert outcome.poison_deaths <= DEATHS_CENSORED + 2

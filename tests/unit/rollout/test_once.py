@@ -24,17 +24,17 @@ from tests.helpers.service_rig import OWNER, served, ticking
 
 @pytest.fixture
 def proxies() -> Iterator[list[Proxy]]:
-    made: list[Proxy] = []
-    yield made
-    for proxy in made:
+    open_proxies: list[Proxy] = []
+    yield open_proxies
+    for proxy in open_proxies:
         proxy.close()
 
 
 def behind(client: RolloutClient, proxies: list[Proxy]) -> RolloutClient:
     """The same rollout process, through a proxy that can cut."""
-    at = client._socket.with_name(f"proxy{len(proxies)}")
-    proxies.append(Proxy(lambda: client._socket, at))
-    return RolloutClient(at, OWNER.key)
+    socket_path = client._socket.with_name(f"proxy{len(proxies)}")
+    proxies.append(Proxy(lambda: client._socket, socket_path))
+    return RolloutClient(socket_path, OWNER.key)
 
 
 async def test_a_take_goes_on_over_a_broken_connection(
@@ -54,21 +54,21 @@ async def test_a_take_goes_on_over_a_broken_connection(
             return await plain(step)
 
         r.manager.take = take  # type: ignore[method-assign,assignment]
-        asked = asyncio.ensure_future(asyncio.to_thread(client.take, 1))
+        take_task = asyncio.ensure_future(asyncio.to_thread(client.take, 1))
         for _ in range(3):
             while not r.manager._command.locked():
                 await asyncio.sleep(0.001)
             proxies[0].cut()
             await asyncio.sleep(0.01)
             proxies[0].heal()
-        while not asked.done():
+        while not take_task.done():
             r.router.tick()
             await asyncio.sleep(0.001)
-        taken = await asked
-        assert taken is not None and ids(taken.groups) == [0, 1]
+        batch = await take_task
+        assert batch is not None and ids(batch.groups) == [0, 1]
         assert takes == [1]
-    told = [m for m in caplog.messages if "retrying" in m]
-    assert told and "in take; retrying" in told[0]
+    retries = [m for m in caplog.messages if "retrying" in m]
+    assert retries and "in take; retrying" in retries[0]
 
 
 async def test_a_result_that_was_on_its_way_is_told_again(tmp_path: Path, proxies: list[Proxy]) -> None:
@@ -93,7 +93,7 @@ async def test_a_result_that_was_on_its_way_is_told_again(tmp_path: Path, proxie
 
 
 async def test_an_error_is_told_again_as_it_was_raised(tmp_path: Path) -> None:
-    once, raised = CommandDedup(), []
+    dedup, raised = CommandDedup(), []
 
     async def fail() -> None:
         raised.append(1)
@@ -101,7 +101,7 @@ async def test_an_error_is_told_again_as_it_was_raised(tmp_path: Path) -> None:
 
     for _ in range(2):
         with pytest.raises(RunError, match="no"):
-            await once.run_once("a", fail)
+            await dedup.run_once("a", fail)
     assert len(raised) == 1
 
 
@@ -114,65 +114,65 @@ async def endless(ended: list[str]) -> None:
 
 async def gone(once: CommandDedup, name: str, ended: list[str]) -> None:
     """A command whose connection breaks while it is carried out."""
-    asked = asyncio.ensure_future(once.run_once(name, lambda: endless(ended)))
+    task = asyncio.ensure_future(once.run_once(name, lambda: endless(ended)))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    asked.cancel()
-    await asyncio.wait([asked])
+    task.cancel()
+    await asyncio.wait([task])
 
 
 async def test_another_command_ends_the_one_of_a_trainer_that_was_replaced() -> None:
     """A take that waits for samples would keep the restore of the next trainer waiting."""
-    once, ended = CommandDedup(), list[str]()
-    await gone(once, "take of the old one", ended)
-    assert not ended
-    await once.run_once("restore of the new one", lambda: asyncio.sleep(0))
-    assert ended
+    dedup, endings = CommandDedup(), list[str]()
+    await gone(dedup, "take of the old one", endings)
+    assert not endings
+    await dedup.run_once("restore of the new one", lambda: asyncio.sleep(0))
+    assert endings
 
 
 async def test_two_connections_with_one_name_wait_for_one_work() -> None:
     """Both come while the command before is still being ended, which takes a moment."""
-    once, ended, carried_out = CommandDedup(), asyncio.Event(), []
+    dedup, end_event, carried_out = CommandDedup(), asyncio.Event(), []
 
     async def ends_slowly() -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            await ended.wait()
+            await end_event.wait()
 
     async def push() -> dict[str, float]:
         carried_out.append(1)
         return {}
 
-    before = asyncio.ensure_future(once.run_once("take", ends_slowly))
+    earlier_command = asyncio.ensure_future(dedup.run_once("take", ends_slowly))
     await settle()
-    both = [asyncio.ensure_future(once.run_once("push", push)) for _ in range(2)]
+    pushes = [asyncio.ensure_future(dedup.run_once("push", push)) for _ in range(2)]
     await settle()
-    ended.set()
-    assert await asyncio.gather(*both) == [{}, {}]
+    end_event.set()
+    assert await asyncio.gather(*pushes) == [{}, {}]
     assert len(carried_out) == 1
-    assert before.cancelled()
+    assert earlier_command.cancelled()
 
 
 @pytest.mark.virtual_clock
 async def test_a_command_that_nobody_comes_back_for_is_ended() -> None:
-    once, ended = CommandDedup(), list[str]()
-    await gone(once, "take", ended)
+    dedup, endings = CommandDedup(), list[str]()
+    await gone(dedup, "take", endings)
     await asyncio.sleep(RECONNECT_SECONDS - 1)
-    assert not ended
-    await gone(once, "take", ended)  # came back, and broke again: the time begins anew
+    assert not endings
+    await gone(dedup, "take", endings)  # came back, and broke again: the time begins anew
     await asyncio.sleep(RECONNECT_SECONDS - 1)
-    assert not ended
+    assert not endings
     await asyncio.sleep(2)
-    assert ended
+    assert endings
 
 
 @pytest.mark.virtual_clock
 async def test_who_comes_back_too_late_has_it_carried_out_anew() -> None:
-    once, ended = CommandDedup(), list[str]()
-    await gone(once, "take", ended)
+    dedup, endings = CommandDedup(), list[str]()
+    await gone(dedup, "take", endings)
     await asyncio.sleep(RECONNECT_SECONDS + 1)
-    assert await once.run_once("take", lambda: asyncio.sleep(0, {"a": 1.0})) == {"a": 1.0}
+    assert await dedup.run_once("take", lambda: asyncio.sleep(0, {"a": 1.0})) == {"a": 1.0}
 
 
 async def test_a_trainer_that_is_replaced_in_a_take_blocks_nobody(tmp_path: Path) -> None:
@@ -221,14 +221,16 @@ async def test_a_trainer_that_was_replaced_while_its_command_came_is_refused(tmp
 
 def test_who_stays_away_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the time, in one sentence; a status that is asked for is tried again, too."""
-    now = [0.0]
-    monkeypatch.setattr(client_module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(client_module.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    current_time = [0.0]
+    monkeypatch.setattr(client_module.time, "monotonic", lambda: current_time[0])
+    monkeypatch.setattr(
+        client_module.time, "sleep", lambda s: current_time.__setitem__(0, current_time[0] + s)
+    )
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(tmp_path / "rollout"))  # nobody listens
         client = RolloutClient(tmp_path / "rollout", "")
         with pytest.raises(RunError, match=r"is gone \(ConnectionRefusedError in take, for 30 s\)"):
             client.take(1)
-        assert RECONNECT_SECONDS <= now[0] < RECONNECT_SECONDS + 1
+        assert RECONNECT_SECONDS <= current_time[0] < RECONNECT_SECONDS + 1
         with pytest.raises(RunError, match=r"is gone \(ConnectionRefusedError in status, for 30 s\)"):
             client.leaving()

@@ -110,8 +110,8 @@ async def test_patches_give_the_authors_lengths_of_episodes(
 
 
 async def test_after_a_restart_at_any_token_the_same_trajectory_is_walked() -> None:
-    whole = await made(config(patches=-1))
-    for tokens in range(sum(q.sampled_tokens for q in whole.sequences)):
+    reference = await made(config(patches=-1))
+    for tokens in range(sum(q.sampled_tokens for q in reference.sequences)):
         s, model = fresh(), Model(at_once=tokens)
         with pytest.raises(asyncio.CancelledError):
             await made(config(patches=-1), model, s)
@@ -119,9 +119,9 @@ async def test_after_a_restart_at_any_token_the_same_trajectory_is_walked() -> N
         model.at_once = None
         again = await made(config(patches=-1), model, s)
         assert (told(again), again.turn_rewards, again.status) == (
-            told(whole),
-            whole.turn_rewards,
-            whole.status,
+            told(reference),
+            reference.turn_rewards,
+            reference.status,
         )
 
 

@@ -111,10 +111,10 @@ class World:
 
     async def end_everything_but(self, saboteur: asyncio.Task[None]) -> None:
         """As kill -9 would, and what was not committed is gone."""
-        others = asyncio.all_tasks() - {saboteur, asyncio.current_task()}
-        for task in others:
+        other_tasks = asyncio.all_tasks() - {saboteur, asyncio.current_task()}
+        for task in other_tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*other_tasks, return_exceptions=True)
         if self.buffer is not None:
             abandon(self.buffer)
             self.buffer = None
@@ -122,9 +122,10 @@ class World:
     async def session(self) -> None:
         """From the last checkpoint to the end, or until killed."""
         launched = [e.url for e in self.engines if e not in self.joined]
-        own = [self.client(url, 1, i) for i, url in enumerate(launched)]
+        clients = [self.client(url, 1, i) for i, url in enumerate(launched)]
         router = Router(
-            own, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4), push_timeout_s=100,
+            clients, vocab_size=128, context_length=200, stop_ids={EOS}, bounds=Bounds(1e-6, 1e-4),
+            push_timeout_s=100,
             routes=True, peers=self.joins, engine_config=self.config.engine,
         )  # fmt: skip
         scorer = Scorer(
@@ -135,7 +136,7 @@ class World:
         workers = direct_workers(self.config, router, scorer)
         self.manager = RolloutManager(self.config, self.buffer, workers, Numbers(), scorer, planning)
         self.watch = asyncio.create_task(router.watch())
-        members = Members(self.config, self.owner, workers.engines, self.client, own)
+        members = Members(self.config, self.owner, workers.engines, self.client, clients)
         coming = asyncio.create_task(members.watch())
         await self.manager.restore(self.saved)
         await self.push()
@@ -143,8 +144,8 @@ class World:
         for step in range(first, self.steps + 1):
             if step == first + LONGEST_SESSION:
                 self.long.set()
-            taken = await self.take(step)
-            self.check(taken)
+            batch = await self.take(step)
+            self.check(batch)
             if self.joins:  # it trains: engines pass weights on between two pushes alone
                 await asyncio.sleep(0.5)
             await self.push()
@@ -169,15 +170,15 @@ class World:
                 lost.cancel()
                 await asyncio.gather(lost, return_exceptions=True)
                 self.happened["answers lost"] += 1
-            taken = await self.manager.take(step)
-            if taken is not None:
-                return taken
+            batch = await self.manager.take(step)
+            if batch is not None:
+                return batch
             await self.push()
             self.happened["engines brought back"] += 1
 
     async def push(self) -> None:
-        left = True
-        while left:
+        engines_left = True
+        while engines_left:
             ticket = await self.manager.begin_push()
             for address in ticket.engines:
                 engine = next(e for e in [*self.engines, *self.gone] if e.url == address.url)
@@ -185,8 +186,8 @@ class World:
                     engine.load(ticket.weight_version)
             canaries = [Canary(ids, canary_logprobs(ids, ticket.weight_version)) for ids in ticket.canaries]
             sums = [checksums(ticket.weight_version)] if self.joins else []
-            left = bool((await self.manager.end_push(ticket, canaries, sums))["push_left"])
-            self.happened["rounds of a rolling push"] += left
+            engines_left = bool((await self.manager.end_push(ticket, canaries, sums))["push_left"])
+            self.happened["rounds of a rolling push"] += engines_left
 
     async def sabotage(self) -> None:
         deeds: list[str] = []
@@ -225,10 +226,10 @@ class World:
         """Up to three beside the launch's own two."""
         if len(self.joined) < 3:
             number = self.happened["join"]
-            made = ScriptedEngine(
+            engine = ScriptedEngine(
                 f"http://j{number}:1", ends_at=lambda s: 3 + s % 40, peer_weights=self.peer_weights
             )
-            self.joined.append(made)
+            self.joined.append(engine)
             self.engines.append(self.joined[-1])
             write_member(self.owner, self.joined[-1].url, 1, active=True)
 
@@ -259,8 +260,8 @@ class World:
 
     def check(self, taken: TrainBatch) -> None:
         groups = load_tokens(self.config.run.dir, taken.groups)
-        told = [(g.group_id, *(q.response_ids for s in g.samples for q in s.sequences)) for g in groups]
-        assert self.told.setdefault(taken.train_step, told) == told
+        records = [(g.group_id, *(q.response_ids for s in g.samples for q in s.sequences)) for g in groups]
+        assert self.told.setdefault(taken.train_step, records) == records
         assert taken.metrics["staleness_max"] <= self.config.rollout.max_staleness
         assert taken.metrics["lost"] == 0
         for sequence in (q for group in groups for s in group.samples for q in s.sequences):
@@ -271,8 +272,8 @@ class World:
         """They are the engine's at every position that has any; without them are only those that died with one."""
         with SegmentReader(self.config.run.dir) as segments:
             read = load_with_routes(segments, s)
-        for told, span in zip(s.routes, read.routes, strict=True):
-            self.happened["routes in hand" if told.location is None else "routes in files"] += 1
+        for route, span in zip(s.routes, read.routes, strict=True):
+            self.happened["routes in hand" if route.location is None else "routes in files"] += 1
             chosen = [e for p in range(span.start, span.end) for e in experts(p)]
             assert np.frombuffer(span.experts, "<u2").tolist() == chosen
         covered = sum(span.end - span.start for span in s.routes)
@@ -325,7 +326,7 @@ def test_a_thousand_steps_of_chaos(folder: Path, seed: int, sections: dict[str, 
     )  # fmt: skip
     world = World(config, seed)
     run_virtual(world.run())
-    trained = [group[0] for told in world.told.values() for group in told]
+    trained = [group[0] for groups in world.told.values() for group in groups]
     assert len(trained) == len(set(trained)) == STEPS * config.rollout.groups_per_step
     ledger = RunReader(folder).ledger()
     check_ledger(ledger)
@@ -337,7 +338,7 @@ def test_a_thousand_steps_of_chaos(folder: Path, seed: int, sections: dict[str, 
             step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")
         }
     assert {s: sorted(ids) for s, ids in journal.items()} == {
-        s: [group[0] for group in told] for s, told in world.told.items()
+        s: [group[0] for group in groups] for s, groups in world.told.items()
     }
     assert world.happened["killed"] >= 30
     deeds = ("die", "restart", "abort", "preempt", "hang", "answers lost")
@@ -347,13 +348,13 @@ def test_a_thousand_steps_of_chaos(folder: Path, seed: int, sections: dict[str, 
     assert all(world.happened[deed] >= 20 for deed in (*deeds, *rewards)), world.happened
     assert world.happened["routes in hand"] > 100 and world.happened["routes in files"] > 100
     assert world.happened["positions with routes"] > 0.8 * world.happened["positions"]
-    left = {f.relative_to(folder / FOLDER).as_posix() for f in (folder / FOLDER).glob("*/*.seg")}
+    files_on_disk = {f.relative_to(folder / FOLDER).as_posix() for f in (folder / FOLDER).glob("*/*.seg")}
     with sqlite3.connect(folder / FILE_NAME) as db:
-        wanted = {
+        referenced_files = {
             row[0]
             for row in db.execute("SELECT DISTINCT name FROM route_files JOIN route_places USING (file)")
         }
-    assert wanted <= left and len(left) < 40, "files go when nobody can want them"
+    assert referenced_files <= files_on_disk and len(files_on_disk) < 40, "files go when nobody can want them"
 
 
 @pytest.mark.gate
@@ -364,11 +365,11 @@ def test_a_hundred_steps_of_samples_of_three_sequences(folder: Path, sections: d
         "over_provision": 2, "max_staleness": 3, "max_response_tokens": BUDGET, "flush_tokens": 50,
         "stall_timeout": 600, "generator": "tests.helpers.episode_cases:concurrent_sequences",
     }  # fmt: skip
-    kept = {"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2}
-    config = make_config(folder, rollout=rollout, trainer=kept, **sections)
+    trainer_section = {"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2}
+    config = make_config(folder, rollout=rollout, trainer=trainer_section, **sections)
     world = World(config, 0, steps=120)
     run_virtual(world.run())
-    trained = [group for told in world.told.values() for group in told]
+    trained = [group for groups in world.told.values() for group in groups]
     assert len({group[0] for group in trained}) == len(trained) == 120 * config.rollout.groups_per_step
     assert all(len(group) == 1 + 3 * config.rollout.group_size for group in trained)
     ledger = RunReader(folder).ledger()
@@ -411,8 +412,8 @@ class Forest(World):
 
     def check(self, taken: TrainBatch) -> None:
         groups = load_tokens(self.config.run.dir, taken.groups)
-        told = [(g.group_id, *(s.response_ids for s in g.samples)) for g in groups]
-        assert self.told.setdefault(taken.train_step, told) == told
+        records = [(g.group_id, *(s.response_ids for s in g.samples)) for g in groups]
+        assert self.told.setdefault(taken.train_step, records) == records
         assert taken.metrics["lost"] == 0
         for group in groups:
             for s in group.samples:
@@ -423,10 +424,10 @@ class Forest(World):
                     expected = [token(s.seed, first + i, v) for i, v in enumerate(versions)]
                     assert list(s.response_ids)[:-1] == expected[:-1]
                     continue
-                stem, at = group.samples[s.fork.source], s.fork.at
-                shared = min(at, 5)  # the root is cut off there, after the first forks
+                stem, position = group.samples[s.fork.source], s.fork.at
+                shared = min(position, 5)  # the root is cut off there, after the first forks
                 assert list(s.response_ids[:shared]) == list(stem.response_ids[:shared])
-                assert s.versions()[:shared] == stem.versions()[:shared] and s.response_ids[at] in (
+                assert s.versions()[:shared] == stem.versions()[:shared] and s.response_ids[position] in (
                     97,
                     98,
                     99,
@@ -440,10 +441,10 @@ def test_a_hundred_steps_of_trees(folder: Path) -> None:
         "over_provision": 2, "max_staleness": 3, "max_response_tokens": BUDGET, "flush_tokens": 50,
         "group_size": 4, "stall_timeout": 600, "generator": "tests.helpers.tree_cases:fixed_trees",
     }  # fmt: skip
-    kept = {"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2}
-    world = Forest(make_config(folder, rollout=rollout, trainer=kept), 0, steps=100)
+    trainer_section = {"checkpoint_every": CHECKPOINT_EVERY, "keep_checkpoints": 2}
+    world = Forest(make_config(folder, rollout=rollout, trainer=trainer_section), 0, steps=100)
     run_virtual(world.run())
-    trained = [group[0] for told in world.told.values() for group in told]
+    trained = [group[0] for groups in world.told.values() for group in groups]
     assert len(trained) == len(set(trained)) == 200
     ledger = RunReader(folder).ledger()
     check_ledger(ledger)
@@ -468,7 +469,7 @@ def test_two_hundred_steps_while_engines_join_leave_and_die(folder: Path, sectio
     )
     world = World(config, 0, steps=200, joins=True)
     run_virtual(world.run())
-    trained = [group[0] for told in world.told.values() for group in told]
+    trained = [group[0] for groups in world.told.values() for group in groups]
     assert len(trained) == len(set(trained)) == 200 * config.rollout.groups_per_step
     ledger = RunReader(folder).ledger()
     check_ledger(ledger)
@@ -500,15 +501,15 @@ def test_sixty_steps_with_engines_that_explore_and_die(folder: Path) -> None:
     )
     world = Scouted(config, 0, steps=60)
     run_virtual(world.run())
-    trained = [group[0] for told in world.told.values() for group in told]
+    trained = [group[0] for groups in world.told.values() for group in groups]
     assert len(trained) == len(set(trained)) == 60 * config.rollout.groups_per_step
     ledger = RunReader(folder).ledger()
     check_ledger(ledger)
     assert ledger.groups["trained"] == len(trained) and ledger.lost_tokens == 0
     explorer, writers = world.engines[2], world.engines[:2]
     tried = {request.seed for request in explorer.history}
-    written = {request.seed for engine in writers for request in engine.history}
-    assert len(tried) > 100 and not tried & written and world.seeds <= written
+    writer_seeds = {request.seed for engine in writers for request in engine.history}
+    assert len(tried) > 100 and not tried & writer_seeds and world.seeds <= writer_seeds
     sizes = {int(name.split()[-1]) for name in world.happened if name.startswith("groups of")}
     assert {2, 4, 5, 6} <= sizes, "4 p (1 - p) is 0, 3/4 or 1 of four answers; 4 without any"
     assert world.happened["die"] >= 2 and world.happened["killed"] >= 3, world.happened

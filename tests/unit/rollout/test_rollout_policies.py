@@ -50,18 +50,18 @@ async def test_mask_trains_an_old_group_without_its_old_tokens(tmp_path: Path) -
     async with rig(april(tmp_path, staleness_policy="mask"), slow_group_zero) as r:
         await r.start()
         for step in range(1, 20):
-            taken = await r.take(step)
+            batch = await r.take(step)
             await r.push()
-            if 0 in ids(taken.groups):
+            if 0 in ids(batch.groups):
                 break
         assert step > 2  # older than max_staleness
-        sample = taken.groups[0].samples[0]
+        sample = batch.groups[0].samples[0]
         assert list(sample.response_ids) == list(range(15))
         masked = [i for i, t in enumerate(sample.trained()) if not t]
         assert masked == [i for i, v in enumerate(sample.versions()) if step - v > 1]
-        assert taken.metrics["masked_tokens"] == 2 * len(masked) > 0
-        assert taken.metrics["expired"] == 0
-        assert taken.metrics["staleness_max"] > 1
+        assert batch.metrics["masked_tokens"] == 2 * len(masked) > 0
+        assert batch.metrics["expired"] == 0
+        assert batch.metrics["staleness_max"] > 1
 
 
 async def test_a_sample_is_not_interrupted_more_often_than_max_resumes(tmp_path: Path) -> None:
@@ -69,9 +69,9 @@ async def test_a_sample_is_not_interrupted_more_often_than_max_resumes(tmp_path:
     async with rig(config, lambda s: 18 if s.group_id in (0, 3) else 3) as r:
         await r.start()
         for step in range(1, 8):
-            taken = await r.take(step)
+            batch = await r.take(step)
             await r.push()
-            assert all(s.resumes <= 1 for g in taken.groups for s in g.samples)
+            assert all(s.resumes <= 1 for g in batch.groups for s in g.samples)
             assert all(s.resumes <= 1 for g in r.buffer.active() for s in g.samples)
         assert 0 not in r.buffer.groups
 
@@ -96,14 +96,14 @@ async def test_a_group_behind_its_deadline_is_censored_and_replaced(
         await r.start()
         take = asyncio.create_task(r.manager.take(1))
         await settle()
-        hung, other = r.buffer.groups[0], r.buffer.groups[1]
-        await answer_until_done(r, other)
+        hung, finished_group = r.buffer.groups[0], r.buffer.groups[1]
+        await answer_until_done(r, finished_group)
         advance_clock(monkeypatch, 7200)
         await answer_all_but(r, 0, take)
-        taken = take.result()
-        assert taken is not None
-        assert ids(taken.groups) == [1, 2]
-        assert taken.metrics["censored"] == 1
+        batch = take.result()
+        assert batch is not None
+        assert ids(batch.groups) == [1, 2]
+        assert batch.metrics["censored"] == 1
         assert hung.samples[0].censor_reason == "not finished within rollout.group_deadline = 3600 s"
 
 
@@ -138,14 +138,14 @@ async def test_auto_moves_the_slots_and_goes_on_where_it_was(tmp_path: Path) -> 
         await r.start()
         factors = []
         for step in range(1, 9):
-            taken = await r.take(step)
+            batch = await r.take(step)
             await r.push()
-            factors.append(taken.metrics["over_provision"])
-            assert taken.metrics["slots"] == round(4 * factors[-1])
-            assert 0 <= taken.metrics["idle_share"] <= 1
+            factors.append(batch.metrics["over_provision"])
+            assert batch.metrics["slots"] == round(4 * factors[-1])
+            assert 0 <= batch.metrics["idle_share"] <= 1
         assert factors[0] == 2
         assert factors[1] > 2  # nothing can be off-policy in the first step
         assert factors[-1] < 1.8
-        assert r.manager._runner.slots == r.manager._over_provision._slots != taken.metrics["slots"]
+        assert r.manager._runner.slots == r.manager._over_provision._slots != batch.metrics["slots"]
     async with rig(config) as r:
         assert r.manager._over_provision.metrics["over_provision"] <= factors[-1]

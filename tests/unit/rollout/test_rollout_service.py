@@ -40,17 +40,17 @@ async def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> Non
         assert (ticket.weight_version, ticket.engines[0].url) == (1, "http://engine:1")
         metrics = await ticking(r, client.end_push, ticket, [Canary([1, 2], [-0.1])], [{"norm": "0f"}])
         assert metrics["push_canary_mean"] == 1e-8
-        taken = await ticking(r, client.take, 1)
-        assert taken is not None
+        batch = await ticking(r, client.take, 1)
+        assert batch is not None
         again = await r.manager.take(1)
-        assert again is not None and taken.groups == again.groups
-        assert isinstance(taken.metrics["tokens"], int)
-        assert load_tokens(tmp_path, taken.groups)[0].samples[0].mu[1] == -1 / 7
+        assert again is not None and batch.groups == again.groups
+        assert isinstance(batch.metrics["tokens"], int)
+        assert load_tokens(tmp_path, batch.groups)[0].samples[0].mu[1] == -1 / 7
         await ticking(r, client.end_push, await ticking(r, client.begin_push), [], [])
         assert (await ticking(r, client.evaluate)).prompts == 4
         assert await ticking(r, client.begin_evaluation) is True
-        ended = await ticking(r, client.end_evaluation, True)
-        assert ended.result is not None and ended.result.weight_version == 2
+        evaluation = await ticking(r, client.end_evaluation, True)
+        assert evaluation.result is not None and evaluation.result.weight_version == 2
         assert not (await ticking(r, client.end_evaluation, False)).result
         await ticking(r, client.commit, 1)
         r.router.stale_engines = ["http://engine:2"]
@@ -70,9 +70,9 @@ async def test_errors_arrive_as_they_were_raised_and_stay_in_the_log(
             await ticking(r, client.restore, 9)
         with pytest.raises(RunError, match=r"take\(1\) after 0 steps"):
             await ticking(r, client.take, 1)
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert [line.split(":")[0] for line in told] == ["/restore", "/take"]
-    assert "but the checkpoint has 9" in told[0] and "take(1) after 0 steps" in told[1]
+    error_messages = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert [line.split(":")[0] for line in error_messages] == ["/restore", "/take"]
+    assert "but the checkpoint has 9" in error_messages[0] and "take(1) after 0 steps" in error_messages[1]
 
 
 async def test_a_bug_is_told_with_where_to_look(tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ async def test_a_take_whose_trainer_is_gone_does_not_block_the_next_one(tmp_path
         await settle()
         assert r.buffer.last_taken_step == 0
         await r.start()
-        taken = await ticking(r, client.take, 1)
-        assert taken is not None
-        assert ids(taken.groups) == [0, 1]
+        batch = await ticking(r, client.take, 1)
+        assert batch is not None
+        assert ids(batch.groups) == [0, 1]
 
 
 def test_model_limits_come_from_the_model(tmp_path: Path) -> None:
@@ -180,11 +180,11 @@ def test_an_error_at_the_start_ends_the_process(run_config: Path) -> None:
     """Before: the reward's process was just starting, and asyncio waited for it without a word."""
     owner = claim(load_config(run_config).run.dir, run_config.parent / "missing")
     argv = [sys.executable, "-m", "rlsys.rollout.service", "--config", str(run_config)]
-    done = subprocess.run(
+    process = subprocess.run(
         [*argv, "--engine", "http://127.0.0.1:9"],
         capture_output=True, text=True, timeout=120, env=os.environ | owner.environment(start=1),
     )  # fmt: skip
-    assert done.returncode == 1 and "No such file or directory" in done.stderr
+    assert process.returncode == 1 and "No such file or directory" in process.stderr
 
 
 def test_the_process_serves_and_ends_cleanly_at_sigterm(run_config: Path) -> None:

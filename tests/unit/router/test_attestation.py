@@ -48,14 +48,14 @@ def weights(version: int, dtype: torch.dtype) -> Tensors:
     """The shipped model's, and after a step that moved every tensor; as the trainer's own copy of them gives them."""
     on_disk = load_file(MODEL / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
-    made: Tensors = {}
+    tensors: Tensors = {}
     for entry in entries(HF):
         parts = [on_disk[name] for name in entry.hf]
         if version > 1:
             parts = [p + 0.02 * torch.randn(p.shape, generator=generator) for p in parts]
-        whole = to_megatron(entry.rule, [p.to(dtype) for p in parts], HF)
-        made |= dict(zip(entry.hf, to_hf(entry.rule, whole, HF), strict=True))
-    return made
+        megatron_tensor = to_megatron(entry.rule, [p.to(dtype) for p in parts], HF)
+        tensors |= dict(zip(entry.hf, to_hf(entry.rule, megatron_tensor, HF), strict=True))
+    return tensors
 
 
 def expected(tensors: Mapping[str, Tensor], tp: int) -> list[dict[str, str]]:
@@ -76,8 +76,8 @@ def faults(old: Tensors, new: Tensors) -> Iterator[tuple[str, Tensors]]:
             stems = [f"model.layers.{layer}.mlp.experts.{e}." for e in (a, b)]
             swapped = dict(new)
             for kind in ("gate_proj", "up_proj", "down_proj"):
-                one, other = (f"{stem}{kind}.weight" for stem in stems)
-                swapped[one], swapped[other] = new[other], new[one]
+                weight_a, weight_b = (f"{stem}{kind}.weight" for stem in stems)
+                swapped[weight_a], swapped[weight_b] = new[weight_b], new[weight_a]
             yield f"{stems[0]} and {b} swapped", swapped
 
 
@@ -94,19 +94,19 @@ def test_no_faulty_push_of_the_shipped_model_is_attested(dtype: str, tp: int, fi
     """`first`: of a run that goes on, whose engines come up with the folder's weights."""
     old, new = (weights(v, getattr(torch, dtype)) for v in (1, 2))
     assert all(not torch.equal(old[name], new[name]) for name in new)
-    before, after = (expected(tensors, tp) for tensors in (old, new))
+    checksums_before, checksums_after = (expected(tensors, tp) for tensors in (old, new))
     base = EngineWeights(old, tp)
-    assert base.report() == before
+    assert base.report() == checksums_before
     bounds = Bounds.of(Config.model_validate({"model": {"path": MODEL, "dtype": dtype}}))
     passed, cases = [], 0
-    for fault, got in [("none", new), *faults(old, new)]:
-        checksums, held = ChecksumVerifier(), base.copy()
+    for fault, received_tensors in [("none", new), *faults(old, new)]:
+        checksums, engine_weights = ChecksumVerifier(), base.copy()
         if not first:
-            assert not refused(checksums.compare("engine", before, held.report()), bounds)
+            assert not refused(checksums.compare("engine", checksums_before, engine_weights.report()), bounds)
             checksums.attest("engine")
-        held.load(got)
+        engine_weights.load(received_tensors)
         cases += 1
-        if not refused(checksums.compare("engine", after, held.report()), bounds):
+        if not refused(checksums.compare("engine", checksums_after, engine_weights.report()), bounds):
             passed.append(fault)
     assert passed == ["none"], f"passed {len(passed) - 1} of {cases - 1}"
     assert cases == 1 + 2 * len(new) + HF.layers * HF.experts * (HF.experts - 1) // 2
@@ -115,13 +115,15 @@ def test_no_faulty_push_of_the_shipped_model_is_attested(dtype: str, tp: int, fi
 def test_a_tensor_that_the_trainer_itself_forgets_is_missed() -> None:
     """One of each kind."""
     old, new = (weights(v, torch.float32) for v in (1, 2))
-    before, bounds = expected(old, 1), Bounds(1e-6, 1e-4)
+    checksums_before, bounds = expected(old, 1), Bounds(1e-6, 1e-4)
     for name in {re.sub(r"\d+", "#", name): name for name in new}.values():
-        checksums, held = ChecksumVerifier(), EngineWeights(old)
-        checksums.compare("engine", before, held.report())
-        rest = {n: t for n, t in new.items() if n != name}
-        held.load(rest)
-        assert refused(checksums.compare("engine", expected(rest, 1), held.report()), bounds), name
+        checksums, engine_weights = ChecksumVerifier(), EngineWeights(old)
+        checksums.compare("engine", checksums_before, engine_weights.report())
+        sent_tensors = {n: t for n, t in new.items() if n != name}
+        engine_weights.load(sent_tensors)
+        assert refused(
+            checksums.compare("engine", expected(sent_tensors, 1), engine_weights.report()), bounds
+        ), name
 
 
 # -- orders of their own -------------------------------------------------------------------------------------
@@ -212,8 +214,10 @@ async def test_more_unknown_tensors_than_stated_are_refused(uncompared: float) -
             )
             check(await rig.start(sample()), versions={1})
         else:
-            told = r"1 tensor\(s\), 33%, cannot be compared; expected at most 0% with .*; first: packed"
-            with pytest.raises(RunError, match=told):
+            error_pattern = (
+                r"1 tensor\(s\), 33%, cannot be compared; expected at most 0% with .*; first: packed"
+            )
+            with pytest.raises(RunError, match=error_pattern):
                 await rig.push(sums=sums)
 
 
@@ -354,8 +358,8 @@ async def test_later_pushes_are_held_against_what_the_first_one_rounded(tmp_path
 
 async def test_half_precision_warns_by_what_the_first_push_rounded(tmp_path: Path) -> None:
     async with routing(bounds=bounds_of(tmp_path, "bfloat16")) as rig:
-        for gap, warned in ((0.017, 0), (0.03, 0), (0.09, 1)):
-            metrics = await push(rig, gap)
+        for difference, warned in ((0.017, 0), (0.03, 0), (0.09, 1)):
+            metrics = await push(rig, difference)
             assert metrics["push_canary_warnings"] == warned
         with pytest.raises(RunError, match=r"canary log-probs differ"):
             await push(rig, 0.6)
@@ -401,7 +405,9 @@ async def push_tokens(rig: Rig, gaps: list[float]) -> dict[str, float]:
     for engine in rig.engines:
         engine.load(version)
     ids = [1] * (len(gaps) + 1)
-    logps = [lp * (1 + gap) for lp, gap in zip(canary_logprobs(ids, version), gaps, strict=True)]
+    logps = [
+        lp * (1 + difference) for lp, difference in zip(canary_logprobs(ids, version), gaps, strict=True)
+    ]
     metrics = await rig.router.end_push(version, [Canary(ids, logps)], [checksums(version)], {})
     raise_if_all_quarantined(rig.router, version)
     rig.router.resume()

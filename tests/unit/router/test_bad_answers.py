@@ -72,17 +72,17 @@ async def answer(
         return f"data: {json.dumps(event)}\n".encode()
 
     monkeypatch.setattr(ScriptedEngine, "_chunk", chunk)
-    made = sample()
+    new_sample = sample()
     truncation = Truncation(top_k=4) if truncated else None
     async with routing() as rig:
         await rig.push()
         try:
             await rig.router.generate(
-                made, max_response_tokens=8, temperature=1.0, tops=ask, truncation=truncation
+                new_sample, max_response_tokens=8, temperature=1.0, tops=ask, truncation=truncation
             )
         except Exception as fault:  # noqa: BLE001 - any refusal will do
-            made.censor_reason = str(fault)
-        return made, rig.router.stats()
+            new_sample.censor_reason = str(fault)
+        return new_sample, rig.router.stats()
 
 
 BAD = {
@@ -102,10 +102,10 @@ BAD = {
 async def test_a_bad_answer_is_the_engines_fault(
     monkeypatch: pytest.MonkeyPatch, change: Change, truncated: bool, reason: str
 ) -> None:
-    made, _ = await answer(monkeypatch, change, truncated=truncated, ask=TopLogprobs(1))
-    assert made.censor_reason is not None, "stored without a look"
-    assert reason in made.censor_reason
-    assert made.status.name != "FINISHED"
+    sample, _ = await answer(monkeypatch, change, truncated=truncated, ask=TopLogprobs(1))
+    assert sample.censor_reason is not None, "stored without a look"
+    assert reason in sample.censor_reason
+    assert sample.status.name != "FINISHED"
 
 
 GOOD = {
@@ -121,14 +121,14 @@ GOOD = {
 async def test_control_a_good_answer_is_stored(
     monkeypatch: pytest.MonkeyPatch, change: Change, truncated: bool
 ) -> None:
-    made, _ = await answer(monkeypatch, change, truncated=truncated, ask=TopLogprobs(2))
-    assert made.censor_reason is None
-    assert made.tokens == 8
+    sample, _ = await answer(monkeypatch, change, truncated=truncated, ask=TopLogprobs(2))
+    assert sample.censor_reason is None
+    assert sample.tokens == 8
 
 
 @pytest.mark.virtual_clock
 async def test_a_rounding_above_0_is_taken_as_0_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs among kept ids are quotients of sums: one of 1 may be rounded to a little more."""
-    made, figures = await answer(monkeypatch, kept(3, 1e-7), truncated=True)
-    assert made.censor_reason is None and max(made.mu) == 0.0
+    sample, figures = await answer(monkeypatch, kept(3, 1e-7), truncated=True)
+    assert sample.censor_reason is None and max(sample.mu) == 0.0
     assert figures["rounded_log_probs"] == 8

@@ -33,11 +33,11 @@ async def test_it_serves_attested_and_the_one_that_gave_goes_on_with_its_samples
         await asyncio.sleep(0.1)
         joiner = ScriptedEngine(C, peer_weights=peer_weights)
         r.join(joiner)
-        asked = []
+        stale_engines = []
         for _ in range(60):
             await asyncio.sleep(0.05)
-            asked.append(r.router.stale_engines)
-        assert asked == [[]] * 60, "the trainer is never asked"
+            stale_engines.append(r.router.stale_engines)
+        assert stale_engines == [[]] * 60, "the trainer is never asked"
         assert r.router.engine_states()[C] == "version 1" and joiner.weights == 1 and peer_weights == []
         order = [call for call in joiner.calls if "weight" in call or "generate" in call]
         assert order == [

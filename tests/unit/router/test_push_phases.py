@@ -6,11 +6,11 @@ from rlsys.router.push import PushMetrics, merge_push_metrics
 
 
 def test_a_push_tells_the_seconds_of_each_phase_of_its_slowest_engine() -> None:
-    told = PushMetrics().to_dict()
-    phases = {name for name in told if name.startswith("time_push_")}
+    metrics = PushMetrics().to_dict()
+    phases = {name for name in metrics if name.startswith("time_push_")}
     assert phases == {
         "time_push_wake_weights", "time_push_open", "time_push_close", "time_push_wake_cache", "time_push_flush",
         "time_push_version", "time_push_checksums", "time_push_canaries",
     }  # fmt: skip
-    slow = {**told, "time_push_flush": 2.0, "push_left": 0}
-    assert merge_push_metrics([slow, {**told, "push_left": 0}])["time_push_flush"] == 2.0
+    slow = {**metrics, "time_push_flush": 2.0, "push_left": 0}
+    assert merge_push_metrics([slow, {**metrics, "push_left": 0}])["time_push_flush"] == 2.0

@@ -37,8 +37,8 @@ async def push_round(r: Rig, at_once: int = 1, *, first: bool, seconds: float = 
         if not engine.dead:
             engine.load(r.version)
     canary = Canary(CANARY_IDS, canary_logprobs(CANARY_IDS, r.version))
-    found = await r.router.end_push(r.version, [canary])
-    r.pending_engines = int(found["push_left"])
+    metrics = await r.router.end_push(r.version, [canary])
+    r.pending_engines = int(metrics["push_left"])
     r.router.resume()
     return members
 
@@ -74,8 +74,8 @@ async def test_all_but_the_engines_of_the_round_serve_throughout(n: int, at_once
     """Nine of ten; of two, one generates at every moment."""
     async with routing(*pool(n)) as r:
         await r.push()
-        done: list[Sample] = []
-        busy = asyncio.create_task(keep_busy(r, 4 * n, count(), done))
+        finished_samples: list[Sample] = []
+        busy = asyncio.create_task(keep_busy(r, 4 * n, count(), finished_samples))
         await asyncio.sleep(0.5)
         serving, working = [], []
 
@@ -98,17 +98,17 @@ async def test_all_but_the_engines_of_the_round_serve_throughout(n: int, at_once
         stats = await r.settle()
         busy.cancel()
         assert stats["lost"] == 0 and stats["weight_version"] == 4 and stats["engine_deaths"] == 0
-        assert len(done) > 10 * n
-        for one in done:
-            assert one.versions() == sorted(one.versions())
-            check(one, versions=set(one.versions()))
-        mixed = [one for one in done if len(set(one.versions())) > 1]
-        assert mixed and any(one.resumes > 1 for one in done)
+        assert len(finished_samples) > 10 * n
+        for sample in finished_samples:
+            assert sample.versions() == sorted(sample.versions())
+            check(sample, versions=set(sample.versions()))
+        mixed = [sample for sample in finished_samples if len(set(sample.versions())) > 1]
+        assert mixed and any(sample.resumes > 1 for sample in finished_samples)
 
 
 async def test_a_sample_that_began_on_older_weights_keeps_to_them_where_asked_for() -> None:
     """prefix_affinity fills the engine that has just been updated and is empty."""
-    seen: dict[str, list[set[int]]] = {}
+    sample_versions: dict[str, list[set[int]]] = {}
     for strategy in ("prefix_affinity", "version_aware"):
         async with routing(*pool(4), strategy=strategy) as r:
             await r.push()
@@ -123,11 +123,11 @@ async def test_a_sample_that_began_on_older_weights_keeps_to_them_where_asked_fo
             tasks.append(r.start(fresh))
             await asyncio.gather(*tasks)
             assert set(fresh.versions()) == {2}
-            seen[strategy] = [set(s.versions()) for s in samples]
+            sample_versions[strategy] = [set(s.versions()) for s in samples]
             while r.pending_engines:
                 await push_round(r, first=False)
-    assert {1} in seen["version_aware"] and {1, 2} not in seen["version_aware"]
-    assert {1, 2} in seen["prefix_affinity"]
+    assert {1} in sample_versions["version_aware"] and {1, 2} not in sample_versions["version_aware"]
+    assert {1, 2} in sample_versions["prefix_affinity"]
 
 
 @pytest.mark.parametrize("how", ["retract", "in_place"])
@@ -135,14 +135,14 @@ async def test_requests_that_an_engine_keeps_wait_for_its_own_round_only(how: In
     async with routing(*pool(2), interruption=how) as r:
         samples, tasks = await r.start_samples(2)
         first = next(s for s in samples if s.engine == r.engines[0].url)
-        other = next(s for s in samples if s is not first)
-        before = other.tokens
+        second = next(s for s in samples if s is not first)
+        tokens_before = second.tokens
         for engine in r.engines:
             engine.calls.clear()
         await push_round(r, first=True, seconds=0.2)
         assert r.engines[0].calls.count("continue_generation") == r.engines[0].calls.count("pause_generation")
         assert "pause_generation" not in r.engines[1].calls
-        assert other.tokens > before and set(other.versions()) == {1}
+        assert second.tokens > tokens_before and set(second.versions()) == {1}
         await push_round(r, first=False)
         await asyncio.gather(*tasks)
         for s in samples:
@@ -274,11 +274,11 @@ def test_the_rounds_of_a_push_read_one_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """Unless an engine needs more than the folder has: with disk_delta, one that lacks the version before."""
-    written: list[tuple[str, list[str]]] = []
+    writes: list[tuple[str, list[str]]] = []
 
     def write(folder: Path, _source: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        written.append((folder.name, [name for name, _ in tensors]))
+        writes.append((folder.name, [name for name, _ in tensors]))
 
     monkeypatch.setattr(disk_push, "write_hf", write)
     monkeypatch.setattr(
@@ -300,13 +300,16 @@ def test_the_rounds_of_a_push_read_one_folder(
     push(2, a=1)
     push(2, b=1)
     push(2, c=-1)  # it has been restarted
-    both, changed = ["frozen", "trained"], ["trained"]
-    first, second = ("version-000001", both), ("version-000002", changed if method == "disk_delta" else both)
-    again = [("version-000002", both)] if method == "disk_delta" else []
-    assert written == [first, second, *again]
+    tensor_names, changed = ["frozen", "trained"], ["trained"]
+    first, second = (
+        ("version-000001", tensor_names),
+        ("version-000002", changed if method == "disk_delta" else tensor_names),
+    )
+    again = [("version-000002", tensor_names)] if method == "disk_delta" else []
+    assert writes == [first, second, *again]
 
 
 def done() -> Future[None]:
-    made: Future[None] = Future()
-    made.set_result(None)
-    return made
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

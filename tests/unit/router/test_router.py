@@ -93,13 +93,13 @@ async def test_what_came_from_a_cache_is_counted_by_what_could_have_put_it_there
     async with routing(ScriptedEngine(A)) as rig:
         (s,), (task,) = await rig.start_samples()
         await rig.router.interrupt()
-        before = len(s.response_ids)
+        tokens_before = len(s.response_ids)
         rig.engine.cached_tokens = 3
         rig.router.resume()
         await task
         counted = rig.router.tally()[1]
         assert counted["sibling"] == (0, len(PROMPT))
-        assert counted["resume"] == (3, len(PROMPT) + before)
+        assert counted["resume"] == (3, len(PROMPT) + tokens_before)
 
 
 async def test_waiting_in_the_engines_queue_costs_no_token() -> None:
@@ -178,7 +178,7 @@ async def test_evaluation_needs_no_open_gate_and_stays_outside_the_figures() -> 
     async with routing() as rig:
         await rig.push()
         await rig.router.interrupt()
-        held = rig.start(sample())
+        training_task = rig.start(sample())
         evaluation = asyncio.create_task(rig.router.greedy(PROMPT, 10))
         await asyncio.sleep(1)
         assert not rig.engine.prompts, "an interrupt stops evaluation too"
@@ -188,7 +188,7 @@ async def test_evaluation_needs_no_open_gate_and_stays_outside_the_figures() -> 
         await rig.router.end_push(rig.version, [])
         segment = await evaluation
         assert (len(segment.ids), segment.finish) == (10, "length")
-        assert not held.done()
+        assert not training_task.done()
         stats = rig.router.stats()
         assert (stats["evaluation_tokens"], stats["received_tokens"], stats["prefilled_tokens"]) == (
             10,
@@ -196,7 +196,7 @@ async def test_evaluation_needs_no_open_gate_and_stays_outside_the_figures() -> 
             0,
         )
         rig.router.resume()
-        await held
+        await training_task
 
 
 async def test_siblings_share_an_engine_and_a_sample_returns_to_its_own() -> None:
@@ -264,21 +264,21 @@ async def test_chaos(seed: int) -> None:
         while not all(t.done() for t in tasks):
             await asyncio.sleep(rng.random() * 0.3)
             engine = rng.choice(rig.engines)
-            what = rng.choice(["interrupt", "push", "die", "restart", "preempt", "nothing"])
-            if what == "interrupt":
+            event = rng.choice(["interrupt", "push", "die", "restart", "preempt", "nothing"])
+            if event == "interrupt":
                 await rig.router.interrupt()
                 assert not any(s.status is Status.IN_FLIGHT for s in samples)
                 rig.router.resume()
-            elif what == "die":
+            elif event == "die":
                 engine.die()
                 await asyncio.sleep(1.5)
-            elif what == "preempt":
+            elif event == "preempt":
                 engine.preempt()
                 await rig.router.interrupt()
                 rig.router.resume()
-            elif what == "restart":
+            elif event == "restart":
                 engine.restart()
-            elif what == "push":
+            elif event == "push":
                 for dead in rig.engines:
                     if dead.dead:
                         dead.restart()

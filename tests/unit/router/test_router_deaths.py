@@ -40,9 +40,9 @@ async def test_what_was_streamed_before_a_death_is_kept(moment: float) -> None:
         lengths = [len(s.response_ids) for s in samples]
         next(e for e in rig.engines if e.prompts or moment < 0.01).die()
         for s, task, length in zip(samples, tasks, lengths, strict=True):
-            kept = s.response_ids[:length]
+            prefix = s.response_ids[:length]
             check(await task, versions={1})
-            assert s.response_ids[:length] == kept
+            assert s.response_ids[:length] == prefix
             missing = set(range(len(PROMPT) + len(s.response_ids) - 1)) - set(positions_with_routes(s))
             assert missing == set(range(s.routes[0].start)), "only what died with the engine"
         assert (await rig.settle())["lost"] == 0
@@ -56,12 +56,12 @@ async def test_the_only_engine_dies_and_comes_back() -> None:
         await asyncio.sleep(0.15)
         rig.engine.die()
         await asyncio.sleep(10)
-        kept = len(s.response_ids)
-        assert (s.status, kept, rig.router.stale_engines) == (Status.PARKED, 12, [])
+        token_count = len(s.response_ids)
+        assert (s.status, token_count, rig.router.stale_engines) == (Status.PARKED, 12, [])
         rig.engine.restart()
         await asyncio.sleep(5)
         assert rig.router.stale_engines == [A]
-        assert len(s.response_ids) == kept, "nothing comes from an engine without the current weights"
+        assert len(s.response_ids) == token_count, "nothing comes from an engine without the current weights"
         await rig.push(only_stale=True)
         check(await task, versions={1})
         stats = await rig.settle()

@@ -56,16 +56,20 @@ async def test_an_engine_that_is_removed_ends_what_it_has_and_leaves() -> None:
         rig.router.remove_engine(B)
         later = [rig.start(sample(10 + i)) for i in range(4)]
         assert rig.router.engine_states()[B] == "draining: 2 requests"
-        told = rig.router.engine_metrics()[B]
-        assert (told["serving"], told["requests"], told["state"]) == (False, 2, "draining: 2 requests")
+        figures = rig.router.engine_metrics()[B]
+        assert (figures["serving"], figures["requests"], figures["state"]) == (
+            False,
+            2,
+            "draining: 2 requests",
+        )
         for task in tasks + later:
             check(await task, versions={1})
         assert {s.resumes for s in samples} == {0}
         assert len(rig.engines[1].prompts) == 2
-        made = rig.engines[1].generated
+        generated_tokens = rig.engines[1].generated
         await asyncio.sleep(3)
         assert rig.router.engine_states() == {A: "version 1"}
-        assert made
+        assert generated_tokens
         with pytest.raises(UserError, match=r"http://b:1: no such engine in the pool"):
             rig.router.remove_engine(B)
 
@@ -84,8 +88,8 @@ async def test_a_server_fault_costs_a_back_off_and_no_token() -> None:
         assert {s.engine for s in samples} == {B}
         rig.engines[0]._generate_token = step  # type: ignore
         await asyncio.sleep(3)
-        done = [await rig.start(sample(10 + i)) for i in range(2)]
-        assert done[0].engine == A, "tried again after the back-off"
+        later_samples = [await rig.start(sample(10 + i)) for i in range(2)]
+        assert later_samples[0].engine == A, "tried again after the back-off"
 
 
 async def test_an_update_that_was_left_open_is_ended_first() -> None:
@@ -184,12 +188,12 @@ async def test_a_push_does_not_wait_for_ever_and_rests_between_its_looks(
     monkeypatch.setattr(Pool, "probe", counted)
     async with routing(push_timeout_s=40.0) as rig:
         rig.engine.die()
-        before = len(looks)
+        looks_before = len(looks)
         with pytest.raises(
             RunError, match=r"no engine was ready for weight version 1 within 40 s: http://a:1 dead"
         ):
             await rig.push()
-        assert 1 < len(looks) - before <= 2 * (40.0 / PROBE_SECONDS + 1)  # its own, and the watch's
+        assert 1 < len(looks) - looks_before <= 2 * (40.0 / PROBE_SECONDS + 1)  # its own, and the watch's
 
 
 async def test_an_engine_that_dies_in_a_push_gets_the_next_one() -> None:
@@ -259,15 +263,15 @@ async def test_an_engine_stops_what_it_does_for_a_process_that_is_gone() -> None
     """A rollout process was killed; the engine still makes tokens for it when the next one comes."""
     async with routing() as rig:
         network: Any = Network(rig.engine)
-        gone = EngineClient(A, network).generate(
+        stream = EngineClient(A, network).generate(
             [1, 2], rid="old", max_new_tokens=90, temperature=1.0, seed=3, stop_ids=[]
         )
-        await anext(gone)
+        await anext(stream)
         assert rig.engine.requests
-        left = asyncio.create_task(drain(gone))
+        drain_task = asyncio.create_task(drain(stream))
         await rig.push()
         assert not rig.engine.requests, "aborted before the first push"
-        assert await left == "abort"
+        assert await drain_task == "abort"
         assert rig.router.stats()["lost"] == 0, "what it made before is nobody's loss"
 
 

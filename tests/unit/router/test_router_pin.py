@@ -44,9 +44,9 @@ async def test_pushes_go_on_without_it_and_its_answers_have_one_version(interrup
             assert {s.version for s in answer.spans} == {1}
         await asyncio.gather(*tasks)
         for (
-            one
+            sample
         ) in samples:  # those that it had were parked by the first push, and went on in the other engine
-            assert one.spans[-1].version in (1, 2, 3)
+            assert sample.spans[-1].version in (1, 2, 3)
         r.router.unpin()
         assert r.router.stale_engines == [engine.url]
         await r.push(only_stale=True)
@@ -60,11 +60,11 @@ async def test_nothing_else_goes_to_it() -> None:
         await r.push()
         assert r.router.pin()
         engine = pinned(r)
-        other = next(e for e in r.engines if e is not engine)
+        other_engine = next(e for e in r.engines if e is not engine)
         tasks = [r.start(sample(i)) for i in range(6)]
         judge = asyncio.create_task(r.router.probe(PROMPT, 5, 0.0, 1))
         await asyncio.gather(judge, *tasks)
-        assert {s.engine for s in [t.result() for t in tasks]} == {other.url}
+        assert {s.engine for s in [t.result() for t in tasks]} == {other_engine.url}
         assert not r.router.pin()  # one at a time
         r.router.unpin()
         r.router.unpin()
@@ -76,13 +76,13 @@ async def test_what_it_did_for_training_is_parked_by_a_push_and_ends_elsewhere()
         samples, tasks = await r.start_samples(4)
         assert r.router.pin()
         engine = pinned(r)
-        mine = [s for s in samples if s.engine == engine.url]
-        assert mine
+        pinned_samples = [s for s in samples if s.engine == engine.url]
+        assert pinned_samples
         await r.push()
         await asyncio.gather(*tasks)
-        for one in mine:
-            check(one, versions={1, 2})
-            assert one.engine != engine.url
+        for sample in pinned_samples:
+            check(sample, versions={1, 2})
+            assert sample.engine != engine.url
 
 
 async def test_an_only_engine_is_not_spared() -> None:

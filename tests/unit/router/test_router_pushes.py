@@ -71,11 +71,11 @@ async def test_only_samples_of_the_same_first_version_meet_in_a_cache_that_outli
 ) -> None:
     async with routing(interruption=how) as rig:
         await rig.push()
-        old = rig.start(sample(0))
+        task = rig.start(sample(0))
         await asyncio.sleep(0.15)
         await rig.router.interrupt()
         await rig.push()
-        await old
+        await task
         await rig.start(sample(1))
         expected = ["1", "1", "2"] if how == "in_place" else [None, None, None]
         assert [request.cache_key for request in rig.engine.history] == expected

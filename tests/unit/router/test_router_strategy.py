@@ -117,11 +117,11 @@ def test_the_key_reaches_every_pair(engines: int, start: int) -> None:
 def test_a_sample_keeps_its_weights_unless_that_is_a_hot_spot(
     pool: list[Engine], wish: RoutingRequest
 ) -> None:
-    wanted = max(c.version for c in pool) if wish.version is None else wish.version
+    target_version = max(c.version for c in pool) if wish.version is None else wish.version
     chosen = version_aware(pool, wish)
-    own = [c for c in pool if c.version == wanted]
-    if any(not is_hot(c, pool) for c in own):
-        assert chosen.version == wanted
+    candidates = [c for c in pool if c.version == target_version]
+    if any(not is_hot(c, pool) for c in candidates):
+        assert chosen.version == target_version
     assert not is_hot(chosen, pool)
 
 
@@ -181,11 +181,11 @@ def test_a_full_engine_takes_as_many_times_longer_to_write() -> None:
 def test_an_unknown_engine_counts_as_the_average(pool: list[Engine], wish: RoutingRequest, i: int) -> None:
     """Where all others are alike, it is taken for one of them."""
     rates = {"prefill_seconds": 0.25, "decode_seconds": (0.5, 0.125)}
-    known = [replace(c, **rates) for c in pool]
-    hidden = [*known]
+    known_pool = [replace(c, **rates) for c in pool]
+    hidden = [*known_pool]
     if len(pool) > 1:
-        hidden[i % len(pool)] = replace(known[i % len(pool)], prefill_seconds=None, decode_seconds=None)
-    assert hardware_affinity(hidden, wish).url == hardware_affinity(known, wish).url
+        hidden[i % len(pool)] = replace(known_pool[i % len(pool)], prefill_seconds=None, decode_seconds=None)
+    assert hardware_affinity(hidden, wish).url == hardware_affinity(known_pool, wish).url
 
 
 def test_equal_engines_share_equally_before_anything_is_known() -> None:
@@ -200,19 +200,19 @@ def test_equal_engines_share_equally_before_anything_is_known() -> None:
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20))
 def test_a_breaker_backs_off_longer_each_time_and_forgets_with_a_success(gaps: list[int]) -> None:
-    breaker, now, last = Breaker(), 0.0, 0.0
-    assert not breaker.open(now) and not breaker.on_trial(now)
-    for gap in gaps:
-        breaker.record_failure(now)
-        assert breaker.open(now)
-        wait = breaker.retry_at - now
+    breaker, current_time, last = Breaker(), 0.0, 0.0
+    assert not breaker.open(current_time) and not breaker.on_trial(current_time)
+    for delay in gaps:
+        breaker.record_failure(current_time)
+        assert breaker.open(current_time)
+        wait = breaker.retry_at - current_time
         assert min(last, LONGEST_BACK_OFF) <= wait <= LONGEST_BACK_OFF
-        breaker.record_failure(now)
-        assert breaker.retry_at - now == wait, "failures of one outage count once"
-        last, now = wait, breaker.retry_at + gap
-        assert breaker.on_trial(now) and not breaker.open(now)
+        breaker.record_failure(current_time)
+        assert breaker.retry_at - current_time == wait, "failures of one outage count once"
+        last, current_time = wait, breaker.retry_at + delay
+        assert breaker.on_trial(current_time) and not breaker.open(current_time)
     assert last == min(30.0, 0.5 * 2 ** (len(gaps) - 1)), (
         "seconds: half of one, twice that, up to half a minute"
     )
     breaker.record_success()
-    assert not breaker.open(now) and not breaker.on_trial(now)
+    assert not breaker.open(current_time) and not breaker.on_trial(current_time)

@@ -48,9 +48,9 @@ def test_where_loads_do_not_differ_half_of_a_pass_is_its_own(load: int, pace: fl
     speed.record_decode(tokens, load, 5.0, 5.0 + tokens * pace)
     speed.update(fade=False)
     assert speed.decode is not None
-    alone, further = speed.decode
-    assert alone + further * load == pytest.approx(pace)
-    assert alone == pytest.approx(pace / 2)
+    base_seconds, load_seconds = speed.decode
+    assert base_seconds + load_seconds * load == pytest.approx(pace)
+    assert base_seconds == pytest.approx(pace / 2)
 
 
 @given(
@@ -101,9 +101,9 @@ async def test_the_router_measures_each_engine_and_begins_anew_with_another_proc
         await asyncio.gather(*tasks)
         await asyncio.sleep(2)
         for url in (A, B):
-            told = rig.router.engine_metrics()[url]
-            assert told["decode_tokens_per_s"] == pytest.approx(1 / TOKEN_SECONDS, rel=0.05)
-            assert told["prefill_tokens_per_s"] is not None
+            rates = rig.router.engine_metrics()[url]
+            assert rates["decode_tokens_per_s"] == pytest.approx(1 / TOKEN_SECONDS, rel=0.05)
+            assert rates["prefill_tokens_per_s"] is not None
         engines[1].restart()
         await asyncio.sleep(2)
         figures = rig.router.engine_metrics()
@@ -122,9 +122,9 @@ async def test_a_wait_for_a_place_is_not_taken_for_slow_reading() -> None:
             await rig.push()
             await asyncio.gather(*(rig.start(sample(i, prompt=[7 + i, *prompt])) for i in range(2)))
             await asyncio.sleep(2)
-            told = rig.router.engine_metrics()[A]["prefill_tokens_per_s"]
-            assert isinstance(told, float)
-            read.append(told)
+            prefill_rate = rig.router.engine_metrics()[A]["prefill_tokens_per_s"]
+            assert isinstance(prefill_rate, float)
+            read.append(prefill_rate)
     assert read[0] > 10 * read[1]
 
 

@@ -34,12 +34,12 @@ def slow(ids: list[int]) -> int | None:
 
 @given(st.lists(st.sampled_from(sorted(WORDS)), max_size=24), st.integers(0, 24))
 def test_a_text_is_found_at_its_token_however_it_arrives(ids: list[int], cut: int) -> None:
-    known, new = ids[:cut], ids[cut:]
+    prefix, new = ids[:cut], ids[cut:]
     first = slow(ids)
     if first is None:
-        assert ENDS.text_ends_after(known, new) is None
-    elif first > len(known):
-        assert ENDS.text_ends_after(known, new) == first - len(known)
+        assert ENDS.text_ends_after(prefix, new) is None
+    elif first > len(prefix):
+        assert ENDS.text_ends_after(prefix, new) == first - len(prefix)
 
 
 def test_ends_by_hand() -> None:
@@ -56,17 +56,17 @@ def test_ends_by_hand() -> None:
 
 
 def test_a_segment_is_shortened_with_all_that_belongs_to_its_tokens() -> None:
-    whole = Segment(
+    segment = Segment(
         [5, 6, 7, 8], [-1.0, -2.0, -3.0, -4.0], [VersionSpan(1, 0, 3), VersionSpan(2, 3, 4)], "length",
         routes=RouteSpan(10, 14, bytes(range(8))), call_spans=[VersionSpan(1, 0, 9), VersionSpan(2, 9, 12)],
         support=b"\1\0\0\2\2\0\0",
     )  # fmt: skip
-    cut = truncate_segment(whole, 2, 2)
+    cut = truncate_segment(segment, 2, 2)
     assert (cut.ids, cut.mu, cut.spans, cut.finish) == ([5, 6], [-1.0, -2.0], [VersionSpan(1, 0, 2)], "stop")
     assert cut.routes == RouteSpan(10, 12, bytes(range(4)))
     assert cut.call_spans == [VersionSpan(1, 0, 9), VersionSpan(2, 9, 10)]
     assert cut.support == b"\1\0\0"
-    at_the_seam = truncate_segment(whole, 3, 3)
+    at_the_seam = truncate_segment(segment, 3, 3)
     assert (at_the_seam.spans, at_the_seam.call_spans) == ([VersionSpan(1, 0, 3)], [VersionSpan(1, 0, 9)])
 
 
@@ -84,9 +84,9 @@ async def test_a_text_over_an_interruption_ends_the_response_where_it_would_have
     interrupt_at: int | None,
 ) -> None:
     """The engine of this test looks for no texts: what it makes behind them is dropped, its routes are not."""
-    made = [token(3, 4 + i, 1) for i in range(36)]
+    token_ids = [token(3, 4 + i, 1) for i in range(36)]
     engine = ScriptedEngine(A, chunk=4)
-    async with routing(engine, stop_texts=stopping_at(*made[9:12]), decode=spelled) as rig:
+    async with routing(engine, stop_texts=stopping_at(*token_ids[9:12]), decode=spelled) as rig:
         await rig.push()
         s = sample()
         task = rig.start(s)
@@ -94,10 +94,10 @@ async def test_a_text_over_an_interruption_ends_the_response_where_it_would_have
             await reached(rig, engine, interrupt_at)
             await rig.router.interrupt()
             rig.router.resume()
-        told = engine.calls.count("abort_request")
+        abort_count = engine.calls.count("abort_request")
         await task
-        assert engine.calls.count("abort_request") <= told + 1, "the engine is told once"
-        assert (list(s.response_ids), s.status) == (made[:12], Status.FINISHED)
+        assert engine.calls.count("abort_request") <= abort_count + 1, "the engine is told once"
+        assert (list(s.response_ids), s.status) == (token_ids[:12], Status.FINISHED)
         assert len(s.mu) == 12
         assert s.routes[-1].end == len(s.prompt_ids) + 12 - 1
         await rig.router.interrupt()
@@ -116,11 +116,11 @@ async def reached(rig: Rig, engine: ScriptedEngine, tokens: int) -> None:
 @pytest.mark.virtual_clock
 async def test_what_came_is_told_before_its_engine_is_asked_to_stop() -> None:
     """The engine dies of that: the tokens had been counted as received, and nobody had heard of them."""
-    made = [token(3, 4 + i, 1) for i in range(36)]
-    engine, heard = ScriptedEngine(A, chunk=4), list[int]()
-    async with routing(engine, stop_texts=stopping_at(*made[9:12]), decode=spelled) as rig:
+    token_ids = [token(3, 4 + i, 1) for i in range(36)]
+    engine, received_counts = ScriptedEngine(A, chunk=4), list[int]()
+    async with routing(engine, stop_texts=stopping_at(*token_ids[9:12]), decode=spelled) as rig:
         await rig.push()
-        rig.router.on_tokens = lambda _, tokens: heard.append(tokens)
+        rig.router.on_tokens = lambda _, tokens: received_counts.append(tokens)
 
         async def dies(rid: str | None) -> None:
             engine.die()
@@ -129,26 +129,26 @@ async def test_what_came_is_told_before_its_engine_is_asked_to_stop() -> None:
         rig.router._pool.engines[0].client.abort = dies  # type: ignore[method-assign]
         s = sample()
         await rig.start(s)
-        assert (s.tokens, sum(heard), rig.router.stats()["received_tokens"]) == (12, 12, 12)
+        assert (s.tokens, sum(received_counts), rig.router.stats()["received_tokens"]) == (12, 12, 12)
 
 
 @pytest.mark.virtual_clock
 async def test_an_engine_is_asked_to_stop_at_no_more_texts_than_it_takes() -> None:
     """SGLang refuses more than 32, which would end the run: an agent's own come on top of rollout.stop."""
-    made = [token(3, 4 + i, 1) for i in range(36)]
-    engine, sent = ScriptedEngine(A, chunk=4), list[int]()
-    stops = [*(f"never {i}" for i in range(40)), *stopping_at(*made[9:12])]
+    token_ids = [token(3, 4 + i, 1) for i in range(36)]
+    engine, stop_counts = ScriptedEngine(A, chunk=4), list[int]()
+    stops = [*(f"never {i}" for i in range(40)), *stopping_at(*token_ids[9:12])]
     async with routing(engine, stop_texts=stops, decode=spelled) as rig:
         await rig.push()
         client = rig.router._pool.engines[0].client
         plain = client.generate
 
         def heard(*args: Any, **kwargs: Any) -> Any:
-            sent.append(len(kwargs["stop_texts"]))
+            stop_counts.append(len(kwargs["stop_texts"]))
             return plain(*args, **kwargs)
 
         client.generate = heard  # type: ignore[method-assign]
         s = sample()
         await rig.start(s)
-        assert (list(s.response_ids), s.status) == (made[:12], Status.FINISHED)
-        assert max(sent) <= 32
+        assert (list(s.response_ids), s.status) == (token_ids[:12], Status.FINISHED)
+        assert max(stop_counts) <= 32

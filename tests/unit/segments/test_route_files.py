@@ -60,8 +60,8 @@ def answered(made: RouteWriter | None, sample: Sample, tokens: int, version: int
     have = len(sample.prompt_ids) + len(sample.response_ids)
     first = have - 1 if sample.response_ids else 0
     experts = chosen(have + tokens - 1 - first)
-    said = experts.tobytes() if made is None else made.append(experts, first)
-    routes = from_answer(meta(said), have, tokens, first)
+    encoded_routes = experts.tobytes() if made is None else made.append(experts, first)
+    routes = from_answer(meta(encoded_routes), have, tokens, first)
     ids = list(range(3, 3 + tokens))
     spans = [VersionSpan(version, 0, tokens)]
     sample.append(Segment(ids, [-i / 7 for i in ids], spans, "abort", routes=routes))
@@ -95,31 +95,31 @@ def test_each_stage_reads_its_own_layers_and_no_others(data: st.DataObject) -> N
     seed, start = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 100))
     experts = np.random.default_rng(seed).integers(0, most, (rows, layers, topk)).astype(np.int32)
     record = encode(experts, start)
-    place = read_pointer(pointer("000001-engine-0-1/0-000001.seg", 11, record), start, rows)
-    assert place is not None and place.length == len(record)
-    wanted = sorted(data.draw(st.sets(st.integers(0, layers - 1), min_size=1)))
+    location = read_pointer(pointer("000001-engine-0-1/0-000001.seg", 11, record), start, rows)
+    assert location is not None and location.length == len(record)
+    stage_layers = sorted(data.draw(st.sets(st.integers(0, layers - 1), min_size=1)))
     skip = data.draw(st.integers(0, rows - 1))
-    span = RouteSpan(start + skip, start + rows, b"", place)
+    span = RouteSpan(start + skip, start + rows, b"", location)
     read: list[int] = []
 
     def at(segment: str, offset: int, length: int) -> bytes:
         read.append(length)
         return (bytes(11) + record)[offset : offset + length]
 
-    found = read_routes(at, span, wanted)
-    assert (found.experts == experts[skip:, wanted].transpose(1, 0, 2)).all()
+    stage_routes = read_routes(at, span, stage_layers)
+    assert (stage_routes.experts == experts[skip:, stage_layers].transpose(1, 0, 2)).all()
     width = 1 if experts.max() < 256 else 2
-    assert sum(read) == 44 + 8 + 4 * layers + len(wanted) * rows * topk * width
+    assert sum(read) == 44 + 8 + 4 * layers + len(stage_layers) * rows * topk * width
     assert (read_routes(at, span, None).experts.transpose(1, 0, 2) == experts[skip:]).all()
 
 
 @given(st.data())
 def test_no_changed_byte_passes(data: st.DataObject) -> None:
     record = bytearray(encode(chosen(3), 4))
-    place = read_pointer(pointer("000001-engine-0-1/0-000001.seg", 0, bytes(record)), 4, 3)
+    location = read_pointer(pointer("000001-engine-0-1/0-000001.seg", 0, bytes(record)), 4, 3)
     record[data.draw(st.integers(0, len(record) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(RunError, match=r"0-000001.seg at 0"):
-        read_routes(lambda _, o, n: bytes(record[o : o + n]), RouteSpan(4, 7, b"", place), None)
+        read_routes(lambda _, o, n: bytes(record[o : o + n]), RouteSpan(4, 7, b"", location), None)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_an_answer_points_nowhere_else(name: str) -> None:
 
 
 def test_a_pointer_must_be_of_this_request() -> None:
-    said = pointer("000001-engine-0-1/0-000001.seg", 0, encode(chosen(3), 4))
+    route_pointer = pointer("000001-engine-0-1/0-000001.seg", 0, encode(chosen(3), 4))
     with pytest.raises(ValueError, match=r"routes of 3 positions from 4 on, expected 5 from 2 on"):
-        read_pointer(said, 2, 5)
+        read_pointer(route_pointer, 2, 5)
     assert read_pointer(chosen(3).tobytes(), 4, 3) is None, "the stock answer"
 
 
@@ -147,13 +147,13 @@ def test_an_engine_writes_only_where_its_run_is(tmp_path: Path) -> None:
     assert route_writer(0, {}) is None
     owner = claim(tmp_path)
     env = {ROUTES_VARIABLE: unit, **owner.environment(2)}
-    made = route_writer(1, env)
-    assert made is not None
-    made.append(chosen(2), 0)
+    engine_writer = route_writer(1, env)
+    assert engine_writer is not None
+    engine_writer.append(chosen(2), 0)
     assert names(tmp_path) == [f"{owner.epoch:06d}-engine-3-2/1-000001.seg"]
-    other = tmp_path / "another-machine"
-    other.mkdir()
-    assert route_writer(1, env | {ROUTES_VARIABLE: str(other / FOLDER / "engine-3")}) is None
+    other_folder = tmp_path / "another-machine"
+    other_folder.mkdir()
+    assert route_writer(1, env | {ROUTES_VARIABLE: str(other_folder / FOLDER / "engine-3")}) is None
 
 
 # -- the ledger -----------------------------------------------------------------------------------------------------
@@ -196,8 +196,8 @@ def from_answer_after_push(made: RouteWriter | None, sample: Sample, version: in
     have = len(sample.prompt_ids) + len(sample.response_ids)
     first = have - 1
     experts = chosen(3)
-    said = experts.tobytes() if made is None else made.append(experts, first)
-    routes = from_answer(meta(said, (0, 1), (1, 3)), have, 3, first)
+    encoded_routes = experts.tobytes() if made is None else made.append(experts, first)
+    routes = from_answer(meta(encoded_routes, (0, 1), (1, 3)), have, 3, first)
     assert routes is not None
     spans = [VersionSpan(version, 0, 3)]
     sample.append(Segment([7, 8, 9], [-1.0, -2.0, -3.0], spans, "stop", routes=routes))
@@ -211,9 +211,9 @@ def test_what_was_put_off_needs_no_file_any_more(tmp_path: Path) -> None:
         answered(writer(tmp_path, start=s.index + 1), s, 4, buffer.versions.new(0))
     samples = trained(buffer, group, 1)
     with SegmentReader(tmp_path) as reader:
-        held = [load_with_routes(reader, s) for s in samples]
+        loaded_samples = [load_with_routes(reader, s) for s in samples]
         assert all(s.routes[0].location is not None for s in map(reader.load, samples))
-    assert [s.routes for s in held] == [[RouteSpan(0, 5, chosen(5).astype("<u2").tobytes())]] * 2
+    assert [s.routes for s in loaded_samples] == [[RouteSpan(0, 5, chosen(5).astype("<u2").tobytes())]] * 2
     buffer.close()
 
 
@@ -257,21 +257,23 @@ def test_what_points_at_nothing_is_absent(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_a_file_goes_when_nobody_wants_it_and_its_writer_is_done(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
-    version, made = buffer.versions.new(0), writer(tmp_path, size=1)  # a file for each record
+    version, engine_writer = buffer.versions.new(0), writer(tmp_path, size=1)  # a file for each record
     late = issue(buffer)
-    answered(made, late.samples[0], 4, version)
+    answered(engine_writer, late.samples[0], 4, version)
     buffer.save(late.samples)
-    made.append(chosen(3), 0)  # an answer that nobody heard
+    engine_writer.append(chosen(3), 0)  # an answer that nobody heard
     for step in (1, 2):
         group = issue(buffer)
         for s in group.samples:
-            answered(made, s, 4, version)
+            answered(engine_writer, s, 4, version)
         trained(buffer, group, step)
-    before = names(tmp_path)
+    files_before = names(tmp_path)
     buffer.prune(2)
-    assert names(tmp_path) == before, "before the commit a restart could want them"
+    assert names(tmp_path) == files_before, "before the commit a restart could want them"
     buffer.flush()
-    assert names(tmp_path) == [before[0], *before[-2:]], "the late sample's, and what may still be written"
+    assert names(tmp_path) == [files_before[0], *files_before[-2:]], (
+        "the late sample's, and what may still be written"
+    )
     assert buffer.ledger().torn_bytes == len(encode(chosen(3), 0))
     check_ledger(buffer.ledger())
     answered(writer(tmp_path, start=2), late.samples[1], 4, version)
@@ -280,7 +282,9 @@ def test_a_file_goes_when_nobody_wants_it_and_its_writer_is_done(tmp_path: Path)
     trained_now = trained(buffer, group_with_tokens(group, version), 3)
     buffer.prune(3)
     buffer.flush()
-    assert names(tmp_path) == [before[0], "000000-engine-0-2/0-000001.seg"], "the engine was started again"
+    assert names(tmp_path) == [files_before[0], "000000-engine-0-2/0-000001.seg"], (
+        "the engine was started again"
+    )
     assert len(trained_now) == 2
     buffer.finish(late, GroupState.EXPIRED)
     buffer.flush()
@@ -305,11 +309,11 @@ def test_an_engine_killed_inside_a_segment(tmp_path: Path) -> None:
         "made.append(chosen(9), 0)\nos.write(made._fd, b'rlsg and half of a record')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
-    assert done.returncode == -signal.SIGKILL
+    process = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.returncode == -signal.SIGKILL
     buffer = opened(tmp_path)
     group, version = issue(buffer), buffer.versions.new(0)
-    routes = from_answer(meta(done.stdout), 2, 4, 0)
+    routes = from_answer(meta(process.stdout), 2, 4, 0)
     assert routes is not None
     group.samples[0].append(
         Segment([3] * 4, [-1.0] * 4, [VersionSpan(version, 0, 4)], "abort", routes=routes)
@@ -317,8 +321,8 @@ def test_an_engine_killed_inside_a_segment(tmp_path: Path) -> None:
     group.samples[1].append(Segment([3], [-1.0], [VersionSpan(version, 0, 1)], "abort"))
     samples = trained(buffer, group, 1)
     with SegmentReader(tmp_path) as reader:
-        held = load_with_routes(reader, samples[0])
-    assert np.frombuffer(held.routes[0].experts, "<u2").tolist() == chosen(5).flatten().tolist()
+        loaded_sample = load_with_routes(reader, samples[0])
+    assert np.frombuffer(loaded_sample.routes[0].experts, "<u2").tolist() == chosen(5).flatten().tolist()
     writer(tmp_path, start=2).append(chosen(1), 0)  # it has been started again
     buffer.prune(1)
     buffer.flush()
@@ -332,34 +336,36 @@ def test_an_engine_killed_inside_a_segment(tmp_path: Path) -> None:
 @pytest.mark.parametrize("started", [-2, 5])
 def test_weights_that_changed_outside_of_a_request_are_its_engines_fault(started: int) -> None:
     """4 tokens after a prompt of 2; before, experts of other positions would have been taken for theirs."""
-    said = chosen(5).tobytes()
+    encoded_routes = chosen(5).tobytes()
     with pytest.raises(ValueError, match="weights changed at position"):
-        from_answer(meta(said, (0, 1), (started, 4)), 2, 4, 0)
-    assert from_answer(meta(said, (0, 4), (4, 4)), 2, 4, 0) is None, "nothing was predicted by the new ones"
+        from_answer(meta(encoded_routes, (0, 1), (started, 4)), 2, 4, 0)
+    assert from_answer(meta(encoded_routes, (0, 4), (4, 4)), 2, 4, 0) is None, (
+        "nothing was predicted by the new ones"
+    )
 
 
 def test_a_full_disk_leaves_neither_empty_files_nor_parts_of_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, write, left = writer(tmp_path), os.write, [100]
+    engine_writer, write, free_bytes = writer(tmp_path), os.write, [100]
 
     def until_full(fd: int, data: bytes) -> int:
-        if not left[0]:
+        if not free_bytes[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
-        done = write(fd, memoryview(data)[: left[0]])
-        left[0] -= done
-        return done
+        byte_count = write(fd, memoryview(data)[: free_bytes[0]])
+        free_bytes[0] -= byte_count
+        return byte_count
 
     monkeypatch.setattr(os, "write", until_full)
     for _ in range(3):
         with pytest.raises(OSError, match="No space left"):
-            made.append(chosen(9), 0)
+            engine_writer.append(chosen(9), 0)
     assert names(tmp_path) == []
-    left[0] = len(encode(chosen(3), 0)) + 7
-    made.append(chosen(3), 0)
+    free_bytes[0] = len(encode(chosen(3), 0)) + 7
+    engine_writer.append(chosen(3), 0)
     for _ in range(2):
         with pytest.raises(OSError, match="No space left"):
-            made.append(chosen(9), 0)
+            engine_writer.append(chosen(9), 0)
     (only,) = names(tmp_path)
     assert (tmp_path / FOLDER / only).stat().st_size == len(encode(chosen(3), 0)), "what was acknowledged"
 
@@ -368,12 +374,12 @@ def test_a_kill_before_files_are_removed_counts_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = opened(tmp_path)
-    version, made = buffer.versions.new(0), writer(tmp_path, size=1)
-    made.append(chosen(3), 0)  # an answer that nobody heard
+    version, engine_writer = buffer.versions.new(0), writer(tmp_path, size=1)
+    engine_writer.append(chosen(3), 0)  # an answer that nobody heard
     for step in (1, 2):
         group = issue(buffer)
         for s in group.samples:
-            answered(made, s, 4, version)
+            answered(engine_writer, s, 4, version)
         trained(buffer, group, step)
     monkeypatch.setattr(RouteFiles, "remove_unused", lambda _: None)  # the kill
     buffer.prune(2)
@@ -381,9 +387,9 @@ def test_a_kill_before_files_are_removed_counts_nothing_twice(
     torn = buffer.ledger().torn_bytes
     buffer.close()
     monkeypatch.undo()
-    before = names(tmp_path)
+    files_before = names(tmp_path)
     back = opened(tmp_path)
-    assert names(tmp_path) == before[-2:], "what may still be written"
+    assert names(tmp_path) == files_before[-2:], "what may still be written"
     trained(back, group_with_tokens(issue(back), version), 3)
     back.prune(3)
     back.flush()

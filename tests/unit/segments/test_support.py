@@ -25,20 +25,20 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def rows_of(data: bytes, drawn: list[int]) -> list[set[int]]:
     out: list[set[int]] = [set() for _ in drawn]
-    for at, token in zip(*support.decode(data, drawn), strict=True):
-        out[at].add(int(token))
+    for row_index, token in zip(*support.decode(data, drawn), strict=True):
+        out[row_index].add(int(token))
     return out
 
 
 @given(st.lists(st.sets(st.integers(0, 2**31 - 1), min_size=1, max_size=40), max_size=12), st.randoms())
 def test_what_was_kept_comes_back_in_any_order_and_cut(rows: list[set[int]], rng: random.Random) -> None:
-    kept = [rng.sample(sorted(row), len(row)) for row in rows]
-    drawn = [rng.choice(row) for row in kept]
-    data = support.encode(kept, drawn)
+    kept_ids = [rng.sample(sorted(row), len(row)) for row in rows]
+    drawn = [rng.choice(row) for row in kept_ids]
+    data = support.encode(kept_ids, drawn)
     assert data.count(0) == len(rows), "one 0 a row: rows can be counted and joined"
     assert rows_of(data, drawn) == rows
     cut = rng.randint(0, len(rows))
-    parts = support.encode(kept[:cut], drawn[:cut]), support.encode(kept[cut:], drawn[cut:])
+    parts = support.encode(kept_ids[:cut], drawn[:cut]), support.encode(kept_ids[cut:], drawn[cut:])
     assert b"".join(parts) == data
 
 
@@ -72,8 +72,8 @@ def test_bytes_that_are_no_rows_are_refused() -> None:
 def test_bytes_a_token() -> None:
     """20 of 151,936 ids take less than 2.2 bytes each, whatever they are; one that is sure takes 1."""
     rng = random.Random(0)
-    kept = [rng.sample(range(151_936), 20) for _ in range(500)]
-    size = len(support.encode(kept, [row[0] for row in kept])) / 500
+    kept_ids = [rng.sample(range(151_936), 20) for _ in range(500)]
+    size = len(support.encode(kept_ids, [row[0] for row in kept_ids])) / 500
     print(f"top_k 20 of 151,936 at random: {size:.1f} bytes a token")
     assert size < 2.2 * 20
     assert len(support.encode([[9]] * 500, [9] * 500)) == 500
@@ -85,16 +85,16 @@ def segment(ids: list[int], kept: list[list[int]] | None) -> Segment:
 
 
 def test_a_sample_says_of_all_its_tokens_what_was_kept_or_of_none() -> None:
-    made = Sample(1, 0, 0, [1], 0)
-    made.append(segment([5, 6], [[5, 4], [6]]))
-    made.observe([8, 9])
-    made.append(segment([7], [[7, 3]]))
-    assert rows_of(bytes(made.support), made.response_ids) == [{5, 4}, {6}, {8}, {9}, {7, 3}]
+    sample = Sample(1, 0, 0, [1], 0)
+    sample.append(segment([5, 6], [[5, 4], [6]]))
+    sample.observe([8, 9])
+    sample.append(segment([7], [[7, 3]]))
+    assert rows_of(bytes(sample.support), sample.response_ids) == [{5, 4}, {6}, {8}, {9}, {7, 3}]
     with pytest.raises(ValueError, match="only some of its tokens"):
-        made.append(segment([7], None))
+        sample.append(segment([7], None))
     with pytest.raises(ValueError, match="2 ids but 1 rows"):
-        made.append(Segment([1, 2], [0.0, 0.0], [VersionSpan(1, 0, 2)], support=b"\0"))
-    assert made.tokens == len(made.mu) == 5, "nothing changed"
+        sample.append(Segment([1, 2], [0.0, 0.0], [VersionSpan(1, 0, 2)], support=b"\0"))
+    assert sample.tokens == len(sample.mu) == 5, "nothing changed"
     plain = Sample(1, 0, 0, [1], 0)
     plain.append(segment([5], None))
     with pytest.raises(ValueError, match="only some of its tokens"):
@@ -132,11 +132,11 @@ def packed() -> list[TrainSample]:
 
 def test_packed_tokens_know_what_they_were_drawn_from() -> None:
     (batch,) = pack(packed(), 100)
-    own = int(batch.rows[0] == 1) * 6  # where the sequence of row 0 begins
+    row_start = int(batch.rows[0] == 1) * 6  # where the sequence of row 0 begins
     assert batch.support_at is not None
     assert batch.support_ids is not None
-    found = sorted(zip(batch.support_at.tolist(), batch.support_ids.tolist(), strict=True))
-    assert found == [(own + 2, 4), (own + 2, 5), (own + 3, 6)]
+    support_pairs = sorted(zip(batch.support_at.tolist(), batch.support_ids.tolist(), strict=True))
+    assert support_pairs == [(row_start + 2, 4), (row_start + 2, 5), (row_start + 3, 6)]
     assert pack(packed()[1:], 100)[0].support_at is None
 
 
@@ -152,9 +152,9 @@ def test_a_share_has_them_where_the_tokens_are_predicted(alone: dist.ProcessGrou
     share = Share.of(batch, 4, alone, torch.device("cpu"))
     assert share.support_at is not None
     assert share.support_ids is not None
-    for at, token in zip(share.support_at.tolist(), share.support_ids.tolist(), strict=True):
-        assert share.predicts[at]
-        assert token in {5: {4, 5}, 6: {6}}[int(share.following[at])]
+    for position, token in zip(share.support_at.tolist(), share.support_ids.tolist(), strict=True):
+        assert share.predicts[position]
+        assert token in {5: {4, 5}, 6: {6}}[int(share.following[position])]
     assert len(share.support_at) == 3
 
 

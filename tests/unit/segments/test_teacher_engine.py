@@ -100,8 +100,8 @@ def issue(buffer: RolloutBuffer) -> SampleGroup:
 
 def test_opinions_come_back_as_they_were() -> None:
     ids, logp = said([1, 2], [5, 6, 7, 8, 9])
-    found = teacher_logprobs.decode(teacher_logprobs.encode(ids, logp), 5)
-    assert np.array_equal(found[0], ids) and np.array_equal(found[1], logp)
+    result = teacher_logprobs.decode(teacher_logprobs.encode(ids, logp), 5)
+    assert np.array_equal(result[0], ids) and np.array_equal(result[1], logp)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_what_is_no_opinion_is_refused(ids: Any, logp: Any, told: str) -> None:
 
 
 def test_opinions_of_another_number_of_tokens_are_refused() -> None:
-    made = teacher_logprobs.encode(*said([1], [5, 6, 7, 8, 9]))
-    for tokens, data in ((4, made), (5, made[:-1]), (5, b"")):
+    encoded_logprobs = teacher_logprobs.encode(*said([1], [5, 6, 7, 8, 9]))
+    for tokens, data in ((4, encoded_logprobs), (5, encoded_logprobs[:-1]), (5, b"")):
         with pytest.raises(ValueError, match="bytes of teacher log-probs"):
             teacher_logprobs.decode(data, tokens)
 
@@ -136,7 +136,7 @@ def test_they_are_kept_with_the_tokens(tmp_path: Path) -> None:
     group = issue(buffer)
     grow(group)
     buffer.save(group.samples)
-    made = teach(group.samples[0])
+    encoded_logprobs = teach(group.samples[0])
     buffer.save(group.samples)
     buffer.flush()
     buffer.close()
@@ -149,9 +149,12 @@ def test_they_are_kept_with_the_tokens(tmp_path: Path) -> None:
     buffer.save(again)
     buffer.flush()
     assert sum(f.stat().st_size for f in (tmp_path / FOLDER).iterdir()) == size
-    (seen,) = buffer.read_groups([group.group_id])
+    (stored_group,) = buffer.read_groups([group.group_id])
     with SegmentReader(tmp_path) as segments:
-        assert [bytes(segments.arrays(s).teacher_logprobs) for s in seen.samples] == [made, b""]
+        assert [bytes(segments.arrays(s).teacher_logprobs) for s in stored_group.samples] == [
+            encoded_logprobs,
+            b"",
+        ]
     buffer.close()
 
 
@@ -167,16 +170,16 @@ def test_a_response_that_is_cut_loses_them(tmp_path: Path) -> None:
     buffer.save(group.samples)
     group.samples[0].append(Segment([8], [-0.5], [VersionSpan(1, 0, 1)], None))
     buffer.save(group.samples)
-    made = teach(group.samples[0])
+    encoded_logprobs = teach(group.samples[0])
     buffer.save(group.samples)
     buffer.flush()
     buffer.close()
     buffer = opened(tmp_path)
     first = buffer.groups[group.group_id].samples[0]
     assert first.tokens == 3 and first.taught
-    (seen,) = buffer.read_groups([group.group_id])
+    (stored_group,) = buffer.read_groups([group.group_id])
     with SegmentReader(tmp_path) as segments:
-        assert bytes(segments.arrays(seen.samples[0]).teacher_logprobs) == made
+        assert bytes(segments.arrays(stored_group.samples[0]).teacher_logprobs) == encoded_logprobs
     buffer.close()
 
 
@@ -185,16 +188,16 @@ def test_a_changed_byte_of_them_is_told(tmp_path: Path) -> None:
     group = issue(buffer)
     grow(group)
     buffer.save(group.samples)
-    made = teach(group.samples[0])
+    encoded_logprobs = teach(group.samples[0])
     buffer.save(group.samples)
     buffer.flush()
-    (seen,) = buffer.read_groups([group.group_id])
+    (stored_group,) = buffer.read_groups([group.group_id])
     (file,) = (tmp_path / FOLDER).iterdir()
     data = bytearray(file.read_bytes())
-    data[data.index(made) + 5] ^= 1
+    data[data.index(encoded_logprobs) + 5] ^= 1
     file.write_bytes(data)
     with SegmentReader(tmp_path) as segments, pytest.raises(RunError, match="damaged"):
-        segments.arrays(seen.samples[0])
+        segments.arrays(stored_group.samples[0])
     buffer.close()
 
 
@@ -205,16 +208,16 @@ def test_a_record_of_part_of_a_response_is_told(tmp_path: Path) -> None:
     grow(group)
     buffer.save(group.samples)
     buffer.flush()
-    (seen,) = buffer.read_groups([group.group_id])
-    sample = seen.samples[0]
+    (stored_group,) = buffer.read_groups([group.group_id])
+    sample = stored_group.samples[0]
     record = encode(
         Kind.TEACHER_LOGPROBS, SequenceKey.of(sample), 0, 3, teacher_logprobs.encode(*said([1, 2], [0, 1, 2]))
     )
     (file,) = (tmp_path / FOLDER).iterdir()
-    at = file.stat().st_size
+    offset = file.stat().st_size
     with file.open("ab") as f:
         f.write(record)
-    sample.pieces.append(type(sample.pieces[0])(file.name, at, len(record)))
+    sample.pieces.append(type(sample.pieces[0])(file.name, offset, len(record)))
     with (
         SegmentReader(tmp_path) as segments,
         pytest.raises(RunError, match="teacher log-probs of 3 tokens; expected 4"),
@@ -235,20 +238,20 @@ async def test_each_response_is_asked_about_once_and_trained_with_the_answer(tmp
     client = Teacher()
     async with rig(make_config(tmp_path), teacher=teacher_of(client)) as r:
         await r.start()
-        taken = await r.take(1)
-        for sample in (s for g in taken.groups for s in g.samples):
+        batch = await r.take(1)
+        for sample in (s for g in batch.groups for s in g.samples):
             ids, logp = teacher_logprobs.decode(sample.teacher_logprobs, sample.tokens)
             expected = said(sample.prompt_ids, sample.response_ids)
             assert np.array_equal(ids, expected[0]) and np.array_equal(logp, expected[1])
         assert len(client.asked) == 4
-        assert (taken.metrics["teacher_tokens"], taken.metrics["teacher_unanswered"]) == (12, 0)
+        assert (batch.metrics["teacher_tokens"], batch.metrics["teacher_unanswered"]) == (12, 0)
         await r.push()
         await r.take(2)
         await r.manager.commit(2)
         r.buffer.prune(2)
         r.buffer.flush()
-        gone = r.buffer.read_groups([g.group_id for g in taken.groups])
-        assert not any(s.pieces for g in gone for s in g.samples), "pruned with the tokens"
+        pruned_groups = r.buffer.read_groups([g.group_id for g in batch.groups])
+        assert not any(s.pieces for g in pruned_groups for s in g.samples), "pruned with the tokens"
 
 
 async def test_a_restarted_run_does_not_ask_again(tmp_path: Path) -> None:
@@ -269,9 +272,9 @@ async def test_a_restarted_run_does_not_ask_again(tmp_path: Path) -> None:
         task.cancel()
     async with rig(config, teacher=teacher_of(again)) as r:
         await r.start()
-        taken = await r.take(1)
+        batch = await r.take(1)
         assert again.asked == []
-        for sample in (s for g in taken.groups for s in g.samples):
+        for sample in (s for g in batch.groups for s in g.samples):
             assert sample.teacher_logprobs == teacher_logprobs.encode(
                 *said(sample.prompt_ids, sample.response_ids)
             )
@@ -291,11 +294,11 @@ async def test_a_dead_teacher_censors_and_the_run_goes_on(
         while not task.done():
             client.away = r.buffer.counts[GroupState.CENSORED] < back_at
             await go_on(r)
-        taken = task.result()
-        assert taken is not None and len(taken.groups) == 2
-        assert taken.metrics["censored"] >= back_at > 2 * config.rollout.groups_per_step
-        assert taken.metrics["teacher_unanswered"] >= back_at
-        assert taken.metrics["lost"] == 0
+        batch = task.result()
+        assert batch is not None and len(batch.groups) == 2
+        assert batch.metrics["censored"] >= back_at > 2 * config.rollout.groups_per_step
+        assert batch.metrics["teacher_unanswered"] >= back_at
+        assert batch.metrics["lost"] == 0
         reasons = {
             s.sample.censor_reason for s in r.manager.samples(SampleQuery(status="censored", limit=100))
         }
@@ -315,11 +318,11 @@ async def test_a_teacher_that_comes_back_in_time_costs_nothing(
         while not task.done():
             client.away = client.failed < 20
             await go_on(r)
-        taken = task.result()
-        assert taken is not None and taken.metrics["censored"] == 0
-        assert taken.metrics["teacher_unanswered"] == 0
-    told = [r.getMessage() for r in caplog.records if r.name == "rlsys.rollout"]
-    assert [t.partition(client.url)[2] for t in told if client.url in t] == [
+        batch = task.result()
+        assert batch is not None and batch.metrics["censored"] == 0
+        assert batch.metrics["teacher_unanswered"] == 0
+    messages = [r.getMessage() for r in caplog.records if r.name == "rlsys.rollout"]
+    assert [t.partition(client.url)[2] for t in messages if client.url in t] == [
         " does not answer: TimeoutError",
         " answers again",
     ]
@@ -336,8 +339,8 @@ async def test_a_servers_own_fault_is_an_outage(tmp_path: Path, monkeypatch: pyt
         while not task.done():
             client.refusal = client.refusal if client.failed < 20 else None
             await go_on(r)
-        taken = task.result()
-        assert taken is not None and taken.metrics["censored"] == 0
+        batch = task.result()
+        assert batch is not None and batch.metrics["censored"] == 0
 
 
 async def test_a_teacher_that_refuses_stops_the_run(tmp_path: Path) -> None:
@@ -357,8 +360,8 @@ async def test_a_teacher_that_refuses_stops_the_run(tmp_path: Path) -> None:
 
 def taught(row: int, prompt: list[int], response: list[int]) -> TrainSample:
     n = len(response)
-    made = teacher_logprobs.encode(*said(prompt, response))
-    return TrainSample(prompt, response, [-0.5] * n, [1] * n, row, teacher_logprobs=made)
+    encoded_logprobs = teacher_logprobs.encode(*said(prompt, response))
+    return TrainSample(prompt, response, [-0.5] * n, [1] * n, row, teacher_logprobs=encoded_logprobs)
 
 
 def test_they_are_packed_at_their_tokens() -> None:
@@ -367,13 +370,13 @@ def test_they_are_packed_at_their_tokens() -> None:
     assert micro.teacher_ids is not None and micro.teacher_logp is not None
     assert micro.teacher_ids.shape == micro.teacher_logp.shape == (9, TOP_K)
     starts = micro.cu_seqlens.tolist()
-    for place, row in enumerate(micro.rows.tolist()):
+    for index, row in enumerate(micro.rows.tolist()):
         s = samples[row]
         ids, logp = said(s.prompt_ids, list(s.response_ids))
-        first, last = starts[place] + len(s.prompt_ids), starts[place + 1]
+        first, last = starts[index] + len(s.prompt_ids), starts[index + 1]
         assert torch.equal(micro.teacher_ids[first:last], torch.from_numpy(ids.astype(np.int64)))
         assert torch.equal(micro.teacher_logp[first:last], torch.from_numpy(logp))
-        assert not micro.teacher_ids[starts[place] : first].any()
+        assert not micro.teacher_ids[starts[index] : first].any()
 
 
 def test_unfinished_samples_are_packed_without() -> None:
@@ -384,7 +387,7 @@ def test_unfinished_samples_are_packed_without() -> None:
 
 
 def test_two_widths_in_one_step_are_refused() -> None:
-    other = TrainSample(
+    narrow_sample = TrainSample(
         [1],
         [2],
         [-0.5],
@@ -395,7 +398,7 @@ def test_two_widths_in_one_step_are_refused() -> None:
     with pytest.raises(
         RunError, match="teacher log-probs have 2 ids per token in some samples and 3 in others"
     ):
-        pack([taught(0, [1], [5, 6]), other], 100)
+        pack([taught(0, [1], [5, 6]), narrow_sample], 100)
 
 
 # -- the config ---------------------------------------------------------------------------------------------
@@ -431,12 +434,14 @@ def test_what_is_no_server_is_one_line(url: str, told: str) -> None:
 
 
 def test_the_trainer_holds_none_and_makes_no_pass() -> None:
-    held, asked = (load_config(RECIPE, [f"algo.teacher.engine={e}"]) for e in ("null", "own"))
-    check(asked)
-    size = model_size(HFConfig.read(asked.model.path))
-    assert budget(held, size).weights == 2 * budget(asked, size).weights
-    assert "none of the teacher: an engine is asked about each response" in describe_passes(asked)
-    assert "the whole step with the teacher" in describe_passes(held)
+    trainer_config, engine_config = (
+        load_config(RECIPE, [f"algo.teacher.engine={e}"]) for e in ("null", "own")
+    )
+    check(engine_config)
+    size = model_size(HFConfig.read(engine_config.model.path))
+    assert budget(trainer_config, size).weights == 2 * budget(engine_config, size).weights
+    assert "none of the teacher: an engine is asked about each response" in describe_passes(engine_config)
+    assert "the whole step with the teacher" in describe_passes(trainer_config)
 
 
 def test_its_server_may_move_and_its_place_may_not_change() -> None:

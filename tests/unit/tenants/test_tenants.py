@@ -61,15 +61,15 @@ def a_request(**changes: bytes) -> bytes:
 
 
 def test_a_training_request_is_read() -> None:
-    found = read_request(a_request())
-    assert (found.model_id, found.seq_id, found.loss, found.forward_only) == (
+    request = read_request(a_request())
+    assert (request.model_id, request.seq_id, request.loss, request.forward_only) == (
         "s:train:0",
         3,
         "cross_entropy",
         True,
     )
-    assert found.params == {"beta": 0.25}
-    (datum,) = found.data()
+    assert request.params == {"beta": 0.25}
+    (datum,) = request.data()
     assert datum.ids == [7, 8, 9]
     assert datum.inputs["target_tokens"].tolist() == [8, 9, 2]
     assert datum.inputs["weights"].tolist() == [0, 1, 0.5]
@@ -128,8 +128,8 @@ def test_results_are_what_the_client_reads() -> None:
 
 @given(st.integers(-(2**63), 2**63 - 1))
 def test_numbers_come_back(value: int) -> None:
-    ((number, held),) = fields(put_number(9, value))
-    assert (number, signed(held)) == (9, value)
+    ((number, field_value),) = fields(put_number(9, value))
+    assert (number, signed(field_value)) == (9, value)
 
 
 # -- losses -------------------------------------------------------------------------------------------------
@@ -137,25 +137,27 @@ def test_numbers_come_back(value: int) -> None:
 
 def test_losses_are_those_of_the_protocol() -> None:
     logp = torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True)
-    of = {
+    inputs = {
         "weights": torch.tensor([0.0, 1.0, 2.0, 0.0]),
         "logprobs": torch.tensor([-1.0, -2.5, -0.1, -1.0]),
         "advantages": torch.tensor([0.0, 1.0, -1.0, 2.0]),
     }
-    ratio = (logp - of["logprobs"]).exp().detach()
-    advantages = of["advantages"]
+    ratio = (logp - inputs["logprobs"]).exp().detach()
+    advantages = inputs["advantages"]
     clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     expected = {
-        "cross_entropy": -logp * of["weights"],
+        "cross_entropy": -logp * inputs["weights"],
         "importance_sampling": -ratio * advantages,
         "ppo": -clipped,
         "cispo": -ratio.clamp(0, 4) * advantages * logp,
-        "dro": torch.where(advantages != 0, -(logp * advantages - 0.05 * (logp - of["logprobs"]) ** 2), 0.0),
+        "dro": torch.where(
+            advantages != 0, -(logp * advantages - 0.05 * (logp - inputs["logprobs"]) ** 2), 0.0
+        ),
     }
     assert expected.keys() == LOSSES.keys()
-    for name, wanted in expected.items():
-        found = token_losses(LOSSES[name], logp, of, {"beta": 0.1} if name == "dro" else {})
-        torch.testing.assert_close(found.detach(), wanted.detach())
+    for name, expected_losses in expected.items():
+        losses = token_losses(LOSSES[name], logp, inputs, {"beta": 0.1} if name == "dro" else {})
+        torch.testing.assert_close(losses.detach(), expected_losses.detach())
 
 
 def test_a_loss_has_its_own_parameters_only() -> None:
@@ -208,14 +210,14 @@ def test_an_unknown_field_is_named_and_a_name_stays_in_its_folder() -> None:
 
 
 def asked(ids: list[int], **params: object) -> Sample:
-    told = {"chunks": [{"tokens": ids, "type": "encoded_text"}]}
+    prompt = {"chunks": [{"tokens": ids, "type": "encoded_text"}]}
     return Sample.model_validate(
-        {"sampling_session_id": "s", "seq_id": 0, "prompt": told, "sampling_params": params}
+        {"sampling_session_id": "s", "seq_id": 0, "prompt": prompt, "sampling_params": params}
     )
 
 
 def test_what_an_engine_would_die_of_does_not_reach_it() -> None:
-    for ids, params, told in (
+    for ids, params, message in (
         ([], {}, "the prompt is empty"),
         ([128], {}, "token id 128 is outside"),
         ([-1], {}, "token id -1 is outside"),
@@ -223,15 +225,15 @@ def test_what_an_engine_would_die_of_does_not_reach_it() -> None:
         ([1] * 30, {"max_tokens": 3}, "30 tokens and max_tokens = 3: expected at most 32"),
         ([1], {"top_k": 0}, "top_k = 0"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             check_sample(asked(ids, **params), 128, 32)
     assert check_sample(asked([1] * 30), 128, 32).sampling_params.max_tokens == 2
 
 
 def test_stops_and_seeds_are_sglangs() -> None:
     def sampling(**params: object) -> dict[str, object]:
-        found: dict[str, object] = body_of(asked([1], **params), "a", 2)["sampling_params"]
-        return found
+        sampling_params: dict[str, object] = body_of(asked([1], **params), "a", 2)["sampling_params"]
+        return sampling_params
 
     assert "ignore_eos" not in sampling()
     assert sampling(stop=[])["ignore_eos"] is True
@@ -245,13 +247,13 @@ def test_stops_and_seeds_are_sglangs() -> None:
 
 
 def test_each_tenant_has_a_key_that_stays(tmp_path: Path) -> None:
-    made = {name: key_of(tmp_path, name) for name in ("alice", "bob")}
-    assert made["alice"] != made["bob"]
-    assert made == {name: key_of(tmp_path, name) for name in made}, "over a restart"
-    keys = Keys(made)
-    assert [keys.tenant(made[name]) for name in made] == ["alice", "bob"]
-    for shown in ("", "tml-", made["alice"][:-1], made["alice"] + "0", "\udcff"):
-        assert keys.tenant(shown) is None
+    tenant_keys = {name: key_of(tmp_path, name) for name in ("alice", "bob")}
+    assert tenant_keys["alice"] != tenant_keys["bob"]
+    assert tenant_keys == {name: key_of(tmp_path, name) for name in tenant_keys}, "over a restart"
+    keys = Keys(tenant_keys)
+    assert [keys.tenant(tenant_keys[name]) for name in tenant_keys] == ["alice", "bob"]
+    for credential in ("", "tml-", tenant_keys["alice"][:-1], tenant_keys["alice"] + "0", "\udcff"):
+        assert keys.tenant(credential) is None
     file = key_file(tmp_path, "alice")
     assert file.stat().st_mode & 0o777 == 0o600
     file.chmod(0o644)
@@ -260,8 +262,8 @@ def test_each_tenant_has_a_key_that_stays(tmp_path: Path) -> None:
 
 
 def test_names_of_tenants_are_folders() -> None:
-    for names, told in ((["../x"], "expected small letters"), (["a", "a"], "duplicate")):
-        with pytest.raises(UserError, match=told):
+    for names, message in ((["../x"], "expected small letters"), (["a", "a"], "duplicate")):
+        with pytest.raises(UserError, match=message):
             check_names(names)
 
 
@@ -307,10 +309,10 @@ def test_what_a_kill_leaves_says_what_is_to_be_done(tmp_path: Path) -> None:
     assert [r.seq for r in again.done_since("m", row.applied, "forward_backward")] == [3], (
         "gradients were in memory"
     )
-    left = again.unfinished()
-    assert [(r.seq, r.tries) for r in left] == [(4, 1), (5, 0)]
+    unfinished_requests = again.unfinished()
+    assert [(r.seq, r.tries) for r in unfinished_requests] == [(4, 1), (5, 0)]
     assert [r.tries for r in again.unfinished()] == [2, 0]
-    assert again.body(left[0]) == b"forward_backward"
+    assert again.body(unfinished_requests[0]) == b"forward_backward"
     assert again.result("m", 2) == ("optim_step", "done", b"result 2")
     assert again.result("m", 4) == ("forward_backward", None, b"")
     assert again.result("m", 9) is None

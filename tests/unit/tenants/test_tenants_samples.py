@@ -48,17 +48,17 @@ class DyingEngine:
         self._open.append(request)
         await asyncio.sleep(0.02)
         if DEADLY in body["input_ids"]:
-            for one in self._open:
-                if one.transport is not None:
-                    one.transport.abort()
+            for open_request in self._open:
+                if open_request.transport is not None:
+                    open_request.transport.abort()
             self._open.clear()
         meta = {"output_token_logprobs": [[-0.5, 7, None]], "finish_reason": {"type": "length"}}
         return web.json_response({"meta_info": meta})
 
 
 def sample_body(ids: list[int], **params: Any) -> bytes:
-    told = {"chunks": [{"tokens": ids, "type": "encoded_text"}]}
-    body = {"sampling_session_id": "s:sample:0", "seq_id": 0, "prompt": told}
+    prompt = {"chunks": [{"tokens": ids, "type": "encoded_text"}]}
+    body = {"sampling_session_id": "s:sample:0", "seq_id": 0, "prompt": prompt}
     params = {"max_tokens": 1, **params}
     return Sample.model_validate({**body, "sampling_params": params}).model_dump_json().encode()
 
@@ -82,9 +82,9 @@ async def serving(folder: Path, fake: DyingEngine) -> AsyncIterator[tuple[Servic
 
 async def result(service: Service, tenant: Tenant, number: int) -> tuple[bool, str]:
     for _ in range(100):
-        found = await service.result(tenant, f"s:sample:0:{number}", 0.2)
-        if found is not None:
-            return found[1], found[2].decode(errors="replace")
+        outcome = await service.result(tenant, f"s:sample:0:{number}", 0.2)
+        if outcome is not None:
+            return outcome[1], outcome[2].decode(errors="replace")
     raise AssertionError("no result")
 
 
@@ -104,9 +104,9 @@ async def test_a_sample_under_which_the_engine_dies_is_asked_once_more(tmp_path:
         await service.submit(bob, "s:sample:0", 0, "sample", sample_body([1, DEADLY]))
         for number in (1, 2):
             await service.submit(bob, "s:sample:0", number, "sample", sample_body([number]))
-        failed, told = await result(service, bob, 0)
+        failed, message = await result(service, bob, 0)
         assert fake.asked.count([1, DEADLY]) == 2
-        assert failed and "died" in told and "s:sample:0:0" in told, told
+        assert failed and "died" in message and "s:sample:0:0" in message, message
         assert [(await result(service, bob, number))[0] for number in (1, 2)] == [False, False]
 
 
@@ -126,8 +126,8 @@ async def test_an_engines_death_counts_over_starts_of_the_server(tmp_path: Path)
             await until(lambda: len(fake.asked) == 1)
             await asyncio.sleep(0.1)
     async with serving(tmp_path, fake) as (service, bob):
-        failed, told = await result(service, bob, 0)
-        assert failed and "s:sample:0:0" in told
+        failed, message = await result(service, bob, 0)
+        assert failed and "s:sample:0:0" in message
         assert len(fake.asked) == 1
 
 
@@ -139,8 +139,8 @@ async def test_a_sample_that_stood_first_at_too_many_starts_is_refused(tmp_path:
         ledger.unfinished()
     fake = DyingEngine()
     async with serving(tmp_path, fake) as (service, bob):
-        failed, told = await result(service, bob, 0)
-    assert failed and json.loads(told)["category"] == "server"
+        failed, message = await result(service, bob, 0)
+    assert failed and json.loads(message)["category"] == "server"
     assert not fake.asked
 
 
@@ -151,10 +151,10 @@ def test_each_of_a_tenants_samples_has_a_seed_of_its_own() -> None:
         sample = Sample.model_validate_json(sample_body([1], **params))
         return body_of(sample, None, number)["sampling_params"].get("sampling_seed")
 
-    found = [seed(number) for number in range(4)]
-    assert all(isinstance(s, int) for s in found), found
-    assert len(set(found)) == 4
-    assert found == [seed(number) for number in range(4)], "made again it is the same"
+    seeds = [seed(number) for number in range(4)]
+    assert all(isinstance(s, int) for s in seeds), seeds
+    assert len(set(seeds)) == 4
+    assert seeds == [seed(number) for number in range(4)], "made again it is the same"
     assert seed(1, seed=5) == 6
 
 

@@ -22,7 +22,10 @@ class Passes:
         assert temperature == 1.0
         self.sizes = [len(micro.tokens) for micro in batch]
         firsts = [micro.cu_seqlens[:-1].long() for micro in batch]
-        return [micro.tokens.float().index_fill(0, at, 0.0) for micro, at in zip(batch, firsts, strict=True)]
+        return [
+            micro.tokens.float().index_fill(0, first_positions, 0.0)
+            for micro, first_positions in zip(batch, firsts, strict=True)
+        ]
 
 
 def test_canaries_share_forward_passes() -> None:
@@ -30,9 +33,9 @@ def test_canaries_share_forward_passes() -> None:
     passes = Passes()
     config = SimpleNamespace(trainer=SimpleNamespace(token_budget=30))
     trainer: Any = SimpleNamespace(passes=passes, config=config)
-    found = Trainer.canaries(cast(Trainer, trainer), sequences)
-    assert [canary.ids for canary in found] == sequences
-    assert [canary.logp for canary in found] == [[float(i) for i in ids[1:]] for ids in sequences]
+    canaries = Trainer.canaries(cast(Trainer, trainer), sequences)
+    assert [canary.ids for canary in canaries] == sequences
+    assert [canary.logp for canary in canaries] == [[float(i) for i in ids[1:]] for ids in sequences]
     assert len(passes.sizes) == 3
     assert sum(passes.sizes) == sum(map(len, sequences)) and max(passes.sizes) <= 30
 

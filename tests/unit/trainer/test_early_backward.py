@@ -37,12 +37,12 @@ def early_config(tmp_path: Path, **rollout: Any) -> Any:
 
 
 async def portions(r: Rig, step: int) -> list[list[int]]:
-    found = []
+    portion_ids = []
     while (part := await r.until(r.manager.early(step))) is not None:
         assert part.train_step == step
         assert all(s.status.terminal for g in part.groups for s in g.samples)
-        found.append(ids(part.groups))
-    return found
+        portion_ids.append(ids(part.groups))
+    return portion_ids
 
 
 async def test_finished_groups_are_given_once_each_and_are_in_the_take(tmp_path: Path) -> None:
@@ -60,18 +60,18 @@ async def test_a_repeated_step_gets_its_portions_again(tmp_path: Path) -> None:
     async with rig(config, even_tail) as r:
         await r.start()
         first = await portions(r, 1)
-        whole = ids((await r.take(1)).groups)
+        first_step_ids = ids((await r.take(1)).groups)
         await r.push()
         assert await r.until(r.manager.early(2)) is not None  # never taken: nobody else has heard of it
     async with rig(config, even_tail) as r:
         await r.start()
         assert await portions(r, 1) == first
-        assert ids((await r.take(1)).groups) == whole
+        assert ids((await r.take(1)).groups) == first_step_ids
         await r.push()
-        begun = {i for part in await portions(r, 2) for i in part}
-        taken = set(ids((await r.take(2)).groups))
-        assert begun < taken
-        assert not taken & set(whole)
+        early_ids = {i for part in await portions(r, 2) for i in part}
+        second_step_ids = set(ids((await r.take(2)).groups))
+        assert early_ids < second_step_ids
+        assert not second_step_ids & set(first_step_ids)
 
 
 async def test_an_engine_that_comes_back_in_the_middle_costs_no_portion(tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ async def test_a_deadline_is_kept_while_a_portion_is_waited_for(
         await r.start()
         early = asyncio.create_task(r.manager.early(1))
         await settle()
-        hung, other = r.buffer.groups[0], r.buffer.groups[1]
-        await answer_until_done(r, other)
+        hung, finished_group = r.buffer.groups[0], r.buffer.groups[1]
+        await answer_until_done(r, finished_group)
         advance_clock(monkeypatch, 7200)
         await answer_all_but(r, 0, early)
         assert hung.samples[0].censor_reason is not None
@@ -120,9 +120,9 @@ async def test_portions_are_trained_without_their_old_tokens(tmp_path: Path) -> 
         for step in range(1, 12):
             while (part := await r.until(r.manager.early(step))) is not None:
                 for sample in (s for g in part.groups for s in g.samples):
-                    old = [i for i, v in enumerate(sample.versions()) if step - v > 1]
-                    assert [i for i, trained in enumerate(sample.trained()) if not trained] == old
-                    masked += len(old)
+                    stale_positions = [i for i, v in enumerate(sample.versions()) if step - v > 1]
+                    assert [i for i, trained in enumerate(sample.trained()) if not trained] == stale_positions
+                    masked += len(stale_positions)
             await r.take(step)
             await r.push()
     assert masked

@@ -38,8 +38,8 @@ def fields(
     of_apex = {"fused_weight_gradient_mlp_cuda": object() if apex else None}
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: of_apex.get(module) or real(module))
     config = load_config(ROOT / "configs/quickstart.yaml", ["model.dtype=bfloat16", *overrides])
-    made: Any = model.transformer_config(config, HFConfig.read(ROOT / "configs/models" / name))
-    return {fusion: made.get(fusion, False) for fusion in (*FUSIONS, "moe_grouped_gemm")}
+    model_config: Any = model.transformer_config(config, HFConfig.read(ROOT / "configs/models" / name))
+    return {fusion: model_config.get(fusion, False) for fusion in (*FUSIONS, "moe_grouped_gemm")}
 
 
 @pytest.mark.parametrize(
@@ -64,5 +64,5 @@ def test_kernels_are_used_where_something_gives_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Experts are torch's grouped GEMM, but for FP8 and float32, which Transformer Engine computes."""
-    made = fields(monkeypatch, name, *overrides, **where)
-    assert {fusion for fusion, on in made.items() if on} == set(used)
+    fusions = fields(monkeypatch, name, *overrides, **where)
+    assert {fusion for fusion, on in fusions.items() if on} == set(used)

@@ -69,15 +69,15 @@ def test_each_goes_into_the_cheapest_bin_that_has_room(
 ) -> None:
     """The heaps do what a look at every bin would."""
     costs = [n + n**2 / crossover for n in sizes]
-    wanted: list[list[int]] | None = [[] for _ in range(bins)]
+    expected_bins: list[list[int]] | None = [[] for _ in range(bins)]
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        assert wanted is not None
-        room = [b for b in wanted if not b or sum(sizes[j] for j in b) + sizes[i] <= budget]
+        assert expected_bins is not None
+        room = [b for b in expected_bins if not b or sum(sizes[j] for j in b) + sizes[i] <= budget]
         if not room:
-            wanted = None
+            expected_bins = None
             break
         min(room, key=lambda b: sum(costs[j] for j in b)).append(i)
-    assert fill(sizes, costs, bins, budget) == wanted
+    assert fill(sizes, costs, bins, budget) == expected_bins
 
 
 @given(st.lists(st.integers(2, 60), min_size=8, max_size=64), st.sampled_from([math.inf, 10.0]))
@@ -120,10 +120,10 @@ def test_similar_lengths_stand_side_by_side() -> None:
 
 
 def test_a_rank_without_samples_computes_a_masked_one() -> None:
-    one, other = (pack([sample(1, 4)], 100, rank, dp_size=2) for rank in range(2))
-    assert [m.response_tokens for m in one] == [4]
-    assert [m.response_tokens for m in other] == [0]
-    assert len(other[0].tokens) == 5
+    first_batches, second_batches = (pack([sample(1, 4)], 100, rank, dp_size=2) for rank in range(2))
+    assert [m.response_tokens for m in first_batches] == [4]
+    assert [m.response_tokens for m in second_batches] == [0]
+    assert len(second_batches[0].tokens) == 5
 
 
 def test_packing_is_the_same_every_time() -> None:
@@ -147,10 +147,10 @@ def test_nothing_to_pack_is_a_mistake() -> None:
 
 
 def test_a_train_sample_keeps_mu_and_versions_of_its_segments() -> None:
-    made = Sample(sample_id=1, group_id=7, index=0, prompt_ids=[1, 2], seed=0)
-    made.append(Segment([3, 4], [-1.0, -2.0], [VersionSpan(1, 0, 2)]))
-    made.append(Segment([5], [-3.0], [VersionSpan(2, 0, 1)]))
-    row = TrainSample.of(made, row=7)
+    sample = Sample(sample_id=1, group_id=7, index=0, prompt_ids=[1, 2], seed=0)
+    sample.append(Segment([3, 4], [-1.0, -2.0], [VersionSpan(1, 0, 2)]))
+    sample.append(Segment([5], [-3.0], [VersionSpan(2, 0, 1)]))
+    row = TrainSample.of(sample, row=7)
     assert tuple(map(list, (row.response_ids, row.mu, row.versions))) == (
         [3, 4, 5],
         [-1.0, -2.0, -3.0],
@@ -160,16 +160,18 @@ def test_a_train_sample_keeps_mu_and_versions_of_its_segments() -> None:
 
 
 def test_a_transferred_sample_is_trained_on_its_groups_prompt_and_compared_with_nothing() -> None:
-    made = Sample(1, 7, 0, [1, 2], 0, [3, 4], [-1.0, -2.0], [VersionSpan(5, 0, 2)])
-    made.routes = [RouteSpan(0, 3, bytes(3))]
-    other = replace(made, prompt_ids=[1], trained_prompt=[1, 2], routes=[RouteSpan(0, 2, bytes(2))])
-    (batch,) = pack([TrainSample.of(made, 0), TrainSample.of(other, 1)], 100)
+    sample = Sample(1, 7, 0, [1, 2], 0, [3, 4], [-1.0, -2.0], [VersionSpan(5, 0, 2)])
+    sample.routes = [RouteSpan(0, 3, bytes(3))]
+    transferred_sample = replace(
+        sample, prompt_ids=[1], trained_prompt=[1, 2], routes=[RouteSpan(0, 2, bytes(2))]
+    )
+    (batch,) = pack([TrainSample.of(sample, 0), TrainSample.of(transferred_sample, 1)], 100)
     batch.version = 5
     assert batch.tokens.tolist() == [1, 2, 3, 4] * 2
-    own = int(batch.rows[0] == 1) * 4  # where the sequence of row 0 begins
-    assert [(s.start, s.end) for s in batch.routes] == [(own, own + 3)]
+    row_start = int(batch.rows[0] == 1) * 4  # where the sequence of row 0 begins
+    assert [(s.start, s.end) for s in batch.routes] == [(row_start, row_start + 3)]
     assert batch.keep.sum() == 4
-    assert comparable(batch).nonzero().flatten().tolist() == [own + 2, own + 3]
+    assert comparable(batch).nonzero().flatten().tolist() == [row_start + 2, row_start + 3]
 
 
 @pytest.mark.parametrize(
@@ -186,8 +188,8 @@ def test_uneven_samples_are_refused(
 def test_tokens_behind_those_of_older_weights_are_told_apart() -> None:
     """What kept keys and values cost shows on them alone."""
     went_on = TrainSample([1, 2], [3, 4, 5, 6], [-0.5] * 4, [1, 1, 2, 2], trained=[True, True, True, False])
-    fresh, old = (TrainSample([1], [3, 4], [-0.5] * 2, [version] * 2) for version in (2, 1))
-    [batch] = pack([went_on, fresh, old], 100)
+    fresh, stale_sample = (TrainSample([1], [3, 4], [-0.5] * 2, [version] * 2) for version in (2, 1))
+    [batch] = pack([went_on, fresh, stale_sample], 100)
     batch.version = 2
     assert batch.tokens[comparable(batch)].tolist() == [5, 3, 4]
     assert batch.tokens[comparable(batch) & carried_over(batch)].tolist() == [5]

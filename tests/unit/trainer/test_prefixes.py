@@ -67,32 +67,32 @@ def test_a_micro_batch_keeps_every_sequence_whole() -> None:
 
 @pytest.mark.parametrize("more", [{"support": b"\0\0"}, {}])
 def test_of_a_response_nothing_is_shared_that_has_more_to_be_equal(more: dict[str, bytes]) -> None:
-    both = [sample([1, 2, 3], [4, 5], **more), sample([1, 2, 3], [4, 6], **more)]
-    assert build(both, "yes").prefixes == [0, 2 if more else 3]
-    assert build(both, "by route").prefixes == [0, 2]
+    samples = [sample([1, 2, 3], [4, 5], **more), sample([1, 2, 3], [4, 6], **more)]
+    assert build(samples, "yes").prefixes == [0, 2 if more else 3]
+    assert build(samples, "by route").prefixes == [0, 2]
 
 
 def test_prompts_that_other_weights_routed_are_not_shared() -> None:
-    both = [sample([1, 2, 3], [4], version=0), sample([1, 2, 3], [5], version=1)]
-    assert build(both, "yes").prefixes == [0, 2]
-    assert build(both, "by route").prefixes == []
+    samples = [sample([1, 2, 3], [4], version=0), sample([1, 2, 3], [5], version=1)]
+    assert build(samples, "yes").prefixes == [0, 2]
+    assert build(samples, "by route").prefixes == []
 
 
 def test_computed_tokens_fill_the_budget() -> None:
     """Two groups of a prompt of 30 tokens and eight responses of 2: 32 + 7 * 3 = 53 computed tokens each."""
-    both = group([1] * 30, [[10 + i, 9] for i in range(8)]) + group(
+    samples = group([1] * 30, [[10 + i, 9] for i in range(8)]) + group(
         [2] * 30, [[10 + i, 9] for i in range(8)], 8
     )
-    batches = pack(both, 53, shared="yes")
+    batches = pack(samples, 53, shared="yes")
     assert [sum(m.computed_lengths) for m in batches] == [53, 53]
     assert [len(set(m.tokens[m.cu_seqlens[:-1].long()].tolist())) for m in batches] == [1, 1]
-    assert len(pack(both, 53)) == 16
+    assert len(pack(samples, 53)) == 16
 
 
 def test_a_group_is_taken_apart_where_ranks_would_have_nothing_else() -> None:
     """Long responses to a short prompt: two ranks share the group evenly, one part each."""
-    one = group([1, 2, 3], [[10 + i] * 40 for i in range(4)])
-    parts = [pack(one, 1000, rank, 2, shared="yes") for rank in range(2)]
+    group_samples = group([1, 2, 3], [[10 + i] * 40 for i in range(4)])
+    parts = [pack(group_samples, 1000, rank, 2, shared="yes") for rank in range(2)]
     assert [[m.copy for m in batches] for batches in parts] == [[False], [False]]
     assert [[sorted(m.rows.tolist()) for m in batches] for batches in parts] == [
         [[0, 1]],
@@ -113,7 +113,7 @@ def test_every_sample_is_packed_once_within_the_budget(
     samples = [sample(asked[p % len(asked)], r, i) for i, (p, r) in enumerate(made)]
     ranks = [pack(samples, budget, rank, dp, shared=shared, crossover=50.0) for rank in range(dp)]
     assert len({len(batches) for batches in ranks}) == 1
-    seen = []
+    packed_rows = []
     for micro in (m for batches in ranks for m in batches):
         assert sum(micro.computed_lengths) <= budget or micro.sequences == 1
         parts = micro.tokens.split(micro.sequence_lengths)
@@ -122,8 +122,8 @@ def test_every_sample_is_packed_once_within_the_budget(
             k = micro.prefixes[i] if micro.prefixes else 0
             assert not k or part[: k + 1].tolist() == parts[i - 1][: k + 1].tolist()
         if not micro.copy:
-            seen += micro.rows.tolist()
-    assert sorted(seen) == list(range(len(samples)))
+            packed_rows += micro.rows.tolist()
+    assert sorted(packed_rows) == list(range(len(samples)))
 
 
 @given(prompts, answers)
@@ -133,18 +133,20 @@ def test_a_share_computes_each_shared_token_once(
     samples = [sample(asked[p % len(asked)], r, i) for i, (p, r) in enumerate(made)]
     micro = build(samples, "yes")
     share = share_of(micro)
-    whole = share_of(build(samples, "no"))
-    assert len(share.tokens) == sum(micro.computed_lengths) <= len(whole.tokens)
+    full_share = share_of(build(samples, "no"))
+    assert len(share.tokens) == sum(micro.computed_lengths) <= len(full_share.tokens)
     assert share.tokens[share.padded_index].tolist() == micro.tokens.tolist()
     assert share.source[share.padded_index].le(torch.arange(len(micro.tokens))).all()
     assert int(share.times().sum()) == len(micro.tokens)
-    places = [torch.arange(n) for n in micro.sequence_lengths]
-    assert share.position_ids[share.padded_index].tolist() == torch.cat(places).tolist()
+    positions = [torch.arange(n) for n in micro.sequence_lengths]
+    assert share.position_ids[share.padded_index].tolist() == torch.cat(positions).tolist()
     last = torch.zeros(len(micro.tokens), dtype=torch.bool)
     last[micro.cu_seqlens[1:].long() - 1] = True
     assert share.following[share.padded_index][~last].tolist() == micro.tokens.roll(-1)[~last].tolist()
-    for k, own, before in zip(micro.prefixes, micro.computed_lengths, share.prefixes, strict=False):
-        assert len(before) == k and own > 0
+    for k, computed_length, shared_prefix in zip(
+        micro.prefixes, micro.computed_lengths, share.prefixes, strict=False
+    ):
+        assert len(shared_prefix) == k and computed_length > 0
 
 
 def share_of(micro: MicroBatch) -> Share:

@@ -50,8 +50,8 @@ def test_without_the_section_nothing_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_step_that_fails_leaves_no_file(tmp_path: Path) -> None:
-    which = profiler(tmp_path, 0, "run.profile={steps: [1]}")
-    with pytest.raises(KeyError), which.record(1):
+    step_profiler = profiler(tmp_path, 0, "run.profile={steps: [1]}")
+    with pytest.raises(KeyError), step_profiler.record(1):
         raise KeyError
     assert files(tmp_path) == []
 

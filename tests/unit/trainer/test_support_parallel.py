@@ -25,8 +25,8 @@ KEPT = [[[5, 0, 11], [6], [11, 10, 1, 2]], None, [[3, 9], list(range(12)), [4, 0
 
 def samples() -> list[TrainSample]:
     out = []
-    for row, (ids, kept) in enumerate(zip(RESPONSES, KEPT, strict=True)):
-        encoded = b"" if kept is None else support.encode(kept, ids)
+    for row, (ids, kept_ids) in enumerate(zip(RESPONSES, KEPT, strict=True)):
+        encoded = b"" if kept_ids is None else support.encode(kept_ids, ids)
         out.append(TrainSample([1, 2], ids, [0.0] * len(ids), [0] * len(ids), row, support=encoded))
     return out
 
@@ -66,13 +66,13 @@ def gap_on(ranks: int, rank: int) -> float:
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     (batch,) = pack(samples(), 100)
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    share = Share.of(batch, 4, alone, torch.device("cpu"))
-    whole = logits_of(len(share.tokens))
-    chosen, spread, squares, gradient = expected(share, batch.tokens, whole)
+    process_group = dist.new_group([rank], use_local_synchronization=True)
+    share = Share.of(batch, 4, process_group, torch.device("cpu"))
+    logits = logits_of(len(share.tokens))
+    chosen, spread, squares, gradient = expected(share, batch.tokens, logits)
     columns = VOCABULARY // ranks
-    mine = slice(rank * columns, (rank + 1) * columns)
-    leaf = whole[:, mine].clone().requires_grad_()
+    vocab_slice = slice(rank * columns, (rank + 1) * columns)
+    leaf = logits[:, vocab_slice].clone().requires_grad_()
     parts = [
         token_scores((leaf * 1.0)[rows], share.targets(rows), TEMPERATURE, entropy=True, squares=True)
         for rows in (slice(0, 5), slice(5, len(leaf)))
@@ -84,16 +84,16 @@ def gap_on(ranks: int, rank: int) -> float:
     loss(logp, entropy).backward()
     every = slice(0, len(leaf))
     plain = token_scores(
-        whole[:, mine].clone(), share.targets(every), TEMPERATURE, entropy=False, squares=False
+        logits[:, vocab_slice].clone(), share.targets(every), TEMPERATURE, entropy=False, squares=False
     )
     assert leaf.grad is not None
     pairs = [
         (logp, chosen), (entropy, spread), (squared, squares), (align_to_tokens(share, plain["logp"]), chosen),
-        (leaf.grad, gradient[:, mine]),
+        (leaf.grad, gradient[:, vocab_slice]),
     ]  # fmt: skip
-    found = max(float(((a.detach() - b).abs() / b.abs().clamp(min=1)).max()) for a, b in pairs)
+    max_error = max(float(((a.detach() - b).abs() / b.abs().clamp(min=1)).max()) for a, b in pairs)
     parallel_state.destroy_model_parallel()
-    return found
+    return max_error
 
 
 @pytest.mark.gate
@@ -119,7 +119,7 @@ def row_gap_on(ranks: int, rank: int) -> float:
     batch.teacher_logp = torch.randn(tokens, 4, generator=generator).log_softmax(-1) - 0.1
     share = Share.of(batch, 4, dist.new_group([rank], use_local_synchronization=True), torch.device("cpu"))
     columns = VOCABULARY // ranks
-    whole = logits_of(len(share.tokens))[:, rank * columns : (rank + 1) * columns]
+    rank_logits = logits_of(len(share.tokens))[:, rank * columns : (rank + 1) * columns]
     gaps = []
     for score in (
         lambda logits, targets: token_scores(
@@ -133,12 +133,12 @@ def row_gap_on(ranks: int, rank: int) -> float:
         lambda logits, targets: _candidate_scores(logits, targets, TEMPERATURE, 0.7),
     ):
         results = []
-        for cuts in ([len(whole)], [1, 6, len(whole)]):
-            leaf = whole.clone().requires_grad_()
+        for cuts in ([len(rank_logits)], [1, 6, len(rank_logits)]):
+            leaf = rank_logits.clone().requires_grad_()
             rows = [slice(a, b) for a, b in zip([0, *cuts], cuts, strict=False)]
             parts = [score((leaf * 1.0)[part], share.targets(part)) for part in rows]
             scores = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-            weights = torch.arange(1, len(whole) + 1).float()
+            weights = torch.arange(1, len(rank_logits) + 1).float()
             sum((weights * s).sum() for s in scores.values() if s.requires_grad).backward()  # type: ignore[union-attr]
             results.append([*(s.detach() for s in scores.values()), leaf.grad])
         gaps += [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]  # type: ignore[operator]

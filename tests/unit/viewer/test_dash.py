@@ -87,13 +87,13 @@ async def test_runs_curves_and_timeline(reader: TestClient) -> None:
 
 
 async def test_samples_by_page_and_token_by_token(reader: TestClient) -> None:
-    found = await ask(reader, "samples", run=0, resumed=1)
-    assert [s["sample"] for s in found["samples"]] == [4] and found["next"] is None
-    one = await ask(reader, "sample", run=0, sample=4)
-    assert (one["fate"], one["step"]) == ("not complete yet", None)
-    assert "".join(one["pieces"]) == "".join(RESPONSE_PARTS) and len(one["mu"]) == len(one["pieces"])
-    rest = await ask(reader, "sample", run=0, **{"sample": 4, "from": 20})
-    assert "".join(rest["pieces"]) == RESPONSE_PARTS[2]
+    listing = await ask(reader, "samples", run=0, resumed=1)
+    assert [s["sample"] for s in listing["samples"]] == [4] and listing["next"] is None
+    sample = await ask(reader, "sample", run=0, sample=4)
+    assert (sample["fate"], sample["step"]) == ("not complete yet", None)
+    assert "".join(sample["pieces"]) == "".join(RESPONSE_PARTS) and len(sample["mu"]) == len(sample["pieces"])
+    sample_tail = await ask(reader, "sample", run=0, **{"sample": 4, "from": 20})
+    assert "".join(sample_tail["pieces"]) == RESPONSE_PARTS[2]
     trained = await ask(reader, "sample", run=0, sample=0)
     gaps = [logp - mu for logp, mu in zip(trained["logp"], trained["mu"], strict=True)]
     assert gaps == pytest.approx([0.001] * trained["tokens"], abs=1e-6) and set(trained["advantages"]) == {
@@ -123,28 +123,28 @@ async def test_curves_are_not_read_while_lines_are_taken_in(
     runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second look may come in the middle of the first: an array that is copied then cannot grow."""
-    begun, go_on = threading.Event(), threading.Event()
-    done: list[str] = []
+    follow_started, go_on = threading.Event(), threading.Event()
+    calls: list[str] = []
 
     def follow(self: RunCurves) -> None:
-        begun.set()
+        follow_started.set()
         go_on.wait(30)
-        done.append("followed")
+        calls.append("followed")
 
     monkeypatch.setattr(RunCurves, "follow", follow)
-    monkeypatch.setattr(RunCurves, "curve", lambda *_: done.append("curve"))
-    monkeypatch.setattr(RunCurves, "timeline", lambda *_: done.append("timeline"))
+    monkeypatch.setattr(RunCurves, "curve", lambda *_: calls.append("curve"))
+    monkeypatch.setattr(RunCurves, "timeline", lambda *_: calls.append("timeline"))
     async with TestClient(TestServer(Dashboard(runs[:1], TOKEN).app(), host="127.0.0.1")) as client:
         await client.get("/", params={"token": TOKEN})
         looks = [asyncio.create_task(ask(client, "runs"))]
-        assert await asyncio.to_thread(begun.wait, 30)
+        assert await asyncio.to_thread(follow_started.wait, 30)
         looks += [asyncio.create_task(ask(client, "curves", names="reward"))]
         looks += [asyncio.create_task(ask(client, "timeline", run=0))]
         for _ in range(20):  # the server has heard both by then
             await client.get("/static/icon.svg")
         go_on.set()
         await asyncio.gather(*looks)
-    assert done[0] == "followed" and len(done) == 3
+    assert calls[0] == "followed" and len(calls) == 3
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["local disk", "shared folder"])
@@ -167,28 +167,28 @@ async def test_a_live_run_shows_its_engines_and_what_is_parked(
             status = await ask(client, "status", run=0)
             assert [e["serving"] for e in status["engine_figures"].values()] == [True]
             assert status["parked"] >= 4  # with those that have not begun
-            found = await ask(client, "samples", run=0, status="parked")
-            assert len(found["samples"]) == 4 and found["last"] == 1
-            assert all(s["interrupts"] == [[s["tokens"], 1]] and s["tokens"] for s in found["samples"])
+            listing = await ask(client, "samples", run=0, status="parked")
+            assert len(listing["samples"]) == 4 and listing["last"] == 1
+            assert all(s["interrupts"] == [[s["tokens"], 1]] and s["tokens"] for s in listing["samples"])
             assert "step 7" in (await ask(client, "samples", run=0, step=7))["error"]
 
 
 def test_a_long_run_is_no_more_points_than_a_screen_has(tmp_path: Path) -> None:
     lines = [{"kind": "run", "event": "start", "step": 0, "time": 0.0}]
     for step in range(1, 1001):
-        at = float(step)
-        lines.append({"kind": "step", "step": step, "time": at, "reward": at, "time_step": 1.0})
+        timestamp = float(step)
+        lines.append({"kind": "step", "step": step, "time": timestamp, "reward": timestamp, "time_step": 1.0})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     curves = RunCurves(tmp_path)
     curves.follow()
-    found = curves.curve("reward", 100)
-    assert len(found["x"]) == 100 and found["y"][0] == found["x"][0] == 5.5
+    curve = curves.curve("reward", 100)
+    assert len(curve["x"]) == 100 and curve["y"][0] == curve["x"][0] == 5.5
     assert [c["step"] for c in curves.timeline(3)] == [998, 999, 1000]
 
 
 def test_warnings_are_kept_unless_a_resume_makes_them_void(tmp_path: Path) -> None:
-    told = {"kind": "warning", "seen": "s", "cause": "c", "knob": "k", "time": 1.0}
-    lines = [{**told, "step": 2, "name": "a"}, {**told, "step": 5, "name": "b"}]
+    warning = {"kind": "warning", "seen": "s", "cause": "c", "knob": "k", "time": 1.0}
+    lines = [{**warning, "step": 2, "name": "a"}, {**warning, "step": 5, "name": "b"}]
     lines += [{"kind": "run", "event": "resume", "step": 3, "time": 2.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     curves = RunCurves(tmp_path)
@@ -270,10 +270,16 @@ async def test_named_evaluation_sets_have_charts_of_their_own(page: Page) -> Non
 @needs_chromium
 @pytest.mark.gate
 async def test_a_warning_stands_above_the_curves(page: Page, runs: list[Path]) -> None:
-    told = {"kind": "warning", "step": 2, "time": 120.0, "name": "no_signal", "seen": "All rewards are equal"}
-    told |= {"cause": "The task is too hard", "knob": "Change data.reward", "samples": []}
+    warning = {
+        "kind": "warning",
+        "step": 2,
+        "time": 120.0,
+        "name": "no_signal",
+        "seen": "All rewards are equal",
+    }
+    warning |= {"cause": "The task is too hard", "knob": "Change data.reward", "samples": []}
     with (runs[1] / "metrics.jsonl").open("a") as metrics:
-        metrics.write(json.dumps(told) + "\n")
+        metrics.write(json.dumps(warning) + "\n")
     await page.open(f"{page.home}#/samples")
     await page.open(f"{page.home}#/")
     assert "step 2: All rewards are equal." in await page.text("details.warning summary")
@@ -419,8 +425,8 @@ async def test_filter_search_and_groups_side_by_side(page: Page) -> None:
 @needs_chromium
 @pytest.mark.gate
 async def test_what_a_model_writes_is_text_and_never_html(page: Page) -> None:
-    made = "import('/static/dom.js').then(d => d.el('p', {}, '<img src=x onerror=alert(1)>').innerHTML)"
-    assert await page.evaluate(made) == "&lt;img src=x onerror=alert(1)&gt;"
+    script = "import('/static/dom.js').then(d => d.el('p', {}, '<img src=x onerror=alert(1)>').innerHTML)"
+    assert await page.evaluate(script) == "&lt;img src=x onerror=alert(1)&gt;"
     modules = (Path(main.__file__).parents[1] / "viewer" / "static").glob("*.js")
     assert [p.name for p in modules if "innerHTML" in p.read_text()] == []
 

@@ -85,8 +85,8 @@ def test_every_line_once_over_a_resume(run: Path, tracker: type[InMemory]) -> No
     resume_with_a_repeated_step(run)
     again = Follower(run, ["wandb"])  # the process was killed; another one begins
     again.catch_up()
-    held = [(kind, step, values.get("reward")) for kind, step, values, _ in tracker.held]
-    assert held == [
+    records = [(kind, step, values.get("reward")) for kind, step, values, _ in tracker.held]
+    assert records == [
         ("eval", 0, None),
         ("step", 1, 0.25),
         ("step", 2, 0.5),
@@ -129,10 +129,10 @@ def test_track_without_a_tracker_is_one_line(run: Path, capsys: pytest.CaptureFi
 def test_a_tracker_that_fails_ends_no_run(run: Path) -> None:
     config = load_config(run / "config.yaml", ["run.trackers=[wandb]", f"run.dir={run}"])
     (run / "config.yaml").unlink()  # its process ends at once
-    told: list[str] = []
-    with feed_trackers(config, told.append):
+    messages: list[str] = []
+    with feed_trackers(config, messages.append):
         pass
-    assert len(told) == 1 and "rlsys track" in told[0]
+    assert len(messages) == 1 and "rlsys track" in messages[0]
 
 
 # -- the packages themselves -----------------------------------------------------------------------------------
@@ -164,23 +164,23 @@ def test_read_back_equal_after_a_kill_and_a_resume(
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
-    held = READERS[name]
-    while ("step", 1) not in held(run):  # W&B writes to its file every 15 seconds; the bound is the test's
+    reader = READERS[name]
+    while ("step", 1) not in reader(run):  # W&B writes to its file every 15 seconds; the bound is the test's
         assert process.poll() is None, "the follower ended"
         time.sleep(0.5)
     os.killpg(process.pid, 9)
     process.wait()
     resume_with_a_repeated_step(run)
-    done = subprocess.run(
+    track_process = subprocess.run(
         [sys.executable, "-m", "rlsys.cli.main", "track", str(run)], capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    found = held(run)
-    assert {at: v.get("reward", v.get("accuracy")) for at, v in sorted(found.items())} == {
+    assert track_process.returncode == 0, track_process.stderr
+    records = reader(run)
+    assert {key: v.get("reward", v.get("accuracy")) for key, v in sorted(records.items())} == {
         ("eval", 0): 0.25, ("eval", 3): 1.0, ("step", 1): 0.25, ("step", 2): 0.5, ("step", 3): 0.75
     }  # fmt: skip
-    assert found == first_values(run)
-    once_more = subprocess.run(done.args, capture_output=True, text=True)
+    assert records == first_values(run)
+    once_more = subprocess.run(track_process.args, capture_output=True, text=True)
     assert f"{name}: 0 lines written" in once_more.stdout
 
 
@@ -191,8 +191,8 @@ def test_a_run_that_ends_has_given_everything(run: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     text = (run / "config.yaml").read_text().replace("trackers: []", "trackers: [mlflow]")
     (run / "config.yaml").write_text(text)
-    told: list[str] = []
-    with feed_trackers(load_config(run / "config.yaml"), told.append):
+    messages: list[str] = []
+    with feed_trackers(load_config(run / "config.yaml"), messages.append):
         add_lines(run, {"kind": "step", "step": 3, "time": 112.0, "reward": 0.75})
-    assert told == []
+    assert messages == []
     assert sorted(read_mlflow(run)) == [("eval", 0), ("step", 1), ("step", 2), ("step", 3)]

@@ -69,15 +69,15 @@ def test_hashing_is_few_operations_a_tensor_and_gives_the_same_digests(
     """Triton's interpreter stands for the GPU; the parent process computes the digests in plain torch."""
     pytest.importorskip("triton", reason="triton is not installed: the kernel is for CUDA hosts")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": python_path(ROOT)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _COUNTED], env=environment, cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert process.returncode == 0, process.stderr[-2000:]
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    for (found, operations), dtype in zip(
-        json.loads(done.stdout.splitlines()[-1]), (torch.float32, torch.bfloat16), strict=True
+    for (kernel_digests, operations), dtype in zip(
+        json.loads(process.stdout.splitlines()[-1]), (torch.float32, torch.bfloat16), strict=True
     ):
-        assert found == digests(tensors(dtype))
+        assert kernel_digests == digests(tensors(dtype))
         assert operations < 5, f"{operations:.1f} operations to hash a tensor for 3 ranks"
 
 
@@ -109,9 +109,9 @@ def test_shares_of_ranks_are_even_and_neighbours_go_to_different_ranks() -> None
 def test_every_trainer_rank_hashes_its_share(cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", cuda)
     shares = [_delivered(rank) for rank in range(2)]
-    whole = EngineChecksums(TINY, 1)
-    assert len(list(whole.watch(tensors()))) == len(tensors())
-    alone = whole.digests()[0]
+    checksums = EngineChecksums(TINY, 1)
+    assert len(list(checksums.watch(tensors()))) == len(tensors())
+    expected_digests = checksums.digests()[0]
     assert [len(share) > 0 for share in shares] == [True, True], "one rank hashes everything"
     assert not shares[0].keys() & shares[1].keys()
-    assert all(alone[name] == digest for share in shares for name, digest in share.items())
+    assert all(expected_digests[name] == digest for share in shares for name, digest in share.items())

@@ -198,11 +198,11 @@ def test_an_http_error_leaves_the_engine_out_of_the_push() -> None:
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         with Receivers([EngineAddress(url, 1, -1)], 60) as receivers:
-            for left in ([url], []):
+            for present_urls in ([url], []):
                 receivers.wait_all(
                     receivers.post_all([Call("/update_weights_from_tensor", {})] * len(receivers.present))
                 )
-                assert [e.url for e in receivers.present] == left
+                assert [e.url for e in receivers.present] == present_urls
         server.shutdown()
     assert list(receivers.excluded) == [url]
     assert receivers.excluded[url].startswith(f"{url}/update_weights_from_tensor: 500")
@@ -274,12 +274,12 @@ def test_who_refuses_a_join_with_everybody_there_is_left_out(
 
 def test_a_trainer_that_replaces_a_killed_one_names_its_group_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, each trainer counted from 0, and SGLang refused a name that the dead one had left: 400, end of run."""
-    known: set[str] = set()
+    group_names: set[str] = set()
 
     def ask(receivers: Receivers, calls: Sequence[Call]) -> dict[str, Future[None]]:
         names = {call.body["group_name"] for call in calls}
-        refusal = RunError("400: this group name has already been created") if names & known else None
-        known.update(names)
+        refusal = RunError("400: this group name has already been created") if names & group_names else None
+        group_names.update(names)
         return {e.url: answered(refusal) for e in receivers.present}
 
     monkeypatch.setattr(transports.GroupRendezvous, "join", lambda *_: Group())
@@ -289,4 +289,4 @@ def test_a_trainer_that_replaces_a_killed_one_names_its_group_anew(monkeypatch: 
         monkeypatch.setattr(transports.GroupTransport, "_numbers", itertools.count(), raising=False)
         with Receivers([EngineAddress("http://e0:1", 1, -1)], 60) as receivers:
             transports.GroupTransport(60, 60).begin(receivers)
-    assert len(known) == 3
+    assert len(group_names) == 3

@@ -22,10 +22,10 @@ ENGINES = [EngineAddress("http://a", 1, 0), EngineAddress("http://b", 1, 0)]
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is done to groups and asked of engines, in order."""
-    seen: list[str] = []
+    event_log: list[str] = []
 
     def ask(self: Receivers, calls: Sequence[Call]) -> dict[str, Future[None]]:
-        seen.extend(f"{engine.url}{call.path}" for engine, call in zip(self.present, calls, strict=True))
+        event_log.extend(f"{engine.url}{call.path}" for engine, call in zip(self.present, calls, strict=True))
         answers = {engine.url: Future[None]() for engine in self.present}
         for answer in answers.values():
             answer.set_result(None)
@@ -33,19 +33,21 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Receivers, "post_all", ask)
     monkeypatch.setattr(
-        transports.dist, "destroy_process_group", lambda group: seen.append(f"destroy {group}")
+        transports.dist, "destroy_process_group", lambda group: event_log.append(f"destroy {group}")
     )
     monkeypatch.setattr(
-        transports.dist.distributed_c10d, "_abort_process_group", lambda group: seen.append(f"abort {group}")
+        transports.dist.distributed_c10d,
+        "_abort_process_group",
+        lambda group: event_log.append(f"abort {group}"),
     )
     monkeypatch.setattr(transports.dist, "get_backend", lambda group: group)
-    return seen
+    return event_log
 
 
 def joined(backend: str) -> GroupTransport:
-    made = GroupTransport(60, 60)
-    made._group, made._members = backend, list(ENGINES)  # type: ignore[assignment]
-    return made
+    transport = GroupTransport(60, 60)
+    transport._group, transport._members = backend, list(ENGINES)  # type: ignore[assignment]
+    return transport
 
 
 def test_engines_are_asked_to_leave_before_the_trainer_leaves(events: list[str]) -> None:

@@ -23,11 +23,11 @@ from tests.unit.weights.test_weights import LAYER, TINY
 @pytest.mark.parametrize(("n", "dtype"), GOLDEN)
 @pytest.mark.parametrize("parts", [1, 2, 9])
 def test_the_hash_of_a_gpu_tensor_is_sglangs_however_it_is_cut(n: int, dtype: str, parts: int) -> None:
-    whole, state = sample(n, dtype), TileHash()
+    tensor, state = sample(n, dtype), TileHash()
     rng = random.Random(parts)
-    at = [0, *sorted(rng.randrange(n + 1) for _ in range(parts - 1)), n]
-    for start, end in itertools.pairwise(at):
-        state.update(whole[start:end])
+    boundaries = [0, *sorted(rng.randrange(n + 1) for _ in range(parts - 1)), n]
+    for start, end in itertools.pairwise(boundaries):
+        state.update(tensor[start:end])
     assert state.digest() == GOLDEN[n, dtype]
 
 
@@ -46,22 +46,22 @@ def test_rounds_of_many_tiles_add_up() -> None:
 
 
 def test_a_part_of_a_matrix_is_hashed_as_if_it_stood_alone() -> None:
-    matrix, state, alone = sample(600, "float32").view(20, 30), TileHash(), TileHash()
+    matrix, state, reference = sample(600, "float32").view(20, 30), TileHash(), TileHash()
     state.update(matrix[:, 7:19])
-    alone.update(matrix[:, 7:19].clone())
-    assert state.digest() == alone.digest()
+    reference.update(matrix[:, 7:19].clone())
+    assert state.digest() == reference.digest()
 
 
 @pytest.mark.parametrize(("n", "dtype"), [case for case in GOLDEN if case[1] == "float32"])
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_ranks_that_have_parts_find_the_hash_of_the_whole_together(n: int, dtype: str, ranks: int) -> None:
     """Each hashes what it has, begun at its place; some tiles are shared by two of them, or by all."""
-    whole, rng, parts = sample(n, dtype), random.Random(ranks), []
-    at = [0, *sorted(rng.randrange(n + 1) for _ in range(ranks - 1)), n]
-    for start, end in itertools.pairwise(at):
+    tensor, rng, parts = sample(n, dtype), random.Random(ranks), []
+    boundaries = [0, *sorted(rng.randrange(n + 1) for _ in range(ranks - 1)), n]
+    for start, end in itertools.pairwise(boundaries):
         state, middle = TileHash(start), rng.randint(start, end)
-        state.update(whole[start:middle])
-        state.update(whole[middle:end])
+        state.update(tensor[start:middle])
+        state.update(tensor[middle:end])
         parts.append(state.part(n))
     assert final_hash(parts) == final_hash(parts[::-1]) == GOLDEN[n, dtype]
     assert ranks == 1 or final_hash([part for part in parts if part.word_count][1:]) is None, "one is missing"
@@ -74,20 +74,20 @@ def test_experts_of_a_layer_may_be_spread_over_trainer_ranks(
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     torch.manual_seed(0)
     tensors = [(name, torch.randn(shape)) for entry in entries(TINY) for name, shape in entry.hf.items()]
-    alone, ranks = EngineChecksums(TINY, 2), [EngineChecksums(TINY, 2) for _ in range(3)]
-    assert len(list(alone.watch(tensors))) == len(tensors)
+    reference, ranks = EngineChecksums(TINY, 2), [EngineChecksums(TINY, 2) for _ in range(3)]
+    assert len(list(reference.watch(tensors))) == len(tensors)
     rng = random.Random(seed)
     of_rank: list[list[tuple[str, Tensor]]] = [[], [], []]
     for name, tensor in tensors:
         sender = rng.randrange(3) if ".experts." in name else 1
         of_rank[sender].append((name, tensor))
-    for rank, mine in zip(ranks, of_rank, strict=True):
-        assert len(list(rank.watch(mine))) == len(mine)
-    found = [rank.partial_digests() for rank in ranks]
-    assert merge_checksums(found) == alone.digests()
+    for rank, rank_tensors in zip(ranks, of_rank, strict=True):
+        assert len(list(rank.watch(rank_tensors))) == len(rank_tensors)
+    partials = [rank.partial_digests() for rank in ranks]
+    assert merge_checksums(partials) == reference.digests()
     w13 = LAYER + "mlp.experts.w13_weight"
-    one = next(i for i, each in enumerate(found) if w13 in each[0])
-    assert w13 not in merge_checksums(found[:one] + found[one + 1 :])[0]
+    expert_rank = next(i for i, each in enumerate(partials) if w13 in each[0])
+    assert w13 not in merge_checksums(partials[:expert_rank] + partials[expert_rank + 1 :])[0]
 
 
 @pytest.mark.parametrize("cuda", [False, True])
@@ -104,7 +104,9 @@ def test_no_tensor_of_a_push_is_kept(cuda: bool, monkeypatch: pytest.MonkeyPatch
                 yield name, torch.from_numpy(values)
                 del values
 
-    held = []
+    live_counts = []
     for _ in checksums.watch(tensors()):
-        held.append(sum(ref() is not None for ref in memory))
-    assert max(held) <= 2, f"{held[-1]} of {len(memory)} tensors are still held after the last one"
+        live_counts.append(sum(ref() is not None for ref in memory))
+    assert max(live_counts) <= 2, (
+        f"{live_counts[-1]} of {len(memory)} tensors are still held after the last one"
+    )

@@ -79,16 +79,16 @@ def test_without_gpus_the_ranks_of_a_host_take_turns() -> None:
 def test_no_group_ever_holds_two_ranks_of_one_gpu(
     world: int, sizes: list[int], start: int, per_node: int
 ) -> None:
-    trainer, engines, at = places(*range(world), per_node=per_node), [], start
+    trainer, engines, first_rank = places(*range(world), per_node=per_node), [], start
     for size in sizes:
-        engines.append(places(*range(at, at + size), per_node=per_node))
-        at += size
+        engines.append(places(*range(first_rank, first_rank + size), per_node=per_node))
+        first_rank += size
     try:
         plan = plan_push(trainer, engines, "broadcast", gpus=True)
     except UserError:
         return
-    rest = [place for i, e in enumerate(engines) if plan.owners(i, len(e)) is None for place in e]
-    check_group([trainer[plan.sender], *rest])
+    group_members = [device for i, e in enumerate(engines) if plan.owners(i, len(e)) is None for device in e]
+    check_group([trainer[plan.sender], *group_members])
     for index, owners in plan.memory.items():
         assert [trainer[rank] for rank in owners] == engines[index]
 

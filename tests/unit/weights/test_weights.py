@@ -28,9 +28,9 @@ def test_buckets_hold_every_tensor_in_order_within_their_size(
         (f"t{i}", torch.full((n,), i, dtype=torch.bfloat16 if half else torch.float32))
         for i, (n, half) in enumerate(shapes)
     ]
-    made = list(split_into_buckets(iter(tensors), max_bytes))
-    assert [name for bucket in made for name, _ in bucket] == [name for name, _ in tensors]
-    for bucket in made:
+    buckets = list(split_into_buckets(iter(tensors), max_bytes))
+    assert [name for bucket in buckets for name, _ in bucket] == [name for name, _ in tensors]
+    for bucket in buckets:
         size = sum(t.numel() * t.element_size() for _, t in bucket)
         assert size <= max_bytes or len(bucket) == 1
         assert len({t.dtype for _, t in bucket}) == 1
@@ -59,7 +59,7 @@ def test_a_bucket_stays_as_it_is_until_the_next_but_one(shared: bool) -> None:
 
 
 def test_a_stream_lays_the_next_bucket_out_while_one_is_on_its_way() -> None:
-    laid, seen = Event(), []
+    laid, sent_buckets = Event(), []
 
     class Watched(StagingBuffers):
         def flatten(self, bucket: Bucket) -> FlatBucket:
@@ -69,11 +69,11 @@ def test_a_stream_lays_the_next_bucket_out_while_one_is_on_its_way() -> None:
 
     def send(flat: FlatBucket) -> None:
         assert laid.wait(60), "the second bucket waited for the first"
-        seen.append((flat.parts[0][0], flat.memory.view(torch.float32).tolist()))
+        sent_buckets.append((flat.parts[0][0], flat.memory.view(torch.float32).tolist()))
 
     tensors = [(f"t{i}", torch.full((2,), float(i))) for i in range(5)]
     assert send_in_buckets(tensors, 8, Watched(shared=False), send) == 40
-    assert seen == [(f"t{i}", [float(i)] * 2) for i in range(5)]
+    assert sent_buckets == [(f"t{i}", [float(i)] * 2) for i in range(5)]
 
 
 TINY = HFConfig.of(
@@ -103,14 +103,14 @@ def test_checksums_are_those_of_joined_tensors_in_any_order(seed: int | None) ->
     if seed is not None:
         random.Random(seed).shuffle(order)
     assert list(checksums.watch(order)) == order
-    (found,) = checksums.digests()
+    (digests,) = checksums.digests()
     experts = [t[f"{LAYER}mlp.experts.{e}.{x}_proj.weight"] for e in range(2) for x in ("gate", "up")]
-    assert found[LAYER + "mlp.experts.w13_weight"] == sha(torch.cat(experts))
+    assert digests[LAYER + "mlp.experts.w13_weight"] == sha(torch.cat(experts))
     attention = [t[f"{LAYER}self_attn.{x}_proj.weight"] for x in "qkv"]
-    assert found[LAYER + "self_attn.qkv_proj.weight"] == sha(torch.cat(attention))
-    assert found["model.norm.weight"] == sha(t["model.norm.weight"])
-    assert found["lm_head.weight"] == sha(torch.cat([t["lm_head.weight"], torch.zeros(56, 8)]))
-    assert len(found) == 3 + 9
+    assert digests[LAYER + "self_attn.qkv_proj.weight"] == sha(torch.cat(attention))
+    assert digests["model.norm.weight"] == sha(t["model.norm.weight"])
+    assert digests["lm_head.weight"] == sha(torch.cat([t["lm_head.weight"], torch.zeros(56, 8)]))
+    assert len(digests) == 3 + 9
 
 
 def test_each_rank_has_its_part_and_ranks_share_a_head() -> None:
@@ -144,10 +144,10 @@ def test_latent_attentions_two_first_projections_share_a_bucket() -> None:
     ]
     tensors = [(f"{n}.weight", torch.zeros(10)) for n in names]
     scales = [(f"{n}.weight_scale_inv", torch.zeros(2)) for n in names]
-    made = [[name for name, _ in b] for b in split_into_buckets([*tensors, *scales], 40)]
-    assert sorted(name for b in made for name in b) == sorted(name for name, _ in tensors + scales)
-    for name in (n for b in made for n in b if ".q_a_proj." in n):
-        (bucket,) = (b for b in made if name in b)
+    bucket_names = [[name for name, _ in b] for b in split_into_buckets([*tensors, *scales], 40)]
+    assert sorted(name for b in bucket_names for name in b) == sorted(name for name, _ in tensors + scales)
+    for name in (n for b in bucket_names for n in b if ".q_a_proj." in n):
+        (bucket,) = (b for b in bucket_names if name in b)
         assert name.replace("q_a_proj", "kv_a_proj_with_mqa") in bucket, f"{name} is alone in {bucket}"
 
 
@@ -167,32 +167,33 @@ def experts_of(hf: HFConfig) -> dict[str, Tensor]:
 
 def test_stacked_experts_are_transposed_and_interleaved() -> None:
     experts = experts_of(GPT_OSS)
-    made = dict(stack_experts(experts.items(), GPT_OSS))
-    at = "model.layers.1.mlp.experts."
-    whole, bias = made[at + "gate_up_proj"], made[at + "gate_up_proj_bias"]
-    assert (whole.shape, bias.shape) == ((8, 64, 64), (8, 64))
-    stack = stacked_names(GPT_OSS)[at + "gate_up_proj"]
+    stacked_tensors = dict(stack_experts(experts.items(), GPT_OSS))
+    prefix = "model.layers.1.mlp.experts."
+    gate_up, bias = stacked_tensors[prefix + "gate_up_proj"], stacked_tensors[prefix + "gate_up_proj_bias"]
+    assert (gate_up.shape, bias.shape) == ((8, 64, 64), (8, 64))
+    stack = stacked_names(GPT_OSS)[prefix + "gate_up_proj"]
     for i, part in enumerate(("gate", "up")):
-        assert torch.equal(whole[3][:, i::2].t(), experts[f"{at}3.{part}_proj.weight"])
-        assert torch.equal(part_of(whole[3], i, stack), experts[f"{at}3.{part}_proj.weight"])
-        assert torch.equal(bias[3][i::2], experts[f"{at}3.{part}_proj.bias"])
-    assert torch.equal(made[at + "down_proj"][5].t(), experts[at + "5.down_proj.weight"])
-    assert len(made) == 4 * GPT_OSS.layers
+        assert torch.equal(gate_up[3][:, i::2].t(), experts[f"{prefix}3.{part}_proj.weight"])
+        assert torch.equal(part_of(gate_up[3], i, stack), experts[f"{prefix}3.{part}_proj.weight"])
+        assert torch.equal(bias[3][i::2], experts[f"{prefix}3.{part}_proj.bias"])
+    assert torch.equal(stacked_tensors[prefix + "down_proj"][5].t(), experts[prefix + "5.down_proj.weight"])
+    assert len(stacked_tensors) == 4 * GPT_OSS.layers
 
 
 def test_experts_stacked_part_by_part_are_cut_in_each_part() -> None:
     """Gate, then up; each engine rank has its part of both, under a name without the folder's prefix."""
     hf = HFConfig.of(tiny.raw_config(tiny.TINY["qwen3-vl-moe"]), "config.json")
-    experts, at = experts_of(hf), "model.language_model.layers.1.mlp.experts."
-    made = dict(stack_experts(experts.items(), hf))
+    experts, prefix = experts_of(hf), "model.language_model.layers.1.mlp.experts."
+    stacked_tensors = dict(stack_experts(experts.items(), hf))
     gate, up, down = (
-        torch.stack([experts[f"{at}{e}.{x}_proj.weight"] for e in range(8)]) for x in ("gate", "up", "down")
+        torch.stack([experts[f"{prefix}{e}.{x}_proj.weight"] for e in range(8)])
+        for x in ("gate", "up", "down")
     )
-    assert torch.equal(made[at + "gate_up_proj"], torch.cat([gate, up], 1).transpose(1, 2))
-    stack = stacked_names(hf)[at + "gate_up_proj"]
-    assert torch.equal(part_of(made[at + "gate_up_proj"][3], 1, stack), up[3])
+    assert torch.equal(stacked_tensors[prefix + "gate_up_proj"], torch.cat([gate, up], 1).transpose(1, 2))
+    stack = stacked_names(hf)[prefix + "gate_up_proj"]
+    assert torch.equal(part_of(stacked_tensors[prefix + "gate_up_proj"][3], 1, stack), up[3])
     checksums = EngineChecksums(hf, 2)
-    for _ in checksums.watch(made.items()):
+    for _ in checksums.watch(stacked_tensors.items()):
         pass
     second = checksums.digests()[1]
     assert second["model.layers.1.mlp.experts.w13_weight"] == sha(torch.cat([gate[:, 64:], up[:, 64:]], 1))
@@ -232,14 +233,16 @@ def test_a_missing_expert_is_no_stack() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_checksums_of_stacked_experts_are_those_of_the_engines_layout(rank: int) -> None:
     """Experts' weights as [experts, out, in], cut over ranks along what is inside an expert."""
-    made = dict(stack_experts(experts_of(GPT_OSS).items(), GPT_OSS))
+    stacked_tensors = dict(stack_experts(experts_of(GPT_OSS).items(), GPT_OSS))
     checksums = EngineChecksums(GPT_OSS, 2)
-    for _ in checksums.watch(made.items()):
+    for _ in checksums.watch(stacked_tensors.items()):
         pass
-    found, at = checksums.digests()[rank], "model.layers.0.mlp.experts."
+    digests, prefix = checksums.digests()[rank], "model.layers.0.mlp.experts."
     half = slice(32 * rank, 32 * rank + 32)
-    assert found[at + "w13_weight"] == sha(made[at + "gate_up_proj"].transpose(1, 2)[:, half])
-    assert found[at + "w13_weight_bias"] == sha(made[at + "gate_up_proj_bias"][:, half])
-    down = made[at + "down_proj"].transpose(1, 2)
-    assert found[at + "w2_weight"] == sha(down[:, :, 16 * rank : 16 * rank + 16])
-    assert found[at + "w2_weight_bias"] == sha(made[at + "down_proj_bias"])
+    assert digests[prefix + "w13_weight"] == sha(
+        stacked_tensors[prefix + "gate_up_proj"].transpose(1, 2)[:, half]
+    )
+    assert digests[prefix + "w13_weight_bias"] == sha(stacked_tensors[prefix + "gate_up_proj_bias"][:, half])
+    down = stacked_tensors[prefix + "down_proj"].transpose(1, 2)
+    assert digests[prefix + "w2_weight"] == sha(down[:, :, 16 * rank : 16 * rank + 16])
+    assert digests[prefix + "w2_weight_bias"] == sha(stacked_tensors[prefix + "down_proj_bias"])

@@ -48,8 +48,8 @@ def model(
     """After so many steps of training, each of which changes what is called so: a little, everywhere."""
     generator = torch.Generator().manual_seed(seed)
     rows = megabytes * 2**20 // 5 // 256 // dtype.itemsize
-    made = {f"layer{i}.weight": torch.randn(rows, 256, generator=generator) for i in range(5)}
-    return {n: (t * (1 + 2e-5 * steps * n.startswith(only))).to(dtype) for n, t in made.items()}
+    tensors = {f"layer{i}.weight": torch.randn(rows, 256, generator=generator) for i in range(5)}
+    return {n: (t * (1 + 2e-5 * steps * n.startswith(only))).to(dtype) for n, t in tensors.items()}
 
 
 def expected(tensors: Tensors) -> dict[str, str]:
@@ -91,8 +91,8 @@ class Sender:
 
 @pytest.fixture
 def three() -> Iterator[list[Host]]:
-    with hosts(3) as there:
-        yield there
+    with hosts(3) as relay_hosts:
+        yield relay_hosts
 
 
 def piece_of(content: np.ndarray, width: int = 4) -> Piece:
@@ -105,18 +105,18 @@ def test_a_piece_comes_back_as_it_was(width: int, length: int) -> None:
     rng = np.random.default_rng(0)
     old, new = (rng.integers(0, 256, length, dtype=np.uint8) for _ in "ab")
     piece = piece_of(new, width)
-    for held, before in ((None, ""), (old, digest(old))):
-        payload = encode(piece, new, held, before)
-        assert np.array_equal(decode(piece, payload, held), new)
+    for base, base_digest in ((None, ""), (old, digest(old))):
+        payload = encode(piece, new, base, base_digest)
+        assert np.array_equal(decode(piece, payload, base), new)
     assert encode(piece, new, new, piece.digest).data == b""
 
 
 def test_what_has_changed_a_little_is_small() -> None:
     for dtype, most in ((torch.bfloat16, 0.05), (torch.float32, 0.6)):
-        tensors, after = model(1, dtype), model(1, dtype, steps=1)
+        tensors, next_tensors = model(1, dtype), model(1, dtype, steps=1)
         old, new = (
-            torch.cat([t.view(-1).view(torch.uint8) for t in of.values()])[:PIECE_BYTES].numpy()
-            for of in (tensors, after)
+            torch.cat([t.view(-1).view(torch.uint8) for t in state.values()])[:PIECE_BYTES].numpy()
+            for state in (tensors, next_tensors)
         )
         assert not np.array_equal(old, new)
         payload = encode(piece_of(new, dtype.itemsize), new, old, digest(old))
@@ -127,9 +127,9 @@ def test_damaged_or_foreign_pieces_are_refused() -> None:
     content = np.arange(5000, dtype=np.int32).view(np.uint8)
     piece = piece_of(content)
     payload = encode(piece, content, None, "")
-    for place in (0, len(payload.data) // 2, len(payload.data) - 1):
+    for position in (0, len(payload.data) // 2, len(payload.data) - 1):
         hurt = bytearray(payload.data)
-        hurt[place] ^= 1
+        hurt[position] ^= 1
         with pytest.raises(Damaged):
             decode(piece, payload._replace(data=bytes(hurt)), None)
     with pytest.raises(Damaged):
@@ -161,12 +161,12 @@ def test_specifications_and_locations_are_checked() -> None:
 def test_all_hosts_get_all_tensors_and_the_link_carries_them_once(three: list[Host]) -> None:
     sender, first, second = Sender(three), model(0), model(0, steps=1, only="layer1")
     assert sender.push(first, 1) == {}
-    whole = sender.relays.sent_bytes
+    full_bytes = sender.relays.sent_bytes
     assert [host.state()["tensors"] for host in three] == [expected(first)] * 3
-    assert 0.5 < whole / sum(t.nbytes for t in first.values()) < 1.01
+    assert 0.5 < full_bytes / sum(t.nbytes for t in first.values()) < 1.01
     assert sender.push(second, 2) == {}
     assert [host.state()["tensors"] for host in three] == [expected(second)] * 3
-    assert sender.relays.sent_bytes < 0.3 * whole, "one tensor of five, as what has changed in it"
+    assert sender.relays.sent_bytes < 0.3 * full_bytes, "one tensor of five, as what has changed in it"
     assert sender.push(second, 3) == {} and sender.relays.sent_bytes == 0
     assert [host.state()["loads"] for host in three] == [3] * 3
     sender.close()
@@ -178,9 +178,9 @@ def test_who_joined_is_the_end_of_the_chain(three: list[Host]) -> None:
     sender, first, second = Sender(three), model(0), model(0, steps=1)
     sender.relays = RelayPush([range(2)], SECONDS, SECONDS)
     for version, tensors in ((1, first), (2, second)):
-        places = sender.addresses()
-        places[2] = replace(places[2], index=None, chain=0)
-        sender.relays.begin(places[::-1], version)
+        addresses = sender.addresses()
+        addresses[2] = replace(addresses[2], index=None, chain=0)
+        sender.relays.begin(addresses[::-1], version)
         assert [m.engine.url for m in sender.relays._members.values()] == sender.urls
         send_in_buckets(tensors.items(), BUCKET, StagingBuffers(shared=False), sender.relays.send)
         sender.relays.end()
@@ -196,13 +196,13 @@ def test_a_host_that_comes_back_is_fed_by_its_neighbours(three: list[Host]) -> N
     with hosts(1) as (fresh,):
         sender, first = Sender(three), model(0, torch.bfloat16)
         assert sender.push(first, 1) == {}
-        whole = sender.relays.sent_bytes
+        full_bytes = sender.relays.sent_bytes
         three[1].process.kill()
         three[1].process.wait()
         sender.hosts = [three[0], fresh, three[2]]
         sender.urls[1] = fresh.url
         assert sender.push(first, 1, only=[1]) == {}
-        assert sender.relays.sent_bytes == whole, "the same version: others of its chain have it"
+        assert sender.relays.sent_bytes == full_bytes, "the same version: others of its chain have it"
         assert fresh.state()["tensors"] == expected(first)
         sender.close()
 
@@ -229,12 +229,12 @@ def test_a_damaged_piece_is_refused_and_asked_for_again() -> None:
         return False
 
     link = SlowLink(1e9, damage)
-    with hosts(2) as there:
-        sender, tensors = Sender(there, urls=[link.through(host.url) for host in there]), model(3)
+    with hosts(2) as relay_hosts:
+        sender, tensors = Sender(relay_hosts, urls=[link.through(host.url) for host in relay_hosts]), model(3)
         assert sender.push(tensors, 1) == {}
-        first, second = (host.state()["damaged"] for host in there)
+        first, second = (host.state()["damaged"] for host in relay_hosts)
         assert 1 <= first <= len(hurt) and second == 0, "refused by the first, not passed on"
-        assert [host.state()["tensors"] for host in there] == [expected(tensors)] * 2
+        assert [host.state()["tensors"] for host in relay_hosts] == [expected(tensors)] * 2
         sender.close()
     link.close()
 
@@ -256,31 +256,31 @@ def test_a_host_that_dies_or_hangs_amid_a_push_is_passed_by(
     place: int, how: signal.Signals, tmp_path: Path
 ) -> None:
     """It has taken a piece, and not passed on the others."""
-    with hosts(3, [tmp_path if i == place else None for i in range(3)]) as there:
-        sender, tensors = Sender(there, seconds=3.0), model(5, megabytes=24)
+    with hosts(3, [tmp_path if i == place else None for i in range(3)]) as relay_hosts:
+        sender, tensors = Sender(relay_hosts, seconds=3.0), model(5, megabytes=24)
         addresses = sender.addresses()
         sender.relays.begin(addresses, 1)
 
         def strike() -> None:
             while not (tmp_path / "taken").exists():
                 threading.Event().wait(0.01)
-            there[place].process.send_signal(how)
+            relay_hosts[place].process.send_signal(how)
 
         striking = threading.Thread(target=strike)
         striking.start()
         send_in_buckets(tensors.items(), BUCKET, StagingBuffers(shared=False), sender.relays.send)
         striking.join()
         sender.relays.end()
-        assert list(sender.relays.excluded) == [there[place].url]
-        living = [host for i, host in enumerate(there) if i != place]
+        assert list(sender.relays.excluded) == [relay_hosts[place].url]
+        living = [host for i, host in enumerate(relay_hosts) if i != place]
         assert [host.state()["tensors"] for host in living] == [expected(tensors)] * 2
         assert sender.relays.sent_bytes < 1.7 * sum(t.nbytes for t in tensors.values())
         if how == signal.SIGSTOP:  # it goes on with what it had of the push before, amid the next one
             (tmp_path / "go").touch()
-            after = model(5, megabytes=24, steps=1)
-            there[place].process.send_signal(signal.SIGCONT)
-            assert sender.push(after, 2) == {}
-            assert [host.state()["tensors"] for host in there] == [expected(after)] * 3
+            next_tensors = model(5, megabytes=24, steps=1)
+            relay_hosts[place].process.send_signal(signal.SIGCONT)
+            assert sender.push(next_tensors, 2) == {}
+            assert [host.state()["tensors"] for host in relay_hosts] == [expected(next_tensors)] * 3
         sender.close()
 
 

@@ -9,16 +9,18 @@ from rlsys.worker.link import MAX_BATCH_MESSAGES, CancelSamples, Link, ToWorker
 
 
 async def test_the_first_of_many_messages_leave_before_the_last_is_there() -> None:
-    heard: list[int] = []
-    ours, theirs = socket.socketpair()
+    received_ids: list[int] = []
+    sender_socket, receiver_socket = socket.socketpair()
     lost = asyncio.Event()
-    here = Link(ToWorker, lambda messages: None, lambda: None)
-    there = Link(ToWorker, lambda messages: heard.extend(m.sample_ids[0] for m in messages), lost.set)
-    await here.open(ours)
-    await there.open(theirs)
+    sender_link = Link(ToWorker, lambda messages: None, lambda: None)
+    receiver_link = Link(
+        ToWorker, lambda messages: received_ids.extend(m.sample_ids[0] for m in messages), lost.set
+    )
+    await sender_link.open(sender_socket)
+    await receiver_link.open(receiver_socket)
     for i in range(MAX_BATCH_MESSAGES + 1):
-        here.send(CancelSamples([i]))
-    assert theirs.recv(1, socket.MSG_PEEK), "without a turn of the loop"
-    here.close()
+        sender_link.send(CancelSamples([i]))
+    assert receiver_socket.recv(1, socket.MSG_PEEK), "without a turn of the loop"
+    sender_link.close()
     await lost.wait()
-    assert heard == list(range(MAX_BATCH_MESSAGES + 1))
+    assert received_ids == list(range(MAX_BATCH_MESSAGES + 1))

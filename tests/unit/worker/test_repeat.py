@@ -51,8 +51,8 @@ async def trained(
         await r.start()
         out = []
         for step in range(1, steps + 1):
-            taken = await done(r, r.manager.take(step), clock)
-            out.append(replace(taken, groups=load_tokens(r.folder, taken.groups)))
+            batch = await done(r, r.manager.take(step), clock)
+            out.append(replace(batch, groups=load_tokens(r.folder, batch.groups)))
             ticket = await done(r, r.manager.begin_push(), clock)
             await r.manager.end_push(ticket, [])
         await r.manager.close()
@@ -99,9 +99,9 @@ async def test_another_clock_repeats_every_token(
         return make_config(tmp_path, rollout={**april, **rollout}, **sections)
 
     first, groups = await trained(config("first"), random_clock(1))
-    other, _ = await trained(config("other"), random_clock(2))
+    second, _ = await trained(config("other"), random_clock(2))
     again, groups_again = await trained(config("again", repeat=tmp_path / "first"), random_clock(2))
-    assert what(other) != what(first)
+    assert what(second) != what(first)
     assert what(again) == what(first)
     assert groups_again["expired"] == groups["expired"]
     assert any(s.resumes for t in first for g in t.groups for s in g.samples)

@@ -27,9 +27,9 @@ async def test_each_token_is_in_the_ledger_once(tmp_path: Path, workers: int) ->
         await r.manager.restore(0)
         await r.push()
         for step in range(1, 7):
-            taken = await r.take(step)
-            check_step(tmp_path, taken, seen)
-            assert taken.metrics["lost"] == 0
+            batch = await r.take(step)
+            check_step(tmp_path, batch, seen)
+            assert batch.metrics["lost"] == 0
             await r.push()
         assert r.manager.status()["resumes_total"] > 0  # type: ignore[operator]
         writers = {f.name.rpartition("-")[0] for f in (tmp_path / FOLDER).glob("*.seg")}
@@ -60,13 +60,13 @@ async def test_a_worker_that_is_killed_at_any_moment_costs_nothing_twice(
                 rng.choice(able).kill()
 
         killer = asyncio.create_task(kill())
-        before, step = set(r.pids()), 0
+        pids_before, step = set(r.pids()), 0
         while not killer.done() or step < 4:
             step += 1
             check_step(tmp_path, await r.take(step), seen)
             await r.push()
         killer.result()
-        assert len(before - set(r.pids())) >= 1
+        assert len(pids_before - set(r.pids())) >= 1
     assert len(seen) == 4 * step
 
 

@@ -29,14 +29,14 @@ async def trained(r: Run, steps: int) -> list[TrainBatch]:
     await r.manager.restore(0)
     await r.push()
     seen: set[int] = set()
-    found = []
+    batches = []
     for step in range(1, steps + 1):
-        taken = await r.take(step)
-        check_step(r.config.run.dir, taken, seen)
-        assert taken.metrics["lost"] == 0
-        found.append(taken)
+        batch = await r.take(step)
+        check_step(r.config.run.dir, batch, seen)
+        assert batch.metrics["lost"] == 0
+        batches.append(batch)
         await r.push()
-    return found
+    return batches
 
 
 @pytest.mark.parametrize("sections", [{}, DISAGGREGATED], ids=["colocated", "disaggregated"])
@@ -44,8 +44,8 @@ async def test_no_sample_is_resumed_more_often_than_max_resumes(
     tmp_path: Path, sections: dict[str, Any]
 ) -> None:
     async with run(tmp_path, 2, 4, sections=sections, max_resumes=1) as r:
-        taken = await trained(r, 8)
-    resumes = {s.resumes for t in taken for g in t.groups for s in g.samples}
+        batches = await trained(r, 8)
+    resumes = {s.resumes for t in batches for g in t.groups for s in g.samples}
     assert resumes == {0, 1}
 
 
@@ -53,11 +53,11 @@ async def test_another_number_of_workers_repeats_a_run(tmp_path: Path) -> None:
     """On engines that send their tokens in other pieces, in another order."""
     for name in ("first", "again"):
         (tmp_path / name).mkdir()
-    same = {"model": {"path": tmp_path}}
-    async with run(tmp_path / "first", 2, 4, sections=same) as r:
+    sections = {"model": {"path": tmp_path}}
+    async with run(tmp_path / "first", 2, 4, sections=sections) as r:
         first = what(tmp_path / "first", await trained(r, 5))
         assert r.manager.status()["resumes_total"] > 0  # type: ignore[operator]
-    async with run(tmp_path / "again", 3, 3, sections=same, repeat=tmp_path / "first") as r:
+    async with run(tmp_path / "again", 3, 3, sections=sections, repeat=tmp_path / "first") as r:
         for engine in r.engines:
             engine.chunk = 3
         assert what(tmp_path / "again", await trained(r, 5)) == first
@@ -100,15 +100,17 @@ async def test_engines_join_workers_and_leave_them(tmp_path: Path) -> None:
         def client(url: str, tp: int, pool: str | None = None) -> EngineClient:
             return EngineClient(url, session, tp=tp, pool=pool)
 
-        own = [client(url, 1) for url in urls[:2]]
-        members = Members(r.config, owner, r.workers.engines, client, own)
+        launch_clients = [client(url, 1) for url in urls[:2]]
+        members = Members(r.config, owner, r.workers.engines, client, launch_clients)
         await r.manager.restore(0)
         await r.push()
         seen: set[int] = set()
 
         async def until(step: int, serving: set[str]) -> int:
             """Steps are trained until these engines serve. The next step."""
-            while {u for u, told in r.workers.engines.engine_metrics().items() if told["serving"]} != serving:
+            while {
+                u for u, figures in r.workers.engines.engine_metrics().items() if figures["serving"]
+            } != serving:
                 members.update()
                 check_step(tmp_path, await r.take(step), seen)
                 await r.push()
@@ -121,9 +123,9 @@ async def test_engines_join_workers_and_leave_them(tmp_path: Path) -> None:
         homes = [set(w.status.states) for w in r.processes]
         assert [len(home) for home in homes] == [2, 2], "each worker has got one"
 
-        before = r.pids()
+        pids_before = r.pids()
         r.processes[1].kill()
-        while before == r.pids():
+        while pids_before == r.pids():
             await asyncio.sleep(0.01)
         step = await until(step, set(urls))
         assert homes == [set(w.status.states) for w in r.processes], "and keeps it"
@@ -143,8 +145,8 @@ async def test_samples_of_several_sequences_outlive_a_worker(tmp_path: Path) -> 
         await r.manager.restore(0)
         await r.push()
         for step in range(1, 7):
-            taken = await r.take(step)
-            for sample in (s for g in load_tokens(tmp_path, taken.groups) for s in g.samples):
+            batch = await r.take(step)
+            for sample in (s for g in load_tokens(tmp_path, batch.groups) for s in g.samples):
                 assert [q.parent for q in sample.sequences] == [None, 0, 1]
                 assert [q.aside for q in sample.sequences] == [False, True, False]
                 assert [q.last_turn for q in sample.sequences] == [1, 2, 3]
@@ -153,7 +155,7 @@ async def test_samples_of_several_sequences_outlive_a_worker(tmp_path: Path) -> 
                 assert sample.turn_rewards == MARKS
                 judged = sum(q.tokens for q in sample.sequences if not q.aside)
                 assert sample.reward == float(judged % 2)
-            assert taken.metrics["lost"] == 0
+            assert batch.metrics["lost"] == 0
             if step in (2, 4):
                 r.processes[step % 2].kill()
             await r.push()
@@ -169,13 +171,13 @@ async def test_trees_and_repairs_outlive_a_worker(planners: list[str], tmp_path:
         await r.manager.restore(0)
         await r.push()
         for step in range(1, 9):
-            taken = await r.take(step)
-            for group in load_tokens(tmp_path, taken.groups):
+            batch = await r.take(step)
+            for group in load_tokens(tmp_path, batch.groups):
                 assert len(group.samples) == (6 if planners else 4)
                 for sample in group.samples:
                     check_branch(group, sample)
                     forked += sample.fork is not None
-            assert taken.metrics["lost"] == 0
+            assert batch.metrics["lost"] == 0
             if step in (3, 5):
                 r.processes[step % 2].kill()
             await r.push()
@@ -188,17 +190,17 @@ def check_branch(group: SampleGroup, sample: Sample) -> None:
     first, versions = len(sample.prompt_ids), sample.versions()
     assert len(sample.response_ids) == len(sample.mu) == sample.tokens and sample.status.terminal
     assert sample.reward == float(sample.tokens % 2)
-    own = [i for i, trained in enumerate(sample.trained()) if trained]
+    own_positions = [i for i, trained in enumerate(sample.trained()) if trained]
     if sample.fork is not None:
-        stem, at = group.samples[sample.fork.source], sample.fork.at
-        shared = min(at, 5)  # the root is cut off there, after the first forks
+        stem, position = group.samples[sample.fork.source], sample.fork.at
+        shared = min(position, 5)  # the root is cut off there, after the first forks
         assert list(sample.response_ids[:shared]) == list(stem.response_ids[:shared])
         assert (
             list(sample.mu[:shared]) == list(stem.mu[:shared])
             and versions[:shared] == stem.versions()[:shared]
         )
-        assert sample.response_ids[at] in (97, 98, 99)
-        own = [i for i in own if i > at]
-    for i in own:
+        assert sample.response_ids[position] in (97, 98, 99)
+        own_positions = [i for i in own_positions if i > position]
+    for i in own_positions:
         assert sample.response_ids[i] in (2, token(sample.seed, first + i, versions[i]))
         assert sample.mu[i] == logprob(sample.seed, first + i, versions[i])
