@@ -121,7 +121,7 @@ while True: time.sleep(1)
 """
 
 
-def test_exit_code_output_and_environment_come_through(stage: Stage) -> None:
+def test_exit_code_output_and_environment_are_passed_through(stage: Stage) -> None:
     code = "import os, sys; print(os.environ['GREETING'], os.getcwd()); sys.exit(7)"
     for node in range(len(stage.backend.nodes)):
         assert stage.end_of(stage.start(code, node, GREETING=f"hello {node}")) == 7
@@ -137,7 +137,7 @@ def test_an_order_ends_a_role_with_all_it_started(stage: Stage) -> None:
     stage.wait(stage.no_process_left)
 
 
-def test_who_does_not_listen_is_killed_at_once_on_order(stage: Stage) -> None:
+def test_an_immediate_end_kills_a_process_that_ignores_termination(stage: Stage) -> None:
     handle = stage.start(PATIENT)
     stage.wait(lambda: len(stage.pids()) == 2)
     handle.order(END)
@@ -215,7 +215,7 @@ def test_a_job_that_may_lose_nodes_takes_a_spare_one(
 
 
 @pytest.mark.full
-def test_a_node_of_ray_that_comes_back_is_used_again(
+def test_a_returning_ray_node_is_used_again(
     ray_cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)

@@ -90,7 +90,7 @@ def diagnosis(run: Path, *until: str) -> str:
 
 
 @pytest.mark.slow
-def test_colocated_on_two_nodes_learns_what_one_machine_learns(
+def test_a_colocated_run_on_two_nodes_matches_the_single_node_curve(
     ray_cluster: RayCluster, tmp_path: Path, local_curve: list[dict[str, Any]]
 ) -> None:
     run = tmp_path / "run"
@@ -102,7 +102,7 @@ def test_colocated_on_two_nodes_learns_what_one_machine_learns(
 
 
 @pytest.mark.gate
-def test_an_engine_that_hangs_is_told_and_comes_back_when_its_actor_is_killed(
+def test_a_hung_engine_is_diagnosed_and_restarts_once_its_actor_dies(
     ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -126,7 +126,7 @@ def test_an_engine_that_hangs_is_told_and_comes_back_when_its_actor_is_killed(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_a_node_that_is_gone(ray_cluster: RayCluster, tmp_path: Path) -> None:
+def test_a_run_continues_after_replacing_a_lost_node(ray_cluster: RayCluster, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with started(ray_cluster, run, "trainer.steps=6", *ASYNCHRONOUS) as process:
         wait_for_step(process, run, 2)

@@ -49,7 +49,7 @@ def resumed_at(run: Path, time: int) -> int:
     return [int(r["step"]) for r in read_metrics(run).runs if r["event"] == "resume"][time]
 
 
-def test_colocated_on_two_nodes_learns_what_one_machine_learns(
+def test_a_colocated_run_on_two_nodes_matches_the_single_node_curve(
     slurm: SlurmCluster, tmp_path: Path, local_curve: list[dict[str, Any]]
 ) -> None:
     run = tmp_path / "run"
@@ -124,7 +124,7 @@ def test_a_run_outlives_the_node_of_an_engine(slurm: SlurmCluster, tmp_path: Pat
         slurm.start_node("node3")
 
 
-def test_a_spare_node_takes_the_place_of_a_trainers(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_a_spare_node_replaces_a_failed_trainer_node(slurm: SlurmCluster, tmp_path: Path) -> None:
     """The run goes on from its checkpoint in the same session of the same job."""
     run = tmp_path / "run"
     job = submit(slurm, run, "trainer.steps=6", "launch.nodes=2", "launch.spare_nodes=1")

@@ -20,7 +20,7 @@ RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs/algorithms").gl
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_a_recipe_computes_on_the_device_what_it_computes_on_the_cpu(path: Path) -> None:
+def test_recipe_losses_metrics_and_gradients_match_between_cuda_and_cpu(path: Path) -> None:
     algo, graded = AlgoSection.model_validate(read_layers(path).get("algo", {})), path.stem == "grpo_passk"
     device_outcome = run(World(graded=graded, device="cuda"), algo, lambda rows: [rows])
     cpu_outcome = run(World(graded=graded), algo, lambda rows: [rows])

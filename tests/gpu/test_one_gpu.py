@@ -99,7 +99,7 @@ def test_a_push_over_cuda_ipc_is_attested_and_serves(
     assert sum(gaps) / len(gaps) < 0.05
 
 
-def test_steps_are_taken_and_a_checkpoint_goes_on(trainer: Trainer) -> None:
+def test_steps_reduce_the_loss_and_a_checkpoint_resumes_training(trainer: Trainer) -> None:
     """Last: it changes the weights. Kernels may add in any order, so the numbers are close, not equal."""
     batch = trainer.passes.pack(cases.samples(vocab_size=128))
 

@@ -35,7 +35,7 @@ def mixed(first: int) -> list[tuple[Sample, int]]:
     return [of(first + i, *((LONG, 4) if i % 2 else (SHORT, 64))) for i in range(2 * EACH)]
 
 
-async def test_long_responses_leave_the_engine_that_is_bad_at_writing_and_long_prompts_take_their_place(
+async def test_a_slow_decoding_engine_gets_long_prompts_instead_of_long_responses(
     engine: str, engine_config: Config, tmp_path: Path
 ) -> None:
     """It sleeps before every pass, so writing takes it many times longer and reading a long prompt once."""

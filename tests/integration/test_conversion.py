@@ -64,7 +64,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_there_and_back_is_bit_equal_in_every_layout(family: str, tmp_path: Path) -> None:
+def test_a_round_trip_is_bit_equal_in_every_layout(family: str, tmp_path: Path) -> None:
     model = cases.write_model(tmp_path / "model", family, **FAMILIES[family])
     original = tensors_of(model)
     if family == "MixtralForCausalLM":  # the type of a folder is kept
@@ -103,7 +103,7 @@ CASES = {
 }
 
 
-def test_every_layout_loads_the_same_model_and_trains_it_alike(tmp_path: Path) -> None:
+def test_every_layout_loads_the_same_weights_and_trains_identically(tmp_path: Path) -> None:
     """From the folder and from a checkpoint that was converted for another layout."""
     references = {}
     for family in CASES:
@@ -138,7 +138,7 @@ def converted(model: Path) -> Path:
     return out
 
 
-def test_a_layout_that_is_left_leaves_no_threads(model: Path) -> None:
+def test_leaving_a_layout_leaks_no_threads(model: Path) -> None:
     """Each of gloo's polls for ever: a few conversions in one process would keep a core busy."""
     threads = []
     for _ in range(2):
@@ -176,7 +176,7 @@ def test_a_runs_checkpoint_is_exported_as_the_trainer_exports_it(model: Path, tm
         verify(tmp_path / "run", model, quiet)
 
 
-def test_commands_tell_what_they_did(
+def test_verify_command_reports_bit_equality(
     model: Path, converted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert rlsys(["convert", "verify", str(model), str(converted)]) == 0
@@ -210,7 +210,7 @@ def test_an_existing_folder_is_not_touched(
     assert mtimes_before == sorted(f.stat().st_mtime_ns for f in converted.iterdir())
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(
+def test_a_full_disk_is_reported_and_leaves_no_files(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -263,7 +263,7 @@ def test_damaged_and_foreign_models_are_named(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_killed_conversion_leaves_nothing_that_loads(model: Path, tmp_path: Path) -> None:
+def test_a_killed_conversion_leaves_no_loadable_output(model: Path, tmp_path: Path) -> None:
     """Killed at its first tensor; the same command then succeeds."""
     out = tmp_path / "out"
     program = (

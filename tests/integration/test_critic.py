@@ -29,7 +29,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
-def test_a_critic_learns_alone_at_first_and_is_restored_exactly(tmp_path: Path) -> None:
+def test_a_critic_trains_alone_during_warmup_and_is_restored_exactly(tmp_path: Path) -> None:
     """Its own weights move at its own rate; the policy's rest, and then move without its loss in theirs."""
     trainer, critic, objective = cases.start(tmp_path, "algo.critic.lr=2e-3")
     policy, values = weights(trainer), weights(critic)

@@ -134,7 +134,7 @@ def test_without_a_rest_value_and_gradient_are_those_of_transformers(
     assert update(trainer) == pytest.approx(float(divergence.mean()), abs=2e-6, rel=1e-5)
 
 
-def test_a_teacher_of_the_sampled_token_alone(
+def test_divergence_at_the_sampled_token_matches_transformers(
     folders: tuple[Path, Path], tmp_path: Path, trainers: list[Trainer]
 ) -> None:
     """Its divergence is log(policy / teacher) at the sampled token, whose gradient distill_pg does not take."""
@@ -159,7 +159,7 @@ def both_log_softmax(folders: tuple[Path, Path]) -> tuple[Tensor, Tensor]:
     return policy, teacher
 
 
-def test_the_policy_comes_ten_times_nearer(
+def test_distillation_reduces_the_divergence_tenfold(
     folders: tuple[Path, Path], tmp_path: Path, trainers: list[Trainer]
 ) -> None:
     trainer = start(folders, tmp_path / "run", trainers, top_k=16)
@@ -177,9 +177,7 @@ def test_another_vocabulary_is_one_line(
         start((folders[0], teacher_folder), tmp_path / "run", trainers)
 
 
-def test_a_teacher_that_is_not_there_is_told_before_anything_starts(
-    folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_missing_teacher_is_reported_before_startup(folders: tuple[Path, Path], tmp_path: Path) -> None:
     def config_of(teacher: Path) -> Any:
         algo = {"loss": ["distill"], "teacher": {"path": teacher}}
         return cases.config_of(folders[0], tmp_path / "run", algo=algo)

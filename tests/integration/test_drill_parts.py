@@ -94,7 +94,7 @@ def test_offload_takes_its_steps(figures: Recorded) -> None:
     assert HOLDS["offload"](figures), figures
 
 
-def test_models_of_one_drill_lie_in_its_private_folder(
+def test_a_drill_writes_its_models_to_its_private_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_node, "CUDA", False)
@@ -104,9 +104,7 @@ def test_models_of_one_drill_lie_in_its_private_folder(
 
 
 @pytest.mark.gate
-def test_checksums_are_held_against_the_engines_kernel(
-    figures: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checksums_match_the_engines_kernel(figures: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "HASHED_BYTES", 2**22)
     kernel = ModuleType("kernel")
 
@@ -125,7 +123,7 @@ def test_checksums_are_held_against_the_engines_kernel(
 
 
 @pytest.mark.gate
-def test_buckets_go_by_handle(figures: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_are_passed_by_handle(figures: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "BUCKETS", 3)
     gpu_checks.handles(figures)
     assert HOLDS["handles"](figures), figures
@@ -180,7 +178,7 @@ def test_ceilings_and_figures_of_a_gpu(figures: Recorded, tmp_path: Path) -> Non
 
 
 @pytest.mark.gate
-def test_the_part_with_transformer_engine_says_when_there_is_none(
+def test_the_transformer_engine_part_requires_an_installed_package(
     figures: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit, match="--transformer-engine FOLDER"):
@@ -211,7 +209,7 @@ def small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_layers")
-def test_memory_beside_its_rehearsal(figures: Recorded) -> None:
+def test_memory_records_real_and_rehearsed_figures(figures: Recorded) -> None:
     gpu_trainer.memory(figures)
     assert figures["allocator"] == BYTES
     HOLDS["memory"](figures)

@@ -169,7 +169,7 @@ async def test_a_push_is_exact(method: str, engine_config: Config, engine: str, 
         assert (s.bytes_sent == 0) == (method == "disk_delta"), "nothing has changed"
 
 
-async def test_a_broadcast_goes_on_without_an_engine_that_dies_in_it(
+async def test_a_broadcast_continues_when_an_engine_dies_during_it(
     engine_config: Config, engine: str
 ) -> None:
     weights = engine_config.weights.model_copy(update={"method": "broadcast"})
@@ -229,7 +229,7 @@ async def test_wrong_weights_do_not_serve(engine_config: Config, engine: str) ->
         assert s.router.stats()["engines_serving"] == 0
 
 
-async def test_one_wrong_bit_in_one_tensor_is_found(engine_config: Config, engine: str) -> None:
+async def test_one_wrong_bit_in_one_tensor_is_detected(engine_config: Config, engine: str) -> None:
     """So small a change passes every canary."""
 
     def flip(name: str, tensor: Tensor) -> Tensor:
@@ -248,16 +248,14 @@ async def test_one_wrong_bit_in_one_tensor_is_found(engine_config: Config, engin
         assert agreement.within(Bounds.of(engine_config))
 
 
-async def test_a_push_that_a_dead_trainer_left_open_is_ended(engine_config: Config, engine: str) -> None:
+async def test_a_push_left_open_by_a_dead_trainer_is_ended(engine_config: Config, engine: str) -> None:
     async with stack(engine_config, engine) as s:
         await s.client.begin_weight_update()
         version, _ = await s.push(0)
         assert s.router.engine_states() == {engine: f"version {version}"}
 
 
-async def test_a_router_that_comes_after_another_counts_its_own_tokens(
-    engine_config: Config, engine: str
-) -> None:
+async def test_a_new_router_counts_only_its_own_tokens(engine_config: Config, engine: str) -> None:
     """The rollout process was killed: what the engine still does for it is stopped, and nobody's loss."""
     async with stack(engine_config, engine) as s:
         await s.push(0)

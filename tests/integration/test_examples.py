@@ -51,7 +51,7 @@ def test_an_example_trains(name: str, tmp_path: Path) -> None:
     assert all(s["lost"] == 0 and s["reward_failed"] == 0 for s in steps)
 
 
-def test_what_new_writes_can_be_tried_tested_and_trained(tmp_path: Path) -> None:
+def test_a_new_project_can_be_tried_tested_and_trained(tmp_path: Path) -> None:
     def rlsys(*words: str) -> str:
         command = [sys.executable, "-m", "rlsys.cli.main", *words]
         env = os.environ | {"PYTHONPATH": python_path(ROOT)}

@@ -123,7 +123,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", TINY)
-def test_a_folder_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
+def test_a_folder_survives_a_checkpoint_round_trip_bit_for_bit(family: str, tmp_path: Path) -> None:
     """Through a checkpoint for two tensor-parallel ranks, under the names that the folder had."""
     folder = tiny.write(tmp_path / "model", TINY[family])
     layout = {"tp": 2, "ep": 2, "etp": 1} if HFConfig.read(folder).experts else {"tp": 2}
@@ -135,7 +135,9 @@ def test_a_folder_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensors_before[name], tensors_after[name]) for name in tensors_before)
 
 
-def test_layers_for_multi_token_prediction_go_along(tmp_path: Path, start: Callable[..., Trainer]) -> None:
+def test_multi_token_prediction_layers_survive_conversion_and_export(
+    tmp_path: Path, start: Callable[..., Trainer]
+) -> None:
     """Through a checkpoint and back, and from a run that began with either."""
     folder = tiny.write(tmp_path / "model", TINY["deepseek-v3"])
     raw = json.loads((folder / "config.json").read_text())

@@ -35,7 +35,7 @@ def test_world_12a_changed_data_is_refused_at_the_start(tmp_path: Path) -> None:
     assert second.returncode == 2 and "rows.jsonl" in second.stderr
 
 
-def test_pretrained_s4_the_answers_of_an_evaluation_are_kept(tmp_path: Path) -> None:
+def test_pretrained_s4_evaluation_samples_are_stored(tmp_path: Path) -> None:
     overrides = (f"run.dir={tmp_path}/run", *SHORT, "eval.prompts=2")
     eval_process = rlsys("eval", "quickstart", *overrides)
     if eval_process.returncode:
@@ -45,7 +45,7 @@ def test_pretrained_s4_the_answers_of_an_evaluation_are_kept(tmp_path: Path) -> 
     assert samples_process.returncode == 0, samples_process.stderr
 
 
-def test_pretrained_s5_a_stopped_run_tells_from_which_step_it_goes_on(tmp_path: Path) -> None:
+def test_pretrained_s5_a_stopped_run_reports_its_resume_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
     overrides = (*SHORT, *SYNCHRONOUS, "trainer.checkpoint_every=100", "launch.preemption_seconds=0.01")
     command = [*RLSYS, "train", "quickstart", f"run.dir={run}", *overrides, "trainer.steps=100"]

@@ -15,7 +15,7 @@ PROMPT = [4, 12, 13, 14, 5]
 SEEDS = range(7, 13)
 
 
-async def test_security_a20_a_greedy_request_beside_changes_no_seeded_sample(engine: str) -> None:
+async def test_security_a20_a_concurrent_greedy_request_changes_no_seeded_sample(engine: str) -> None:
     """SGLang by itself then draws all of the batch in the order of their probabilities, not of their ids."""
     async with make_session() as session:
 

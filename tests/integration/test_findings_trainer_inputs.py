@@ -233,7 +233,7 @@ def test_trainer_inputs_s7_copies_move_no_experts_bias(tmp_path: Path, start: Ca
 # -- M7: the way back ----------------------------------------------------------------------------------------
 
 
-def test_trainer_inputs_m7_a_folder_asks_for_the_room_that_its_weights_take(
+def test_trainer_inputs_m7_exporting_needs_disk_space_for_the_weights_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What else a checkpoint holds, an optimizer's state above all, is not written."""
@@ -300,7 +300,7 @@ def test_trainer_inputs_m2_a_folder_with_a_nan_is_bit_equal_to_itself(model: Pat
     assert error == ""
 
 
-def test_trainer_inputs_m6_an_update_without_a_trained_token_moves_nothing(
+def test_trainer_inputs_m6_an_update_without_trained_tokens_changes_no_weights(
     model: Path, start: Callable[..., Trainer]
 ) -> None:
     """As `rlsys sft` calls it with traces of one's own."""

@@ -53,7 +53,7 @@ def chat(c: openai.OpenAI, **more: Any) -> Any:
     return c.chat.completions.create(**{**defaults, **more})
 
 
-def test_the_openai_client_cannot_tell_the_router_from_the_engine(router: str, engine: str) -> None:
+def test_the_openai_client_gets_the_same_responses_from_router_and_engine(router: str, engine: str) -> None:
     through, direct = client(router), client(engine)
     assert [m.id for m in through.models.list()] == [m.id for m in direct.models.list()]
     a = chat(through, logprobs=True, top_logprobs=3, n=2).choices
@@ -89,7 +89,7 @@ def test_the_openai_client_cannot_tell_the_router_from_the_engine(router: str, e
         chat(through, messages=[{"role": "user", "content": "1 + " * 1000}])
 
 
-def test_sglangs_own_load_client_sees_no_difference(
+def test_sglangs_load_client_gets_the_same_results_through_the_router(
     router: str, engine: str, tiny_moe: Path, tmp_path: Path
 ) -> None:
     through, direct = (
@@ -153,7 +153,7 @@ async def once(url: str, path: str, body: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_generate_request_goes_on_from_its_tokens(
+def test_an_aborted_generate_request_resumes_from_its_tokens(
     stream: bool, aborting_router: str, engine: str, tiny_moe: Path
 ) -> None:
     """Aborted in the middle, it equals the unbroken one: ids, text, log-probs, routes."""

@@ -13,7 +13,7 @@ from tests.gpu.test_one_gpu import (  # noqa: F401
     config,
     test_a_push_over_cuda_ipc_is_attested_and_serves,
     test_log_probs_are_close_to_float32_on_the_cpu,
-    test_steps_are_taken_and_a_checkpoint_goes_on,
+    test_steps_reduce_the_loss_and_a_checkpoint_resumes_training,
     trainer,
 )
 from tests.helpers.algo_world import World
@@ -24,4 +24,4 @@ pytestmark = pytest.mark.integration
 @pytest.mark.parametrize("path", test_objective.RECIPES, ids=lambda p: p.stem)
 def test_a_recipe(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_objective, "World", lambda device="cpu", **asked: World(**asked))
-    test_objective.test_a_recipe_computes_on_the_device_what_it_computes_on_the_cpu(path)
+    test_objective.test_recipe_losses_metrics_and_gradients_match_between_cuda_and_cpu(path)

@@ -70,7 +70,7 @@ def test_an_engine_joins_while_the_trainer_is_stopped(method: str, tmp_path: Pat
     )
 
 
-def test_an_engine_joins_a_chain_and_gets_its_pushes(tmp_path: Path) -> None:
+def test_an_engine_joins_a_chain_and_receives_its_pushes(tmp_path: Path) -> None:
     """`--pool` of a pool behind a slow link: the trainer sends to the first engine alone."""
     run_dir = tmp_path / "run"
     session = Session(

@@ -39,7 +39,7 @@ def steps_with(budget: float, sessions: list[Session], folder: Path) -> list[dic
     return read_metrics(folder).steps
 
 
-def test_what_is_kept_follows_what_it_costs(sessions: list[Session], tmp_path: Path) -> None:
+def test_the_kept_share_follows_the_measured_mismatch(sessions: list[Session], tmp_path: Path) -> None:
     none = steps_with(0.0, sessions, tmp_path / "none")
     assert all(step["kept_samples"] == 0 for step in none[1:])
     assert max(step.get("mismatch_kept_mean", 0.0) for step in none) <= 1e-6

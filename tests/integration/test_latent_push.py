@@ -45,7 +45,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer]
     trainer.close()
 
 
-def test_no_bucket_parts_what_the_engine_joins(trainer: Trainer, tmp_path: Path) -> None:
+def test_no_bucket_separates_tensors_that_the_engine_fuses(trainer: Trainer, tmp_path: Path) -> None:
     config = trainer.config
     bucket_sizes = [
         len(bucket)

@@ -30,7 +30,7 @@ def documented() -> list[str]:
     return shlex.split(command.replace("\\\n", " "))
 
 
-def test_the_documented_command_names_what_this_test_replaces() -> None:
+def test_the_documented_command_contains_the_replaced_arguments() -> None:
     assert {"gsm8k", "--apply_chat_template"} <= set(documented())
     assert "model=some/model,base_url=http://127.0.0.1:8000/v1/" in " ".join(documented())
 

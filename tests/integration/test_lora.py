@@ -127,7 +127,7 @@ def base_of(trainer: Trainer) -> dict[str, Tensor]:
     }
 
 
-def test_only_adapters_are_trained_kept_and_referred_to(
+def test_only_adapters_are_trained_saved_and_used_as_reference(
     tmp_path: Path, start: Callable[..., Trainer]
 ) -> None:
     trainer = start(cases.write_model(tmp_path / "model"), trainer=LORA)
@@ -152,7 +152,9 @@ def test_only_adapters_are_trained_kept_and_referred_to(
     )
 
 
-def test_it_goes_on_bit_for_bit_from_a_checkpoint(tmp_path: Path, start: Callable[..., Trainer]) -> None:
+def test_training_resumes_bit_for_bit_from_a_checkpoint(
+    tmp_path: Path, start: Callable[..., Trainer]
+) -> None:
     folder = cases.write_model(tmp_path / "model")
     trainer = start(folder, trainer=LORA)
     cases.steps(trainer, 2)

@@ -146,7 +146,7 @@ async def test_tokens_are_drawn_by_the_formula(kind: str, url: str) -> None:
                 assert token == drawn or lead < 1e-4
 
 
-async def test_a_seeded_sample_does_not_depend_on_what_is_beside_it(url: str) -> None:
+async def test_a_seeded_sample_does_not_depend_on_its_batch(url: str) -> None:
     """All kinds of samples, alone and in a batch with a longer request of each kind."""
     async with engine_at(url) as engine:
         references = {kind: await engine.samples(**sampling) for kind, sampling in KINDS.items()}
@@ -159,7 +159,7 @@ async def test_a_seeded_sample_does_not_depend_on_what_is_beside_it(url: str) ->
                 assert (await guest)[: len(greedy)] == greedy or guest_kind != "greedy"
 
 
-async def test_samples_of_all_kinds_in_one_batch_are_those_of_each_alone(url: str) -> None:
+async def test_samples_are_identical_in_a_mixed_batch_and_alone(url: str) -> None:
     """Their log-probs, too, bit by bit, where none is retracted: the cache holds all of them."""
     requests = [(seed, {**KINDS[kind], "logprobs": 1}) for kind in KINDS for seed in list(SEEDS)[:4]]
     async with engine_at(url) as engine:
@@ -172,7 +172,7 @@ async def test_samples_of_all_kinds_in_one_batch_are_those_of_each_alone(url: st
         assert reference["meta_info"]["output_token_logprobs"] == answer["meta_info"]["output_token_logprobs"]
 
 
-async def test_a_prompt_prefilled_in_chunks_beside_others_has_the_same_samples(url: str) -> None:
+async def test_a_prompt_prefilled_in_chunks_in_a_batch_has_the_same_samples(url: str) -> None:
     """A long prompt is prefilled in chunks, whose sizes follow from what is prefilled beside it."""
     assert len(LONG_PROMPT) > 2 * CHUNK
     async with engine_at(url) as engine:

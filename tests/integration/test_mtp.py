@@ -162,7 +162,9 @@ def test_no_gradient_leaves_the_layer(tmp_path: Path, start: Callable[..., Train
     assert "model.layers.4.eh_proj.weight" in moved and len(moved) > 10
 
 
-def test_it_learns(tmp_path: Path, start: Callable[..., Trainer]) -> None:
+def test_training_reduces_the_loss_and_raises_the_accuracy(
+    tmp_path: Path, start: Callable[..., Trainer]
+) -> None:
     """Sequences that repeat themselves: the loss falls, and the second token is guessed more often."""
     folder = tiny.write(tmp_path / "model", TINY["glm-4.5"], mtp=True)
     trainer = start(folder, **TRAINED)
@@ -223,7 +225,7 @@ def test_the_layer_travels_with_the_model(tmp_path: Path) -> None:
     assert verify(tmp_path / "run", tmp_path / "exported", lambda *_: None).tensors == len(model.names) - 2
 
 
-def test_which_tokens_are_predicted() -> None:
+def test_predicted_tokens_exclude_prompts_and_untrained_tokens() -> None:
     """Two sequences: none of the first two tokens of either, no prompt, nothing that is not trained."""
     micro = MicroBatch.of_tokens(torch.arange(9))
     micro.cu_seqlens = torch.tensor([0, 5, 9], dtype=torch.int32)

@@ -140,7 +140,9 @@ def test_offloaded_state_is_refused_in_one_line(tmp_path: Path) -> None:
         )
 
 
-def test_it_goes_on_bit_for_bit_from_a_checkpoint(tmp_path: Path, start: Callable[..., Trainer]) -> None:
+def test_training_resumes_bit_for_bit_from_a_checkpoint(
+    tmp_path: Path, start: Callable[..., Trainer]
+) -> None:
     folder = cases.write_model(tmp_path / "model")
     trainer = start(folder, trainer=MUON)
     cases.steps(trainer, 2)

@@ -224,7 +224,7 @@ def draw(seed: int) -> list[tuple[float, str]]:
 
 
 @pytest.mark.parametrize("seed", range(SCHEDULES))
-def test_nothing_is_lost_trained_twice_or_made_by_other_weights(stage: Stage, seed: int) -> None:
+def test_no_token_is_lost_trained_twice_or_generated_by_other_weights(stage: Stage, seed: int) -> None:
     schedule = draw(seed)
     print(f"{seed}: " + ", ".join(f"{event_time:.0f}s {kind}" for event_time, kind in schedule))
     todo, ends = list(schedule), list[tuple[float, Callable[[], None]]]()

@@ -109,11 +109,11 @@ def run_launch(folder: Path, seed: int, more: int) -> None:
     assert "Traceback" not in launch.log(), launch.log()
 
 
-def test_an_exporter_tells_the_newest_step_after_each_fault(tmp_path: Path) -> None:
+def test_an_exporter_reports_the_newest_step_after_each_fault(tmp_path: Path) -> None:
     run_launch(tmp_path, 1, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3])
-def test_an_exporter_tells_the_newest_step_in_longer_schedules(seed: int, tmp_path: Path) -> None:
+def test_an_exporter_reports_the_newest_step_in_longer_schedules(seed: int, tmp_path: Path) -> None:
     run_launch(tmp_path, seed, 20)

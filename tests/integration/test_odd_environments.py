@@ -74,7 +74,7 @@ def launch(case: Case, run: Path, tmp: Path) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_trains_or_says_in_one_line_why_not(name: str, tmp_path: Path) -> None:
+def test_a_run_trains_or_fails_with_a_one_line_error(name: str, tmp_path: Path) -> None:
     case, run = CASES[name], tmp_path / "run"
     if case.own and (os.geteuid() != 0 or shutil.which("unshare") is None):
         pytest.skip("needs root, for a mount or a network of its own")

@@ -44,7 +44,7 @@ def test_offloaded_state_can_be_loaded_again_or_is_refused(
     assert optimizer_config.use_precision_aware_optimizer, "a resume would end in a KeyError"
 
 
-def test_a_run_with_offloaded_state_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+def test_a_run_with_offloaded_optimizer_state_resumes_exactly(tmp_path: Path) -> None:
     """Half of the parameters are stepped in host memory by torch's AdamW, half on the "GPU" by Transformer Engine's
     stub; moments, float32 weights and both counts of steps come back from the checkpoint. Upstream, no such
     checkpoint can be loaded, and the GPU's half counts its steps wrong behind it: the second step shows that."""

@@ -264,7 +264,7 @@ def check_attack(stage: Stage) -> None:
     assert sum(sizes.values()) < MAX_LOG_BYTES, sizes
 
 
-def test_another_user_gets_nothing_and_stops_nobody(stage: Stage) -> None:
+def test_another_user_can_neither_read_data_nor_disrupt_a_run(stage: Stage) -> None:
     check_attack(stage)
     stage.session.wait_for_steps(step_lines(stage.run) + 2)
     stage.session.send(signal.SIGINT)

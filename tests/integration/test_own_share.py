@@ -72,7 +72,7 @@ def test_each_rank_reads_its_own_share(ranks: int, layouts: tuple[str, ...], wor
         )
 
 
-def test_a_rank_that_does_not_see_the_run_says_so(workplace: Path) -> None:
+def test_a_rank_reports_a_missing_segment(workplace: Path) -> None:
     shutil.rmtree(workplace / "run" / "segments")
     light = decode((workplace / "light.msgpack").read_bytes(), share_cases.TrainBatch)
     trainer = Trainer(cases.config_of(workplace / "model", workplace / "run"))

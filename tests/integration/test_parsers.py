@@ -95,7 +95,7 @@ def streamed(url: str, **more: Any) -> tuple[str, str, list[tuple[str, str]], st
     return reasoning, content.strip(), [(name, arguments) for name, arguments in calls.values()], finish
 
 
-def test_the_router_gives_what_the_server_gives(server: str, tmp_path: Path) -> None:
+def test_the_router_returns_the_same_response_as_the_server(server: str, tmp_path: Path) -> None:
     """The model's template shows no tools, so the router refuses them, and the server does not."""
     direct = whole(server, tools=openai.NOT_GIVEN)
     reasoning, content, _, _ = direct

@@ -192,7 +192,9 @@ REUSING = {
 
 
 @pytest.mark.parametrize("name", REUSING)
-def test_no_scoring_pass_where_old_is_what_training_computes(name: str, start: Callable[..., Any]) -> None:
+def test_scoring_is_skipped_where_old_logprobs_equal_the_training_pass(
+    name: str, start: Callable[..., Any]
+) -> None:
     """Loss and gradient are those with the pass; what is scored is what later updates need."""
     trainer, objective = start(*REUSING[name])
     train_batch = routed(recorded(), trainer) if name == "replay" else recorded()
@@ -219,7 +221,9 @@ def test_no_scoring_pass_where_old_is_what_training_computes(name: str, start: C
     ],
     ids=["bounds", "normaliser", "routes", "advantages"],
 )
-def test_who_looks_ahead_has_the_pass(overrides: tuple[str, ...], start: Callable[..., Any]) -> None:
+def test_scoring_is_kept_for_recipes_that_need_logprobs_in_advance(
+    overrides: tuple[str, ...], start: Callable[..., Any]
+) -> None:
     trainer, objective = start(*overrides)
     train_batch = recorded()
     plan = objective.plan(

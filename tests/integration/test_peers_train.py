@@ -19,7 +19,7 @@ SMALL = ("trainer.steps=3", "rollout.groups_per_step=4", "eval.interval=3")
 
 
 @pytest.mark.parametrize("peer", PEERS)
-def test_a_task_of_theirs_trains_three_steps(peer: str, tmp_path: Path) -> None:
+def test_a_peer_framework_task_trains_three_steps(peer: str, tmp_path: Path) -> None:
     config = write_task(peer, tmp_path)
     path = os.pathsep.join([str(ROOT), str(FOLDER / "prime_rl")])  # and the stand-in for verifiers
     command = [

@@ -123,7 +123,7 @@ LAYOUTS = ("tp=2", "pp=2", "cp=2", "dp=2", "ep=2")
 
 
 @pytest.mark.full
-def test_every_layout_learns_as_one_rank_does(workplace: Path, tmp_path: Path) -> None:
+def test_every_layout_matches_single_rank_training(workplace: Path, tmp_path: Path) -> None:
     single_steps = functools.cache(lambda name: cases.steps(workplace / "model", tmp_path / name, name))
     expected = {name: single_steps(name) for name in cases.LOSSES}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -161,7 +161,7 @@ def config_of(tmp_path: Path, run: str, **sft_section: Any) -> Config:
 
 
 @pytest.mark.gate
-def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is that of the first session: the folder's weights, not the checkpoint's."""
     write_model(tmp_path / "empty")
     unbroken, broken = (config_of(tmp_path, run, loss={"name": "dpo"}) for run in ("unbroken", "broken"))

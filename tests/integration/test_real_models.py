@@ -209,7 +209,7 @@ def write_deep(folder: Path) -> Path:
     [(), ("model.dtype=bfloat16",), ("model.dtype=bfloat16", "trainer.lora={rank: 8}")],
     ids=["float32", "bfloat16", "bfloat16-lora"],
 )
-def test_a_deep_model_with_a_real_vocabulary_trains_as_configs_come(
+def test_a_deep_model_with_a_real_vocabulary_trains_with_default_bounds(
     overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     """No bound is set by hand; every push is attested, the first one too."""

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integration
 SMALL = ["trainer.steps=2", "rollout.groups_per_step=4", "eval.interval=1", "eval.prompts=8"]
 
 
-def test_a_recipe_runs_once_from_nothing_to_its_record(tmp_path: Path) -> None:
+def test_a_recipe_runs_once_from_scratch_to_its_record(tmp_path: Path) -> None:
     recipe = dataclasses.replace(Recipe.read("chain_sum"), short={"rl": SMALL})
     location = Place(tmp_path, recipe, "short", 1)
     record = run(location)

@@ -79,7 +79,7 @@ def must_agree(real: dict[str, Any], found: Figures) -> None:
         pytest.param(4, ["tp=2,pp=2,ep=2,etp=1"], [0, 3], marks=pytest.mark.full),
     ],
 )
-def test_a_rehearsal_is_what_real_ranks_do(
+def test_a_rehearsal_matches_real_ranks(
     ranks: int, layouts: list[str], look_at: list[int], tmp_path: Path
 ) -> None:
     real = real_ranks(tmp_path, ranks, layouts)

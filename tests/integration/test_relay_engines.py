@@ -91,7 +91,7 @@ async def test_two_engines_take_pushes_through_a_chain(
             await asyncio.to_thread(sync.close)
 
 
-def test_a_run_whose_engines_are_a_chain(tmp_path: Path) -> None:
+def test_a_run_trains_with_a_chain_of_engines(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train_locally(
         run, "trainer.steps=2", "launch.placement=disaggregated",

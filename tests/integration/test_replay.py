@@ -171,7 +171,7 @@ def found(trainer: Trainer, samples: list[TrainSample]) -> tuple[float, float, f
     return float(matches.double().mean()), float(differences.mean()), float(differences.quantile(0.999))
 
 
-def test_replay_takes_the_engines_experts_and_log_probs_come_closer(
+def test_replay_uses_the_engines_experts_and_reduces_the_logprob_mismatch(
     samples: list[TrainSample], start: Callable[[str], Trainer]
 ) -> None:
     off, replayed = found(start("off"), samples), found(start("engine"), samples)
@@ -238,7 +238,7 @@ def test_the_router_learns_under_replay_and_tokens_without_routes_are_counted(
     assert all(not torch.equal(gates_before[n], t) for n, t in gates_after.items())
 
 
-def test_the_trainers_own_routes_stay_those_of_the_first_scoring_pass(
+def test_trainer_replay_reuses_the_routes_of_the_first_scoring_pass(
     samples: list[TrainSample], start: Callable[[str], Trainer]
 ) -> None:
     """R2: after an update the routers would choose otherwise, and do not."""

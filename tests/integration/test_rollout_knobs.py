@@ -195,7 +195,7 @@ async def test_auto_moves_towards_its_share(start: Start) -> None:
 APRIL = {"over_provision": 2, "max_staleness": 1, "groups_per_step": 4}
 
 
-async def test_drop_trains_the_short_and_the_bias_monitor_says_so(start: Start) -> None:
+async def test_drop_trains_short_responses_and_raises_the_bias_alarm(start: Start) -> None:
     async with start(**APRIL, staleness_policy="drop", length_bias_bound=0.05) as run:
         batches = await run.steps(18)
     last = batches[-1].metrics
@@ -243,7 +243,7 @@ async def test_no_sample_is_resumed_more_often_than_it_may(most: int | None, sta
 
 
 @pytest.mark.parametrize("order", ["oldest", "nearest_done", "longest"])
-async def test_what_was_interrupted_goes_on_in_the_order_asked_for(order: str, start: Start) -> None:
+async def test_interrupted_samples_resume_in_the_configured_order(order: str, start: Start) -> None:
     """As the engine sees it: the first requests after a push are the interrupted samples, in this order."""
     async with start(over_provision=3, max_staleness=16, groups_per_step=8, resume_order=order) as run:
         await run.steps(3)
@@ -297,7 +297,9 @@ def nudged() -> Any:
     return nudged_model
 
 
-async def test_the_error_of_keys_and_values_kept_through_a_push(engine_config: Config, engine: str) -> None:
+async def test_keys_and_values_kept_through_a_push_cause_a_bounded_error(
+    engine_config: Config, engine: str
+) -> None:
     """|logp - mu| of tokens sampled after the push, `logp` by transformers under the new weights."""
     set_model(NUDGED, nudged())
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.slow
-def test_eight_ranks_push_what_they_own_to_two_engines(tmp_path: Path) -> None:
+def test_eight_ranks_push_their_own_tensors_to_two_engines(tmp_path: Path) -> None:
     """tp 2, pp 2, ep 2 to two engines of tp 2. Every tensor is attested; no rank sends, or holds, much more than its
     share. In the second push the group is that of the first."""
     model = tmp_path / "model"
@@ -83,7 +83,7 @@ def engines() -> Iterator[list[str]]:
 
 
 @pytest.mark.full
-def test_each_tensor_comes_once_from_who_owns_it(tmp_path: Path, engines: list[str]) -> None:
+def test_each_tensor_is_sent_once_by_its_owner(tmp_path: Path, engines: list[str]) -> None:
     """Four gloo ranks in several layouts, real groups, scripted engines. An engine that dies in the middle of a push,
     or refuses, is left out of the rest; the others get everything, and keep their group for the next push."""
     for name in {model for model, _, _ in CASES.values()}:

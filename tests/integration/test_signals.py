@@ -94,7 +94,7 @@ def test_entropy_and_its_gradient_equal_the_plain_formula(start: Callable[..., A
     assert torch.allclose(leaf.grad, plain.grad, atol=1e-5)  # type: ignore[arg-type]
 
 
-def test_what_a_step_computed_of_its_tokens_can_be_read_afterwards(start: Callable[..., Any]) -> None:
+def test_the_token_log_records_the_logprobs_and_advantages_of_a_step(start: Callable[..., Any]) -> None:
     """Of the first groups by id: the log-probs of the weights that began the step, and the advantages."""
     trainer, objective = start("rollout.keep_groups=3")
     train_batch = cases.single_rewards(cases.recorded())
@@ -124,7 +124,7 @@ def test_what_a_step_computed_of_its_tokens_can_be_read_afterwards(start: Callab
         assert (advantage > 0) == ((sample.reward or 0.0) > sum(rewards) / len(rewards))
 
 
-def test_the_reference_stays_and_the_resident_weights_come_back(start: Callable[..., Any]) -> None:
+def test_the_reference_is_fixed_and_the_resident_weights_are_restored(start: Callable[..., Any]) -> None:
     trainer, objective = start("algo.loss=[clip,kl]")
     first = trainer.passes.logprobs(scored(trainer, objective))
     train_batch = cases.single_rewards(cases.recorded())
@@ -138,7 +138,7 @@ def test_the_reference_stays_and_the_resident_weights_come_back(start: Callable[
     assert all(torch.equal(weights_before[name], p) for name, p in trainer.named_parameters())
 
 
-def test_exact_old_is_what_the_weights_said_that_sampled(start: Callable[..., Any]) -> None:
+def test_exact_old_logprobs_are_those_of_the_sampling_weights(start: Callable[..., Any]) -> None:
     """The recording holds log-probs that its trainer stored at each interrupt; the engine agreed with them."""
     trainer, objective = start("algo.anchor=behaviour")
     train_batch = cases.recorded()
@@ -205,7 +205,7 @@ EPOCHS = ("algo.epochs=2", "algo.minibatches=2", "algo.anchor=old")
 
 
 @pytest.mark.parametrize("corrections", ["[]", "[{name: tis, normalise: true}]"])
-def test_epochs_go_over_the_same_minibatches_and_keep_the_scores_of_the_first(
+def test_epochs_repeat_the_minibatches_and_reuse_the_first_old_logprobs(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, corrections: str
 ) -> None:
     """Two epochs of two updates: a, b, a, b; `old` is that of the start of the step in all four, so the third moves
@@ -239,7 +239,7 @@ def test_epochs_go_over_the_same_minibatches_and_keep_the_scores_of_the_first(
     )  # further away from where it began
 
 
-def test_what_the_current_log_probs_decide_is_scored_again_before_each_update_of_further_epochs(
+def test_current_logprobs_are_rescored_before_each_update_of_later_epochs(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, objective = start(*EPOCHS[:2], "algo.anchor=interpolated", "algo.loss=[m2po]")
@@ -320,7 +320,7 @@ ROLLOUT_SIDE = {
 """Recipes that change what is rolled out: tests/unit/planning/test_planning.py."""
 
 
-def test_every_recipe_changes_what_it_claims(outcomes: dict[str, Any]) -> None:
+def test_every_recipe_changes_its_claimed_metric(outcomes: dict[str, Any]) -> None:
     assert set(CLAIMS) | ROLLOUT_SIDE | {"early_backward"} == set(cases.RECIPES)
     plain = outcomes[""]
     unchanged = [
@@ -363,7 +363,7 @@ def test_a_step_in_portions_is_the_step(outcomes: dict[str, Any]) -> None:
             assert early[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
 
-def test_an_update_that_came_before_is_no_mismatch(start: Callable[..., Any]) -> None:
+def test_mismatch_excludes_the_effect_of_earlier_updates(start: Callable[..., Any]) -> None:
     """Trainer and engine are compared by the weights that sampled: in a step's first update, however far it moves."""
     metrics = []
     for lr in (1e-30, 1e-2):
@@ -398,7 +398,7 @@ REJECTED = "algo.corrections=[{name: rejection, kind: k1, level: token, low: -1.
     [(False, ()), (True, ()), (False, ("trainer.balance_loss=0.1",))],
     ids=["whole", "early backward", "load balance"],
 )
-def test_a_step_whose_tokens_are_all_rejected_gets_no_update(
+def test_a_step_with_all_tokens_rejected_makes_no_update(
     start: Callable[..., Any], early: bool, balance: tuple[str, ...]
 ) -> None:
     """Neither momentum, nor weight decay, nor the gradient of the load balance moves the weights; a run goes on."""
@@ -429,7 +429,7 @@ def test_a_step_whose_tokens_are_all_rejected_gets_no_update(
     assert train_step(again, fresh, train_batch) == expected
 
 
-def test_what_is_written_of_tokens_is_the_same_in_every_layout(tmp_path: Path) -> None:
+def test_the_token_log_is_the_same_in_every_layout(tmp_path: Path) -> None:
     """Sequences spread over ranks, cut in two, and log-probs that only the last pipeline stage has."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}

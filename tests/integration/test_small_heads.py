@@ -17,7 +17,7 @@ SIZES = (16, 32, 64, 80, 96, 128, 192, 256, 512)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_model_asks_for_fused_storage_only_where_the_rope_stores(
+def test_a_model_requests_fused_kv_storage_only_if_the_rope_supports_it(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     declare_torchvision_ops()

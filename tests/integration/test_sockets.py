@@ -44,14 +44,14 @@ def test_neither_a_long_tmpdir_nor_a_host_name_without_address_ends_a_run(tmp_pa
     assert violations(listeners) == []
 
 
-def test_fine_tuning_listens_to_nobody_outside(tmp_path: Path) -> None:
+def test_fine_tuning_opens_no_external_socket(tmp_path: Path) -> None:
     config = ROOT / "configs" / "quickstart_sft.yaml"
     listeners, _ = run_and_watch("sft", str(config), f"run.dir={tmp_path / 'run'}", MODEL, "trainer.steps=2")
     print(format_table(listeners))
     assert violations(listeners) == []
 
 
-def test_a_process_started_by_hand_listens_to_nobody(tmp_path: Path) -> None:
+def test_a_process_started_manually_listens_only_on_loopback(tmp_path: Path) -> None:
     code = (
         "import os\nfrom megatron_patches import apply\n"
         "from rlsys.config import load_config\nfrom rlsys.trainer.setup import init_distributed\n"

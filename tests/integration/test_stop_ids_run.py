@@ -22,7 +22,7 @@ def steps_of(run: Path, folder: Path) -> list[dict[str, Any]]:
     return curve(run)
 
 
-def test_rewards_are_those_of_the_model_whose_eos_ends_it(tmp_path: Path) -> None:
+def test_rewards_do_not_depend_on_the_tokenizers_eos_token(tmp_path: Path) -> None:
     other_model = tmp_path / "other"
     shutil.copytree(QUICKSTART, other_model)
     edit(other_model / "tokenizer_config.json", eos_token="<unk>")

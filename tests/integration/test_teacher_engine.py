@@ -48,7 +48,9 @@ def made_up(vocabulary: int) -> list[TrainSample]:
 
 
 @pytest.mark.gate
-async def test_engine_and_trainer_say_the_same(engine: str, tiny_moe: Path, tmp_path: Path) -> None:
+async def test_engine_and_trainer_teachers_return_the_same_logprobs(
+    engine: str, tiny_moe: Path, tmp_path: Path
+) -> None:
     """The same weights: log-probs to 1e-4, ids but for near ties."""
     samples = made_up(128)
     async with make_session() as session:
@@ -128,7 +130,7 @@ def kill(process: psutil.Process) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_policy_comes_ten_times_nearer_in_a_run_that_outlives_its_teacher(tmp_path: Path) -> None:
+def test_distillation_reduces_the_divergence_tenfold_across_a_teacher_failure(tmp_path: Path) -> None:
     """The teacher dies (kill -9): samples are censored, the run goes on, and it is asked again once it is back. The
     coordinator dies: what the teacher has said is kept."""
     dpo, run = tmp_path / "dpo", tmp_path / "run"

@@ -129,7 +129,7 @@ async def three_steps(at: Rig, model: str, first: int = 1, last: int = 6) -> lis
     return results
 
 
-def test_strangers_and_other_tenants_find_nothing(learner: Learner) -> None:
+def test_unauthenticated_clients_and_other_tenants_are_denied_access(learner: Learner) -> None:
     async def scenario() -> None:
         async with rig(learner) as client:
             model = await client.model(session := await client.session())
@@ -158,7 +158,7 @@ def test_strangers_and_other_tenants_find_nothing(learner: Learner) -> None:
     asyncio.run(scenario())
 
 
-def test_a_model_that_was_never_made_trains_nobodys_adapters(learner: Learner) -> None:
+def test_requests_for_a_model_that_failed_creation_are_rejected(learner: Learner) -> None:
     async def scenario() -> None:
         async with rig(learner) as client:
             model = await client.model(session := await client.session())
@@ -178,7 +178,7 @@ def test_a_model_that_was_never_made_trains_nobodys_adapters(learner: Learner) -
     asyncio.run(scenario())
 
 
-def test_what_is_sent_again_is_done_once(learner: Learner) -> None:
+def test_a_repeated_request_is_executed_once(learner: Learner) -> None:
     async def scenario() -> None:
         async with rig(learner) as client:
             model = await client.model(await client.session())
@@ -195,7 +195,7 @@ def test_what_is_sent_again_is_done_once(learner: Learner) -> None:
     asyncio.run(scenario())
 
 
-def test_a_server_that_ends_at_any_moment_goes_on_bit_for_bit(learner: Learner, tmp_path: Path) -> None:
+def test_a_server_stopped_after_any_request_resumes_bit_for_bit(learner: Learner, tmp_path: Path) -> None:
     """After each request in turn, with one more that was accepted and not done."""
 
     async def scenario() -> None:

@@ -54,7 +54,7 @@ def test_training_of_one_tenant_does_not_starve_another(server: Server) -> None:
     assert len([end for end in finished if accepted_at < end < finished_at]) <= 2
 
 
-def test_bodies_that_do_not_come_block_nobody(server: Server) -> None:
+def test_stalled_request_bodies_do_not_block_other_tenants(server: Server) -> None:
     alice, key = Tenant(server, "alice"), key_of(server.run, "bob")
     head = (
         f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {key}\r\n"

@@ -146,7 +146,7 @@ def imitation(answer: list[int]) -> dict[str, Any]:
     return {"ids": ids[:-1], "inputs": {"target_tokens": ids[1:], "weights": weights}}
 
 
-def test_two_tenants_learn_at_once_each_its_own_task(server: Server) -> None:
+def test_two_tenants_train_concurrently_on_their_own_tasks(server: Server) -> None:
     with clients(server, "alice", "bob") as tenants:
         answers = list(ANSWERS.values())
         for seed, client in enumerate(tenants):
@@ -180,7 +180,7 @@ def test_two_tenants_learn_at_once_each_its_own_task(server: Server) -> None:
         ), "nor does it touch the model"
 
 
-def test_what_the_engine_samples_is_what_the_trainer_scores(server: Server) -> None:
+def test_engine_and_trainer_logprobs_agree_and_the_reward_rises(server: Server) -> None:
     """At temperature 1, of trained adapters; then the policy gradient on them raises what is rewarded."""
     target_id = 15
     with clients(server, "alice") as (alice,):
@@ -219,7 +219,7 @@ def _rewarded(made: dict[str, Any], advantage: float) -> dict[str, Any]:
     return {"ids": ids[:-1], "inputs": inputs}
 
 
-def test_a_server_that_is_killed_goes_on_bit_for_bit(server: Server) -> None:
+def test_a_killed_server_resumes_bit_for_bit(server: Server) -> None:
     """Between a backward pass and its step, and after something was saved: the client notices but the wait."""
     data = [imitation(ANSWERS["alice"]), imitation(ANSWERS["bob"])]
     adam = {"learning_rate": 1e-2, "weight_decay": 0.01, "grad_clip_norm": 1.0}
@@ -249,7 +249,7 @@ def test_a_server_that_is_killed_goes_on_bit_for_bit(server: Server) -> None:
         assert carol("sample", sampler="s", prompt=PROMPT, max_tokens=1)[0]["ids"]
 
 
-def test_the_client_is_told_what_is_not_served(server: Server) -> None:
+def test_unsupported_client_requests_are_rejected_with_a_reason(server: Server) -> None:
     with clients(server, "alice", "bob") as (alice, bob):
         assert "this server's adapters have rank 16" in alice.fails(
             "create", model="m", base=MODEL, rank=32, seed=0

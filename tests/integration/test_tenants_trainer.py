@@ -106,7 +106,7 @@ def alone(trainer: Trainer, tenant: int) -> list[Tensor]:
     return figures
 
 
-def test_two_that_take_turns_have_the_losses_and_gradients_of_each_alone(trainer: Trainer) -> None:
+def test_alternating_adapter_sets_match_the_results_of_separate_training(trainer: Trainer) -> None:
     base_before = trainer.adapters.base if trainer.adapters else 0
     shared_figures = together(trainer)
     gaps = []
@@ -122,7 +122,7 @@ def test_two_that_take_turns_have_the_losses_and_gradients_of_each_alone(trainer
     assert trainer.adapters is not None and trainer.adapters.base == base_before
 
 
-def test_a_set_that_was_written_goes_on_bit_for_bit(trainer: Trainer) -> None:
+def test_a_serialized_adapter_set_resumes_bit_for_bit(trainer: Trainer) -> None:
     resident = Resident(trainer)
     resident.enter(stirred(resident.first(0), 0))
 

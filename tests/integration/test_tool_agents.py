@@ -76,7 +76,7 @@ def overrides(model: Path, agent: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("agent", sorted(AGENTS))
-def test_the_ledger_has_what_the_engine_says_that_it_made(agent: str, model: Path, tmp_path: Path) -> None:
+def test_the_ledger_matches_the_engines_request_log(agent: str, model: Path, tmp_path: Path) -> None:
     """Id by id and log-prob by log-prob, over interruptions and pushes."""
     run, record = tmp_path / "run", tmp_path / "record"
     record.mkdir()
@@ -145,7 +145,7 @@ def session(model: Path, tmp_path: Path) -> Iterator[Session]:
     session.kill()
 
 
-def test_nothing_is_lost_when_everybody_is_killed(session: Session, tmp_path: Path) -> None:
+def test_nothing_is_lost_when_every_process_is_killed(session: Session, tmp_path: Path) -> None:
     """An agent of a framework: it has no say in how its client asks again."""
     run = tmp_path / "run"
     session.wait_for_steps(1)

@@ -112,9 +112,7 @@ def test_packed_logprobs_equal_transformers(
     assert all(torch.equal(exported[name], original[name]) for name in original)
 
 
-def test_temperature_scales_logits_and_canaries_stay_at_one(
-    model: Path, start: Callable[..., Trainer]
-) -> None:
+def test_temperature_scales_logits_but_not_canaries(model: Path, start: Callable[..., Trainer]) -> None:
     trainer = start(model, rollout={"temperature": 0.5})
     ids = [*cases.samples()[0].prompt_ids, *cases.samples()[0].response_ids]
     (hot,) = trainer.passes.logprobs([MicroBatch.of_tokens(torch.tensor(ids))])
@@ -216,7 +214,9 @@ def test_the_balance_loss_has_its_weight_whatever_divides_the_objective(
     assert norms[2] == pytest.approx(2 * norms[0], rel=1e-5)
 
 
-def test_what_a_model_lacks_is_refused(model: Path, start: Callable[..., Trainer]) -> None:
+def test_settings_that_the_model_does_not_support_are_rejected(
+    model: Path, start: Callable[..., Trainer]
+) -> None:
     for overrides, message in (
         ({"balance_rate": 0.001}, r"trainer.balance_rate = 0.001, but the routers of .* have no bias"),
         ({"recompute": ["mla_up_proj"]}, r"trainer.recompute names mla_up_proj, which .* does not have"),
@@ -233,7 +233,7 @@ def test_bfloat16_trains_close_to_float32(model: Path, start: Callable[..., Trai
     assert {t.dtype for _, t in trainer.named_hf_tensors()} == {torch.bfloat16}
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(model: Path, start: Callable[..., Trainer]) -> None:
+def test_a_resumed_run_continues_bit_for_bit(model: Path, start: Callable[..., Trainer]) -> None:
     unbroken = start(model)
     assert unbroken.load_checkpoint() == 0
     cases.steps(unbroken, 2)

@@ -59,7 +59,7 @@ def test_a_trainer_that_fails_to_build_does_not_poison_its_process(
     assert loss_of_an_update(model, tmp_path / "last") == expected
 
 
-def test_a_second_trainer_beside_a_live_one_is_refused_and_does_not_end_it(tmp_path: Path) -> None:
+def test_a_second_trainer_is_rejected_and_leaves_the_first_running(tmp_path: Path) -> None:
     model = cases.write_model(tmp_path / "model")
     trainer = Trainer(cases.config_of(model, tmp_path / "run"))
     try:

@@ -43,7 +43,7 @@ def folder(trainer: Trainer) -> Path:
     return trainer.config.run.dir / "checkpoints"
 
 
-def test_old_checkpoints_go_but_the_best_and_half_written_ones_do_not_count(trainer: Trainer) -> None:
+def test_retention_keeps_the_best_checkpoint_and_ignores_partial_ones(trainer: Trainer) -> None:
     for step, score in ((1, 0.2), (2, 0.5), (3, None), (4, 0.4), (5, None)):
         cases.save(trainer, step, score)
     assert checkpoint.steps(folder(trainer)) == [2, 4, 5]
@@ -134,7 +134,7 @@ def test_a_checkpoint_of_another_model_is_refused(trainer: Trainer, tmp_path: Pa
     wider_trainer.close()
 
 
-def test_a_disk_that_takes_no_more_is_said(trainer: Trainer) -> None:
+def test_a_full_disk_is_reported(trainer: Trainer) -> None:
     trainer.finish_checkpoint()
     cases.save(trainer, 1)
     trainer.save_checkpoint(2)

@@ -48,7 +48,7 @@ def losses(config: Config) -> list[float]:
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 8}])
-def test_an_interrupted_warm_start_goes_on_bit_for_bit(
+def test_an_interrupted_warm_start_resumes_bit_for_bit(
     lora: dict[str, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path / "empty")

@@ -20,7 +20,7 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_first_run_learns(first_run: Path) -> None:
+def test_the_first_run_reaches_the_documented_accuracy(first_run: Path) -> None:
     initial_accuracy, final_accuracy = (
         e["accuracy"] for e in read_metrics(first_run / "runs" / "quickstart").evals
     )

@@ -72,7 +72,7 @@ def runs(meet: Meet, tmp_path: Path) -> Iterator[dict[str, Session]]:
         policy_session.kill()
 
 
-def test_nothing_is_lost_when_everybody_is_killed(
+def test_nothing_is_lost_when_every_process_is_killed(
     meet: Meet, runs: dict[str, Session], tmp_path: Path
 ) -> None:
     first, second = runs["first"], runs["second"]
@@ -99,7 +99,7 @@ def test_nothing_is_lost_when_everybody_is_killed(
     meet.end()
 
 
-def test_beside_a_frozen_partner_it_trains_as_it_does_alone_on_the_same_rollouts(
+def test_training_with_a_frozen_partner_matches_training_alone_on_the_same_rollouts(
     meet: Meet, tmp_path: Path
 ) -> None:
     """Without its checkpoints it begins once more: its ledger has the rollouts, and nobody else is there."""

@@ -18,7 +18,7 @@ STEPS = 8
 TWO = (f"trainer.steps={STEPS}", "engine.count=2", "rollout.workers=2")
 
 
-def test_a_worker_of_a_real_run_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_run_continues_after_a_worker_is_killed(tmp_path: Path) -> None:
     """Its samples go on with the next worker, and its engine after a push of its own; the trainer hears nothing."""
     run_dir = tmp_path / "run"
     session = Session(run_dir, *TWO)

@@ -33,10 +33,10 @@ MARK = re.compile(
 )
 
 HERE = "tests/unit/test_cuda_branches.py"
-PATCHES = "tests/unit/megatron_patches/test_megatron_patches.py::test_nothing_for_a_cpu_is_active_beside_cuda"
+PATCHES = "tests/unit/megatron_patches/test_megatron_patches.py::test_cpu_patches_are_inactive_with_cuda"
 FINDINGS = "tests/unit/engine/test_findings_gpu.py"
 INSTRUMENT = (
-    "tests/unit/trainer/test_two_devices.py::test_a_tensor_of_the_gpu_is_hashed_and_laid_out_as_there"
+    "tests/unit/trainer/test_two_devices.py::test_gpu_tensors_take_the_cuda_branches_of_hashing_and_staging"
 )
 GROUPED = "tests/integration/test_grouped_experts.py"
 PARTS = "tests/integration/test_drill_parts.py"
@@ -44,7 +44,7 @@ NCCL = "tests/helpers/fake_nccl.py::_on_cuda"
 LAUNCH = "tests/unit/engine/test_engine_launch.py::test_"
 GPU_ON_CPU = "tests/integration/test_gpu_tests_on_cpu.py"
 TAKEN: dict[str, str] = {
-    "bench/gpu.py": "tests/unit/bench/test_drill.py::test_arguments_for_a_gpus_engines_are_left_out_on_a_cpu",
+    "bench/gpu.py": "tests/unit/bench/test_drill.py::test_gpu_engine_arguments_are_omitted_on_a_cpu",
     "bench/gpu_checks.py": PARTS,
     "bench/gpu_engine.py": PARTS,
     "bench/gpu_node.py": f"{PARTS}::pretended_gpu",
@@ -65,15 +65,15 @@ TAKEN: dict[str, str] = {
     "megatron_patches/cpu_import.py": "a CPU alone has a branch of its own",
     "megatron_patches/cpu_rng.py": "a CPU alone has a branch of its own",
     "megatron_patches/moe_splits.py": "a CPU alone has a branch of its own",
-    "rlsys/cli/explain.py": f"{HERE}::test_explain_says_what_no_gpu_means",
-    "rlsys/engine/cpu/hooks.py": f"{HERE}::test_an_engine_on_cuda_gets_no_hook_of_a_cpu",
-    "rlsys/engine/cpu/platform.py": f"{HERE}::test_an_engine_on_cuda_gets_no_hook_of_a_cpu",
+    "rlsys/cli/explain.py": f"{HERE}::test_explain_reports_settings_without_effect_on_cpu_hosts",
+    "rlsys/engine/cpu/hooks.py": f"{HERE}::test_an_engine_on_cuda_registers_no_cpu_hooks",
+    "rlsys/engine/cpu/platform.py": f"{HERE}::test_an_engine_on_cuda_registers_no_cpu_hooks",
     "rlsys/engine/launch_args.py": "tests/unit/launch/test_environment.py",
     "rlsys/engine/turn_parser.py": "a CPU alone has a branch of its own",
     "rlsys/config/precision.py": "tests/unit/config/test_precision.py",
-    "rlsys/trainer/model/model.py": f"{HERE}::test_layers_are_made_on_the_device",
+    "rlsys/trainer/model/model.py": f"{HERE}::test_layers_are_initialized_on_the_device",
     "rlsys/trainer/profiler.py": "tests/unit/trainer/test_profiler.py::test_a_gpus_kernels_are_recorded",
-    "rlsys/trainer/setup.py": f"{HERE}::test_a_rank_takes_its_gpu_and_nccl_for_what_is_on_it",
+    "rlsys/trainer/setup.py": f"{HERE}::test_a_rank_uses_its_gpu_and_nccl_for_cuda_tensors",
     "rlsys/trainer/trainer.py": f"{FINDINGS}::test_gpu_p7_make_room_collects_the_buckets_that_were_sent",
     "rlsys/weights/buckets.py": INSTRUMENT,
     "rlsys/weights/checksums.py": INSTRUMENT,
@@ -126,7 +126,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
     yield cuda_calls
 
 
-def test_a_rank_takes_its_gpu_and_nccl_for_what_is_on_it(
+def test_a_rank_uses_its_gpu_and_nccl_for_cuda_tensors(
     calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -147,7 +147,7 @@ def test_a_rank_takes_its_gpu_and_nccl_for_what_is_on_it(
     assert backends == ["cpu:gloo,cuda:nccl"] and checked == [(9, 0)]
 
 
-def test_what_is_not_installed_is_said_on_a_gpu(
+def test_missing_libraries_are_logged_on_a_gpu_host(
     calls: list[tuple[str, Any]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None)
@@ -156,13 +156,13 @@ def test_what_is_not_installed_is_said_on_a_gpu(
     assert "Transformer Engine" in caplog.text and "Apex" in caplog.text
 
 
-def test_layers_are_made_on_the_device(calls: list[tuple[str, Any]]) -> None:
+def test_layers_are_initialized_on_the_device(calls: list[tuple[str, Any]]) -> None:
     config = load_config(QUICKSTART, [])
     model_config = transformer_config(config, HFConfig.read(config.model.path))
     assert not model_config.use_cpu_initialization and not model_config.deterministic_mode
 
 
-def test_an_engine_on_cuda_gets_no_hook_of_a_cpu(
+def test_an_engine_on_cuda_registers_no_cpu_hooks(
     calls: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert platform.activate() is None
@@ -216,7 +216,7 @@ def test_experts_are_hashed_apart_on_a_gpu(cuda: bool, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_explain_says_what_no_gpu_means(
+def test_explain_reports_settings_without_effect_on_cpu_hosts(
     cuda: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(explain, "have_cuda", lambda: cuda)

@@ -32,7 +32,7 @@ def doc(request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def test_files_are_there(doc: Path) -> None:
+def test_files_named_in_the_docs_exist(doc: Path) -> None:
     paths = re.findall(rf"(?<![\w/.<])((?:{FOLDERS})/[\w./-]*\w)", doc.read_text(encoding="utf-8"))
     assert [name for name in paths if not (ROOT / name).exists() and not (doc.parent / name).exists()] == []
 
@@ -48,7 +48,7 @@ def test_links_lead_somewhere(doc: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["SECURITY.md", "tests/findings_security.md"])
-def test_tests_that_the_threat_tables_name_are_there(name: str) -> None:
+def test_tests_named_in_the_threat_tables_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
     tests = {test for source in sources.values() for test in re.findall(r"def (test_\w+)\(", source)}
@@ -73,7 +73,7 @@ def test_every_way_of_pushing_weights_is_in_the_docs() -> None:
     ] == []
 
 
-def test_hooks_of_pre_commit_name_commands_that_are_there() -> None:
+def test_pre_commit_hooks_name_existing_commands() -> None:
     """The lint and the format of `make check`, and that no key gets into a commit."""
     repos = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
     hooks = {hook["id"]: hook for repo in repos for hook in repo["hooks"]}
@@ -87,7 +87,7 @@ def test_hooks_of_pre_commit_name_commands_that_are_there() -> None:
     assert all(re.fullmatch(r"v\d+\.\d+\.\d+", r["rev"]) for r in repos if r["repo"] != "local")
 
 
-def test_config_fields_are_there(doc: Path) -> None:
+def test_config_fields_named_in_the_docs_exist(doc: Path) -> None:
     sections = {name: field.annotation for name, field in Config.model_fields.items()}
     references = re.findall(rf"`({'|'.join(sections)})\.(\w+)\b(?!\.|\()", doc.read_text(encoding="utf-8"))
     files = ("py", "md", "sbatch", "yaml")

@@ -110,7 +110,7 @@ def test_pretrained_s3_a_missing_file_names_its_field(tmp_path: Path) -> None:
     assert "sft.params" in message and "data.params" not in message
 
 
-def test_pretrained_s4_an_evaluation_tells_the_mean_reward() -> None:
+def test_pretrained_s4_an_evaluation_reports_the_mean_reward() -> None:
     answered = []
     for index in range(2):
         prompt = Prompt(index, "", [1], {})

@@ -107,14 +107,14 @@ async def flooded(port: int, path: str) -> str:
 
 
 @pytest.mark.gate
-async def test_security_a05_agents_are_served_beside_connections_that_say_nothing() -> None:
+async def test_security_a05_agents_are_served_beside_idle_connections() -> None:
     async with Endpoint().listening() as endpoint:
         port = int(endpoint.open().url.split(":")[2].split("/")[0])
         assert "served 401" in await flooded(port, "/x/v1/models")
 
 
 @pytest.mark.gate
-async def test_security_a05_a_meeting_serves_beside_connections_that_say_nothing() -> None:
+async def test_security_a05_an_episode_server_serves_beside_idle_connections() -> None:
     async with (
         aiohttp.ClientSession() as session,
         EpisodeServer(("a", "b"), 30, session).listening(0) as base,
@@ -123,13 +123,13 @@ async def test_security_a05_a_meeting_serves_beside_connections_that_say_nothing
 
 
 @pytest.mark.gate
-async def test_security_a05_the_dashboard_serves_beside_connections_that_say_nothing() -> None:
+async def test_security_a05_the_dashboard_serves_beside_idle_connections() -> None:
     async with serving(Dashboard([], "token").app(), "127.0.0.1") as url:
         assert "served 403" in await flooded(int(url.rsplit(":", 1)[1]), "/")
 
 
 @pytest.mark.gate
-async def test_security_a05_the_tenants_server_serves_beside_connections_that_say_nothing() -> None:
+async def test_security_a05_the_tenants_server_serves_beside_idle_connections() -> None:
     front = Front(cast(Any, None), Keys({}), cast(Any, None))
     async with serving(front.app(), "127.0.0.1") as url:
         assert "served 200" in await flooded(int(url.rsplit(":", 1)[1]), "/api/v1/healthz")
@@ -166,7 +166,7 @@ def test_security_a06_the_time_for_a_shape_does_not_grow_with_its_square() -> No
     assert seconds(2**17) < 8 * max(seconds(2**15), 1e-4)
 
 
-async def test_security_a06_a_full_disk_is_answered_in_words() -> None:
+async def test_security_a06_a_full_disk_is_reported_in_the_response() -> None:
     async def full(_: web.Request) -> web.Response:
         raise RunError("ledger.sqlite: No space left on device")
 
@@ -175,7 +175,7 @@ async def test_security_a06_a_full_disk_is_answered_in_words() -> None:
         assert "No space left" in await answer.text()
 
 
-def test_security_a07_a_tenants_server_that_was_replaced_accepts_nothing(tmp_path: Path) -> None:
+def test_security_a07_a_replaced_tenants_server_accepts_no_changes(tmp_path: Path) -> None:
     owner = claim(tmp_path)
     ledger = Ledger(tmp_path / "tenants" / "bob", owner.check)
     assert ledger.accept("m", 0, "create_model", b"x")
@@ -246,7 +246,7 @@ def test_security_a08_a_sender_creates_no_file_and_changes_no_size() -> None:
     assert relay.state(1)["folder"] is not None
 
 
-def test_security_a08_what_was_checked_is_what_is_loaded() -> None:
+def test_security_a08_engines_load_only_verified_weights() -> None:
     """Before: the token was good until the next push, and a piece that came meanwhile was in the engine's file."""
     right, wrong = (np.full(100, value, np.uint8) for value in (1, 2))
     relay = Relay()
@@ -296,7 +296,7 @@ async def test_security_a08_nested_lists_are_no_server_error() -> None:
 # -- A9: a meeting --------------------------------------------------------------------------------------------
 
 
-async def test_security_a09_a_sample_that_comes_again_meets_its_partner() -> None:
+async def test_security_a09_a_sample_that_arrives_again_joins_its_partner() -> None:
     """Its first arrival forgets the episode in which the second one sits."""
     async with aiohttp.ClientSession() as session:
         meeting = EpisodeServer(("a", "b"), 30, session)
@@ -336,7 +336,7 @@ async def test_security_a09_samples_of_another_user_do_not_arrive(monkeypatch: p
             assert "only the user of this server" in await answer.text()
 
 
-def test_security_a09_the_kernel_says_whose_a_connection_is() -> None:
+def test_security_a09_the_kernel_identifies_the_user_of_a_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         with socket.create_connection(address) as client:
@@ -364,7 +364,7 @@ async def _until(true: Any, seconds: float = 5.0) -> None:
 # -- A10: who may read a run ----------------------------------------------------------------------------------
 
 
-def test_security_a10_a_runs_folder_is_its_owners_alone(tmp_path: Path) -> None:
+def test_security_a10_a_run_folder_is_private_unless_shared(tmp_path: Path) -> None:
     previous_umask = os.umask(0o022)
     try:
         for share, mode in ((None, 0o700), ("group", 0o750), (None, 0o700)):
@@ -461,7 +461,7 @@ def test_security_a11_the_metadata_of_a_checkpoint_runs_no_code(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("text", ["(" * 2000 + ")" * 2000, "a{99999999999}"])
-def test_security_a14_a_pattern_of_the_dashboard_is_refused_in_words(text: str) -> None:
+def test_security_a14_an_invalid_dashboard_pattern_raises_a_user_error(text: str) -> None:
     try:
         dash_pattern(text)
     except UserError:

@@ -100,7 +100,7 @@ def test_world_08_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) 
     assert lines_of(file) == [{"prompt": "1+1=", "answer": "2"}]
 
 
-def test_world_10_a_file_of_the_user_does_not_hide_ours(tmp_path: Path) -> None:
+def test_world_10_user_files_do_not_shadow_project_modules(tmp_path: Path) -> None:
     (tmp_path / "launch.py").write_text("")
     (tmp_path / "run").mkdir()
     config = quickstart(f"run.dir={tmp_path}/run")
@@ -155,7 +155,7 @@ def test_world_12_a_home_folder_in_a_path_is_expanded_or_refused(path: str) -> N
     assert not run_folder.startswith(("~", "$"))
 
 
-def test_world_13_a_reward_function_sees_what_requests_need() -> None:
+def test_world_13_a_reward_function_sees_proxy_and_certificate_variables() -> None:
     needed = {"http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"}
     assert needed <= set(INHERITED_VARIABLES)
 
@@ -195,11 +195,11 @@ def test_world_23_the_hint_names_the_right_field(override: str, hint: str) -> No
     assert hint in message.replace("trainer.learning_rate", "")
 
 
-def test_world_24_the_version_is_told() -> None:
+def test_world_24_the_cli_prints_its_version() -> None:
     assert run_cli("--version") == (0, "")
 
 
-def test_world_25_a_job_asks_for_the_memory_of_its_nodes(
+def test_world_25_a_job_requests_all_memory_of_its_nodes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("submit", "quickstart", "--dry-run", f"run.dir={tmp_path}/run", "launch.gpus_per_node=8")

@@ -157,7 +157,7 @@ VALUES = {
 }
 
 
-def test_what_bash_computes_is_known(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_computed_by_bash_are_evaluated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assignments = "".join(
         f"{text}L{i}={value}\nunset LR\n" for i, (text, value) in enumerate(VALUES.values())
     )
@@ -167,7 +167,7 @@ def test_what_bash_computes_is_known(folder: Path, capsys: pytest.CaptureFixture
     assert (result.code, field(result.config, "trainer.lr")) == (0, 1e-6), result.said
 
 
-def test_world_01_what_a_hole_decides_beside_its_own_field(
+def test_world_01_an_unknown_value_leaves_dependent_fields_incomplete(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpus = "--actor-num-gpus-per-node $N --rollout-num-gpus $N"
@@ -178,7 +178,7 @@ def test_world_01_what_a_hole_decides_beside_its_own_field(
 
 
 @pytest.mark.parametrize("more", ["", "--colocate", "--lr 1e-6"])
-def test_world_01_a_whole_word_that_is_not_known(
+def test_world_01_an_unknown_argument_makes_the_import_incomplete(
     more: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It may be an option that changes anything."""
@@ -196,12 +196,16 @@ def test_world_01_a_second_command(join: str, folder: Path, capsys: pytest.Captu
     assert (field(result.config, "trainer.lr"), field(result.config, "trainer.steps")) == (1e-6, 4)
 
 
-def test_world_20_a_function_that_gets_the_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_world_20_options_passed_to_a_shell_function_are_imported(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = f'run() {{ "$@" --lr 1e-6; }}\nrun {SLIME}\n'
     assert run("slime", script, capsys, "run.sh").code == 0
 
 
-def test_world_01_a_file_that_is_not_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_world_01_a_missing_sourced_file_makes_the_import_incomplete(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = f"source settings.sh\n{SLIME} --lr $LR"
     incomplete(run("slime", script, capsys, "run.sh"), "--lr", "trainer.lr")
     Path("settings.sh").write_text("LR=3e-6\n")
@@ -217,14 +221,14 @@ def test_world_01_a_file_that_is_not_here(folder: Path, capsys: pytest.CaptureFi
         (f"{SLIME} --lr 1e-6 --colocate yes", "yes"),
     ],
 )
-def test_world_01_what_else_leaves_a_run_open(
+def test_world_01_unsupported_options_make_the_import_incomplete(
     command: str, listed: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     incomplete(run("slime", command, capsys), listed)
 
 
 @pytest.mark.parametrize("value", ["", "null"])
-def test_world_01_a_batch_size_that_says_nothing(
+def test_world_01_an_undefined_batch_size_makes_the_import_incomplete(
     value: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run("verl", f"{VERL} data.train_batch_size={value}", capsys)
@@ -258,7 +262,7 @@ def test_world_01_a_batch_size_that_says_nothing(
         "reward_model.reward_manager=batch",
     ],
 )
-def test_world_02_each_word_of_verl_is_a_row(
+def test_world_02_each_untranslated_verl_setting_is_listed(
     setting: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run("verl", f"{VERL} {setting}", capsys)
@@ -330,7 +334,7 @@ SPEED = {
 
 
 @pytest.mark.parametrize(("framework", "setting"), [(f, s) for f, several in SPEED.items() for s in several])
-def test_field_07_an_option_that_changes_speed_alone(
+def test_field_07_an_option_that_affects_only_speed_gets_a_warning(
     framework: str, setting: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = {"slime": f"{SLIME} --lr 1e-6", "verl": VERL}[framework]
@@ -425,7 +429,7 @@ def test_field_06_distillation_has_a_teacher(folder: Path, capsys: pytest.Captur
     )
 
 
-def test_field_06_what_has_a_counterpart_is_translated(
+def test_field_06_options_with_a_counterpart_are_translated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = "--lr 1e-6 --min-lr 1e-7 --lr-warmup-fraction 0.5 --lr-decay-style cosine"
@@ -542,7 +546,7 @@ YAML = {
 
 @pytest.mark.parametrize("framework", ["slime", "verl"])
 @pytest.mark.parametrize("case", YAML)
-def test_security_a13_yaml_of_a_stranger(
+def test_security_a13_untrusted_yaml_is_rejected_in_one_line(
     framework: str, case: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run(framework, YAML[case], capsys, name="run.yaml")
@@ -622,7 +626,7 @@ def test_slimes_variables_of_the_environment(folder: Path, capsys: pytest.Captur
     incomplete(run("slime", script, capsys, "run.sh"), "OPEN_TRAINING_INT4_FAKE_QAT_FLAG")
 
 
-def test_rows_that_are_held_out_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_rows_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     warning = "check: data.params: one row in eight is held out"
     assert warning in run("slime", f"{SLIME} --lr 1e-6", capsys).said
     evaluation_option = "--eval-prompt-data test test.jsonl"
@@ -776,7 +780,7 @@ VERL_FIELDS: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("more", "place", "expected"), VERL_FIELDS)
-def test_what_verl_does_by_default(
+def test_verl_defaults_are_translated(
     more: str, place: str, expected: Any, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run("verl", f"{VERL} {more}", capsys)
@@ -812,7 +816,7 @@ def test_what_verl_does_by_default(
         ("trainer.v1.trainer_mode=separate_async", "trainer.v1.trainer_mode"),
     ],
 )
-def test_what_of_verl_has_no_counterpart(
+def test_verl_settings_without_a_counterpart_are_listed(
     more: str, missing: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     incomplete(run("verl", f"{VERL} {more}", capsys), missing)
@@ -879,7 +883,7 @@ def test_verls_async_flow_has_engines_of_its_own(folder: Path, capsys: pytest.Ca
     assert field(result.config, "rollout.max_staleness") == 0
 
 
-def test_what_verl_does_otherwise_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_from_verl_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sampled = (
         "actor_rollout_ref.rollout.val_kwargs.temperature=1.0 actor_rollout_ref.rollout.val_kwargs.top_p=0.7"
     )
@@ -894,7 +898,7 @@ def test_what_verl_does_otherwise_is_told(folder: Path, capsys: pytest.CaptureFi
     assert result.code == 0 and "check: trainer.balance_loss: that of each sequence" in result.said
 
 
-def test_what_slime_does_by_default(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slime_defaults_are_translated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kl = "--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3"
     result = run("slime", f"{SLIME} --lr 1e-6 {kl}", capsys)
     assert field(result.config, "algo.loss")[1] == {"name": "kl", "beta": 0.1, "kind": "k3", "cap": None}

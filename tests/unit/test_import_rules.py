@@ -167,7 +167,7 @@ def test_plug_ins_of_the_rollout_process_import_no_torch() -> None:
         assert "torch" not in {m.split(".")[0] for m in imports(path)}, path
 
 
-def test_launch_takes_of_heavy_packages_what_needs_no_torch() -> None:
+def test_launch_imports_only_torch_free_files_of_heavy_packages() -> None:
     heavy = ("rlsys.convert", "rlsys.weights")
     heavy_imports = {
         m for p in sources() if package(p) == "launch" for m in imports(p) if m.startswith(heavy)
@@ -175,7 +175,7 @@ def test_launch_takes_of_heavy_packages_what_needs_no_torch() -> None:
     assert {m.replace(".", "/") + ".py" for m in heavy_imports} <= set(TORCH_FREE_FILES)
 
 
-def test_what_runs_in_any_python_imports_the_standard_library_only() -> None:
+def test_files_for_any_python_import_only_the_standard_library() -> None:
     in_a_venv = (
         "venv_runner/run",
         "agents/host",
@@ -235,12 +235,12 @@ def test_the_tree_of_errors_in_the_docs_is_the_one_in_the_source() -> None:
     assert drawn == parents
 
 
-def test_the_list_of_files_in_the_docs_is_made_from_the_source() -> None:
+def test_the_file_list_in_the_docs_matches_the_source() -> None:
     """`python -m tests.gate.file_map` writes it anew."""
     assert (ROOT / "docs" / "files.md").read_text(encoding="utf-8") == file_map.page()
 
 
-def test_modules_that_processes_run_can_be_found() -> None:
+def test_modules_that_processes_run_exist() -> None:
     """A module's name in a command line is a whole literal, which no import checks."""
     command = re.compile(r"(rlsys|launch|megatron_patches)(\.[a-z_0-9]+)+")
     module_names = set()

@@ -26,7 +26,7 @@ REWARDS = {  # of a right answer, a wrong one, none
 
 
 @pytest.mark.parametrize("peer", PEERS)
-async def test_a_task_of_theirs_is_read_and_rewarded_as_they_do(
+async def test_tasks_of_other_frameworks_get_their_expected_rewards(
     peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(FOLDER / "prime_rl"))  # where the stand-in for verifiers is
@@ -83,7 +83,7 @@ def test_an_environment_that_cannot_be_used_is_one_line(own: Path, rest: str, me
     assert "\n" not in str(caught.value)
 
 
-def test_questions_come_after_the_system_prompt_and_a_rubric_has_to_be_there(own: Path) -> None:
+def test_questions_follow_the_system_prompt_and_a_rubric_is_required(own: Path) -> None:
     config, source = load(own, rest="params: {load: 'own_env.py:plain'}, reward: environment")
     assert source.train(0).text.startswith("<bos><system>Be brief.<user>")
     with pytest.raises(UserError, match="has no rubric with functions"):

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["rl", "rl_anthropic"])
-async def test_an_agent_calls_the_tool_in_the_words_of_the_warm_start(
+async def test_an_agent_rollout_has_the_same_tokens_as_the_warm_start(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """rl_sdk's package is in no venv of ours."""

@@ -24,5 +24,5 @@ def test_they_are_numbered_listed_and_have_commands() -> None:
     assert all("rlsys " in script_of(page) for page in PAGES)
 
 
-def test_which_pages_go_on_where_the_first_one_ended() -> None:
+def test_pages_05_and_06_continue_the_run_of_the_first_page() -> None:
     assert [page.name[:2] for page in PAGES if reads_first_run(page)] == ["05", "06"]

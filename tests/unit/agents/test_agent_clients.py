@@ -98,7 +98,7 @@ async def test_stock_clients_play_with_tools(
 
 
 @pytest.mark.gate
-async def test_sub_agents_ask_at_the_same_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sub_agents_send_requests_concurrently(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsys.generators.agent.TurnReader", Scripted)
     model = Model(["one<eos>", "two<eos>"], budget=1000)
     s, tokenizer = await made(folder, "parallel", model)
@@ -112,7 +112,7 @@ def test_tools_that_a_template_does_not_show_are_refused() -> None:
         plain.prompt([{"role": "user", "content": "1"}], [{"type": "function", "function": {"name": "f"}}])
 
 
-def test_a_question_that_begins_with_all_that_was_said_is_the_next_turn() -> None:
+def test_a_request_that_extends_the_history_is_the_next_turn() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'}}
     history: list[dict[str, Any]] = [
         {"role": "user", "content": "1"},
@@ -134,7 +134,7 @@ def test_a_question_that_begins_with_all_that_was_said_is_the_next_turn() -> Non
     assert new_messages(history, history) is None
 
 
-def test_a_turn_without_a_word_is_an_empty_text_and_one_of_calls_has_none() -> None:
+def test_an_empty_turn_has_empty_content_and_a_tool_turn_none() -> None:
     """As OpenAI answers: programs look into the content of an answer without calls."""
     call = ToolCall("c", "f", "{}")
     empty, call_answer = (Answer("a", "", "", calls, "stop", 1, 1) for calls in ((), (call,)))

@@ -143,7 +143,7 @@ async def test_rollout_inputs_f6_control_a_plain_template(tmp_path: Path) -> Non
     ],
     ids=["thinking of the last turn", "a role's mark ends a turn", "arguments as text", "a stop text"],
 )
-async def test_rollout_inputs_f6_functions_go_on_as_the_template_does(
+async def test_rollout_inputs_f6_functions_continue_turns_as_the_template_does(
     template: str, turn: str, ends: list[str], texts: list[str], expected: str
 ) -> None:
     assert await observed_by_functions(template, turn, ends, texts) == expected
@@ -190,7 +190,7 @@ def rendered(template: str, render: Callable[[Rendering], list[int]]) -> str:
     raises=AssertionError,
     reason="rollout_inputs F6: behind an agent's turn its calls are not rendered, so some templates refuse answers",
 )
-def test_rollout_inputs_f6_an_answer_follows_the_call_that_the_turn_made() -> None:
+def test_rollout_inputs_f6_a_tool_answer_follows_the_call_of_its_turn() -> None:
     text = rendered(WANTS_A_CALL, lambda r: r.continuation([ANSWERED], [SCHEMA], "<eos>"))
     assert text == "\n<tool>7<assistant>"
 
@@ -200,7 +200,7 @@ def test_rollout_inputs_f6_an_answer_follows_the_call_that_the_turn_made() -> No
     raises=AssertionError,
     reason="rollout_inputs F6: a turn that ended with the mark of a last turn gets that of an earlier one, too",
 )
-def test_rollout_inputs_f6_a_turn_behind_an_agents_ends_once() -> None:
+def test_rollout_inputs_f6_a_continuation_does_not_repeat_the_end_token() -> None:
     text = rendered(TWO_ENDS, lambda r: r.continuation([{"role": "user", "content": "2"}], [], "<eos>"))
     assert text == "<user>2<assistant>"
 
@@ -303,7 +303,7 @@ CUT_OFF = (A, B, A, B)
         ("slime_truncated", CUT_OFF, 1.0),
     ],
 )
-async def test_rollout_inputs_f7_a_reward_function_gets_what_was_sampled(
+async def test_rollout_inputs_f7_a_reward_function_receives_the_sampled_tokens(
     merging: Path, reward: str, ids: Sequence[int], expected: float
 ) -> None:
     """a b a b: the text's own tokens are ab ab. TRL's completion_ids have the end; slime counts it."""
@@ -372,7 +372,7 @@ def refusal_of(read: Callable[[Mapping[str, Any]], TurnRequest], body: Mapping[s
     return ""
 
 
-def test_rollout_inputs_f9_control_plain_requests_are_taken() -> None:
+def test_rollout_inputs_f9_control_plain_requests_are_accepted() -> None:
     apis = ((anthropic, CLAUDE), (responses, CODEX), (chat, OPENAI))
     assert [refusal_of(api.read, body) for api, body in apis] == ["", "", ""]
 
@@ -399,7 +399,7 @@ def test_rollout_inputs_f9_control_plain_requests_are_taken() -> None:
     ],
     ids=lambda v: f"{json.dumps(v)[:40]}" if isinstance(v, dict) and len(v) == 1 else "",
 )
-def test_rollout_inputs_f9_a_stock_agents_request_is_taken(
+def test_rollout_inputs_f9_a_stock_agents_request_is_accepted(
     api: Any, body: Mapping[str, Any], field: Mapping[str, Any]
 ) -> None:
     """Claude Code, Codex, and the Python clients of OpenAI."""
@@ -464,7 +464,7 @@ async def test_rollout_inputs_f11_a_deep_body_is_the_clients_fault() -> None:
     reason="rollout_inputs F11: a question that ends with the assistant's message is answered as a new turn",
 )
 @pytest.mark.parametrize("api", [anthropic, chat], ids=["anthropic", "chat"])
-def test_rollout_inputs_f11_a_prefill_is_gone_on_from_or_refused(api: Any) -> None:
+def test_rollout_inputs_f11_a_prefill_is_continued_or_rejected(api: Any) -> None:
     body = {**OPENAI, "max_tokens": 9, "messages": [*ASKS, {"role": "assistant", "content": "<answer>"}]}
     try:
         request = api.read(body)
@@ -474,7 +474,7 @@ def test_rollout_inputs_f11_a_prefill_is_gone_on_from_or_refused(api: Any) -> No
     assert prompt.endswith("<answer>"), f"the model goes on from {prompt!r}"
 
 
-def test_rollout_inputs_f11_tools_in_the_flat_form_are_refused_or_put_into_the_other() -> None:
+def test_rollout_inputs_f11_flat_tools_are_rejected_or_converted() -> None:
     try:
         request = chat.read({**OPENAI, "tools": [CODEX_TOOL]})
     except BadRequest:

@@ -104,7 +104,7 @@ async def test_samples_of_one_row_and_seed_meet_and_each_gets_its_reward(tmp_pat
         check("second", second, 0.75)
 
 
-async def test_it_may_be_a_coroutine_and_ask_for_streams(tmp_path: Path) -> None:
+async def test_an_episode_function_may_be_a_coroutine_and_request_streams(tmp_path: Path) -> None:
     async with met("talk_once") as (_, base):
         samples = await asyncio.gather(*(Run(p, base).play(row_of(tmp_path)) for p in SAID))
     assert [reward(s) for s in samples] == [1, 1]
@@ -123,7 +123,7 @@ async def killed(run: Run, row: dict[str, Any], tokens: int) -> Sample:
 
 @pytest.mark.parametrize("tokens", [3, 8, 12])
 @pytest.mark.parametrize("policy", ["first", "second"])
-async def test_a_sample_whose_process_was_killed_comes_back_to_its_episode(
+async def test_a_sample_of_a_killed_process_rejoins_its_episode(
     policy: str, tokens: int, tmp_path: Path
 ) -> None:
     """Its partner notices nothing, and the function runs once."""
@@ -138,7 +138,7 @@ async def test_a_sample_whose_process_was_killed_comes_back_to_its_episode(
     assert noted(tmp_path) == ["begun", "ended"]
 
 
-async def test_one_that_has_not_written_down_its_end_is_told_it_again(tmp_path: Path) -> None:
+async def test_a_sample_without_a_recorded_end_receives_its_reward_again(tmp_path: Path) -> None:
     row = row_of(tmp_path)
     async with met("talk") as (_, base):
         first_sample, second_sample = await asyncio.gather(*(Run(p, base).play(row) for p in SAID))
@@ -150,7 +150,7 @@ async def test_one_that_has_not_written_down_its_end_is_told_it_again(tmp_path: 
     assert noted(tmp_path) == ["begun", "ended"]
 
 
-async def test_one_that_then_says_something_else_is_censored_and_so_is_its_partner(tmp_path: Path) -> None:
+async def test_a_sample_that_diverges_after_a_restart_is_censored_with_its_partner(tmp_path: Path) -> None:
     """Its process has died with tokens that the partner has heard of."""
     row = row_of(tmp_path)
     async with met("talk") as (_, base):
@@ -167,7 +167,7 @@ async def test_one_that_then_says_something_else_is_censored_and_so_is_its_partn
             await partner
 
 
-async def test_an_episode_that_is_killed_is_played_again_from_what_was_said(tmp_path: Path) -> None:
+async def test_a_killed_episode_is_replayed_from_its_recorded_turns(tmp_path: Path) -> None:
     async with met("is_killed_once") as (meeting, base):
         runs = {p: Run(p, base) for p in SAID}
         samples = await asyncio.gather(*(run.play(row_of(tmp_path)) for run in runs.values()))
@@ -203,7 +203,7 @@ async def test_the_meeting_may_die(tokens: int, tmp_path: Path) -> None:
     assert noted(tmp_path) == ["begun", "begun", "ended"]
 
 
-async def test_one_whose_partner_does_not_come_is_told_so(tmp_path: Path) -> None:
+async def test_a_missing_partner_is_reported(tmp_path: Path) -> None:
     async with met("talk", wait=0.05) as (meeting, base):
         with pytest.raises(
             ToolFailed, match=r"504 no sample of second for this row and seed 1 came within 0\.05 s"
@@ -212,7 +212,7 @@ async def test_one_whose_partner_does_not_come_is_told_so(tmp_path: Path) -> Non
         assert meeting.counts["without_partner"] == 1
 
 
-async def test_one_that_is_gone_for_good_is_told_to_whoever_asks_it(tmp_path: Path) -> None:
+async def test_a_permanently_lost_sample_is_reported_to_the_episode(tmp_path: Path) -> None:
     row = row_of(tmp_path)
     async with met("insists", wait=0.2) as (_, base):
         partner = asyncio.create_task(Run("second", base).play(row))
@@ -223,7 +223,7 @@ async def test_one_that_is_gone_for_good_is_told_to_whoever_asks_it(tmp_path: Pa
     ]
 
 
-async def test_one_whose_conversation_is_full_has_ended(tmp_path: Path) -> None:
+async def test_a_sample_with_a_full_conversation_ends_with_reward_zero(tmp_path: Path) -> None:
     """It is worth 0, as with every agent; nobody waits for it."""
     row = row_of(tmp_path)
     async with met("insists") as (_, base):
@@ -245,7 +245,7 @@ async def test_an_episode_without_a_reward_for_each_is_censored(worth: object, t
     )
 
 
-async def test_a_strangers_call_is_refused(tmp_path: Path) -> None:
+async def test_invalid_and_unauthorized_calls_are_rejected(tmp_path: Path) -> None:
     env = {
         "OPENAI_BASE_URL": "http://127.0.0.1:1",
         "OPENAI_API_KEY": "k",
@@ -268,7 +268,7 @@ async def test_a_strangers_call_is_refused(tmp_path: Path) -> None:
             assert answer.status == 415
 
 
-async def test_whatever_their_orders_and_losses_two_runs_with_few_places_do_not_stall(tmp_path: Path) -> None:
+async def test_two_runs_with_few_slots_and_different_orders_do_not_stall(tmp_path: Path) -> None:
     """Each has 6 places for 40 samples in its own order; some of them it never sends. All end, with a reward
     on both sides or with the reason."""
     rows, slots = 10, 6
@@ -310,7 +310,7 @@ async def test_whatever_their_orders_and_losses_two_runs_with_few_places_do_not_
     assert meeting.counts["played"] > 0
 
 
-async def test_an_evaluation_meets_that_of_the_same_step_and_may_be_repeated_alone(tmp_path: Path) -> None:
+async def test_an_evaluation_is_paired_by_step_and_may_be_repeated_alone(tmp_path: Path) -> None:
     """A run goes back to a checkpoint and evaluates once more; its partner does not."""
     row = row_of(tmp_path)
 

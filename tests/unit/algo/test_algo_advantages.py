@@ -44,7 +44,7 @@ def test_gdpo_by_hand() -> None:
     close(advantages, vector(1, 1, -2) / math.sqrt(3))
 
 
-def test_gdpo_tells_apart_what_the_sum_of_rewards_does_not() -> None:
+def test_gdpo_separates_rewards_with_equal_sums() -> None:
     """(1, 0) and (0, 1) have one sum, but the second reward is the rarer: it counts for more."""
     rewards = torch.tensor([[1.0, 0], [0, 1], [0, 0], [1, 0]], dtype=DOUBLE)
     samples = Samples(rewards=rewards, group_ids=torch.zeros(4), lengths=torch.ones(4))
@@ -82,7 +82,7 @@ def test_mc_grpo_by_hand() -> None:
     close(advantages, vector(-2, -1, 0, 2, 7) / 3 * 1.25)
 
 
-def test_mc_grpo_weighs_all_groups_of_zeros_and_ones_alike() -> None:
+def test_mc_grpo_weights_all_binary_reward_groups_equally() -> None:
     """The MAD is 0 in each: a lone success of 5 or of 33 gets its group's size, k of n get n / k. The authors'
     eps gives a thousand times as much."""
     for n, k in ((5, 1), (5, 2), (9, 4), (33, 1)):
@@ -111,7 +111,7 @@ def test_xrpo_by_hand() -> None:
     close(little[1], vector(base + 0.1 * (1 - math.exp(-2)))[0], atol=1e-5, rtol=0)
 
 
-def test_xrpo_finds_nothing_new_in_what_solved_problems_before_the_prompt_made_likely() -> None:
+def test_xrpo_novelty_excludes_successes_from_seeded_prompts() -> None:
     """The seeded success (-0.1) takes no part: mean of the others -4.2, so that -6 is new and gets its bonus. With it
     in the mean, -3.2, the success at -3.5 would have been new as well."""
     base = grpo(torch.tensor([1, 1, 0, 1.0], dtype=torch.float64), torch.zeros(4, dtype=torch.long))
@@ -141,7 +141,7 @@ def test_puzzlecraft_by_hand() -> None:
         ({"options": 4}, "diversity = distinct has no options, here options = 4"),
     ],
 )
-def test_puzzlecraft_is_told_how_many_options_there_are(params: dict[str, Any], told: str) -> None:
+def test_puzzlecraft_requires_options_only_for_entropy_diversity(params: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
         build("advantage", "puzzlecraft", **params)
 
@@ -196,7 +196,7 @@ def test_reinforce_pp_whitens_over_tokens_by_hand() -> None:
     close(advantages, vector(1.5, -0.5, -0.5, -0.5))
 
 
-def test_reinforce_pp_takes_off_the_kl_to_come_by_hand() -> None:
+def test_reinforce_pp_subtracts_the_future_kl_from_the_return() -> None:
     """Two tokens with KL 0.1 and 0.3, beta 1, reward 1: 1 - 0.4 and 1 - 0.3; whitened +-1/sqrt 2."""
     method, samples = build("advantage", "reinforce_pp", beta=1.0, eps=0.0), table([1], [0], [2])
     part = packed([2], old=[0.1, 0.3], ref=[0.0, 0.0])
@@ -353,7 +353,7 @@ def test_no_nan(name: str, groups: list[int], rewards: list[float]) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in TABLE["advantage"] if n != "gae"])
-def test_what_is_said_to_hang_on_one_group_alone_does(name: str) -> None:
+def test_group_local_advantages_depend_on_one_group_only(name: str) -> None:
     """Else a step's first groups would be trained on before the others are there, with other advantages."""
     samples = table([1, 0, 3, 5, 1, 0, 2, 2, 1], [0] * 3 + [1] * 3 + [2] * 3, **columns(9))
     method = build("advantage", name)

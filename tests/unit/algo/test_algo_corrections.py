@@ -65,7 +65,7 @@ def test_icepop_by_hand() -> None:
     assert correct("icepop", batch, anchor, low=0.1, veto=0.2).keep.tolist() == [False, False, True]
 
 
-def test_icepop_normalises_over_what_it_keeps_by_hand() -> None:
+def test_icepop_normalises_over_kept_tokens_by_hand() -> None:
     """2 and 1 are kept, 1/8 is not: their mean is 1.5. Nothing kept: nothing divided."""
     batch, anchor = packed([2, 1], advantages=[1, 1, -1]), [LOG2, -3 * LOG2, 0.0]
     correction = correct("icepop", batch, anchor, normalise=True)
@@ -149,14 +149,14 @@ def test_minpro_by_hand() -> None:
     close(weight, vector(0.5, 0.5, 0.25, 2, 2))
 
 
-def test_minpro_takes_the_ratio_to_what_sampled() -> None:
+def test_minpro_uses_the_ratio_to_the_behaviour_policy() -> None:
     """Log-ratios -ln 2, 0: the second token has the first one's 1/2, whatever mu is."""
     batch = packed([2], [-0.3, -1.2])
     weight = correct("minpro", batch, [0.0] * 2, logp=[-0.3 - LOG2, -1.2]).weight
     close(weight, vector(1, 0.5))
 
 
-def test_minpro_does_not_see_masked_tokens() -> None:
+def test_minpro_ignores_masked_tokens() -> None:
     batch = packed([3], mask=[1.0, 0.0, 1.0])
     close(correct("minpro", batch, [0.0] * 3, logp=[0.0, -9.0, 0.0]).weight[batch.keep], vector(1, 1))
 
@@ -186,7 +186,7 @@ def test_lens_weighs_only_groups_that_hold_transferred_samples_by_hand() -> None
     close(plugin.sample_weight(rare), vector(0.1, *[0.95] * 20))  # a = 1/20, but at least 0.1
 
 
-def test_lens_baseline_and_denominator_are_those_of_what_remains() -> None:
+def test_lens_baseline_and_denominator_use_the_remaining_samples() -> None:
     """First group: 0 1 | 1 1, mean 3/4. The last one has only successes left. Lengths 1 to 19, by their places."""
     samples = table(LENS_REWARDS, LENS_GROUPS, list(range(1, 20)), transferred=LENS_MOVED)
     objective = Objective(section(advantage="dr_grpo", selectors=["lens"], corrections=["lens"]))
@@ -197,7 +197,7 @@ def test_lens_baseline_and_denominator_are_those_of_what_remains() -> None:
     assert plan.denominator == (3 + 4 + 5 + 7) + (9 + 10) + (13 + 14) + (17 + 18)
 
 
-def test_lens_keeps_its_weight_beside_tis() -> None:
+def test_lens_weight_does_not_cancel_in_tis() -> None:
     """r = exp(logp - old) / w and rho = exp(old - mu): were w in both, it would cancel."""
     batch = packed([1, 1], old=[LOG2, LOG2], advantages=[1.0, 1.0])
     batch.shift = vector(math.log(0.5), 0)
@@ -274,7 +274,7 @@ def test_ttrl_trains_a_share_of_the_votes() -> None:
     assert weight[:8].sum() == weight[8:].sum() == 4
 
 
-def test_what_is_put_off_is_first_in_first_out_bounded_in_age_and_resumes() -> None:
+def test_deferred_samples_are_fifo_age_bounded_and_resumable() -> None:
     store: DeferredSamples[str] = DeferredSamples(capacity=2, max_age=3)
     store.add(1, ["a"])
     assert store.take(1) == []
@@ -432,7 +432,7 @@ def test_a_token_that_is_rejected_is_not_clipped_as_well() -> None:
     assert (metrics["clip_share_age0"], metrics["rejected_share_age0"]) == (0, 0.5)
 
 
-def test_the_average_goes_on_while_clipped_and_rejected_tokens_are_the_same() -> None:
+def test_the_average_is_not_reset_when_clipped_and_rejected_tokens_coincide() -> None:
     """One of ten tokens is both: 0.9 are active, which is enough; counted twice it would start again."""
     objective = Objective(section(anchor="old", corrections=["icepop"], hooks=["ewma"]))
     batch = packed([10], old=[3 * LOG2] + [0.0] * 9)
@@ -445,7 +445,7 @@ def test_the_average_goes_on_while_clipped_and_rejected_tokens_are_the_same() ->
     assert objective.average()["w"].item() == pytest.approx(2.8)
 
 
-def test_the_average_goes_on_under_cispo_which_takes_no_gradient() -> None:
+def test_the_average_is_not_reset_by_cispo_weight_bounds() -> None:
     """Every weight is bounded at 1.28 and every token has its gradient: all are active."""
     objective = Objective(section(loss=["cispo"], anchor="ewma", hooks=["ewma"]))
     batch = packed([2], ewma=[0.0, 0.0])

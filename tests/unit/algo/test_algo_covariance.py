@@ -54,7 +54,7 @@ def test_clip_cov_drops_as_many_as_its_share_among_those_that_covary() -> None:
     close(grad, vector(0, -1, 1, 3))
 
 
-def test_clip_cov_leaves_what_the_clip_took_out_of_its_draw() -> None:
+def test_clip_cov_excludes_clipped_tokens_from_its_draw() -> None:
     batch = batch_of()
     batch.mu = batch.mu - vector(1, 0, 0, 0)  # r = e: clipped
     grad, _ = gradient("clip_cov", batch, share=0.25)
@@ -90,7 +90,7 @@ def test_rounding_at_the_anchor_gives_no_token_a_direction() -> None:
         close(grad, -vector(*ADVANTAGES), atol=2e-4, rtol=0)
 
 
-def test_rounding_does_not_choose_between_tokens_that_are_alike() -> None:
+def test_rounding_does_not_decide_between_tied_tokens() -> None:
     """The same response three times in a group: a draw picks one of the three, in every layout the same."""
     masks = []
     for noise in ([0, 1e-7, -1e-7], [1e-7, -1e-7, 0]):
@@ -115,7 +115,7 @@ def test_masked_tokens_are_in_no_mean() -> None:
         assert math.isfinite(cut)
 
 
-def test_draws_are_spread_evenly_and_belong_to_row_place_and_version() -> None:
+def test_draws_are_uniform_and_depend_on_row_position_and_version() -> None:
     long = packed([4000, 4000])
     draws = token_draws(long)
     assert draws.min() >= 0 and draws.max() < 1
@@ -138,7 +138,7 @@ def test_samples_of_advantage_zero_are_in_the_means(name: str) -> None:
     assert "current" in objective.requirements.needs
 
 
-def test_bounds_of_covariance_that_keep_nothing_are_refused() -> None:
+def test_empty_covariance_bounds_are_rejected() -> None:
     with pytest.raises(UserError, match=r"cov_low = 6.0: expected less than cov_high = 5.0"):
         build("loss", "clip_cov", cov_low=6)
 

@@ -122,7 +122,7 @@ def test_the_entropy_bonus_acts_below_the_target_only() -> None:
         build("loss", "adaptive_entropy", coefficient=2.0)
 
 
-def test_controllers_hear_an_update_and_go_through_a_checkpoint() -> None:
+def test_controllers_follow_metrics_and_survive_a_checkpoint() -> None:
     """Twice as far from the reference as wanted: the weight that a metric tells rises by a fifth of 1 / horizon."""
     kl = {"name": "adaptive_kl", "beta": 0.5, "target": 0.01, "horizon": 1.0}
     terms = [kl, {"name": "adaptive_entropy", "coefficient": 0.2}]

@@ -103,7 +103,7 @@ GEOMETRIC = {"name": "icepop", "level": "geometric", "low": 0.9999, "high": 1.00
     ],
     ids=str,
 )
-def test_corrections_change_nothing_where_nothing_has_moved(correction: Any, anchor: str) -> None:
+def test_corrections_change_nothing_on_policy(correction: Any, anchor: str) -> None:
     world = on_policy(World())
     world.samples = replace(world.samples, transferred=torch.zeros(20, dtype=torch.bool))
     plain = run(world, section(), whole)
@@ -123,11 +123,11 @@ def test_hooks_leave_the_rate_of_a_fresh_batch_of_the_usual_size(hook: Any) -> N
     [{"name": "kl", "beta": 0.0}, {"name": "entropy", "coefficient": 0.0}, {"name": "kl", "beta": 0.0, "kind": "k1"}],
     ids=str,
 )  # fmt: skip
-def test_terms_of_weight_zero_are_not_there(term: Any) -> None:
+def test_terms_of_weight_zero_change_nothing(term: Any) -> None:
     same(run(World(), section(), whole), run(World(), section(loss=["clip", term]), whole))
 
 
-def test_kl_in_the_reward_of_weight_zero_is_not_there() -> None:
+def test_kl_in_the_reward_of_weight_zero_changes_nothing() -> None:
     shaped = section(anchor="mu", shaping=[{"name": "kl_reward", "beta": 0.0}])
     same(run(World(), section(), whole), run(World(), shaped, whole))
 

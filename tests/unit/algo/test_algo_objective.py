@@ -146,7 +146,7 @@ def test_a_term_of_weight_zero_changes_nothing(algo: dict[str, Any]) -> None:
             torch.testing.assert_close(outcome.gradients[row], plain.gradients[row])
 
 
-def test_over_active_of_late_advantages_is_known_with_them() -> None:
+def test_the_active_denominator_is_computed_with_late_advantages() -> None:
     """Five samples of equal rewards, five of others; the baseline needs log-probs of the trainer."""
     world = World(groups=2)
     world.samples = replace(world.samples, rewards=torch.tensor([1.0] * 6 + [0.0] * 4, dtype=DOUBLE))
@@ -154,7 +154,7 @@ def test_over_active_of_late_advantages_is_known_with_them() -> None:
     assert run(world, algo, whole).denominator == world.samples.lengths[5:].sum()
 
 
-def test_mc_grpo_makes_up_for_its_median_once() -> None:
+def test_mc_grpo_compensates_for_its_median_sample_once() -> None:
     """0 1 2: (R - 1) / (1 + eps) times 3 / 2. The mean over all three samples is that of two without the factor."""
     samples = table([0, 1, 2], [0, 0, 0], [4, 4, 4])
     objective = Objective(section(advantage={"name": "mc_grpo", "eps": 1e-12}, reducer="sequence_mean"))
@@ -180,7 +180,7 @@ def test_selection_and_rejection_leave_the_denominator() -> None:
 
 @pytest.mark.parametrize("reducer", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize("loss", [["clip"], ["clip", "kl"]])
-def test_d3s_is_a_mean_over_what_it_keeps_so_that_a_selection_makes_gradients_larger(
+def test_d3s_averages_over_kept_samples_so_selection_enlarges_gradients(
     reducer: str, loss: list[str]
 ) -> None:
     """Sum of |weight A| / denominator: the mean |A| of what is trained. Which samples are packed (all, with a KL
@@ -206,7 +206,7 @@ def test_d3s_is_a_mean_over_what_it_keeps_so_that_a_selection_makes_gradients_la
     assert tokens == pytest.approx(0.2 * 0.5 * float(samples.lengths.sum()), rel=0.2)
 
 
-def test_what_a_before_selector_drops_was_never_there() -> None:
+def test_baselines_exclude_samples_dropped_by_a_before_selector() -> None:
     """Baselines and the denominator are those of the kept samples."""
     samples = table([1, 1, 0, 0], [0, 0, 0, 0], [1, 9, 2, 3], tool_penalty=torch.tensor([0.0, 1.0, 0.0, 0.0]))
     objective = Objective(
@@ -219,7 +219,7 @@ def test_what_a_before_selector_drops_was_never_there() -> None:
     assert plan.denominator == samples.lengths[plan.rows].sum()
 
 
-def test_rorecomp_puts_the_rest_off() -> None:
+def test_rorecomp_defers_the_unselected_samples() -> None:
     samples = table([1, 1, 1, 1, 0, 0, 0, 0], [0] * 8, [5, 1, 9, 3, 4, 8, 2, 6])
     plan = Objective(section(selectors=[{"name": "rorecomp", "alpha": 0.5}])).plan(samples)
     assert plan.rows == [1, 3, 5, 7]  # the short correct, the long wrong
@@ -235,7 +235,7 @@ def test_two_updates_share_the_denominator() -> None:
         torch.testing.assert_close(two_updates.gradients[row], 2 * gradient)
 
 
-def test_bounds_of_a_second_update_come_from_its_own_log_probs_by_hand() -> None:
+def test_bounds_of_a_second_update_use_its_own_logprobs() -> None:
     """M2PO: a log-ratio of 0.1 is within the budget of 0.04, one of 0.5 gives a cap of 0.2: then it is clipped."""
     objective = Objective(section(loss=["m2po"]))
     batch = packed([1], advantages=[1.0], weight=[1.0])
@@ -248,7 +248,7 @@ def test_bounds_of_a_second_update_come_from_its_own_log_probs_by_hand() -> None
     assert shares == [0, 1]
 
 
-def test_the_extra_update_trains_what_was_put_off_with_the_advantages_of_its_group() -> None:
+def test_the_extra_update_trains_deferred_samples_with_their_group_advantages() -> None:
     """Four of the samples that alpha leaves, the oldest, over their own denominator."""
     alpha = {"name": "rorecomp", "alpha": 0.5}
     world, plain = World(), run(World(), section(selectors=[{**alpha, "capacity": 99}]), whole)
@@ -349,7 +349,7 @@ def test_early_backward_of_finished_groups_adds_up_to_the_whole_step() -> None:
         torch.testing.assert_close(piece, reference.gradients[row][0])
 
 
-def test_state_of_plugins_goes_through_a_checkpoint() -> None:
+def test_plugin_state_survives_a_checkpoint() -> None:
     algo = section(advantage={"name": "mssr", "lam": 0.0})
     first, samples = Objective(algo), World(size=1, groups=8).samples
     first.plan(samples)
@@ -362,7 +362,7 @@ def test_state_of_plugins_goes_through_a_checkpoint() -> None:
 
 @pytest.mark.parametrize("values", [[0.1, 0.5, 0.9, 3.0], [2.0] * 5, [0.0], []])
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
-def test_threshold_finds_what_sorting_finds(values: list[float], share: float) -> None:
+def test_threshold_matches_the_result_of_sorting(values: list[float], share: float) -> None:
     """Largest cut with at most `share` of the values at or below it."""
     tensor = torch.tensor(values, dtype=DOUBLE)
 

@@ -109,7 +109,7 @@ def test_dro_is_reinforce_with_kimis_penalty() -> None:
     assert dro_outcome.loss == pytest.approx(kimi_outcome.loss)
 
 
-def test_the_square_is_taken_from_the_anchor_of_the_config_beside_reinforce() -> None:
+def test_kimi_penalty_with_reinforce_uses_the_configured_anchor() -> None:
     """The policy term has no ratio; the penalty has, so the anchor is looked at: d = 2, gradient -A + 0.2 d."""
     objective = Objective(section(loss=["reinforce", {"name": "kimi", "tau": 0.2}], anchor="old"))
     batch = packed([1], mu=[-1.0], old=[-3.0], advantages=[1.0], weight=[1.0])

@@ -520,7 +520,7 @@ def test_trl_adaptive_entropy_but_trl_has_no_bonus_before_it_has_measured(librar
         )
 
 
-def test_trl_sequence_level_is_gspo_but_trl_lets_each_token_share_the_sum(libraries: SimpleNamespace) -> None:
+def test_trl_sequence_level_matches_gspo_under_the_sequence_mean(libraries: SimpleNamespace) -> None:
     """TRL differentiates the mean of the log-ratios, we each token's own: with the sequence mean they agree."""
     data, advantages = Padded(0.05), torch.linspace(-2, 2, B, dtype=DOUBLE)
     expected = trl_loss(libraries, data, advantages, importance_sampling_level="sequence")

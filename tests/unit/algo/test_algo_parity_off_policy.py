@@ -146,7 +146,7 @@ def test_trl_vespo(libraries: SimpleNamespace) -> None:  # noqa: F811
     close(result[1], expected[1])
 
 
-def test_trl_vespo_whose_ratio_to_the_engine_is_anchor_mu_here(libraries: SimpleNamespace) -> None:  # noqa: F811
+def test_trl_vespo_matches_vespo_with_anchor_mu(libraries: SimpleNamespace) -> None:  # noqa: F811
     data = Padded()
     ratio = (data.old - data.mu).exp().where(data.mask > 0, torch.ones_like(data.mu))
     fields = {"get_gamma_weights": libraries.trl.get_gamma_weights, "args": VESPO}

@@ -184,7 +184,7 @@ def test_a_mistake_is_one_line_that_names_field_and_reason(overrides: list[str],
     assert "\n" not in str(caught.value)
 
 
-def test_a_weight_of_exact_tokens_that_is_not_1_is_said() -> None:
+def test_a_weight_other_than_1_for_exact_tokens_is_reported() -> None:
     """Also of a correction that looks at the whole ratio."""
     overrides = ["algo.anchor=old", "algo.minibatches=2", "algo.corrections=[{name: minpro, cap: 0.5}]"]
     messages = notes(load_config(CONFIGS / "quickstart.yaml", overrides))
@@ -193,7 +193,7 @@ def test_a_weight_of_exact_tokens_that_is_not_1_is_said() -> None:
     )
 
 
-def test_a_correction_that_only_rejects_multiplies_nothing_twice() -> None:
+def test_a_rejection_only_correction_is_not_reported_as_double_weighting() -> None:
     def told(weighted: bool) -> list[str]:
         icepop = f"{{name: icepop, weighted: {str(weighted).lower()}}}"
         overrides = ["algo.anchor=old", "algo.minibatches=2", f"algo.corrections=[tis, {icepop}]"]
@@ -204,7 +204,7 @@ def test_a_correction_that_only_rejects_multiplies_nothing_twice() -> None:
     assert told(True) and not told(False)
 
 
-def test_a_method_known_from_an_abstract_alone_says_so() -> None:
+def test_a_method_based_on_an_abstract_only_is_reported() -> None:
     (note,) = notes(load_config(CONFIGS / "algorithms" / "minpro.yaml"))
     assert note.startswith(
         "algo.corrections[0] (MinPro): evidence A, a reading of the abstract: it may differ "
@@ -213,7 +213,7 @@ def test_a_method_known_from_an_abstract_alone_says_so() -> None:
     assert notes(load_config(CONFIGS / "algorithms" / "grpo.yaml")) == []
 
 
-def test_a_method_that_counts_successes_says_so_of_a_reward_that_may_be_any_number() -> None:
+def test_success_counting_methods_are_reported_for_non_binary_rewards() -> None:
     """The built-in rewards of weight 1 are 0 or 1: above 0.5 is a success."""
     method = "algo.loss=[clip, {name: positive_nll, correct: 0.25}]"
     assert notes(load_config(CONFIGS / "quickstart.yaml", [method, "data.reward=math"])) == []
@@ -234,7 +234,7 @@ def test_a_method_that_counts_successes_says_so_of_a_reward_that_may_be_any_numb
         ],
     ],
 )  # fmt: skip
-def test_groups_that_stay_odd_have_a_median(overrides: list[str]) -> None:
+def test_mc_grpo_accepts_configs_that_keep_group_sizes_odd(overrides: list[str]) -> None:
     check(load_config(CONFIGS / "quickstart.yaml", ["algo.advantage=mc_grpo", *overrides]))
 
 
@@ -267,7 +267,7 @@ def test_the_recipe_of_brorl_has_more_samples_than_its_learning_rate_was_chosen_
     ],
     ids=str,
 )
-def test_what_can_have_no_effect_is_said(overrides: list[str], told: list[str]) -> None:
+def test_settings_without_effect_are_reported(overrides: list[str], told: list[str]) -> None:
     config = load_config(CONFIGS / "quickstart.yaml", overrides)
     check(config)
     messages = notes(config)
@@ -300,7 +300,7 @@ def test_what_can_have_no_effect_is_said(overrides: list[str], told: list[str]) 
     ],
     ids=str,
 )
-def test_the_passes_of_a_step_are_told(overrides: list[str], told: list[str]) -> None:
+def test_the_passes_of_a_step_are_described(overrides: list[str], told: list[str]) -> None:
     assert describe_passes(load_config(CONFIGS / "quickstart.yaml", overrides)) == told
 
 

@@ -140,7 +140,7 @@ def test_rewards_that_are_no_numbers_with_a_fraction_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in TABLE.items() for name in names])
-def test_every_default_is_a_value_that_may_be_given(kind: str, name: str) -> None:
+def test_every_default_value_is_accepted(kind: str, name: str) -> None:
     plugin = load(kind, TABLE[kind][name])
     defaults = {
         key: f.default
@@ -177,7 +177,7 @@ def test_a_spec_reads_in_each_form_and_survives_a_dump() -> None:
 
 
 @pytest.mark.parametrize("kind", list(TABLE))
-def test_every_plugin_has_what_the_catalogue_shows(kind: str) -> None:
+def test_every_plugin_has_the_fields_of_the_catalogue(kind: str) -> None:
     for entry in (e for e in entries() if e.kind == kind):
         assert entry.line.endswith((".", ":")) or entry.doc.count("\n"), entry
         assert "evidence" in vars(load(kind, TABLE[kind][entry.name])), f"{entry.name} states no evidence"
@@ -258,7 +258,7 @@ def test_each_plugin_of_a_method_has_a_stage_and_a_recipe() -> None:
     assert without == {("prompt", "in_order"), ("planner", "fixed")}
 
 
-def test_the_docs_are_what_the_plugins_say() -> None:
+def test_the_docs_match_the_plugins() -> None:
     """`python -m rlsys.algo.handbook > docs/algorithms.md` makes them again."""
     assert (ROOT / "docs/algorithms.md").read_text(encoding="utf-8") == render_docs()
 

@@ -59,7 +59,7 @@ def grouped(**fields: list[float]) -> Batch:
 @pytest.mark.parametrize(
     ("level", "limit"), [("group_sum", 0.5), ("group_mean", 0.5 / 3), ("group_max", 0.3068)]
 )
-def test_a_group_stays_or_goes_as_a_whole(level: str, limit: float) -> None:
+def test_a_group_is_kept_or_rejected_as_a_whole(level: str, limit: float) -> None:
     """k3 of the first group: 0.307, 0, 0.193, of which the largest is 1 - ln 2; of the second 0."""
     for high, stays in ((limit * 1.001, True), (limit * 0.999, False)):
         assert kept(grouped(), D, level=level, high=high) == [stays] * 3 + [True]
@@ -159,7 +159,7 @@ def test_a_response_that_was_cut_off_is_not_trained(reducer: object, denominator
     assert plan.advantages is not None and plan.advantages[0] == 0.5
 
 
-def test_a_step_of_cut_off_responses_has_nothing_to_train() -> None:
+def test_a_step_of_truncated_responses_has_nothing_to_train() -> None:
     every = torch.ones(2, dtype=torch.bool)
     for denominator in ("all", "kept"):
         selector = {"name": "overlong_filter", "denominator": denominator}

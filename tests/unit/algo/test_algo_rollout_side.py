@@ -140,14 +140,14 @@ def grown(xrpo: Planner, success: Callable[[int], float], count: int) -> dict[in
 
 
 @pytest.mark.parametrize("bonus", [0.05, 0.0])
-def test_xrpo_gives_the_share_that_was_asked_for(bonus: float) -> None:
+def test_xrpo_grows_groups_by_the_configured_share(bonus: float) -> None:
     """At p = 1/2 a fourth of a further round per group, whatever the bonus: mean size 8 + 4 / 4."""
     groups = grown(build("planner", "xrpo", exemplars=0, bonus=bonus, largest=64), lambda _: 0.5, 2000)
     assert sum(len(g.samples) - 8 for g in groups.values()) / 4 / 2000 == pytest.approx(0.25, abs=0.005)
 
 
 @pytest.mark.parametrize("bonus", [0.05, 5.0])
-def test_xrpo_gives_a_learned_task_nothing(bonus: float) -> None:
+def test_xrpo_adds_no_samples_to_a_solved_task(bonus: float) -> None:
     groups = grown(build("planner", "xrpo", bonus=bonus), lambda _: 1.0, 400)
     assert {len(g.samples) for g in groups.values()} == {8}
 
@@ -189,7 +189,7 @@ def test_xrpo_holds_groups_until_their_round_closes() -> None:
         assert not planner.waiting()
 
 
-def test_planners_remember_nothing_of_a_group_that_is_done_or_gone() -> None:
+def test_planners_discard_the_state_of_completed_and_removed_groups() -> None:
     aoi = build("planner", "aoi", samples=1)
     for group_id in (0, 1):
         aoi.receive_guidance(group_id, [1, 2])
@@ -205,7 +205,7 @@ def test_planners_remember_nothing_of_a_group_that_is_done_or_gone() -> None:
     assert xrpo.state_dict()["grown"] == []
 
 
-def test_xrpo_gives_nothing_to_a_group_that_is_full() -> None:
+def test_xrpo_adds_no_samples_to_a_full_group() -> None:
     xrpo = build("planner", "xrpo", groups=1, samples=2, share=1.0, largest=2, exemplars=0)
     assert xrpo.decide(group([0, 1])) == Accept()
 
@@ -214,7 +214,7 @@ def test_a_planner_without_probes_adds_no_sample_for_them() -> None:
     assert build("planner", "fixed").receive_probes(0, [1.0]) == 0
 
 
-def test_a_released_group_goes_on_where_it_was_held() -> None:
+def test_a_released_group_resumes_at_the_planner_that_held_it() -> None:
     """dapo gave in to a group of equal rewards; asked a second time it would drop it."""
     planners = [build("planner", "dapo", drops=1), build("planner", "xrpo", groups=9, exemplars=0)]
     assert isinstance(decide(planners, group([1, 1], 0, 0)), Drop)
@@ -223,7 +223,7 @@ def test_a_released_group_goes_on_where_it_was_held() -> None:
     assert decide(planners, group([1, 1], 1, 1)) == Accept()
 
 
-def test_the_most_alike_share_what_others_lack() -> None:
+def test_the_most_similar_texts_share_rare_terms() -> None:
     """All begin and end alike (1, 2 .. 3), as chats do. The query 5 6 7 begins as the second; the first has its
     tokens in another order, the third nothing but the frame."""
     texts = [[1, 2, 7, 6, 5, 3], [1, 2, 5, 6, 9, 3], [1, 2, 8, 8, 8, 3]]
@@ -233,7 +233,7 @@ def test_the_most_alike_share_what_others_lack() -> None:
     assert most_alike([], [[], [1]], 2) == [1, 0]  # of equals the later first
 
 
-def test_the_most_alike_have_the_largest_cosine() -> None:
+def test_the_most_similar_texts_have_the_largest_cosine() -> None:
     """By dense vectors of all terms."""
     rng = np.random.default_rng(3)
     for _ in range(20):
@@ -267,7 +267,7 @@ def solved_or_not(
     return SampleGroup(group_id, prompt_index, samples)
 
 
-def test_xrpo_shows_the_solved_problems_most_like_the_one_that_nobody_solves() -> None:
+def test_xrpo_seeds_unsolved_prompts_with_the_most_similar_solved_problems() -> None:
     """The second and the fourth have a token in common with it, the second two; its own is never shown."""
     xrpo = build("planner", "xrpo", samples=3, largest=12, exemplar_tokens=6, groups=99)
     hard = solved_or_not(0, 0, {(1, 2): 0.0, (3,): 0.0}, [7, 8, 9])
@@ -319,7 +319,7 @@ def test_lens_cleans_hard_prompts_once_and_spares_protected_tokens() -> None:
 # -- prompt choice -------------------------------------------------------------------------------------------
 
 
-def test_a_pool_gives_each_prompt_once_a_round_in_another_order_each_time() -> None:
+def test_a_pool_yields_each_prompt_once_per_round_in_a_new_order() -> None:
     pool = build("prompt", "pool", size=7, seed=1)
     rounds = [[pool.index(7 * r + i) for i in range(7)] for r in range(3)]
     assert all(sorted(indices) == list(range(7)) for indices in rounds)
@@ -328,7 +328,7 @@ def test_a_pool_gives_each_prompt_once_a_round_in_another_order_each_time() -> N
     assert [again.index(g) for g in (20, 3, 9)] == [rounds[2][6], rounds[0][3], rounds[1][2]]
 
 
-def test_vade_is_deterministic_resumes_and_never_draws_a_prompt_twice_at_once() -> None:
+def test_vade_is_deterministic_resumable_and_never_draws_an_active_prompt() -> None:
     source, restored_source = build("prompt", "vade", pool=6), build("prompt", "vade", pool=6)
     drawn = [source.index(g) for g in range(6)]
     assert sorted(drawn) == list(range(6))
@@ -346,7 +346,7 @@ def test_vade_takes_the_largest_p_times_1_minus_p_squared_by_hand(monkeypatch: p
     assert [vade.index(g) for g in range(4)] == [1, 2, 0, 3]
 
 
-def test_vade_learns_which_prompts_are_of_medium_difficulty() -> None:
+def test_vade_prefers_prompts_of_medium_difficulty() -> None:
     vade = build("prompt", "vade", pool=20)
     truth = [1.0] * 8 + [0.0] * 8 + [0.4] * 4
     visits: Counter[int] = Counter()
@@ -454,7 +454,7 @@ def test_fapo_by_hand() -> None:
         reward("fapo", responses)
 
 
-def test_the_judge_sees_the_key_and_nothing_that_a_response_pretends() -> None:
+def test_the_judge_receives_the_key_and_the_response_verbatim() -> None:
     judge_prompts: list[str] = []
 
     async def judge(text: str) -> str:

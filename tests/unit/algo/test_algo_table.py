@@ -17,7 +17,7 @@ def group(*marks: dict[str, float] | None) -> SampleGroup:
     return SampleGroup(0, 0, samples)
 
 
-def test_a_named_reward_has_its_column_whatever_its_place_in_the_dict() -> None:
+def test_a_named_reward_keeps_its_column_in_any_dict_order() -> None:
     table = Samples.of([group({"format": 1.0, "answer": 0.25}, {"answer": 0.75, "format": 0.0})])
     assert table.rewards.tolist() == [[0.25, 1.0], [0.75, 0.0]]
     assert table.reward.tolist() == [1.25, 0.75]

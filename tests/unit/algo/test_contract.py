@@ -68,7 +68,7 @@ def test_a_promise_that_is_broken_is_one_line(name: str, told: str, module: Path
         lines(f"{module}:{name}")
 
 
-def test_a_class_tells_its_kind_and_a_function_does_not(module: Path) -> None:
+def test_the_kind_is_inferred_for_a_class_but_not_for_a_function(module: Path) -> None:
     assert kind_of(f"{module}:Named") == "loss"
     assert kind_of("tis") == "correction"
     with pytest.raises(UserError, match="give its kind with --kind"):
@@ -91,7 +91,7 @@ def test_a_class_tells_its_kind_and_a_function_does_not(module: Path) -> None:
         (["lens"], "select one with --kind, one of planner, selector, correction"),
     ],
 )
-def test_a_kind_that_is_none_or_not_said_is_one_line(
+def test_an_invalid_or_missing_kind_is_a_one_line_error(
     args: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before: StopIteration, and the first of several kinds without a word."""
@@ -109,6 +109,6 @@ def test_overrides_make_the_run_around_it(module: Path) -> None:
         lines("tis", "correction", "algo.anchor=old", "algo.corrections=[{name: tis, cap: -1}]")
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot import .*no such file"):
         lines(f"{tmp_path}/other.py:plain")

@@ -50,7 +50,7 @@ def test_a_token_is_effective_if_it_has_weight_and_advantage_and_is_not_clipped(
     assert int(sums["effective"]) == 0
 
 
-def test_the_effective_sample_size_leaves_dropped_samples_out_whatever_made_them_packed() -> None:
+def test_the_effective_sample_size_excludes_packed_dropped_samples() -> None:
     algo: dict[str, Any] = {"selectors": ["overlong_filter"], "hooks": ["vcpo"], "anchor": "old"}
     world = World(seed=5, scale=0.5)
     early = run(world, section(**algo), whole)
@@ -161,7 +161,7 @@ def test_the_largest_value_of_a_group_is_that_of_one_of_its_sequences() -> None:
     ],
     ids=["d3s", "rorecomp", "ttrl", "grpo_roc"],
 )  # fmt: skip
-def test_the_order_in_which_groups_finished_chooses_no_sample(selector: Any) -> None:
+def test_selection_does_not_depend_on_the_order_of_finished_groups(selector: Any) -> None:
     """All lengths and all groups' rewards are alike: ties everywhere."""
     ids = torch.arange(32) * 7 + 1
     samples = replace(table([1.0, 0.0] * 16, [i // 8 for i in range(32)], [5] * 32), sample_ids=ids)
@@ -175,7 +175,7 @@ def test_the_order_in_which_groups_finished_chooses_no_sample(selector: Any) -> 
     assert 0 < len(chosen(samples)) < 32
 
 
-def test_selectors_that_act_before_see_what_those_before_them_leave() -> None:
+def test_before_selectors_act_on_samples_left_by_earlier_selectors() -> None:
     """ttrl leaves 4 of 8, grpo_roc half of these."""
     selectors = ["ttrl", {"name": "grpo_roc", "penalty": "length", "least": 0}]
     plan = Objective(section(selectors=selectors)).plan(table([1.0, 0.0] * 4, [0] * 8, [3] * 8))

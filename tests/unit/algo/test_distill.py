@@ -37,7 +37,7 @@ def test_by_hand(direction: float, expected: float) -> None:
     assert float(divergence(POLICY, TEACHER, direction)) == pytest.approx(expected, abs=1e-6)
 
 
-def test_what_is_not_compared_by_itself_is_compared_together() -> None:
+def test_the_divergence_pools_the_remaining_probability_mass() -> None:
     """Two of four tokens: 0.6 and 0.1 against 0.2 and 0.2, and the rest 0.3 against 0.6."""
     policy, teacher = torch.tensor([0.6, 0.1]).log(), torch.tensor([0.2, 0.2]).log()
     assert torch.allclose(with_rest(policy).exp(), torch.tensor([0.6, 0.1, 0.3]))
@@ -47,7 +47,7 @@ def test_what_is_not_compared_by_itself_is_compared_together() -> None:
     assert certain.isfinite().all() and float(certain[2].exp()) < 2e-7
 
 
-def test_the_term_weighs_it_and_tells_its_mean() -> None:
+def test_the_distill_term_scales_the_divergence_and_reports_it() -> None:
     batch = packed([3], advantages=[0.0, 0.0, 0.0])
     view = View(batch, batch.mu, batch.mu, divergence=torch.tensor([0.5, 1.0, 2.0]))
     loss, figures = build("loss", "distill", weight=0.1)(view, None)
@@ -109,7 +109,7 @@ def config_of(**algo: object) -> Config:
     return Config.model_validate({"model": {"path": "configs/models/quickstart-moe"}, "algo": algo})
 
 
-def test_it_trains_alone_and_beside_a_policy_loss_but_not_without_a_teacher() -> None:
+def test_distillation_works_alone_or_with_a_policy_loss_but_requires_a_teacher() -> None:
     teacher = {"path": "configs/models/quickstart-moe"}
     check(config_of(loss=["distill"], teacher=teacher))
     check(config_of(loss=["distill_pg"], teacher=teacher | {"top_k": 0}))

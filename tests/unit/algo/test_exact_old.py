@@ -68,7 +68,7 @@ async def step_of(
     return requests
 
 
-async def test_each_interrupt_asks_for_the_tokens_since_the_last_one(tmp_path: Path) -> None:
+async def test_each_interrupt_requests_scores_for_tokens_since_the_last_one(tmp_path: Path) -> None:
     """Also of groups that are ready and not taken: a later step trains on them. Step 3 has a surplus to take and
     generates nothing."""
     async with rig(april(tmp_path), group_zero_is_long) as r:
@@ -91,7 +91,7 @@ async def test_each_interrupt_asks_for_the_tokens_since_the_last_one(tmp_path: P
         assert trained_sample.behaviour[:9] == expected
 
 
-async def test_tokens_that_nobody_scored_in_time_are_never_asked_for_again(tmp_path: Path) -> None:
+async def test_tokens_that_missed_scoring_are_not_requested_again(tmp_path: Path) -> None:
     """Their weights are gone: NaN, which the objective counts as `anchor_missing`."""
     async with rig(april(tmp_path), group_zero_is_long) as r:
         await r.start()
@@ -105,7 +105,7 @@ async def test_tokens_that_nobody_scored_in_time_are_never_asked_for_again(tmp_p
         assert full_behaviour[3:6] == by_trainer(3, 6, 2)
 
 
-async def test_what_the_weights_sampled_under_two_versions_is_asked_for_together(tmp_path: Path) -> None:
+async def test_tokens_of_the_same_weights_under_two_versions_are_requested_together(tmp_path: Path) -> None:
     """The same weights pushed again, after a restart of the trainer in the middle of a take."""
     async with rig(april(tmp_path), group_zero_is_long) as r:
         await r.start()
@@ -147,7 +147,7 @@ async def test_a_crash_loses_no_score_that_was_stored(tmp_path: Path, stored: bo
         assert await r.manager.unscored(2) == ([] if stored else requests)
 
 
-async def test_a_lost_trainer_asks_for_nothing_twice(tmp_path: Path) -> None:
+async def test_a_restarted_trainer_requests_no_scores_twice(tmp_path: Path) -> None:
     """From the checkpoint of step 1, steps 2 and 3 are repeated: what their weights sampled has its scores."""
     async with rig(april(tmp_path), group_zero_is_long) as r:
         await r.start()
@@ -160,7 +160,7 @@ async def test_a_lost_trainer_asks_for_nothing_twice(tmp_path: Path) -> None:
         assert (await taken_with_group_zero(r, 4)).behaviour[:6] == stored_behaviour
 
 
-async def test_a_sample_of_another_prompt_than_it_is_trained_on_is_left_out(tmp_path: Path) -> None:
+async def test_a_sample_with_a_different_trained_prompt_is_not_scored(tmp_path: Path) -> None:
     """LENS: its log-probs are wanted on the group's prompt, where no weights sampled it."""
     async with rig(april(tmp_path), group_zero_is_long) as r:
         await r.start()
@@ -169,7 +169,7 @@ async def test_a_sample_of_another_prompt_than_it_is_trained_on_is_left_out(tmp_
         assert of_group_zero(await step_of(r, 2)) == [(0, 3, 6)]
 
 
-async def test_a_tools_words_after_the_interrupt_leave_a_gap(tmp_path: Path) -> None:
+async def test_tool_tokens_after_an_interrupt_are_not_scored(tmp_path: Path) -> None:
     """They have the version of the token before them and are not trained: nobody scores them."""
     r = Rig(april(tmp_path), group_zero_is_long, length_reward)
     await r.start()
@@ -185,7 +185,7 @@ async def test_a_tools_words_after_the_interrupt_leave_a_gap(tmp_path: Path) -> 
     back.buffer.close()
 
 
-async def test_scores_are_asked_for_only_while_the_engines_rest(tmp_path: Path) -> None:
+async def test_scores_are_requested_only_between_a_take_and_its_push(tmp_path: Path) -> None:
     async with rig(april(tmp_path), group_zero_is_long) as r:
         await r.start()
         with pytest.raises(RunError, match=r"unscored\(1\): allowed only between a take and its push"):
@@ -238,7 +238,7 @@ async def test_scores_that_cannot_be_are_refused(tmp_path: Path, wrong: LogProbR
     back.buffer.close()
 
 
-async def test_over_http_they_are_what_the_manager_gives(tmp_path: Path) -> None:
+async def test_score_requests_over_http_match_those_of_the_manager(tmp_path: Path) -> None:
     async with rig(april(tmp_path), group_zero_is_long) as r, served(r) as client:
         await ticking(r, client.restore, 0)
         await r.start()

@@ -164,7 +164,7 @@ def test_numbers_n1_control_early_advantages_skip_a_step_that_was_all_cut_off(
 
 @pytest.mark.parametrize("denominator", ["kept", "all"])
 @pytest.mark.parametrize("overrides", LATE.values(), ids=LATE)
-def test_numbers_n1_a_step_whose_responses_were_all_cut_off_makes_no_update(
+def test_numbers_n1_a_step_of_truncated_responses_makes_no_update(
     tmp_path: Path, overrides: list[str], denominator: str
 ) -> None:
     trainer, metrics = a_step(tmp_path, True, *overrides, FILTER.format(denominator))
@@ -303,7 +303,7 @@ def d3s_keeps(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
     return advantages
 
 
-def test_numbers_n5_d3s_trains_successes_and_failures_of_early_and_late_groups_alike() -> None:
+def test_numbers_n5_d3s_balances_successes_and_failures_across_early_and_late_groups() -> None:
     """16 groups with 4 successes of 8: a fair draw of half leaves both kinds in nearly every group."""
     advantages = d3s_keeps([[1, 0] * 4] * 16)
     early, late = (sum(sum(g) for g in half) for half in (advantages[:8], advantages[8:]))
@@ -379,7 +379,7 @@ def test_numbers_n6_a_sample_cut_into_sequences_has_the_same_gradient(algo: dict
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_numbers_n7_the_denominator_of_two_selectors_is_what_is_kept(seed: int) -> None:
+def test_numbers_n7_the_denominator_of_two_selectors_counts_kept_tokens(seed: int) -> None:
     """Both take the mean over what they keep; without a selection of tokens that is each kept token once."""
     d3s = {"name": "d3s", "denominator": "kept", "tokens_start": 1.0}
     world = World(seed=seed, graded=True)
@@ -390,7 +390,7 @@ def test_numbers_n7_the_denominator_of_two_selectors_is_what_is_kept(seed: int) 
     assert plan.denominator == pytest.approx(kept_tokens, rel=1e-6)
 
 
-def test_numbers_n7_d3s_keeps_its_share_of_what_an_earlier_selector_left() -> None:
+def test_numbers_n7_d3s_keeps_its_share_of_the_remaining_samples() -> None:
     world = World(seed=1, graded=True)
     plan = Objective(section(selectors=["ttrl", {"name": "d3s", "samples_start": 0.5}])).plan(
         replace(world.samples, step=0)
@@ -485,13 +485,13 @@ def test_numbers_n10_the_recipe_dppo_has_prime_rls_gradient_or_names_its_cap() -
     assert float(gradient) == pytest.approx(-100.0, rel=1e-6)
 
 
-def test_numbers_n10_the_recipe_vapo_looks_further_than_one_token_ahead() -> None:
+def test_numbers_n10_vapo_lambda_spans_more_than_one_token() -> None:
     """lambda = 1 - 1 / (alpha l), at least 0; an answer of the shipped task has some 20 tokens."""
     advantage: Any = Objective(recipe("vapo")).advantage
     assert max(0.0, 1 - 1 / (advantage.alpha * 20)) > 0.5
 
 
-def test_numbers_n10_branch_grpo_trains_a_shared_stretch_once_or_says_so() -> None:
+def test_numbers_n10_branch_grpo_trains_a_shared_prefix_once_or_documents_it() -> None:
     """The authors (BranchGRPO, collect_all_transitions) train each edge of the tree once."""
     advantage = build("advantage", "branch_grpo")
     if "once" in (type(advantage).__doc__ or ""):
@@ -553,7 +553,7 @@ def test_numbers_n11_a_combination_without_sense_is_refused_or_noted(overrides: 
     assert told(*overrides), "accepted without a word"
 
 
-def test_numbers_n12_distillation_alone_takes_one_response_a_prompt() -> None:
+def test_numbers_n12_distillation_alone_accepts_one_response_per_prompt() -> None:
     teacher = "algo.teacher={path: configs/models/quickstart-moe}"
     for loss in ("distill", "distill, kl", "distill, entropy", "distill, positive_nll", "distill, kimi"):
         assert accepted(f"algo.loss=[{loss}]", "rollout.group_size=1", teacher) == "", loss

@@ -92,7 +92,7 @@ def test_gdpo_packs_no_sample_of_a_group_of_equal_rewards() -> None:
 
 
 @pytest.mark.parametrize("name", ["sapo", "vcpo", "vcpo_baseline"])
-def test_recipes_of_methods_that_weigh_sequences_alike(name: str) -> None:
+def test_recipes_with_equal_sequence_weights_use_the_sequence_mean(name: str) -> None:
     """verl's and TRL's SAPO and the authors' VCPO scripts: the mean over a sequence's tokens, then over sequences."""
     path = Path(__file__).resolve().parents[3] / "configs/algorithms" / f"{name}.yaml"
     reducer = Objective(load_config(path).algo).reducer

@@ -131,7 +131,7 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
         )
 
 
-def test_a_wrong_name_gets_the_right_one() -> None:
+def test_a_misspelled_loss_name_gets_a_suggestion() -> None:
     with pytest.raises(UserError, match=r"sft\.loss = 'crossentropy': .*did you mean cross_entropy"):
         build_loss(Spec(name="crossentropy"))
     with pytest.raises(UserError, match=r"beta = 2\.0: expected at most 1"):

@@ -91,7 +91,7 @@ def test_a_reward_model_must_lead_by_the_margin() -> None:
     assert loss.rewards(marked).tolist() == [1.5, 0.5]
 
 
-def test_pairs_are_found_wherever_they_stand() -> None:
+def test_pairs_are_found_at_any_position() -> None:
     """Three pairs, of which no two answers lie together."""
     answers = two(
         pair=torch.tensor([2, 0, 1, 0, 1, 2]), liked=torch.tensor([True, False, True, True, False, False])

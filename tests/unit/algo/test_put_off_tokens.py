@@ -26,7 +26,7 @@ def objective(capacity: int) -> Objective:
     return Objective(AlgoSection.model_validate({"selectors": [selector]}))
 
 
-def test_its_tokens_are_there_after_pruning_and_over_a_checkpoint(tmp_path: Path) -> None:
+def test_deferred_tokens_survive_pruning_and_a_checkpoint(tmp_path: Path) -> None:
     buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", SIZE)
     version = buffer.versions.new(0)
     group = buffer.issue(Prompt(0, "", [1, 2], {}), range(SIZE))

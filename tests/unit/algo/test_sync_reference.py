@@ -45,7 +45,7 @@ def test_it_keeps_a_copy_of_the_first_weights_and_changes_none_of_the_policys() 
     assert policy["b"].tolist() == [[4]]
 
 
-def test_it_goes_on_where_it_stopped() -> None:
+def test_a_sync_reference_resumes_from_its_state() -> None:
     hook, again = (build("hook", "sync_ref", interval=3, alpha=0.5) for _ in range(2))
     for step in range(4):
         hook.start(weights(float(step)))

@@ -63,7 +63,7 @@ def test_importance_weights_scale_the_scores_by_hand() -> None:
     )
 
 
-def test_a_tools_tokens_are_not_there() -> None:
+def test_tool_tokens_do_not_affect_advantages() -> None:
     """Neither in the sums nor in the count of places, whatever stands under the mask."""
     nan = math.nan
     plain_batch = packed([2, 2], old=[-1.0, -2.0, -1.5, -0.5], sum_pi_squared=[0.5, 0.4, 0.3, 0.6])

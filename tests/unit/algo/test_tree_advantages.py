@@ -83,7 +83,7 @@ def test_branches_of_a_dropped_stem_still_share_its_tokens(seed: int) -> None:
     assert torch.allclose(advantages, torch.tensor(expected, dtype=DOUBLE).flatten(), atol=1e-9)
 
 
-def test_a_shared_stretch_is_trained_once_by_the_samples_that_are_kept() -> None:
+def test_a_shared_prefix_is_trained_once_by_the_kept_samples() -> None:
     """Three samples share two tokens; one of them was cut off. Its reward counts, its tokens are not trained."""
     tree = {
         "index_in_group": torch.arange(4),

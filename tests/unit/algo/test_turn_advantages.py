@@ -31,7 +31,7 @@ def rows(*values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=DOUBLE)
 
 
-def test_returns_by_hand_go_over_turns_and_restart_where_one_did_not_match() -> None:
+def test_turn_returns_restart_at_unmatched_turns() -> None:
     rewards = rows([1.0, 2.0, 4.0], [1.0, 2.0, 0.0])
     assert turn_returns(rewards, 0.5).tolist() == [[3.0, 4.0, 4.0], [2.0, 2.0, 0.0]]
     matched = torch.tensor([[True, False, True], [True, True, True]])
@@ -87,7 +87,7 @@ def test_ui_s1_equals_the_authors_function_on_random_trajectories(case: int) -> 
     assert not advantages[~turn_mask].any()
 
 
-def test_each_token_has_the_advantage_of_its_turn_and_what_was_told_has_none() -> None:
+def test_each_token_has_its_turns_advantage_and_observations_have_none() -> None:
     algo = section(advantage={"name": "mapo", "weight": 1.0}, loss=["clip"])
     objective = Objective(algo)
     samples = table(
@@ -133,7 +133,7 @@ def played(number: int, marks: list[TurnReward] | None) -> Sample:
     return sample
 
 
-def test_the_trainer_knows_the_turn_of_each_token_and_what_it_is_worth() -> None:
+def test_the_trainer_assigns_each_token_its_turn_and_each_turn_its_reward() -> None:
     group = SampleGroup(
         0, 0, [played(0, [TurnReward(1.0), TurnReward(0.5, False)]), played(1, [TurnReward(0.0)] * 2)]
     )
@@ -150,6 +150,6 @@ def test_the_trainer_knows_the_turn_of_each_token_and_what_it_is_worth() -> None
         sample_table([SampleGroup(0, 0, [played(1, None)])], 1, {"turn_rewards"})
 
 
-def test_what_knows_nothing_of_turns_does_not_go_with_them() -> None:
+def test_turn_advantages_reject_plugins_without_turn_support() -> None:
     with pytest.raises(UserError, match="Mapo uses the rewards of turns, which Overlong does not"):
         Objective(section(advantage="mapo", shaping=["overlong"], loss=["clip"]))

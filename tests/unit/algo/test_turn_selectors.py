@@ -49,7 +49,7 @@ def test_only_chosen_turns_are_trained() -> None:
     assert (part.weight != 0).tolist() == [False, False, True, True, True, True]
 
 
-def test_all_turns_is_as_if_there_were_no_selector() -> None:
+def test_selecting_all_turns_changes_nothing() -> None:
     def whole(rows: list[int]) -> list[list[int]]:
         return [rows]
 

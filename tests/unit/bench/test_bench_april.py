@@ -95,7 +95,7 @@ def test_the_summary_compares_medians(april: ModuleType) -> None:
 
 
 @pytest.mark.gate
-def test_the_bound_counts_what_a_simulated_queue_reads_again(april: ModuleType) -> None:
+def test_the_bound_matches_the_prefixes_that_a_simulated_queue_recomputes(april: ModuleType) -> None:
     """Slots that decode a token a tick; every step, when N responses have ended, all prefixes are read again."""
     lengths, batch, slots = april.trace(quick=False), 40, 80
     draw = np.random.default_rng(0)
@@ -253,7 +253,7 @@ def test_seconds_of_evaluations_are_in_no_figure_of_the_claim(april_claim: Modul
 
 
 @pytest.mark.gate
-def test_the_claim_continues_with_what_is_missing(april_claim: ModuleType, tmp_path: Path) -> None:
+def test_the_claim_continues_with_the_missing_records(april_claim: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     records = [claim(1.0, 1, (1, 0.5, 1.0)), claim(2.0, 1, (1, 0.5, 1.0))]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))

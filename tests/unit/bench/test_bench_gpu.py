@@ -21,7 +21,7 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dty
     return ((a.float() * by_column) @ dequantise(b.t(), scale_b.t()).t()).to(out_dtype)
 
 
-def test_a_gemm_of_quantised_blocks_is_asked_for_as_cuda_takes_it(
+def test_a_block_quantised_gemm_meets_the_constraints_of_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)

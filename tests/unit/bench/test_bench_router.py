@@ -27,16 +27,16 @@ def test_no_two_requests_share_a_prefix_and_all_ids_are_in_the_vocabulary(router
     assert all(min(p) > 0 and max(p) < router.VOCAB and len(p) == router.PROMPT for p in prompts)
 
 
-def test_ratios_are_taken_repeat_by_repeat(router: ModuleType) -> None:
+def test_ratios_are_computed_per_repeat(router: ModuleType) -> None:
     ratios = router.ratios({"direct": [100.0, 50.0], "rlsys": [90.0, 50.0]})
     assert ratios == {"direct": [1.0, 1.0], "rlsys": [0.9, 1.0]}
 
 
-def test_what_a_router_adds_is_taken_round_by_round(router: ModuleType) -> None:
+def test_added_latency_is_computed_per_round(router: ModuleType) -> None:
     assert router.added({"direct": [10.0, 30.0], "rlsys": [11.0, 31.5]}, "rlsys") == [1.0, 1.5]
 
 
-def test_every_target_comes_in_every_place_of_a_round(router: ModuleType) -> None:
+def test_every_target_occupies_every_position_of_a_round(router: ModuleType) -> None:
     urls = dict.fromkeys(("direct", "rlsys", "sglang_router"), "")
     rounds = [router.turns(urls, i) for i in range(6)]
     assert all(sorted(r) == sorted(urls) for r in rounds)
@@ -46,7 +46,7 @@ def test_every_target_comes_in_every_place_of_a_round(router: ModuleType) -> Non
 
 
 @pytest.mark.parametrize("theirs", [{"sglang_router": 2.0}, {}])
-def test_the_summary_has_what_is_asked_for(router: ModuleType, theirs: dict[str, float]) -> None:
+def test_the_summary_contains_the_required_figures(router: ModuleType, theirs: dict[str, float]) -> None:
     whole_throughput = {"ratio_to_direct": {"rlsys": {"median": 0.99}}}
     real: dict[str, Any] = {
         "throughput": {"whole": whole_throughput, "streamed": {}},
@@ -61,7 +61,7 @@ def test_the_summary_has_what_is_asked_for(router: ModuleType, theirs: dict[str,
     }
 
 
-async def test_every_token_counts_of_requests_at_once(
+async def test_all_tokens_of_concurrent_requests_are_counted(
     router: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def one(_session: Any, _url: str, body: dict[str, Any]) -> int:

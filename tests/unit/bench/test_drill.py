@@ -60,7 +60,7 @@ def written(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.gate
-def test_a_planted_hang_and_a_planted_crash_cost_those_parts_alone(
+def test_a_hang_or_crash_fails_only_its_own_part(
     parts: list[gpu.Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hang is cut off as soon as it has written its figure."""
@@ -110,7 +110,7 @@ def test_every_part_names_a_function() -> None:
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_arguments_for_a_gpus_engines_are_left_out_on_a_cpu(
+def test_gpu_engine_arguments_are_omitted_on_a_cpu(
     cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rehearsal of a node's command on a CPU, whose engines have no Triton."""

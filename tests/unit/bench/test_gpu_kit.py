@@ -41,7 +41,7 @@ def requirements(name: str) -> Iterator[str]:
                 yield canonicalize_name(requirement.name)
 
 
-def test_what_the_trainer_needs_comes_with_the_kit_or_with_the_node() -> None:
+def test_trainer_requirements_are_in_the_kit_or_on_the_node() -> None:
     """The node has NODE and its requirements."""
     distributions = packages_distributions()
     node: set[str] = set()
@@ -72,7 +72,7 @@ def test_the_drill_imports_no_pytest() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=folder.parent, check=True)
 
 
-def test_libraries_of_a_wheels_data_folder_lie_beside_its_packages(tmp_path: Path) -> None:
+def test_unpack_installs_libraries_of_a_wheels_data_folder(tmp_path: Path) -> None:
     wheels, site = tmp_path / "wheels", tmp_path / "site"
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "a-1-py3-none-any.whl", "w") as wheel:
@@ -149,7 +149,7 @@ def test_transformer_engine_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert arguments[arguments.index("--transformer-engine") + 1] == str(work / "te")
 
 
-def test_an_archive_that_is_larger_than_a_copy_comes_in_pieces(
+def test_an_archive_larger_than_the_copy_limit_is_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_kit, "COPY_MIB", 0.1)
@@ -180,7 +180,7 @@ def test_pieces_sort_as_they_follow_one_another(tmp_path: Path) -> None:
     assert b"".join(piece.read_bytes() for piece in pieces) == content
 
 
-def test_without_nvcc_or_the_nodes_torch_transformer_engine_is_left_out_in_one_line(
+def test_transformer_engine_is_not_built_without_nvcc_or_a_matching_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = tmp_path / "python"

@@ -327,7 +327,7 @@ def record_of(seed: int, end: float, start: float = 0.4) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_intervals_come_with_the_fifth_seed() -> None:
+def test_the_summary_reports_confidence_intervals_from_five_seeds_on() -> None:
     ends = (0.48, 0.49, 0.50, 0.51, 0.52)
     four = recipes.summary([record_of(i, end) for i, end in enumerate(ends[:4])])
     assert four["end"] == {"mean": 0.495, "interval": None, "range": None}
@@ -402,7 +402,7 @@ def test_a_missing_package_does_not_stop_the_other_recipes(
     assert captured.out.startswith("chain_sum full seed 0: accuracy 0.500")
 
 
-def test_figures_of_finished_records_are_recorded_beside_those_of_other_days(
+def test_write_expected_merges_new_results_with_earlier_ones(
     bench: Callable[..., int], tmp_path: Path
 ) -> None:
     recipe = Recipe.read("addition")

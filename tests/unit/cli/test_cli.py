@@ -64,7 +64,7 @@ def test_a_mistaken_command_line_is_one_line_too(argv: list[str], capsys: pytest
     assert stderr.count("\n") == 1
 
 
-def test_overrides_may_stand_after_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_may_follow_options(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["submit", QUICKSTART, "run.seed=3", "--nodes", "2", "--dry-run", "weights.method=disk"]
     assert main.main(argv) == 0
     script = capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_overrides_may_stand_after_options(capsys: pytest.CaptureFixture[str]) -
     )
 
 
-def test_report_json_is_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_json_prints_only_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer = MetricsWriter(tmp_path)
     writer.write("run", 0, event="start")
     writer.write("eval", 0, accuracy=0.5, prompts=4)
@@ -127,7 +127,7 @@ def test_a_job_script_is_printed_for_a_model_without_weights_and_not_submitted(
     assert "rlsys: error: model.path = " in captured.err and not captured.out
 
 
-def test_a_run_with_a_method_read_in_an_abstract_alone_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_notes_a_method_implemented_from_its_abstract(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(Path(QUICKSTART).parent / "algorithms" / "minpro.yaml")
     assert main.main(["submit", recipe, "--dry-run"]) == 0
     stderr = capsys.readouterr().err
@@ -146,14 +146,14 @@ def test_algorithms_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> 
     assert "did you mean grpo?" in capsys.readouterr().err
 
 
-def test_doctor_lists_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_lists_packages_gpus_and_ports(capsys: pytest.CaptureFixture[str]) -> None:
     main.main(["doctor"])
     output = capsys.readouterr().out
     for name in ("python", "torch", "sglang", "megatron-core", "gpu", "ports", "transformer engine", "apex"):
         assert name in output
 
 
-def test_what_eval_measures(tmp_path: Path) -> None:
+def test_eval_selects_model_step_and_a_new_output_folder(tmp_path: Path) -> None:
     """A config's model, or another folder; the newest checkpoint of a run; each time in a folder of its own."""
     model, run = tmp_path / "model", tmp_path / "run"
     model.mkdir()

@@ -35,7 +35,7 @@ def picture(made: Config) -> list[str]:
     return [line.plain.rstrip() for line in draw(folds, made.launch.gpus_per_node)]
 
 
-def test_equal_nodes_are_told_once() -> None:
+def test_equal_nodes_are_shown_once() -> None:
     assert picture(config("glm-4.5-air_64gpu_disaggregated")) == [
         "nodes 0-3: each of the 4",
         "  trainer    ■ ■ ■ ■ ■ ■ ■ ■   8 ranks",
@@ -44,12 +44,12 @@ def test_equal_nodes_are_told_once() -> None:
     ]
 
 
-def test_engines_of_one_node_are_told_apart() -> None:
+def test_engines_of_one_node_have_different_letters() -> None:
     configuration = config("qwen3-30b-a3b_8gpu_colocated", "engine.count=3", "engine.tp=2")
     assert picture(configuration)[-1] == "  engine     a a b b c c · ·   3 engines of 2 ranks"
 
 
-def test_large_nodes_and_nodes_without_gpus_are_told_in_words() -> None:
+def test_large_nodes_and_nodes_without_gpus_are_described_as_text() -> None:
     wide = config("qwen3-30b-a3b_8gpu_colocated", "launch.gpus_per_node=32", "engine.count=2", "engine.tp=4")
     assert picture(wide)[-1] == "  engine     2 engines of 4 ranks, GPU 0-7"
     assert picture(load_config(QUICKSTART)) == ["node 0", "  trainer    1 rank", "  engine     1 engine"]
@@ -104,7 +104,7 @@ def test_the_config_and_the_commands_on_request(
     )
 
 
-def test_a_terminal_gets_colours_and_wrapped_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_output_has_colours_and_wrapped_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     screen, _ = describe_run(config("qwen3-30b-a3b_16gpu_disaggregated"), 80.0)
     out = io.StringIO()
@@ -113,7 +113,7 @@ def test_a_terminal_gets_colours_and_wrapped_lines(monkeypatch: pytest.MonkeyPat
     assert len(out.getvalue().splitlines()) <= 60
 
 
-def test_a_run_that_has_begun_says_what_its_steps_took(tmp_path: Path) -> None:
+def test_explain_reports_the_measured_step_time_of_a_started_run(tmp_path: Path) -> None:
     configuration = load_config(QUICKSTART, [f"run.dir={tmp_path}", "trainer.steps=10"])
     writer = MetricsWriter(tmp_path)
     writer.write("run", 0, event="start")

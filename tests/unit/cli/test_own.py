@@ -49,7 +49,7 @@ def test_new_writes_a_folder_that_would_start(
 
 
 @pytest.mark.parametrize("name", ["it's mine #1", "yes", "a {b}, c", "-2", "größer", "1e3", "deep/er"])
-def test_new_writes_a_config_that_says_what_was_meant_whatever_the_name(
+def test_new_writes_a_valid_config_for_any_folder_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -81,9 +81,7 @@ def test_a_name_that_cannot_be_is_refused_in_one_line(
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_disk_that_is_full_is_told_of_what_new_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_reports_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -110,7 +108,7 @@ def test_the_test_that_new_writes_passes_anywhere_and_tries_the_data_that_the_co
     module.test_the_right_answer_is_rewarded(monkeypatch)
 
 
-def test_a_try_takes_a_new_folder_and_leaves_what_is_there(tmp_path: Path) -> None:
+def test_a_try_creates_a_new_folder_and_keeps_existing_ones(tmp_path: Path) -> None:
     """Before: RUN-try was deleted first, whosever it was."""
     (tmp_path / "mine-try").mkdir()
     (tmp_path / "mine-try-1").mkdir()
@@ -151,7 +149,7 @@ def test_a_try_takes_a_new_folder_and_leaves_what_is_there(tmp_path: Path) -> No
         ([entry({"right": 1.0, "brief": -0.02}, {"right": 0.0, "brief": -0.01})], ["mean reward 0.485"]),
     ],
 )
-def test_what_a_run_would_stumble_over_is_said(found: list[dict[str, Any]], told: list[str]) -> None:
+def test_advice_reports_problems_before_a_run(found: list[dict[str, Any]], told: list[str]) -> None:
     lines = list(advice(found))
     assert len(lines) == len(told)
     assert all(line.startswith(start) for line, start in zip(lines, told, strict=True))
@@ -168,7 +166,7 @@ def test_texts_are_shown_as_they_are_and_long_ones_shortened() -> None:
 
 
 @pytest.mark.parametrize(("word", "unread"), [("für “a”", "ü “ ”"), ("for a", None)])
-def test_characters_that_the_model_cannot_read_are_told_before_a_run(
+def test_characters_without_a_token_are_reported_before_a_run(
     word: str, unread: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -147,7 +147,7 @@ def no_number(samples: Samples) -> torch.Tensor:
         ),
     ],
 )  # fmt: skip
-def test_what_would_stop_the_first_step_is_told_before(
+def test_preflight_rejects_configs_that_would_fail_at_the_first_step(
     overrides: list[str], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(CONFIGS.parent)
@@ -157,7 +157,7 @@ def test_what_would_stop_the_first_step_is_told_before(
 
 
 @pytest.mark.usefixtures("same_process")
-def test_a_record_without_the_answer_that_the_reward_asks_for_is_named(tmp_path: Path) -> None:
+def test_a_record_without_the_answer_required_by_the_reward_is_named(tmp_path: Path) -> None:
     """Before: `KeyError: 'answer'`. data.keys.answer, which the message names, mends it."""
     rows = tmp_path / "sums.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{i}+1=", "solution": i + 1}) + "\n" for i in range(40)))
@@ -172,7 +172,7 @@ def test_a_record_without_the_answer_that_the_reward_asks_for_is_named(tmp_path:
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
-def test_a_folder_of_config_json_alone_is_explained_but_not_trained(
+def test_explain_accepts_a_model_folder_with_only_config_json(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(CONFIGS.parent)
@@ -181,7 +181,7 @@ def test_a_folder_of_config_json_alone_is_explained_but_not_trained(
     assert f"NOT CHECKED: {folder} has no tokenizer.json: the first prompt" in capsys.readouterr().out
 
 
-def test_what_can_be_known_without_a_tokenizer_is(
+def test_preflight_checks_params_and_weights_without_a_tokenizer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(CONFIGS.parent)

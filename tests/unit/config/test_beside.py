@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlsys.rollout.reward_metrics import RewardMetrics
 
 
-def test_each_name_has_the_mean_of_the_samples_that_had_it_and_begins_anew() -> None:
+def test_reward_metrics_average_per_name_and_reset_on_take() -> None:
     means = RewardMetrics()
     for values in ({"length": 1.0, "format": 1.0}, {"length": 4.0}, {"length": 4.0}):
         means.add(values)

@@ -47,7 +47,7 @@ def test_epochs_become_steps(heldout: str, steps: int, tmp_path: Path) -> None:
         load_config(config, ["data.source=chain_sum_tail"])
 
 
-def test_overrides_win_over_the_file_and_the_rest_stays() -> None:
+def test_overrides_take_precedence_over_the_file_and_keep_other_fields() -> None:
     config = load_config(QUICKSTART, ["trainer.steps=7", "run.dir=/x/y", "trainer.lr=1e-5"])
     assert (config.trainer.steps, config.run.dir, config.trainer.lr) == (7, Path("/x/y"), 1e-5)
     assert config.rollout.over_provision == load_config(QUICKSTART).rollout.over_provision
@@ -167,7 +167,7 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     assert error(path=broken) == "model: missing; it has no default"
 
 
-def test_a_key_that_stands_twice_is_told(tmp_path: Path) -> None:
+def test_duplicate_keys_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: m}\nrollout:\n  group_size: 4\n  group_size: 8\n")
     assert error(path=file) == f"{file}:4:3: not valid YAML: duplicate key group_size"
@@ -175,12 +175,12 @@ def test_a_key_that_stands_twice_is_told(tmp_path: Path) -> None:
     assert "duplicate key model" in error(path=file)
 
 
-def test_booleans_stay_where_they_belong() -> None:
+def test_booleans_are_accepted_in_boolean_fields_and_params() -> None:
     assert load_config(QUICKSTART, ["engine.deterministic=false"]).engine.deterministic is False
     assert load_config(QUICKSTART, ["data.params={a: true}"]).data.params == {"a": True}
 
 
-def test_who_names_something_else_keeps_no_parameters_of_what_it_was(tmp_path: Path) -> None:
+def test_naming_another_component_drops_inherited_params(tmp_path: Path) -> None:
     path = tmp_path / "top.yaml"
     path.write_text("base: preferences/base\nsft: {traces: pairs, params: {path: x.jsonl}}\n")
     assert load_config(path).sft.params == {"path": "x.jsonl"}
@@ -203,7 +203,7 @@ def test_a_base_file_is_read_first_and_circles_are_refused(tmp_path: Path) -> No
     assert "base files form a cycle: a.yaml -> b.yaml" in error(path=tmp_path / "a.yaml")
 
 
-def test_identity_ignores_what_may_change_between_two_starts() -> None:
+def test_identity_ignores_fields_that_may_change_between_starts() -> None:
     neutral_overrides = [
         "trainer.steps=999",
         "run.dir=/elsewhere",
@@ -232,7 +232,9 @@ def test_the_smallest_data_parallel_size_that_the_experts_allow() -> None:
         (f"data.params={'[' * 3000}", "nested too deeply"),
     ],
 )  # fmt: skip
-def test_wrong_types_and_near_names_are_told_in_our_words(override: str, why: str, tmp_path: Path) -> None:
+def test_wrong_types_and_misspelled_names_get_short_error_messages(
+    override: str, why: str, tmp_path: Path
+) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("model: {path: m}\n")
     with pytest.raises(ConfigError) as error:
@@ -264,11 +266,13 @@ def test_wrong_types_and_near_names_are_told_in_our_words(override: str, why: st
         ("actor_rollout_ref.rollout.zzz=1", "actor_rollout_ref: unknown key; "),
     ],
 )
-def test_names_of_verl_and_slime_are_told_in_ours(override: str, told: str) -> None:
+def test_errors_for_verl_and_slime_names_suggest_the_rlsys_field(override: str, told: str) -> None:
     assert error(override).startswith(told)
 
 
-def test_an_option_of_slime_is_told_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slime_option_on_the_command_line_suggests_the_rlsys_field(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for words in (
         ["--rollout-batch-size", "32"],
         ["--rollout-batch-size=32"],
@@ -284,7 +288,7 @@ def test_an_option_of_slime_is_told_on_the_command_line(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("theirs", [*VERL, *SLIME])
-def test_what_stands_for_a_foreign_name_is_a_field_with_a_value_that_it_takes(theirs: str) -> None:
+def test_suggested_fields_exist_and_accept_the_suggested_values(theirs: str) -> None:
     equivalent = {**VERL, **SLIME}[theirs]
     field, _, assigned_value = equivalent.partition("=")
     names = re.match(r"[\w.]+", field)

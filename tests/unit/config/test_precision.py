@@ -60,7 +60,7 @@ def test_the_trainers_gemms_only_with_both() -> None:
     assert precision.token_multiple(config("both", parallel=parallel)) == 32
 
 
-def test_with_the_trainer_alone_engines_and_pushes_stay_in_bfloat16() -> None:
+def test_fp8_in_the_trainer_only_keeps_engines_and_pushes_in_bfloat16() -> None:
     argv, _ = launch_args.engine_command(config("trainer"), 0, 3100)
     assert "--quantization" not in argv and option(argv, "--dtype") == "bfloat16"
     name, tensor = "model.layers.0.self_attn.q_proj.weight", torch.randn(128, 128, dtype=torch.bfloat16)
@@ -91,14 +91,14 @@ def test_weights_in_float32_are_refused() -> None:
         ("both", (9, 0), False, "needs Transformer Engine, which is not installed; install it, or use rollout"),
     ],
 )  # fmt: skip
-def test_a_machine_that_cannot_is_told_in_one_line(
+def test_devices_without_fp8_support_are_rejected(
     fp8: str, capability: tuple[int, int] | None, transformer_engine: bool, told: str
 ) -> None:
     with pytest.raises(UserError, match=told):
         precision.check_device(config(fp8), capability, transformer_engine)
 
 
-def test_a_machine_that_can_is_told_nothing() -> None:
+def test_devices_with_fp8_support_are_accepted() -> None:
     precision.check_device(config("none"), None, False)
     precision.check_device(config("rollout"), (8, 9), False)
     precision.check_device(config("both"), (10, 0), True)
@@ -137,7 +137,7 @@ def test_every_rank_of_an_engine_holds_whole_blocks() -> None:
 
 
 @pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "GLM-4.5-Air", "DeepSeek-V3", "Qwen2.5-7B-Instruct"])
-def test_projections_are_quantised_and_nothing_else(model: str) -> None:
+def test_only_projections_are_quantised(model: str) -> None:
     names = [name for entry in entries(HFConfig.read(MODELS / model)) for name in entry.hf]
     unquantised_modules = {name.rsplit(".", 2)[-2] for name in names if not precision.is_quantised(name)}
     biases = {name.rsplit(".", 2)[-2] for name in names if name.endswith(".bias")}
@@ -163,7 +163,7 @@ def test_a_block_has_one_scale_by_hand() -> None:
     torch.testing.assert_close(dequantise(values, scale), weight)
 
 
-def test_values_come_back_to_four_bits() -> None:
+def test_the_quantisation_error_of_large_values_is_at_most_four_bits() -> None:
     weight = torch.randn(300, 257, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     values, scale = quantise(weight)
     assert scale.shape == (3, 3)
@@ -172,7 +172,7 @@ def test_values_come_back_to_four_bits() -> None:
     assert (deviation[large] / weight.float().abs()[large]).max() <= 2**-4
 
 
-def test_a_push_sends_values_in_their_place_and_all_scales_last() -> None:
+def test_a_push_sends_values_in_order_and_all_scales_last() -> None:
     tensors = [
         ("model.embed_tokens.weight", torch.ones(4, 128)),
         ("model.layers.0.self_attn.q_proj.weight", torch.ones(128, 128)),

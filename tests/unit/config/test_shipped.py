@@ -15,7 +15,7 @@ from tests.helpers.runs import ROOT
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 
 
-def test_a_name_is_a_path_in_the_folder_and_a_file_comes_first(
+def test_local_config_files_take_precedence_over_shipped_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("quickstart", "configs/quickstart.yaml", "quickstart.yaml"):
@@ -72,7 +72,7 @@ def test_an_example_would_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     check_start(load_config(path))
 
 
-def test_a_name_that_no_file_system_takes_is_told_in_a_line(tmp_path: Path) -> None:
+def test_names_too_long_for_the_file_system_are_rejected(tmp_path: Path) -> None:
     """Before: an OSError, as the shipped folders are looked through before the field is checked."""
     with pytest.raises(UserError, match=r"model\.path: expected names of at most 255 bytes"):
         load_config(Path("quickstart"), [f"model.path=configs/{'m' * 300}"])

@@ -120,7 +120,7 @@ def names_of(config: HFConfig) -> set[str]:
     return {name for entry in entries(config) for name in entry.hf}
 
 
-def test_a_feature_decides_which_tensors_a_model_has() -> None:
+def test_config_features_determine_the_tensors_of_a_model() -> None:
     glm = config_of(architecture="Glm4MoeForCausalLM")
     bare = config_of(architecture="Glm4MoeForCausalLM", use_qk_norm=False, attention_bias=False)
     lost = {n.split(".")[-2] + "." + n.split(".")[-1] for n in names_of(glm) - names_of(bare)}
@@ -129,7 +129,7 @@ def test_a_feature_decides_which_tensors_a_model_has() -> None:
     assert {n for n in names_of(full) if ".0.self_attn.q" in n} == {"model.layers.0.self_attn.q_proj.weight"}
 
 
-def test_dense_layers_may_stand_before_and_between_layers_with_experts() -> None:
+def test_dense_layers_may_precede_or_alternate_with_moe_layers() -> None:
     assert config_of(architecture="DeepseekV3ForCausalLM").moe_layers == (False, True, True)
     assert config_of(num_hidden_layers=4, decoder_sparse_step=2).moe_layers == (False, True, False, True)
     mixed = config_of(num_hidden_layers=3, mlp_only_layers=[1])
@@ -137,7 +137,7 @@ def test_dense_layers_may_stand_before_and_between_layers_with_experts() -> None
     assert "model.layers.1.mlp.up_proj.weight" in names_of(mixed)
 
 
-def test_deepseek_shapes_come_from_its_ranks_and_head_sizes() -> None:
+def test_deepseek_shapes_follow_its_ranks_and_head_sizes() -> None:
     shapes = {n: s for e in entries(config_of(architecture="DeepseekV3ForCausalLM")) for n, s in e.hf.items()}
     prefix = "model.layers.1."
     assert shapes[prefix + "self_attn.q_a_proj.weight"] == (5, 16)
@@ -149,7 +149,7 @@ def test_deepseek_shapes_come_from_its_ranks_and_head_sizes() -> None:
     assert shapes[prefix + "mlp.gate.e_score_correction_bias"] == (4,)
 
 
-def test_layers_for_multi_token_prediction_have_no_place_in_the_table() -> None:
+def test_multi_token_prediction_layers_are_not_in_the_name_table() -> None:
     config = config_of(architecture="DeepseekV3ForCausalLM", num_nextn_predict_layers=1)
     names = frozenset(names_of(config))
     check_names(config, names | {"model.layers.3.eh_proj.weight"}, "here")
@@ -157,7 +157,7 @@ def test_layers_for_multi_token_prediction_have_no_place_in_the_table() -> None:
         check_names(config, names | {"model.layers.4.eh_proj.weight"}, "here")
 
 
-def test_they_go_along_from_a_folder_and_from_a_checkpoint(tmp_path: Path) -> None:
+def test_multi_token_prediction_tensors_are_carried_from_folders_and_checkpoints(tmp_path: Path) -> None:
     """In files of bounded size."""
     raw = raw_config("DeepseekV3ForCausalLM", **DEEPSEEK, num_nextn_predict_layers=1)
     config = HFConfig.of(raw, "config.json")
@@ -179,7 +179,7 @@ def test_they_go_along_from_a_folder_and_from_a_checkpoint(tmp_path: Path) -> No
 VISION: dict[str, Any] = {"architectures": ["Qwen3VLMoeForConditionalGeneration"]}
 
 
-def test_a_language_part_is_read_under_its_own_names_and_a_tower_goes_along() -> None:
+def test_language_model_tensors_keep_their_names_and_vision_tensors_are_carried() -> None:
     """Whether embeddings are tied is the whole model's to say."""
     text = {**raw_config(), "tie_word_embeddings": True}
     config = HFConfig.of({**VISION, "text_config": text}, "config.json")
@@ -208,7 +208,7 @@ def test_queries_keys_and_values_are_interleaved_by_group() -> None:
 NEXT = HFConfig.of(tiny.raw_config(tiny.TINY["qwen3-next"]), "config.json")
 
 
-def test_gates_beside_queries_stand_behind_them_in_megatron() -> None:
+def test_megatron_orders_gates_after_the_queries_of_a_group() -> None:
     """Two groups of two queries. A folder has [query, gate] head by head, megatron all queries of a group first."""
     config = replace(NEXT, heads=4, kv_heads=2, head_dim=1)
     rule = next(e.rule for e in entries(NEXT) if e.rule.layout == "gated_qkv")
@@ -230,7 +230,7 @@ def test_gates_beside_queries_stand_behind_them_in_megatron() -> None:
     ]
 
 
-def test_channels_of_a_convolution_stand_by_key_head_in_megatron() -> None:
+def test_megatron_orders_convolution_channels_by_key_head() -> None:
     config = replace(NEXT, delta=DeltaSizes(key_heads=2, value_heads=4, key_size=1, value_size=1, width=4))
     rule = next(e.rule for e in entries(NEXT) if e.rule.layout == "by_key_head")
     channels = torch.tensor([0.0, 1.0, 10.0, 11.0, 20.0, 21.0, 22.0, 23.0])[
@@ -239,7 +239,7 @@ def test_channels_of_a_convolution_stand_by_key_head_in_megatron() -> None:
     assert to_megatron(rule, [channels], config).flatten().tolist() == [0, 10, 20, 21, 1, 11, 22, 23]
 
 
-def test_which_layers_have_a_gated_delta_net_is_told_by_kind_or_by_interval() -> None:
+def test_layer_types_or_the_interval_determine_gated_delta_net_layers() -> None:
     raw = tiny.raw_config(tiny.TINY["qwen3-next"])
     assert NEXT.linear_layers == (True, False, True, False)
     del raw["layer_types"]
@@ -267,7 +267,7 @@ def test_which_layers_have_a_gated_delta_net_is_told_by_kind_or_by_interval() ->
         ),
     ],
 )
-def test_what_was_never_tried_with_a_gated_delta_net_is_refused(section: dict[str, Any], told: str) -> None:
+def test_untested_settings_with_a_gated_delta_net_are_refused(section: dict[str, Any], told: str) -> None:
     config = Config.model_validate({"model": {"path": "next"}, **section})
     with pytest.raises(UserError, match=told):
         check_layout(config, replace(NEXT, kv_heads=4))
@@ -281,7 +281,7 @@ def test_fp8_was_never_tried_with_it_either() -> None:
         check_requirements(config.model_copy(update={"model": in_fp8}), NEXT)
 
 
-def test_gate_stands_over_up() -> None:
+def test_gate_precedes_up_in_the_fused_weight() -> None:
     config = config_of()
     rule = next(e.rule for e in entries(config) if e.rule.layout == "gate_up")
     combined = to_megatron(rule, [torch.zeros(10, 16), torch.ones(10, 16)], config)
@@ -308,7 +308,7 @@ def test_tied_embeddings_have_no_head_and_ignore_a_stored_one() -> None:
     check_names(config, frozenset(names | {"lm_head.weight"}), "here")
 
 
-def test_fields_left_out_mean_what_the_family_means() -> None:
+def test_absent_fields_take_the_defaults_of_the_family() -> None:
     raw = raw_config()
     for name in ("norm_topk_prob", "head_dim", "tie_word_embeddings"):
         del raw[name]
@@ -545,7 +545,7 @@ def test_a_written_folder_is_whole_and_reads_back(folder: Path, tmp_path: Path) 
     assert all(torch.equal(back[k], tensors[k]) for k in tensors)
 
 
-def test_all_files_but_those_of_weights_go_along(folder: Path, tmp_path: Path) -> None:
+def test_write_hf_copies_all_files_except_weights(folder: Path, tmp_path: Path) -> None:
     """What config.json and tokenizer_config.json may name: code, vocabularies, templates, and files unknown today."""
     travel = [
         "LICENSE", "README.md", "added_tokens.json", "additional_chat_templates/rag.jinja", "chat_template.json",
@@ -583,7 +583,7 @@ def test_large_models_are_written_in_several_files_with_an_index(folder: Path, t
     check(out)
 
 
-def test_a_write_that_dies_leaves_the_old_folder_alone(folder: Path, tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_folder(folder: Path, tmp_path: Path) -> None:
     def dying() -> Any:
         yield "a", torch.zeros(2)
         raise RuntimeError("killed")
@@ -669,7 +669,7 @@ LATENT = {"kv_lora_rank": 7, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_he
         ),
     ],
 )
-def test_what_a_config_leaves_out_is_what_transformers_takes(
+def test_absent_config_fields_take_the_defaults_of_transformers(
     architecture: str, given: dict[str, Any], meant: dict[str, Any]
 ) -> None:
     """The defaults of the configuration classes in transformers 5.19."""

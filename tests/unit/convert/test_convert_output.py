@@ -22,7 +22,7 @@ def write_until(folder: Path, error: BaseException) -> None:
         raise error
 
 
-def test_what_was_written_stays_when_all_goes_well(tmp_path: Path) -> None:
+def test_output_is_kept_on_success(tmp_path: Path) -> None:
     with new_folder(tmp_path / "above" / "model", 10):
         partial_of(tmp_path / "above" / "model").mkdir()
     assert [path.name for path in tmp_path.rglob("*")] == ["above", "model.partial"]
@@ -39,34 +39,38 @@ def test_what_was_written_stays_when_all_goes_well(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_an_error_on_the_way_is_told_and_leaves_nothing(error: Exception, told: str, tmp_path: Path) -> None:
+def test_an_error_while_writing_is_reported_and_leaves_no_output(
+    error: Exception, told: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=rf"^--out {tmp_path / 'model'}: {told}$"):
         write_until(tmp_path / "model", error)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug of ours")], ids=repr)
-def test_what_is_not_the_disks_fault_passes_and_leaves_nothing(error: BaseException, tmp_path: Path) -> None:
+def test_errors_unrelated_to_the_disk_propagate_and_leave_no_output(
+    error: BaseException, tmp_path: Path
+) -> None:
     with pytest.raises(type(error)):
         write_until(tmp_path / "model", error)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_there_is_not_touched(tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_modified(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(UserError, match="exists already; expected a new folder"):
         write_until(tmp_path / "model", AssertionError("not reached"))
     assert [path.name for path in tmp_path.rglob("*")] == ["model"]
 
 
-def test_a_place_where_no_folder_can_be_is_told(tmp_path: Path) -> None:
+def test_an_output_path_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/model: cannot write there: (Not a directory|File exists)$"):
         write_until(tmp_path / "file" / "model", AssertionError("not reached"))
 
 
 @pytest.mark.parametrize(("free", "fits"), [(9_999_999, False), (10_000_000, True)])
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+def test_insufficient_disk_space_is_reported_before_writing(
     free: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))

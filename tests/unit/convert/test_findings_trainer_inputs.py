@@ -77,7 +77,7 @@ def rope_of(raw: dict[str, Any]) -> object:
 
 
 @pytest.mark.parametrize(("family", "scaling"), ADDED.values(), ids=ADDED)
-def test_trainer_inputs_s3_rope_scaling_beside_rope_parameters_is_obeyed_or_refused(
+def test_trainer_inputs_s3_rope_scaling_overrides_rope_parameters_or_is_refused(
     family: str, scaling: dict[str, Any]
 ) -> None:
     """transformers 5: rope_scaling takes the place of rope_parameters. SGLang reads it, too."""
@@ -88,7 +88,7 @@ def test_trainer_inputs_s3_rope_scaling_beside_rope_parameters_is_obeyed_or_refu
     assert combined_rope in ("refused", scaling_rope), f"computes {combined_rope}, the engine {scaling_rope}"
 
 
-def test_trainer_inputs_s3_control_both_forms_may_say_the_same() -> None:
+def test_trainer_inputs_s3_control_both_forms_may_agree() -> None:
     yarn = tiny.TINY["deepseek-v3"].sizes["rope_parameters"]
     raw = raw_of("deepseek-v3", rope_theta=10000.0, rope_scaling=yarn, rope_parameters=yarn)
     assert rope_of(raw) == rope_of(raw_of("deepseek-v3"))
@@ -194,7 +194,7 @@ def test_trainer_inputs_m1_a_model_without_shared_experts_has_no_tensors_of_them
         assert [n for entry in entries(config) for n in entry.hf if "shared" in n] == []
 
 
-def test_trainer_inputs_m3_buffers_of_rotary_embedding_are_left_alone(tmp_path: Path) -> None:
+def test_trainer_inputs_m3_buffers_of_rotary_embedding_are_ignored(tmp_path: Path) -> None:
     """transformers ignores them by name; many folders of Llama 2's time hold them."""
     raw = raw_of("llama")
     folder = folder_of(
@@ -229,7 +229,7 @@ def test_trainer_inputs_m4_explain_names_a_folder_that_modelopt_quantised(tmp_pa
 # -- M7, M8 --------------------------------------------------------------------------------------------------------
 
 
-def test_trainer_inputs_m7_a_conversion_of_fp8_asks_for_room_for_bfloat16(
+def test_trainer_inputs_m7_fp8_conversion_requires_disk_space_for_bfloat16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk with more room than the source takes and less than the outcome does."""

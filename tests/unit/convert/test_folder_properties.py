@@ -85,7 +85,7 @@ def assert_right(found: dict[str, Tensor] | str, folder: Path, *, may_refuse: bo
 
 @given(data=st.data())
 @settings(max_examples=150, phases=FIND)
-def test_left_over_files_change_nothing_or_are_named(data: st.DataObject) -> None:
+def test_leftover_files_have_no_effect_or_are_named_in_the_error(data: st.DataObject) -> None:
     """Duplication: with an index, names that other files hold a second time, with other numbers."""
     files, weight_map = split(data)
     stale_tensors = {

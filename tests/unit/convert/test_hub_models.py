@@ -50,7 +50,7 @@ def config(path: str, *more: str) -> Config:
     return load_config(Path("quickstart"), [f"model.path={path}", "run.dir=run", *more])
 
 
-def test_it_is_fetched_once_and_then_read_offline(
+def test_a_hub_model_is_fetched_once_and_then_read_offline(
     asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder = pin_models(config("me/tiny")).model.path
@@ -86,7 +86,7 @@ def test_explain_needs_no_weights(asked: list[str], monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gate
-def test_what_cannot_be_had_is_one_line_that_names_the_field(
+def test_an_unavailable_hub_model_is_reported_with_its_field(
     asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UserError, match=r"^model.path = 'me/tyni': no such folder, and http.*404[^\n]*$"):
@@ -133,7 +133,7 @@ def test_every_role_that_names_a_model_takes_one(asked: list[str]) -> None:
     assert overridden_config == pinned
 
 
-def test_a_run_that_goes_on_keeps_its_commit(asked: list[str], revisions: dict[str, str]) -> None:
+def test_a_resumed_run_keeps_its_model_commit(asked: list[str], revisions: dict[str, str]) -> None:
     first = pin_models(config("me/tiny"))
     Path("run").mkdir()
     Path("run/config.yaml").write_text(dump_config(first))
@@ -143,7 +143,7 @@ def test_a_run_that_goes_on_keeps_its_commit(asked: list[str], revisions: dict[s
     assert snapshot_name(pin_models(config("me/tiny", "run.dir=new")).model.path) == f"me/tiny@{OTHER}"
 
 
-def test_a_run_stays_the_same_when_its_cache_moves() -> None:
+def test_run_identity_is_independent_of_the_cache_path() -> None:
     def at(cache: str, commit: str = COMMIT) -> str:
         folder = f"{cache}/models--me--tiny/snapshots/{commit}"
         return identity(config(folder, f"algo.teacher={{path: {folder}, by_source: {{a: {folder}}}}}"))
@@ -160,7 +160,9 @@ def test_a_folder_of_that_name_is_no_name_of_a_hub(asked: list[str]) -> None:
 
 
 @pytest.mark.gate
-def test_explain_tells_what_a_hub_has(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_reports_the_commit_of_a_hub_model(
+    asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", "quickstart", "model.path=me/tiny", "run.dir=run"]) == 0
     out = capsys.readouterr().out
     assert f"me/tiny@{COMMIT} in " in out and "NOT CHECKED" not in out
@@ -169,7 +171,7 @@ def test_explain_tells_what_a_hub_has(asked: list[str], capsys: pytest.CaptureFi
 
 
 @pytest.mark.gate
-def test_a_conversion_reads_what_a_hub_has(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversion_reads_a_hub_model(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "hf-to-megatron", "--hf", "me/tiny", "--out", "made"]) == 0
     assert main(["convert", "verify", "me/tiny@v1", "made"]) == 0
     assert "bit-equal" in capsys.readouterr().out

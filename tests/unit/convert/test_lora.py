@@ -91,7 +91,9 @@ def test_an_adapter_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         ("gpt-oss", {}, "the experts of .* are stacked in one tensor.*q_proj, k_proj, v_proj, o_proj"),
     ],
 )
-def test_what_a_model_does_not_have_is_refused(family: str, overrides: dict[str, Any], told: str) -> None:
+def test_adapters_unsupported_by_the_model_are_refused(
+    family: str, overrides: dict[str, Any], told: str
+) -> None:
     method = {"method": overrides.pop("weights", "auto")}
     configuration = Config.model_validate(
         {"model": {"path": "m"}, "trainer": {"lora": {"rank": 4, **overrides}}, "weights": method}
@@ -100,7 +102,7 @@ def test_what_a_model_does_not_have_is_refused(family: str, overrides: dict[str,
         check_lora(configuration, model(family))
 
 
-def test_ranks_that_share_experts_but_nothing_else_are_refused() -> None:
+def test_expert_tensor_parallelism_above_tp_is_refused_with_adapters() -> None:
     configuration = config("parallel.etp=2")
     with pytest.raises(
         UserError, match=r"parallel.etp = 2 with adapters of experts: .* at most parallel.tp = 1"
@@ -127,7 +129,7 @@ def test_ranks_that_share_experts_but_nothing_else_are_refused() -> None:
         ("weights.method=adapter launch.nodes=2 launch.backend=slurm", "launch.nodes = 2; use auto"),
     ],
 )
-def test_what_cannot_be_with_adapters_is_one_line(override: str, told: str) -> None:
+def test_settings_incompatible_with_adapters_are_refused(override: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         config(*override.split())
 
@@ -140,7 +142,7 @@ def test_values_are_refused() -> None:
         check(configuration)
 
 
-def test_optimizer_and_checkpoints_are_of_the_adapters_alone() -> None:
+def test_optimizer_and_checkpoints_contain_only_the_adapters() -> None:
     full_config, lean = config("trainer.lora=null"), config()
     hf = HFConfig.read(lean.model.path)
     size, trained = model_size(hf), sum(e.elements for e in factors(hf, LoraConfig(rank=16)))
@@ -203,7 +205,7 @@ class Loads(BaseHTTPRequestHandler):
 
 
 @pytest.mark.gate
-def test_the_adapter_before_is_forgotten_and_who_refuses_is_left_out() -> None:
+def test_a_push_replaces_the_old_adapter_and_excludes_engines_that_refuse() -> None:
     """Also by an engine that took one in a push that failed afterwards (`holds` -1); one that has just started knows
     none and says so. One that should know one and does not is not what it seems."""
     Loads.loaded.clear()

@@ -39,7 +39,7 @@ def config_of(model: Path, **sections: dict[str, Any]) -> Config:
         ({"mtp_loss": 0.0, "mtp_trunk": True}, "needs a trainer.mtp_loss above 0"),
     ],
 )
-def test_what_it_does_not_go_with(trainer: dict[str, Any], told: str) -> None:
+def test_mtp_loss_is_refused_with_incompatible_settings(trainer: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         config_of(MODELS / "DeepSeek-V3", trainer=trainer, launch={"placement": "disaggregated"})
 
@@ -54,7 +54,7 @@ def test_what_it_does_not_go_with(trainer: dict[str, Any], told: str) -> None:
         ("qwen2-moe", {"num_nextn_predict_layers": 1}, "cannot be trained in Qwen2MoeForCausalLM"),
     ],
 )
-def test_a_model_without_one_is_told_of(
+def test_mtp_loss_is_refused_for_unsupported_models(
     family: str, changes: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     raw = tiny.raw_config(tiny.TINY[family]) | changes

@@ -30,7 +30,7 @@ from tests.helpers.trainer_cases import config_of
         ("qwen3", {"trainer": {"lora": {"rank": 4, "alpha": 8}}}, True, None),
     ],
 )
-def test_where_a_common_prompt_is_computed_once(
+def test_shared_prompts_are_computed_once_or_a_reason_is_reported(
     family: str, sections: dict[str, Any], transformer_engine: bool, why: str | None, tmp_path: Path
 ) -> None:
     model = tiny.write(tmp_path / "model", tiny.TINY[family], mtp="mtp_loss" in str(sections))

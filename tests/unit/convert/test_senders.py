@@ -103,7 +103,7 @@ def test_every_parameter_is_sent_once_from_the_shards_that_make_it_up(
 
 
 @given(layouts(), st.booleans())
-def test_what_engines_fuse_has_one_sender(layout: tuple[Config, HFConfig], together: bool) -> None:
+def test_parameters_fused_by_engines_have_one_sender(layout: tuple[Config, HFConfig], together: bool) -> None:
     config, hf = layout
     by = names(plan_senders(config, hf, experts_together=together))
     for name, sender in by.items():
@@ -134,7 +134,7 @@ def test_the_load_of_a_stage_is_even_up_to_its_largest_unit(layout: tuple[Config
 
 @pytest.mark.gate
 @given(layouts(), st.booleans(), st.sampled_from([0.001, 0.01, 1.0]))
-def test_a_bucket_has_what_an_engine_must_get_in_one_call(
+def test_a_bucket_contains_all_tensors_required_in_one_engine_call(
     layout: tuple[Config, HFConfig], together: bool, megabytes: float
 ) -> None:
     """And no more than weights.bucket_mb, but for what is larger by itself."""

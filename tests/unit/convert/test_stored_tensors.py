@@ -169,7 +169,7 @@ def test_without_an_index_shards_of_two_counts_are_refused(folder: Path) -> None
         read(folder)
 
 
-def test_mistrals_own_file_beside_a_whole_model_is_left_alone(folder: Path) -> None:
+def test_mistrals_consolidated_file_is_ignored_next_to_a_complete_model(folder: Path) -> None:
     """As SGLang and transformers leave it."""
     tensors = tensors_of(folder)
     save_file({"layers.0.attention.wq.weight": torch.zeros(4, 4)}, folder / "consolidated.safetensors")
@@ -284,7 +284,7 @@ def test_modelopts_tensors_are_called_quantised(folder: Path) -> None:
         HFConfig.read(folder)
 
 
-def test_a_header_whose_bytes_do_not_fit_its_types_is_damaged(folder: Path) -> None:
+def test_a_header_with_byte_counts_inconsistent_with_dtypes_is_refused(folder: Path) -> None:
     """As a file that was patched by hand: four bytes a number where the type has two."""
     file = folder / "model.safetensors"
     data = file.read_bytes()
@@ -360,7 +360,7 @@ def test_a_scale_of_no_tensor_is_named(fp8: Path) -> None:
         read(fp8)
 
 
-def test_a_scale_beside_whole_numbers_is_named(fp8: Path) -> None:
+def test_a_scale_for_an_unquantised_tensor_is_refused(fp8: Path) -> None:
     replace(fp8, **{WIDE: torch.ones(tensors_of(fp8)[WIDE].shape)})
     with pytest.raises(UserError, match=rf"{WIDE} .*F32.*{SCALE}"):
         read(fp8)
@@ -425,7 +425,7 @@ def test_a_folder_that_is_a_megatron_checkpoint_too_is_refused(folder: Path) -> 
 
 
 @pytest.mark.parametrize("instead", ["dangling link", "folder"])
-def test_an_index_that_cannot_be_read_is_not_taken_for_none(folder: Path, instead: str) -> None:
+def test_an_unreadable_index_is_refused(folder: Path, instead: str) -> None:
     split(folder)
     (folder / INDEX).unlink()
     (folder / INDEX).mkdir() if instead == "folder" else (folder / INDEX).symlink_to("../blobs/gone")

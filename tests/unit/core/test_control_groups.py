@@ -25,7 +25,7 @@ def no_controllers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     limiting_group.cache_clear()
 
 
-def test_a_command_is_in_a_group_with_its_limits_and_nothing_outlives_it(no_controllers: Path) -> None:
+def test_a_command_runs_in_a_limited_group_and_leaves_no_process(no_controllers: Path) -> None:
     with limited({"cgroup.max.depth": 3}) as words:
         (group,) = no_controllers.glob("rlsys-limited-*")
         assert (group / "cgroup.max.depth").read_text() == "3\n"
@@ -47,7 +47,7 @@ def test_the_group_of_a_process_that_was_killed_is_removed(no_controllers: Path)
     assert not stale_group.exists()
 
 
-def test_a_machine_without_the_controllers_limits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_limits_apply_without_cgroup_controllers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_groups, "CONTROLLERS", frozenset(("no such controller",)))
     limiting_group.cache_clear()
     with limited({"memory.max": 1}) as words:

@@ -63,7 +63,7 @@ def test_doctor_counts_no_gpu_that_is_hidden(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("given", "gpus"), [("", "0"), ("-1", "0"), ("0,-1,1", "0,1"), ("4,5", "2")])
-def test_a_role_gets_no_gpu_that_the_scheduler_hid(
+def test_a_role_receives_no_gpu_hidden_by_the_scheduler(
     given: str, gpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA stops at the first -1."""

@@ -89,7 +89,7 @@ def servers() -> Iterator[tuple[Server, Server]]:
         server.server_close()
 
 
-def test_no_proxy_of_the_environment_sees_a_request(
+def test_requests_bypass_proxies_of_the_environment(
     servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meant, proxy = servers
@@ -122,7 +122,7 @@ def test_no_key_follows_a_redirect(servers: tuple[Server, Server], status: int, 
 
 
 @pytest.mark.parametrize("body", [b"<html>Welcome</html>", b"\xff\xfe", b"", b"[1, 2]", b"null"])
-def test_an_answer_that_is_not_sglangs_is_told(servers: tuple[Server, Server], body: bytes) -> None:
+def test_a_response_not_from_sglang_is_reported(servers: tuple[Server, Server], body: bytes) -> None:
     """Before: a JSONDecodeError or an AttributeError, without the address."""
     meant, _ = servers
     meant.body = body
@@ -131,7 +131,7 @@ def test_an_answer_that_is_not_sglangs_is_told(servers: tuple[Server, Server], b
 
 
 @pytest.mark.parametrize("body", [b"<html>Welcome</html>", b"\xff\xfe", b"[1, 2]"])
-def test_a_stranger_in_the_place_of_the_coordinator_is_told(
+def test_a_foreign_server_at_the_coordinator_address_is_reported(
     body: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlsys.ledger.reader.is_local", lambda _: False)  # else it looks into the file
@@ -142,7 +142,7 @@ def test_a_stranger_in_the_place_of_the_coordinator_is_told(
                 ask()
 
 
-def test_on_a_local_disk_a_stranger_does_not_keep_a_reader_from_the_file(
+def test_a_reader_on_a_local_disk_ignores_a_foreign_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlsys.ledger.store.is_local", lambda _: True)

@@ -47,7 +47,7 @@ def test_a_fork_begins_with_the_tokens_of_its_stem() -> None:
     assert f.behaviour[3] == -3.0 and f.mu_sum == pytest.approx(-1.3)
 
 
-def test_a_fork_without_a_forced_token_goes_on_where_its_stem_has_drawn() -> None:
+def test_a_fork_without_a_forced_token_continues_from_the_stems_token() -> None:
     s, f = stem(), Sample(1, 0, 1, [1, 2], seed=6)
     fork(s, 3, f)
     assert list(f.response_ids) == [10, 11, 3] and f.observed_last
@@ -69,7 +69,7 @@ def test_only_siblings_fork() -> None:
         fork(s, 6, Sample(1, 0, 1, [1, 2], 0), Forced(1, -1.0))
 
 
-def test_what_is_cut_off_is_counted() -> None:
+def test_truncated_tokens_are_counted() -> None:
     s = stem()
     truncate_sample(s, 4)
     assert (list(s.response_ids), s.discarded, s.received_tokens) == ([10, 11, 3, 13], 2, 5)
@@ -105,7 +105,9 @@ def arrays(s: Sample) -> tuple[object, ...]:
 @pytest.mark.gate
 @settings(deadline=None, max_examples=40)
 @given(STEPS)
-def test_the_ledger_has_every_tree_and_what_engines_made(steps: Sequence[tuple[str, int, int, int]]) -> None:
+def test_the_ledger_records_every_fork_tree_and_all_engine_tokens(
+    steps: Sequence[tuple[str, int, int, int]],
+) -> None:
     """Its tokens are those that engines made, with those that forks were given, without what was cut off."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

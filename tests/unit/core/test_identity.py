@@ -41,7 +41,7 @@ OURS, THEIRS = Identity("ours:3"), Identity("theirs:1")
 
 @pytest.mark.virtual_clock
 @pytest.mark.parametrize("theirs", [Identity(), THEIRS], ids=["of nobody", "of another run"])
-async def test_weights_that_another_run_pushed_are_not_ours(theirs: Identity) -> None:
+async def test_an_engine_with_weights_of_another_run_is_declared_dead(theirs: Identity) -> None:
     """A zombie, or a run on the same port, pushes its version 1. Before: a whole sample of its weights was ours."""
     engine = ScriptedEngine(A, label=OURS.label(0))
     async with routing(engine, identity=OURS) as rig:
@@ -59,7 +59,7 @@ async def test_weights_that_another_run_pushed_are_not_ours(theirs: Identity) ->
 
 
 @pytest.mark.virtual_clock
-async def test_an_engine_of_another_run_gets_no_weights() -> None:
+async def test_an_engine_of_another_run_receives_no_weights() -> None:
     engine = ScriptedEngine(A, label=THEIRS.label(7))
     async with routing(engine, identity=OURS, push_timeout_s=5) as rig:
         with pytest.raises(RunError, match=r"no engine was ready for weight version 1.*'theirs:1:7'"):
@@ -68,7 +68,7 @@ async def test_an_engine_of_another_run_gets_no_weights() -> None:
 
 
 @pytest.mark.virtual_clock
-async def test_what_comes_of_other_weights_in_the_middle_of_a_push_is_not_taken_when_it_ends() -> None:
+async def test_tokens_from_foreign_weights_during_a_push_are_discarded() -> None:
     engine = ScriptedEngine(A, label=OURS.label(0))
     async with routing(engine, identity=OURS, interruption="retract") as rig:
         await rig.push()
@@ -180,7 +180,7 @@ def engine_role(stage: Stage, port: int) -> Role:
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_stranger_on_an_engines_port_is_found_and_another_port_tried(
+def test_the_launcher_retries_with_other_ports_if_one_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     """Before: a stranger's 200 made the engine ready, or its death ended the run."""
@@ -210,9 +210,7 @@ def _showing(stage: Stage) -> Iterator[Any]:
     yield stage.display
 
 
-def test_a_configured_port_that_a_stranger_has_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configured_port_in_use_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(tmp_path)
     monkeypatch.setattr(main, "make_progress", lambda *_: _showing(stage))
     with server(None, "default") as url:

@@ -61,7 +61,7 @@ async def growing(
         watch.cancel()
 
 
-async def test_an_engine_joins_serves_and_leaves_while_its_samples_go_on(tmp_path: Path) -> None:
+async def test_an_engine_joins_serves_and_drains_while_its_samples_continue(tmp_path: Path) -> None:
     async with growing(tmp_path) as (rig, owner):
         write_member(owner, C, 1, active=True)
         await asyncio.sleep(3)
@@ -85,7 +85,7 @@ async def test_an_engine_joins_serves_and_leaves_while_its_samples_go_on(tmp_pat
         assert 2 < stats["engine_rank_seconds"] - rig.router.engine_metrics()[A]["rank_seconds"] < 5  # type: ignore[operator]
 
 
-async def test_the_launchs_own_engine_leaves_and_comes_back(tmp_path: Path) -> None:
+async def test_an_engine_of_the_launch_leaves_and_rejoins(tmp_path: Path) -> None:
     async with growing(tmp_path, own=2) as (rig, owner):
         write_member(owner, B, 1, active=False)
         await asyncio.sleep(3)
@@ -98,7 +98,7 @@ async def test_the_launchs_own_engine_leaves_and_comes_back(tmp_path: Path) -> N
         assert rig.router.engine_states() == {A: "version 1", B: "version 1"}
 
 
-async def test_the_last_engines_stay_and_further_ones_wait(
+async def test_min_engines_and_max_engines_limit_leaving_and_joining(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with growing(tmp_path, own=2, min_engines=2, max_engines=3) as (rig, owner):
@@ -117,7 +117,7 @@ async def test_the_last_engines_stay_and_further_ones_wait(
         assert list(rig.router.engine_states()) == [A, C, D]
 
 
-async def test_a_member_whose_machine_is_gone_is_forgotten(tmp_path: Path) -> None:
+async def test_a_lost_member_is_removed_after_a_timeout(tmp_path: Path) -> None:
     async with growing(tmp_path) as (rig, owner):
         write_member(owner, C, 1, active=True)
         await asyncio.sleep(3)
@@ -132,7 +132,7 @@ async def test_a_member_whose_machine_is_gone_is_forgotten(tmp_path: Path) -> No
         assert list(rig.router.engine_states()) == [A] and read_members(owner) == []
 
 
-async def test_a_member_whose_engine_died_makes_room_at_once(tmp_path: Path) -> None:
+async def test_removing_a_dead_member_admits_a_waiting_engine(tmp_path: Path) -> None:
     """What started it has seen it, and taken its name out of the run's folder."""
     async with growing(tmp_path, max_engines=2) as (rig, owner):
         write_member(owner, C, 1, active=True)
@@ -163,7 +163,7 @@ async def test_files_of_others_are_passed_over(tmp_path: Path) -> None:
         remove_member(owner, D)  # was never there
 
 
-async def test_an_engine_joins_a_pool_and_costs_what_that_costs(tmp_path: Path) -> None:
+async def test_an_engine_that_joins_a_pool_has_its_cost_and_relay(tmp_path: Path) -> None:
     far = {"name": "far", "count": 1, "cost": 0.25, "relay": True}
     config = Config.model_validate(
         {"model": {"path": "x"}, "engine": {"pools": [far]}, "launch": {"placement": "disaggregated"}}
@@ -181,7 +181,7 @@ async def test_an_engine_joins_a_pool_and_costs_what_that_costs(tmp_path: Path) 
         assert list(rig.router.engine_states()) == [A, D]
 
 
-def test_the_pool_says_how_large_an_engine_is_that_joins_it() -> None:
+def test_the_pool_determines_the_tp_size_of_a_joining_engine() -> None:
     wide = {"name": "wide", "count": 1, "tp": 4}
     config = Config.model_validate({"model": {"path": "x"}, "engine": {"pools": [wide], "tp": 2}})
     assert (tp_size(config, None), tp_size(config, "wide")) == (2, 4)
@@ -195,7 +195,7 @@ def test_routes_of_an_engine_that_joined_can_be_read() -> None:
         assert RouteFile.of(file.name) == file
 
 
-def test_the_command_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_engines_command_reports_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def error(*words: str) -> str:
         assert main(["engines", *words]) == 2
         return capsys.readouterr().err

@@ -69,7 +69,7 @@ def test_launches_at_the_same_moment_get_different_epochs(tmp_path: Path) -> Non
                 owner.check()
 
 
-def test_a_number_that_was_taken_and_deposed_meanwhile_is_not_given_again(
+def test_an_epoch_claimed_and_deposed_concurrently_is_not_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launch looks, is slow, and takes the next number when two others have come and one of them has gone."""
@@ -158,7 +158,7 @@ def test_a_transaction_that_was_open_at_the_takeover_is_not_committed(
     back.close()
 
 
-def test_a_commit_at_the_very_moment_of_a_takeover_comes_before_it(
+def test_a_commit_concurrent_with_a_takeover_precedes_it(
     tmp_path: Path, broken_locks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a local disk, after the old writer's last look: the new one waits for the commit, and has what it wrote."""
@@ -230,7 +230,7 @@ def test_a_commit_at_the_very_moment_of_a_takeover_has_never_been_where_locks_do
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_the_file_itself_knows_its_writer(tmp_path: Path, broken_locks: None) -> None:
+def test_the_ledger_file_rejects_writers_of_an_older_epoch(tmp_path: Path, broken_locks: None) -> None:
     """Where the old launch still sees its file in a cache of the file system, the ledger's own epoch refuses it."""
     first = claim(tmp_path)
     old_buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 8, first)
@@ -250,7 +250,7 @@ def test_a_second_supervisor_deposes_the_first_where_locks_do_not_work(
             first.owner.check()
 
 
-async def test_a_trainer_that_comes_back_is_refused(tmp_path: Path) -> None:
+async def test_a_replaced_trainer_is_refused(tmp_path: Path) -> None:
     """Declared dead, replaced, and awake again: before, its push and its take(2) were accepted."""
 
     def push(client: RolloutClient) -> WeightUpdate:
@@ -280,7 +280,7 @@ async def test_a_trainer_that_comes_back_is_refused(tmp_path: Path) -> None:
         )  # the zombie's push took no version away
 
 
-async def test_nobody_without_the_key_commands_a_run(tmp_path: Path) -> None:
+async def test_commands_without_the_key_are_rejected(tmp_path: Path) -> None:
     """Before: any local process could POST /commit {train_step: 10**9}, and every later restore failed."""
 
     def post(socket: Path, path: str, headers: dict[str, str]) -> int:
@@ -301,7 +301,7 @@ async def test_nobody_without_the_key_commands_a_run(tmp_path: Path) -> None:
         await ticking(r, client.restore, 0)
 
 
-async def test_no_command_comes_before_restore(tmp_path: Path) -> None:
+async def test_commands_before_restore_are_rejected(tmp_path: Path) -> None:
     async with rig(make_config(tmp_path)) as r, served(r) as client:
         with pytest.raises(RunError, match="begin_push: the trainer must call restore first"):
             await ticking(r, client.begin_push)

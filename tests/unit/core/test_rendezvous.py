@@ -30,12 +30,12 @@ def test_a_store_listens_on_its_address_only_on_a_port_that_the_launcher_holds()
         reservation.release()
 
 
-def test_an_address_of_another_machine_is_told() -> None:
+def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"cannot listen on 192\.0\.2\.77:4000"):
         bound_store("192.0.2.77", 4000, 1, 0, SECONDS)
 
 
-def test_programs_that_make_their_group_themselves_meet_there_too() -> None:
+def test_external_programs_rendezvous_through_the_rlsys_scheme() -> None:
     """SGLang's engines on several nodes."""
     initial_listeners, reservation = listeners(os.getpid()), PortReservation("")
     (port,) = reservation.choose(1)

@@ -46,7 +46,9 @@ for _ in range(2):
 """
 
 
-def test_a_folder_is_short_and_of_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_has_a_short_path_and_private_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / ("d" * 120)))
     monkeypatch.setattr("tempfile.tempdir", None)
     folder = make_folder()
@@ -66,7 +68,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_folders_in_use_are_kept_where_locks_exclude_nobody(
+def test_folders_in_use_are_kept_without_effective_file_locks(
     parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on Lustre with localflock; before: each start removed the sockets of all running roles."""
@@ -85,7 +87,7 @@ def test_a_folder_that_cannot_be_locked_is_removed(parent: Path, monkeypatch: py
     assert not list(parent.iterdir())
 
 
-def test_a_draft_whose_maker_was_killed_is_removed_an_hour_later(parent: Path) -> None:
+def test_leftover_drafts_older_than_an_hour_are_removed(parent: Path) -> None:
     for name, age in ((".rlsys-old", 7200), (".rlsys-new", 60)):
         (parent / name).mkdir()
         timestamp = time.time() - age
@@ -121,7 +123,7 @@ def test_security_a17_folders_of_killed_processes_are_removed_at_the_next_start(
         remove_folder(living)
 
 
-def test_a_machine_without_a_place_for_sockets_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_usable_socket_folder_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "_PARENTS", ("/nowhere",))
     monkeypatch.setattr("tempfile.tempdir", "/" + "d" * 120)
     with pytest.raises(UserError, match=r"no folder for Unix sockets \(/nowhere: No such file .*max. 50"):
@@ -129,7 +131,7 @@ def test_a_machine_without_a_place_for_sockets_is_one_line(monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_nothing_is_sent_to_another_user_who_listens_in_the_place(tmp_path: Path) -> None:
+def test_nothing_is_sent_to_a_listener_of_another_user(tmp_path: Path) -> None:
     """The path is left over, and another user has made it again."""
     folder = Path(sockets.make_folder())
     folder.chmod(0o777)
@@ -149,7 +151,7 @@ def test_nothing_is_sent_to_another_user_who_listens_in_the_place(tmp_path: Path
         remove_folder(folder)
 
 
-def test_the_same_user_is_asked(tmp_path: Path) -> None:
+def test_requests_are_sent_to_a_listener_of_the_same_user(tmp_path: Path) -> None:
     folder = make_folder()
     try:
         with socket.socket(socket.AF_UNIX) as listening:
@@ -162,7 +164,7 @@ def test_the_same_user_is_asked(tmp_path: Path) -> None:
         remove_folder(folder)
 
 
-def test_the_next_launch_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+def test_the_next_launch_removes_the_sockets_of_a_killed_launch(tmp_path: Path) -> None:
     stale_folder = make_folder()
     claim(tmp_path, stale_folder)
     new_folder = make_folder()
@@ -206,7 +208,7 @@ def ranks(*words: str, code: str, tmp_path: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_each_rank_knows_its_number_and_the_file_where_all_meet(tmp_path: Path) -> None:
+def test_each_rank_receives_its_number_and_the_rendezvous_file(tmp_path: Path) -> None:
     code = (
         "import os, sys\nn = [os.environ[k] for k in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'RLSYS_STORE')]\n"
         "n += [os.environ['GLOO_SOCKET_IFNAME'], os.environ['NCCL_SOCKET_IFNAME'], *sys.argv[1:]]\n"
@@ -261,7 +263,7 @@ def test_loopback_addresses_are_of_the_loopback_interface() -> None:
     assert interface_of("127.0.0.1") == interface_of("127.0.0.2") == interface_of("localhost") == "lo"
 
 
-def test_an_interface_that_the_user_has_set_stays() -> None:
+def test_an_interface_set_by_the_user_is_kept() -> None:
     environment = {"NCCL_SOCKET_IFNAME": "eth7"}
     choose_interface("127.0.0.1", environment)
     assert environment == {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "lo"}
@@ -329,7 +331,7 @@ def test_a_role_folder_that_was_removed_is_replaced(monkeypatch: pytest.MonkeyPa
     sockets.remove_folder(second)
 
 
-def test_processes_that_start_at_once_keep_their_folders() -> None:
+def test_processes_that_start_concurrently_keep_their_folders() -> None:
     """Before: a sweep took a folder between its creation and its lock for one whose maker had ended."""
     code = "from rlsys.core.sockets import make_folder\n"
     code += "print(sum(not (make_folder() / '.lock').exists() for _ in range(100)))"

@@ -52,7 +52,7 @@ def with_vocabulary(folder: Path, name: str, **settings: object) -> Path:
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_a_folder_is_converted_once_for_each_content(
+def test_a_folder_is_converted_once_per_content(
     name: str, tmp_path: Path, converted: list[tuple[Path, bool]]
 ) -> None:
     folder = with_vocabulary(tmp_path / "model", name)
@@ -139,7 +139,7 @@ def quickstart(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("eos", ["<eos>", {"content": "<eos>"}])
-def test_eos_may_stand_in_special_tokens_map(eos: Any, tmp_path: Path) -> None:
+def test_eos_is_read_from_special_tokens_map(eos: Any, tmp_path: Path) -> None:
     """Where AutoTokenizer looks, too."""
     quickstart(tmp_path, eos_token=None)
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": eos}))
@@ -147,7 +147,7 @@ def test_eos_may_stand_in_special_tokens_map(eos: Any, tmp_path: Path) -> None:
     assert (tokenizer.eos_token, tokenizer.eos_id) == ("<eos>", 2)
 
 
-def test_eos_may_be_an_id_of_config_json_alone(tmp_path: Path) -> None:
+def test_eos_may_be_defined_only_by_an_id_in_config_json(tmp_path: Path) -> None:
     tokenizer = Tokenizer(quickstart(tmp_path, eos_token=None))
     assert (tokenizer.eos_token, tokenizer.eos_id) == ("<eos>", 2)
 
@@ -161,7 +161,7 @@ def test_a_folder_without_any_eos_is_one_line(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
-def test_a_chat_template_may_stand_in_chat_template_json(tmp_path: Path) -> None:
+def test_a_chat_template_is_read_from_chat_template_json(tmp_path: Path) -> None:
     template = json.loads((quickstart(tmp_path) / CONFIG).read_text())["chat_template"]
     expected = Tokenizer(tmp_path).apply_chat([{"role": "user", "content": "1+1"}])
     quickstart(tmp_path, chat_template=None)
@@ -189,7 +189,7 @@ def test_chat_templates_may_be_an_object_of_their_names(file: str, tmp_path: Pat
     [{"eos_token": ["<eos>"]}, {"added_tokens_decoder": ["<eos>"]}, {"added_tokens_decoder": {"2": "<eos>"}}],
     ids=str,
 )
-def test_an_odd_field_of_tokens_is_left_to_the_conversion(
+def test_invalid_token_fields_fall_back_to_the_conversion(
     odd: dict[str, Any], tmp_path: Path, converted: list[tuple[Path, bool]]
 ) -> None:
     folder = quickstart(tmp_path / "odd", **odd)

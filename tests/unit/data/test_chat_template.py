@@ -76,7 +76,7 @@ def with_template(model: Path, folder: Path, template: str) -> Path:
     ],
 )
 @pytest.mark.parametrize("generate", [True, False])
-def test_a_template_gives_what_transformers_gives(
+def test_a_template_renders_as_in_transformers(
     model: Path, tmp_path: Path, template: str, tools: Any, args: dict[str, Any], generate: bool
 ) -> None:
     folder = with_template(model, tmp_path, TEMPLATES[template])
@@ -92,7 +92,7 @@ def test_a_template_gives_what_transformers_gives(
     assert rlsys_prompt == hf_prompts[0]
 
 
-def test_tools_come_from_the_row_first_and_from_the_config_else(model: Path, tmp_path: Path) -> None:
+def test_tools_of_a_row_take_precedence_over_those_of_the_config(model: Path, tmp_path: Path) -> None:
     folder = with_template(
         model, tmp_path, "{% for t in tools or [] %}{{ t.name }},{% endfor %}{{ messages[0].content }}"
     )
@@ -116,7 +116,7 @@ def test_tools_come_from_the_row_first_and_from_the_config_else(model: Path, tmp
         ({"budget": 3}, "does not use it; it uses enable_thinking"),
     ],
 )
-def test_an_argument_that_the_template_does_not_use_is_told(
+def test_an_argument_unused_by_the_template_is_rejected(
     model: Path, tmp_path: Path, args: dict[str, Any], message: str
 ) -> None:
     folder = with_template(model, tmp_path, TEMPLATES["thinking"])

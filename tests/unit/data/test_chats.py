@@ -92,7 +92,7 @@ def test_turns_of_the_assistant_are_imitated_to_their_end(
     assert transcript == tokenizer.apply_chat(CHAT, generate=False).removesuffix("\n")
 
 
-def test_a_text_is_what_the_model_writes(model: Path, tmp_path: Path) -> None:
+def test_a_text_completion_becomes_a_response_with_an_end_token(model: Path, tmp_path: Path) -> None:
     (trace,) = first(model, tmp_path / "a.jsonl", "chats", [{"prompt": "1+1=", "completion": "2"}])
     tokenizer = Tokenizer(model)
     assert tokenizer.decode(trace.prompt_ids) == "<user>1+1=<assistant>"
@@ -120,9 +120,7 @@ def test_pairs_and_labels(model: Path, tmp_path: Path) -> None:
     assert {(trained(tokenizer, t), t.liked) for t in label_traces} == {("2<eos>", True), ("3<eos>", False)}
 
 
-def test_every_row_comes_once_an_epoch_and_again_the_same_after_a_restart(
-    model: Path, tmp_path: Path
-) -> None:
+def test_each_epoch_has_every_row_once_and_restarts_are_reproducible(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}=", "completion": str(n)} for n in range(6)]
     config = config_of(model, tmp_path / "a.jsonl", "chats", rows, batch=4)
     tokenizer = Tokenizer(model)

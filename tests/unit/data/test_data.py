@@ -145,7 +145,7 @@ def test_prompt_is_the_bare_sum_in_the_chat_template(model: Path, tokenizer: Tok
 
 @settings(max_examples=30)
 @given(index=st.integers(0, 10**9), seed=st.integers(0, 2**31 - 1))
-def test_a_prompt_depends_on_seed_and_index_alone(model: Path, index: int, seed: int) -> None:
+def test_a_prompt_depends_only_on_seed_and_index(model: Path, index: int, seed: int) -> None:
     tokenizer = Tokenizer(model)
     first = chain(model, tokenizer, run_seed=seed)
     first.train(index + 1)
@@ -180,14 +180,14 @@ def test_heldout_is_the_same_in_every_run_and_grows_at_its_end(model: Path, toke
     assert chain(model, tokenizer, eval_seed=1000).heldout(16) != few
 
 
-def test_the_tail_has_the_share_and_lengths_asked_for(model: Path, tokenizer: Tokenizer) -> None:
+def test_chain_sum_tail_has_the_configured_share_and_lengths(model: Path, tokenizer: Tokenizer) -> None:
     source = chain(model, tokenizer, short=[3, 4], long=[9, 10], long_share=0.25)
     terms = [source.train(i).entry["metadata"]["num_terms"] for i in range(2000)]
     assert set(terms) == {3, 4, 9, 10}
     assert 0.22 < sum(t >= 9 for t in terms) / len(terms) < 0.28
 
 
-def test_a_task_with_too_few_problems_says_so(model: Path, tokenizer: Tokenizer) -> None:
+def test_a_task_with_too_few_held_out_problems_is_rejected(model: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="different held-out problems"):
         chain(model, tokenizer, short=[2, 2], long_share=0).heldout(500)
     few = chain(model, tokenizer, short=[2, 2], long_share=0)
@@ -251,7 +251,7 @@ def plain_source(config: Config, tokenizer: Tokenizer, size: int = 1) -> str:
 
 
 @pytest.mark.parametrize("path", [":foo", ".a:x", "..x:foo", "no_such_module:x"])
-def test_an_import_path_that_is_none_is_told(path: str) -> None:
+def test_an_invalid_import_path_is_rejected(path: str) -> None:
     with pytest.raises(UserError, match=r"data\.source = .*cannot import"):
         resolve("data.source", path, {})
 
@@ -291,7 +291,7 @@ def test_jsonl_splits_shuffles_and_starts_over(model: Path, tokenizer: Tokenizer
     assert not {p.entry["answer"] for p in heldout_prompts} & set(epochs[0])
 
 
-def test_jsonl_heldout_file_is_taken_out_of_training(
+def test_jsonl_held_out_rows_are_excluded_from_training(
     model: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     chats = [{"messages": [{"role": "user", "content": f"{i}="}], "answer": i} for i in range(6)]
@@ -361,7 +361,7 @@ def test_working_is_line_by_line() -> None:
     assert working("0-9+0") == "0-9=-9\n-9+0=-9"
 
 
-def test_traces_get_full_reward_and_stay_on_the_training_side(model: Path, tokenizer: Tokenizer) -> None:
+def test_traces_have_full_reward_and_are_not_held_out(model: Path, tokenizer: Tokenizer) -> None:
     config = sft_config(model)
     verifier = make_score(config)
     batches = list(trace_batches(config, tokenizer))
@@ -375,7 +375,7 @@ def test_traces_get_full_reward_and_stay_on_the_training_side(model: Path, token
         assert not is_heldout(question)
 
 
-def test_terms_grow_then_direct_guesses_come_on_top(model: Path, tokenizer: Tokenizer) -> None:
+def test_trace_batches_increase_terms_then_add_direct_guesses(model: Path, tokenizer: Tokenizer) -> None:
     batches = [texts(tokenizer, b) for b in trace_batches(sft_config(model, worked=32), tokenizer)]
 
     def most_terms(batch: list[tuple[str, str]]) -> int:
@@ -413,7 +413,7 @@ def test_trace_mistakes(model: Path, tokenizer: Tokenizer, sft: dict[str, Any], 
 # --- the shipped model ---
 
 
-def test_shipped_model_is_what_the_command_makes(model: Path) -> None:
+def test_the_shipped_model_matches_the_output_of_the_command(model: Path) -> None:
     shipped = Path(__file__).resolve().parents[3] / "configs/models/quickstart-moe"
     assert sum(f.stat().st_size for f in shipped.iterdir()) < 4_000_000
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -441,7 +441,7 @@ def test_every_held_out_prompt_of_an_evaluation_is_checked_before_a_run(tmp_path
     assert build_inputs(load_config(QUICKSTART, [data, f"eval.prompts={count}"])) is not None
 
 
-def test_an_evaluation_without_a_number_of_prompts_takes_what_a_small_file_has(tmp_path: Path) -> None:
+def test_default_evaluation_uses_all_held_out_prompts_of_a_small_file(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "sums.jsonl", [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(3000)])
     few = write_rows(tmp_path / "few.jsonl", [{"prompt": f"{i}+2=", "answer": i + 2} for i in range(58)])
     for params, count in ((f"path: {rows}, heldout_path: {few}", 58), (f"path: {rows}", 128)):
@@ -454,7 +454,7 @@ def test_an_evaluation_without_a_number_of_prompts_takes_what_a_small_file_has(t
         assert len(draw_heldout(inputs[1], None)) == len(eval_items(inputs[1], config.eval.prompts)) == count
 
 
-def test_an_evaluation_of_a_mixture_takes_what_a_small_part_allows(tmp_path: Path) -> None:
+def test_default_evaluation_of_a_mixture_is_limited_by_its_smallest_source(tmp_path: Path) -> None:
     """An explicit number beyond that is refused; without one, the largest number that each part has its share of."""
     few = write_rows(tmp_path / "few.jsonl", [{"prompt": f"{i}+2=", "answer": i + 2} for i in range(80)])
     sources = f"[{{source: jsonl, params: {{path: {few}}}}}, {{source: chain_sum_tail}}]"

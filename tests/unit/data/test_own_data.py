@@ -89,7 +89,7 @@ def test_a_format_is_read_as_it_is(model: Path, tmp_path: Path, form: str, kind:
     assert source.train(5).question in SUMS  # one message of the user: algo.prompt may reword it
 
 
-def test_keys_name_other_places(model: Path, tmp_path: Path) -> None:
+def test_data_keys_select_other_and_nested_fields(model: Path, tmp_path: Path) -> None:
     rows = [{"ask": {"text": q}, "gold": [str(a)], "answer": "worked out: ..."} for q, a in SUMS.items()]
     (tmp_path / "a").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"prompt": "ask.text", "answer": "gold"}
@@ -208,7 +208,7 @@ print(source.train(0).text, len(source.heldout(1)), "torch" in sys.modules)
 
 
 @pytest.mark.full
-def test_a_hubs_data_set_is_fetched_once_pinned_and_then_read_offline(model: Path, tmp_path: Path) -> None:
+def test_a_hub_dataset_is_fetched_once_pinned_and_then_read_offline(model: Path, tmp_path: Path) -> None:
     rows = "".join(json.dumps(row) + "\n" for row in FORMATS["slime"]).encode()
     card = b"---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: a.jsonl}\n---\n"
     env = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
@@ -258,7 +258,7 @@ def two(tmp_path: Path, weights: tuple[float, float] = (3, 1)) -> dict[str, Any]
     return mixed(*parts)
 
 
-def test_a_mixture_keeps_its_weights_and_forgets_nothing(model: Path, tmp_path: Path) -> None:
+def test_a_mixture_keeps_its_weights_and_resumes_deterministically(model: Path, tmp_path: Path) -> None:
     data = two(tmp_path)
     source = source_of(model, **data)
     prompts = [source.train(i) for i in range(BLOCK)]
@@ -275,9 +275,7 @@ def test_a_mixture_keeps_its_weights_and_forgets_nothing(model: Path, tmp_path: 
     assert 10 < early["b"] < 45, "the order in a block is mixed"
 
 
-def test_held_out_prompts_of_a_mixture_are_of_all_its_sources_and_never_trained(
-    model: Path, tmp_path: Path
-) -> None:
+def test_held_out_prompts_of_a_mixture_cover_all_sources_without_overlap(model: Path, tmp_path: Path) -> None:
     source = source_of(model, **two(tmp_path, (1, 1)))
     heldout_prompts = source.heldout(8)
     assert len({p.text for p in heldout_prompts}) == 8
@@ -313,7 +311,7 @@ def test_shares_are_largest_remainders() -> None:
         ([{}], False, "sums", "no prompt has one"),
     ],
 )
-def test_a_teacher_of_prompts_that_nobody_asks_is_refused(
+def test_a_teacher_for_an_unused_data_source_is_refused(
     model: Path, tmp_path: Path, rows: list[dict[str, Any]], mixes: bool, name: str, told: str | None
 ) -> None:
     path = tmp_path / "rows.jsonl"

@@ -43,7 +43,7 @@ def test_a_config_of_the_page_passes_the_trial(folder: Path, name: str) -> None:
     dry_run(config)
 
 
-def test_the_rewards_of_the_page_tell_right_from_wrong(folder: Path) -> None:
+def test_rewards_of_the_page_distinguish_correct_and_wrong_answers(folder: Path) -> None:
     for name in ("sums", "questions", "brief", "mixture"):
         config = load_config(Path(f"{name}.yaml"))
         right = build_source(config, Tokenizer(config.model.path)).train(0).entry["answer"]

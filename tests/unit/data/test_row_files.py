@@ -198,7 +198,7 @@ def test_a_folder_of_several_splits_is_refused(tmp_path: Path) -> None:
     [("a.jsonl", "a.jsonl.gz"), ("a.jsonl.gz", "a.jsonl.zst"), ("b/a.json", "b/a.json.gzip")],
 )
 @pytest.mark.parametrize("path", [".", "**", "[ab]*", "**/a.*"])
-def test_a_file_beside_its_compressed_form_is_refused(
+def test_a_file_together_with_its_compressed_copy_is_refused(
     first: str, second: str, path: str, tmp_path: Path
 ) -> None:
     """Else its rows would count twice."""

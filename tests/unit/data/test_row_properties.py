@@ -118,7 +118,7 @@ def test_rows_are_read_as_they_were_written(
 
 
 @given(rows=st.lists(ROWS, min_size=1, max_size=5))
-def test_a_row_is_a_prompt_or_one_line_that_names_its_place(rows: list[Any]) -> None:
+def test_a_row_yields_a_prompt_or_an_error_with_its_location(rows: list[Any]) -> None:
     rows = [FIRST, *rows]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.jsonl"
@@ -137,7 +137,7 @@ def test_a_row_is_a_prompt_or_one_line_that_names_its_place(rows: list[Any]) -> 
 
 
 @given(rows=st.lists(ROWS, min_size=1, max_size=5))
-def test_the_quick_way_finds_what_the_whole_row_says(rows: list[Any]) -> None:
+def test_quick_keys_agree_with_reading_the_full_row(rows: list[Any]) -> None:
     """All rows are looked at by a few of their keys."""
     rows = [FIRST, *rows]
     with tempfile.TemporaryDirectory() as folder:
@@ -207,7 +207,7 @@ def test_an_epoch_without_shuffling_has_the_order_of_the_rows() -> None:
 
 
 @pytest.mark.parametrize("cut", ["drop", "left", "right"])
-def test_a_prompt_beyond_the_limit_is_left_out_or_cut(cut: str) -> None:
+def test_an_overlong_prompt_is_dropped_or_truncated(cut: str) -> None:
     rows = [{"prompt": f"{i} + {'9' * 40} ="} for i in range(9)]
     full_prompt = source(rows, shuffle=False).train(0)
     limit = len(full_prompt.ids) - 3
@@ -258,7 +258,7 @@ OWN_KEYS = st.builds(KeysConfig, prompt=KEY_PATHS, answer=KEY_PATHS, tools=KEY_P
 
 @given(row=ROWS, keys=OWN_KEYS)
 @settings(max_examples=200, phases=FIND)
-def test_an_error_of_a_row_names_its_place_whatever_keys_are_read(row: Any, keys: KeysConfig) -> None:
+def test_a_row_error_names_its_location_for_any_keys(row: Any, keys: KeysConfig) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.jsonl"
         file.write_text(json.dumps(FIRST) + "\n" + json.dumps(row) + "\n")
@@ -312,9 +312,7 @@ ANSWERED_ROWS = st.one_of(
 @example(row=WHOLE["pair"] | {"margin": 10**400})
 @example(row=WHOLE["pair"] | {"prompt_ids": [True], "chosen_ids": [True], "rejected_ids": [True]})
 @settings(max_examples=200, phases=FIND)
-def test_a_row_with_answers_is_learned_or_one_line_that_names_its_place(
-    form: Any, whole: str, row: Any
-) -> None:
+def test_an_sft_row_yields_traces_or_an_error_with_its_location(form: Any, whole: str, row: Any) -> None:
     first = {"prompt": "1+1=", "completion": "2"} if whole == "chat" else WHOLE[whole]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.jsonl"

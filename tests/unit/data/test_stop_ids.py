@@ -113,7 +113,7 @@ def test_all_imitated_turns_are_trained_to_their_end(name: str, tmp_path: Path) 
     assert tokenizer.decode(trained_ids) == f"2{end or family.user}4{end or family.eos}"
 
 
-def test_a_text_that_has_its_end_token_gets_no_second_one(tmp_path: Path) -> None:
+def test_a_text_with_an_end_token_receives_no_second_one(tmp_path: Path) -> None:
     write_family(tmp_path, "glm")
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.decode(encode_answer(tokenizer, CHAT, "2<|user|>").response_ids) == "2<|user|>"
@@ -126,7 +126,7 @@ def translated(folder: Path, *ids: int) -> Draft:
     return slime.translate(slime.read_settings(arguments), [])
 
 
-def test_slimes_stop_ids_are_not_needed_only_where_the_model_stops_there_anyway(tmp_path: Path) -> None:
+def test_slime_stop_ids_are_omitted_if_equal_to_the_models_own(tmp_path: Path) -> None:
     write_family(tmp_path, "glm")
     eos_ids = json.loads((tmp_path / "config.json").read_text())["eos_token_id"]
     option = "--rollout-stop-token-ids"
@@ -150,7 +150,7 @@ def test_eos_of_the_text_part_is_a_stop_id(tmp_path: Path) -> None:
     assert {5, mark} <= turn_ends(config, tokenizer).ids
 
 
-def test_ids_of_the_config_end_a_turn_beside_the_models_own(tmp_path: Path) -> None:
+def test_configured_stop_ids_extend_the_models_own(tmp_path: Path) -> None:
     write_family(tmp_path, "qwen")
     tokenizer = Tokenizer(tmp_path)
     (seven,) = tokenizer.encode("7")

@@ -31,7 +31,7 @@ def sends(sizes: list[list[int]], engines: int, place: int) -> list[tuple[int, i
 
 
 @given(SIZES, st.integers(1, 6))
-def test_every_engine_takes_every_bucket_once_in_rounds(sizes: list[list[int]], engines: int) -> None:
+def test_every_engine_receives_every_bucket_once_in_order(sizes: list[list[int]], engines: int) -> None:
     for engine in range(engines):
         order = list(told(sizes, engine, engines).order())
         assert Counter(order) == Counter((p, size) for p, each in enumerate(sizes) for size in each)
@@ -40,7 +40,7 @@ def test_every_engine_takes_every_bucket_once_in_rounds(sizes: list[list[int]], 
 
 
 @given(SIZES, st.integers(1, 6), st.integers(1, 4))
-def test_nobody_waits_in_a_circle_even_where_a_send_waits_until_it_is_received(
+def test_the_bucket_order_is_free_of_deadlock_with_blocking_sends(
     sizes: list[list[int]], engines: int, tp: int
 ) -> None:
     """Each sender and each engine does one thing at a time, in its order; a bucket passes when both are at it."""
@@ -62,7 +62,7 @@ def test_nobody_waits_in_a_circle_even_where_a_send_waits_until_it_is_received(
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
-def test_in_a_step_each_sender_gives_to_one_engine_and_engines_take_alike(senders: int, engines: int) -> None:
+def test_each_step_distributes_senders_evenly_over_engines(senders: int, engines: int) -> None:
     """The engines' links are used evenly, and so are the senders'."""
     sizes = [[9]] * senders
     orders = [list(told(sizes, engine, engines).order()) for engine in range(engines)]
@@ -75,7 +75,7 @@ def test_in_a_step_each_sender_gives_to_one_engine_and_engines_take_alike(sender
         assert sum(each) == senders and max(each) - min(each) <= 1
 
 
-def test_what_is_told_comes_back() -> None:
+def test_bucket_orders_survive_an_encode_decode_round_trip() -> None:
     buckets = told([[10, 20], [], [5]], 1, 2)
     assert Buckets.decode(buckets.encode()) == buckets
     for wrong in ("{}", "[]", '{"ranks":[0],"sizes":[],"engine":0,"engines":1}', "no json"):
@@ -83,7 +83,7 @@ def test_what_is_told_comes_back() -> None:
             Buckets.decode(wrong)
 
 
-def test_a_bucket_says_what_is_in_it() -> None:
+def test_unpack_recovers_the_tensors_of_a_bucket_from_its_description() -> None:
     tensors = {
         "a": torch.arange(3, dtype=torch.bfloat16),
         "b": torch.arange(4, dtype=torch.float32).reshape(2, 2),

@@ -80,7 +80,7 @@ def allocators(kind: Kind, *overrides: str, path: Path = ON_CUDA) -> dict[str, s
 
 @pytest.mark.parametrize("name", ALLOCATORS)
 @pytest.mark.parametrize("kind", ["engine", "trainer"])
-def test_memory_that_is_handed_over_lies_in_no_expandable_segment(
+def test_expandable_segments_are_disabled_for_memory_shared_with_another_process(
     name: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
@@ -89,7 +89,9 @@ def test_memory_that_is_handed_over_lies_in_no_expandable_segment(
     assert "max_split_size_mb:64" in value, "what else was set stays"
 
 
-def test_a_trainer_that_hands_nothing_over_keeps_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_without_shared_memory_keeps_its_allocator_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(ALLOCATORS[0], "expandable_segments:True")
     trainer_allocators = allocators("trainer", path=APART)
     assert trainer_allocators == {ALLOCATORS[0]: "expandable_segments:True"}
@@ -98,7 +100,7 @@ def test_a_trainer_that_hands_nothing_over_keeps_its_allocator(monkeypatch: pyte
     assert "True" not in colocated[ALLOCATORS[0]], "engines on the trainer's GPUs open its memory"
 
 
-def test_explain_says_that_expandable_segments_are_left_out(
+def test_explain_reports_disabled_expandable_segments(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(ALLOCATORS[0], "expandable_segments:True")
@@ -110,7 +112,7 @@ def test_explain_says_that_expandable_segments_are_left_out(
 # -- CUDA graphs --------------------------------------------------------------------------------------------------
 
 
-def test_graphs_are_given_back_with_the_other_memory() -> None:
+def test_cuda_graphs_are_released_and_resumed_with_the_kv_cache() -> None:
     assert command()[1].get("SGLANG_MEMORY_SAVER_CUDA_GRAPH") == "1"
     assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in command("launch.release_memory=false")[1]
     tags: list[list[str]] = []
@@ -161,7 +163,7 @@ def test_an_engine_compiles_before_it_is_ready() -> None:
     assert option(argv, "--warmups") == "rlsys"
 
 
-def test_what_is_compiled_stays_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels_are_cached_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for kind in get_args(Kind):
         variables = environment(config_of(), kind, cuda=True)
@@ -184,7 +186,7 @@ def test_what_is_compiled_stays_in_one_folder(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("chosen", "told"), [("fa3", True), ("triton", False)])
-def test_explain_says_where_sampling_may_not_be_deterministic(
+def test_explain_warns_of_attention_backends_that_may_not_be_deterministic(
     chosen: str, told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extra = f"engine.extra_args=[--attention-backend, {chosen}]"

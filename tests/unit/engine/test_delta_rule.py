@@ -32,7 +32,7 @@ def token_by_token(
 
 
 @pytest.mark.parametrize("length", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 7])
-def test_chunks_compute_what_tokens_do_one_by_one(length: int) -> None:
+def test_the_chunked_delta_rule_equals_the_token_by_token_recurrence(length: int) -> None:
     """The last state and all gradients too."""
     inputs = [x.requires_grad_() for x in some(length)]
     state = torch.randn(
@@ -58,7 +58,7 @@ def test_a_sequence_may_be_read_in_parts() -> None:
     assert torch.allclose(last, expected, atol=1e-9)
 
 
-def test_a_state_that_is_forgotten_is_not_seen() -> None:
+def test_full_decay_removes_the_earlier_state() -> None:
     """A decay of exp(-800) is 0, and no number becomes infinite on the way."""
     inputs = some(80)
     inputs[3] = torch.full_like(inputs[3], -800.0)
@@ -102,7 +102,7 @@ def through(lengths: list[int], more: int) -> tuple[Tensor, Tensor]:
     return last, states
 
 
-def test_decoding_goes_on_where_a_prompt_ended() -> None:
+def test_decoding_continues_from_the_state_of_the_prompt() -> None:
     """Shorter prompts, also than the convolution is wide, and more tokens one by one give what the prompts give."""
     prompt_output, states = through([9, 12, 20], 0)
     later, decoded_states = through([3, 6, 14], 6)

@@ -45,7 +45,7 @@ def test_a_sink_takes_its_share_of_the_weights() -> None:
     assert torch.allclose(output, torch.tensor([[[1.0, 2.0]]]))
 
 
-def test_a_window_hides_earlier_keys_whatever_stands_there() -> None:
+def test_a_sliding_window_masks_earlier_keys_even_if_nan() -> None:
     """Decoding the fourth token with a window of one key before it."""
     nothing = torch.full((1, 1, 2), float("nan"))
     k = torch.cat([nothing, nothing, torch.ones(2, 1, 2)])
@@ -54,7 +54,7 @@ def test_a_window_hides_earlier_keys_whatever_stands_there() -> None:
     assert torch.allclose(output, torch.tensor([[[1.0, 1.0]]]))
 
 
-def test_later_tokens_are_not_seen_and_heads_share_keys() -> None:
+def test_attention_is_causal_and_heads_share_keys() -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(n, heads, 4, generator=generator) for n, heads in ((3, 4), (5, 2), (5, 2)))
     sinks = torch.randn(4, generator=generator)
@@ -99,7 +99,9 @@ def never(*args: object, **more: object) -> Tensor:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_requests_side_by_side_are_what_each_is_alone(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_decoding_is_bitwise_independent_of_the_batch(
+    groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the bit, whatever else is decoded: that is what a sample's seed promises."""
     lengths = [1, 31, 32, 33, 64, 97, 100, 5, 32, 40]
     together = decode(lengths, groups=groups)
@@ -110,7 +112,7 @@ def test_requests_side_by_side_are_what_each_is_alone(groups: int, monkeypatch: 
     decode(lengths, groups=groups, dtype=torch.bfloat16)
 
 
-def test_a_window_and_an_encoder_stay_with_sglang() -> None:
+def test_sliding_windows_and_encoders_are_delegated_to_sglang() -> None:
     calls: list[dict[str, object]] = []
 
     def upstream(*args: object, **more: object) -> Tensor:

@@ -58,7 +58,7 @@ async def test_an_older_push_is_refused_from_the_next_begin_on(path: str) -> Non
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_who_was_never_begun_here_is_refused(path: str) -> None:
+async def test_a_push_not_begun_at_this_engine_is_refused(path: str) -> None:
     """The engine has been restarted since."""
     assert await Served().post(path, "1") == 409
 

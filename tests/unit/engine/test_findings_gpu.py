@@ -101,7 +101,9 @@ STARTS = [of_the_scale, of_the_step_path, of_relay_hosts]
 
 
 @pytest.mark.parametrize("begin", STARTS, ids=lambda f: f.__name__)
-def test_gpu_p1_a_child_keeps_what_pythonpath_had(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_p1_child_processes_keep_existing_pythonpath_entries(
+    begin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", "/kit/site")
     launches = children(monkeypatch)
     with contextlib.suppress(Stop):
@@ -145,7 +147,7 @@ def test_gpu_p5_a_tests_engine_has_the_environment_of_a_runs_engine(
 
 
 @pytest.mark.usefixtures("smi")
-def test_gpu_p6_an_engine_without_flash_attention_3_gets_another_backend() -> None:
+def test_gpu_p6_an_engine_without_flash_attention_3_uses_another_backend() -> None:
     """SGLang's own choice on Hopper under determinism; it is a file of sgl_kernel, which is not installed here."""
     if importlib.util.find_spec("sgl_kernel") is not None:
         pytest.skip("sgl_kernel is here: the backend may be SGLang's own choice")
@@ -210,7 +212,7 @@ class BlockingNccl:
         return SimpleNamespace(is_completed=lambda: False, exception=lambda: None)
 
 
-def test_gpu_p9_an_engine_that_dies_before_the_first_bucket_holds_nobody_up(
+def test_gpu_p9_engine_death_before_the_first_bucket_does_not_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nccl = BlockingNccl()
@@ -254,7 +256,7 @@ def ends_in_time(work: Callable[[], Any], nccl: BlockingNccl) -> list[Any]:
     return in_time
 
 
-def test_gpu_p9_engines_that_hang_before_the_first_bucket_are_given_up(
+def test_gpu_p9_engines_that_hang_before_the_first_bucket_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """None of them answers, and none refuses: the limit of a bucket counts."""
@@ -267,7 +269,7 @@ def test_gpu_p9_engines_that_hang_before_the_first_bucket_are_given_up(
     assert ends_in_time(lambda: transport._broadcast(torch.zeros(1), answers), nccl) == [False]
 
 
-def test_gpu_p9_senders_whose_engines_do_not_come_are_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_p9_senders_time_out_when_engines_do_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sharded push: all trainer ranks and all engines make one communicator."""
     nccl, zeros = BlockingNccl(), torch.zeros
     monkeypatch.setattr(senders_group.dist, "all_reduce", nccl.broadcast)
@@ -289,7 +291,7 @@ def doctors_words() -> str:
 
 
 @pytest.mark.usefixtures("smi")
-def test_gpu_p10_doctor_looks_for_the_compiler_of_jit_kernels() -> None:
+def test_gpu_p10_doctor_checks_for_the_compiler_of_jit_kernels() -> None:
     """SGLang 0.5.23 compiles kernels at first use; it needs nvcc, ninja and CUDA_HOME."""
     assert "nvcc" in doctors_words(), "no line of doctor names nvcc"
 
@@ -300,7 +302,7 @@ def test_gpu_p10_the_set_up_names_the_compiler() -> None:
     assert "nvcc" in needed, f"docs/gpu.md asks for: {needed.strip()}"
 
 
-def test_gpu_p20_doctor_says_when_torch_is_not_the_one_that_sglang_pins(
+def test_gpu_p20_doctor_reports_a_torch_version_other_than_sglangs_pin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SGLang's compiled prefix tree dies on the first request on another torch."""
@@ -369,7 +371,7 @@ def test_gpu_p15_an_engine_does_not_inherit_expandable_segments(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("smi")
-def test_gpu_p16_cuda_graphs_are_given_back_or_counted() -> None:
+def test_gpu_p16_cuda_graphs_are_released_or_counted() -> None:
     config = config_of()
     assert config.launch.release_memory
     _, env = engine_command(config, 0, 30000)

@@ -71,7 +71,7 @@ def test_a_sampled_token_has_the_models_probability_whatever_is_proposed() -> No
     assert torch.allclose(counts / grid**2, probs, atol=0.02)
 
 
-def test_accepted_places_are_packed() -> None:
+def test_accepted_locations_are_packed() -> None:
     out = torch.zeros(3, dtype=torch.int64)
     accepted_locations(torch.tensor([[0, 1, -1, -1], [4, -1, -1, -1]]), torch.arange(10, 18), out, 8)
     assert out.tolist() == [10, 11, 14]
@@ -128,7 +128,7 @@ def test_the_engines_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env["SGLANG_NATIVE_MOVE_KV_CACHE"] == "1"
 
 
-def test_the_last_chunk_tells_how_many_passes_its_tokens_took() -> None:
+def test_the_last_chunk_reports_the_number_of_verification_passes() -> None:
     event = (
         b'{"output_ids": [5], "meta_info": {"weight_version": "1", "prompt_tokens": 3, "completion_tokens": 12, '
         b'"output_token_logprobs": [[-0.5, 5, null]], "spec_verify_ct": 4, "finish_reason": %s}}'

@@ -22,7 +22,7 @@ def kept(probs: list[float], top_k: int = ALL, top_p: float = 1.0, min_p: float 
     return [round(p, 6) for p in row[0].tolist()]
 
 
-def test_what_is_kept_by_hand() -> None:
+def test_truncation_matches_values_computed_by_hand() -> None:
     probs = [0.1, 0.4, 0.05, 0.25, 0.2]
     assert kept(probs) == probs
     assert kept(probs, top_k=2) == [0, 0.4, 0, 0.25, 0]
@@ -35,12 +35,12 @@ def test_what_is_kept_by_hand() -> None:
     assert kept(probs, top_k=3, top_p=0.9, min_p=0.55) == [0, 0.4, 0, 0.25, 0]
 
 
-def test_of_equal_probabilities_the_lower_ids_are_kept() -> None:
+def test_truncation_keeps_the_lower_ids_of_equal_probabilities() -> None:
     assert kept([0.2, 0.3, 0.2, 0.3], top_k=1) == [0, 0.3, 0, 0]
     assert kept([0.2, 0.3, 0.2, 0.3], top_k=3) == [0.2, 0.3, 0, 0.3]
 
 
-def test_a_row_that_keeps_all_loses_nothing_to_rounding() -> None:
+def test_a_row_without_truncation_has_no_rounding_loss() -> None:
     """A float32 sum over a large vocabulary exceeds 1 before its end."""
     probs = torch.rand(1, 50_000, generator=torch.Generator().manual_seed(0)).softmax(-1)
     every = truncate(probs, torch.tensor([ALL]), torch.tensor([1.0]), torch.tensor([0.0]))
@@ -72,7 +72,7 @@ def refuse(*args: Any) -> Any:
 
 
 @pytest.mark.gate
-def test_a_row_of_the_whole_vocabulary_gets_the_token_of_sglangs_path_without_truncation(
+def test_an_untruncated_row_draws_the_token_of_sglangs_sampler(
     sglang_sampler: Any,
 ) -> None:
     probs = torch.randn(64, 151, generator=torch.Generator().manual_seed(1)).softmax(-1)
@@ -86,7 +86,7 @@ def test_a_row_of_the_whole_vocabulary_gets_the_token_of_sglangs_path_without_tr
 
 
 @pytest.mark.gate
-def test_rows_are_drawn_alike_in_any_batch(sglang_sampler: Any) -> None:
+def test_sampled_tokens_are_independent_of_the_batch(sglang_sampler: Any) -> None:
     probs = torch.randn(6, 151, generator=torch.Generator().manual_seed(2)).softmax(-1)
     limits = [ALL, 1, 9, ALL, ALL, 30], [1.0, 1.0, 1.0, 0.8, 1.0, 0.9], [0.0, 0.0, 0.0, 0.0, 0.1, 0.01]
     info, positions = info_of(*limits), torch.tensor([3, 3, 90, 4, 4, 5])
@@ -100,7 +100,7 @@ def test_rows_are_drawn_alike_in_any_batch(sglang_sampler: Any) -> None:
 
 
 @pytest.mark.gate
-def test_the_support_of_a_row_that_asks_for_it(sglang_sampler: Any) -> None:
+def test_the_sampler_captures_the_support_of_requesting_rows(sglang_sampler: Any) -> None:
     probs = torch.tensor([[0.1, 0.4, 0.05, 0.25, 0.2]]).repeat(3, 1)
     info = info_of([ALL, 2, 3], [1.0] * 3, [0.0] * 3, torch.tensor([1, 2]))
     drawn, capture = draw_by_token_id(refuse, None, probs, info, torch.tensor([0, 1, 2]), False)

@@ -50,7 +50,7 @@ def structures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up.importlib, "import_module", lambda _: module)
 
 
-def test_canaries_samples_and_checksums_are_computed_once() -> None:
+def test_warm_up_runs_canaries_samples_and_checksums() -> None:
     manager = Manager(context=1000, pool=None)
     asyncio.run(warm_up.warm_up("null", manager))
     assert {"canary", "sample", "checksum"} <= set(manager.calls)

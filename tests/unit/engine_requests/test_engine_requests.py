@@ -33,7 +33,7 @@ async def test_every_odd_value_of_every_field_is_refused() -> None:
         assert not rig.engines[0].requests
 
 
-async def test_a_refusal_names_the_field_and_what_is_accepted() -> None:
+async def test_a_refusal_names_the_field_and_the_accepted_values() -> None:
     async with serving() as rig:
         for path, body, fragments in (
             ("/generate", generate(no_such=1), ("no_such: unknown", "input_ids, ", "sampling_params")),
@@ -125,7 +125,7 @@ async def test_each_request_without_a_seed_has_one_of_its_own() -> None:
         assert len(set(seeds(rig))) == 8
 
 
-async def test_n_responses_come_as_one_answer() -> None:
+async def test_n_responses_are_returned_in_one_answer() -> None:
     async with serving() as rig:
         body = {"prompt": ["a", "bb"], "n": 3, "max_tokens": 2}
         status, answer = await rig.post("/v1/completions", body)
@@ -166,7 +166,7 @@ class Mortal(HttpEngine):
                 inside.remove(request)
 
 
-async def test_a_request_under_which_engines_die_is_tried_once_more_and_no_more(
+async def test_a_request_that_kills_engines_is_retried_only_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before: three deaths for one request, and as many for the same one again."""
@@ -180,7 +180,7 @@ async def test_a_request_under_which_engines_die_is_tried_once_more_and_no_more(
         assert (await rig.post("/generate", generate()))[0] == 200
 
 
-async def test_what_ran_beside_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_concurrent_with_a_fatal_one_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its second try is alone among all that were in the engine that died."""
     monkeypatch.setattr("tests.helpers.front_rig.HttpEngine", Mortal)
     async with serving(2) as rig:
@@ -202,7 +202,7 @@ async def test_what_ran_beside_it_is_answered(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-async def test_what_an_engine_refuses_is_not_asked_of_another(status: int) -> None:
+async def test_a_request_refused_by_an_engine_is_not_retried_on_another(status: int) -> None:
     async with serving(3) as rig:
         for engine in rig.engines:
             engine.fail_with = status
@@ -316,7 +316,7 @@ async def test_a_models_own_min_p_does_not_reach_a_deterministic_engine() -> Non
         assert rig.engines[0].requests[0][1]["sampling_params"]["min_p"] == 0
 
 
-async def test_many_equal_requests_in_an_engine_that_dies_count_its_death_once(
+async def test_identical_requests_in_a_dying_engine_count_its_death_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with serving(2) as rig:

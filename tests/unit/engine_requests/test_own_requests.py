@@ -49,7 +49,9 @@ ODD: dict[str, tuple[Sample, dict[str, Any], str]] = {
 
 @pytest.mark.virtual_clock
 @pytest.mark.parametrize(("asked", "more", "said"), ODD.values(), ids=ODD)
-async def test_no_engine_is_asked(asked: Sample, more: dict[str, Any], said: str) -> None:
+async def test_invalid_requests_are_not_sent_to_an_engine(
+    asked: Sample, more: dict[str, Any], said: str
+) -> None:
     async with routing() as rig:
         await rig.push()
         try:
@@ -62,7 +64,7 @@ async def test_no_engine_is_asked(asked: Sample, more: dict[str, Any], said: str
 
 
 @pytest.mark.virtual_clock
-async def test_control_the_largest_values_are_asked() -> None:
+async def test_control_requests_with_the_largest_values_are_sent() -> None:
     async with routing() as rig:
         await rig.push()
         response = observing([127], seed=2**63 - 1)
@@ -92,7 +94,7 @@ def teaching(folder: Path, context: int) -> Config:
     return load_config(ROOT / "configs/algorithms/distill.yaml", teacher)
 
 
-async def test_a_teacher_is_not_asked_about_more_than_it_holds(
+async def test_a_sample_longer_than_the_teacher_context_is_not_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session: Any = Nobody()
@@ -108,7 +110,7 @@ async def test_a_teacher_is_not_asked_about_more_than_it_holds(
     assert teacher.counts["teacher_unanswered"] == 1
 
 
-def test_explain_says_that_a_teacher_holds_less_than_the_policy(tmp_path: Path) -> None:
+def test_explain_reports_a_teacher_context_shorter_than_the_policys(tmp_path: Path) -> None:
     notes = dry_run(teaching(tmp_path / "teacher", 128)).notes
     assert any("algo.teacher" in note and "128" in note for note in notes), notes
 

@@ -61,7 +61,7 @@ def leases(most: int = 8, idle: float = 60.0) -> Leases:
     return Leases(Sums(), most, idle)
 
 
-def test_a_question_that_is_asked_again_has_the_same_answer_and_plays_nothing_twice() -> None:
+def test_a_repeated_request_returns_the_same_response_without_another_step() -> None:
     lease_table = leases()
     assert lease_table.open("a", TASK, 0) == lease_table.open("a", TASK, 0)
     first = lease_table.step("a", 0, Action("3"))
@@ -76,7 +76,7 @@ def test_a_question_that_is_asked_again_has_the_same_answer_and_plays_nothing_tw
         lease_table.step("a", 2, Action("12"))
 
 
-def test_leases_are_bounded_and_what_nobody_steps_is_closed() -> None:
+def test_leases_are_bounded_and_idle_leases_are_closed() -> None:
     lease_table = leases(most=1)
     lease_table.open("a", TASK, 0)
     with pytest.raises(RequestRefused, match="all 1 leases are in use") as refused:
@@ -88,7 +88,7 @@ def test_leases_are_bounded_and_what_nobody_steps_is_closed() -> None:
     assert len(idle) == 1
 
 
-def test_one_that_raises_says_so_and_holds_no_lease() -> None:
+def test_an_environment_that_raises_on_open_holds_no_lease() -> None:
     lease_table = leases(most=1)
     with pytest.raises(RequestRefused, match="open raised ValueError: no such task"):
         lease_table.open("a", {"raises": True}, 0)
@@ -96,7 +96,7 @@ def test_one_that_raises_says_so_and_holds_no_lease() -> None:
 
 
 @pytest.mark.gate
-async def test_a_service_of_its_own_plays_many_episodes_at_once() -> None:
+async def test_service_processes_run_many_episodes_concurrently() -> None:
     async with running(processes=2, leases=4) as services:
         rewards = await asyncio.gather(*(played(services, TASK, ("3", "8", "12")) for _ in range(20)))
         assert rewards == [[1.0, 0.0, 1.0]] * 20
@@ -105,7 +105,7 @@ async def test_a_service_of_its_own_plays_many_episodes_at_once() -> None:
 
 
 @pytest.mark.gate
-async def test_a_killed_service_is_started_anew_and_the_episode_played_again(tmp_path: Path) -> None:
+async def test_a_killed_service_is_restarted_and_the_episode_replayed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     async with running(params={"log": str(log)}) as services:
         async with services.episode({**TASK, "kill_once": str(tmp_path / "killed")}, 0) as episode:
@@ -147,7 +147,7 @@ async def test_a_link_that_resets_connections_for_a_while_is_no_death_of_the_ser
 
 
 @pytest.mark.gate
-async def test_what_kills_it_each_time_fails_alone_and_the_others_play_on() -> None:
+async def test_an_episode_that_repeatedly_kills_the_service_does_not_affect_others() -> None:
     async with running() as services:
         poison = played(services, {**TASK, "poison": True})
         healthy_episodes = [played(services, TASK) for _ in range(4)]
@@ -157,7 +157,7 @@ async def test_what_kills_it_each_time_fails_alone_and_the_others_play_on() -> N
 
 
 @pytest.mark.gate
-async def test_one_that_says_something_else_after_a_restart_is_not_believed(tmp_path: Path) -> None:
+async def test_an_environment_that_diverges_after_a_restart_fails(tmp_path: Path) -> None:
     async with running() as services:
         task = {**TASK, "kill_once": str(tmp_path / "killed"), "fickle": True}
         with pytest.raises(EnvironmentFailed, match="responses after a restart differ"):
@@ -180,7 +180,7 @@ async def test_a_step_that_hangs_fails_in_time_and_a_paused_service_is_waited_fo
 
 
 @pytest.mark.gate
-async def test_a_service_that_hangs_as_a_whole_is_started_anew_before_its_clients_give_up() -> None:
+async def test_a_hanging_service_is_restarted_before_its_clients_time_out() -> None:
     async with running(step_seconds=6) as services, services.episode(TASK, 0) as episode:
         assert (await episode.step("3"))["reward"] == 1.0
         (process,) = processes()
@@ -190,7 +190,7 @@ async def test_a_service_that_hangs_as_a_whole_is_started_anew_before_its_client
 
 
 @pytest.mark.gate
-async def test_an_episode_that_nobody_waits_for_frees_its_lease() -> None:
+async def test_a_cancelled_episode_releases_its_lease() -> None:
     async with running(leases=1, params={"slow": 0.3}) as services:
         for _ in range(3):
             work = asyncio.ensure_future(played(services, TASK))
@@ -204,7 +204,7 @@ async def test_an_episode_that_nobody_waits_for_frees_its_lease() -> None:
 
 
 @pytest.mark.gate
-async def test_strangers_are_refused_and_mistakes_told() -> None:
+async def test_wrong_keys_are_refused_and_invalid_requests_are_reported() -> None:
     async with running() as services, services.service() as service:
         stranger = await asyncio.to_thread(
             ask, service, "/open", {"lease": "a", "task": TASK, "seed": 0}, "no"
@@ -261,7 +261,7 @@ async def test_a_body_is_read_after_the_key_and_only_if_it_is_of_a_sensible_leng
         assert await played(services, TASK) == [1.0, 1.0, 1.0]
 
 
-async def test_a_machine_without_room_for_a_process_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_process_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_room(*args: object, **options: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -282,7 +282,7 @@ def ask(service: Service, path: str, body: dict[str, Any], key: str | None = Non
 
 
 @pytest.mark.gate
-async def test_somebody_elses_service_is_asked_by_its_url_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_external_service_is_used_by_its_url_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
     async with (
         running() as foreign_services,
         foreign_services.of_agent() as environment,
@@ -346,7 +346,7 @@ async def test_security_a12_an_agent_that_opens_many_episodes_takes_no_lease_of_
 
 
 @pytest.mark.gate
-async def test_security_a12_an_agent_whose_steps_hang_does_not_end_the_service_of_others() -> None:
+async def test_security_a12_hanging_agent_steps_do_not_end_the_service() -> None:
     """Before: nine steps that hang, each closed, and the process ended itself."""
     async with running() as services, agents(services, 2) as (bad, honest):
         refused = 0

@@ -63,7 +63,7 @@ def test_the_interval_is_wilsons() -> None:
     assert wilson(0.5, 4000)[1] - wilson(0.5, 4000)[0] == pytest.approx(2 * 1.96 * 0.5 / 4000**0.5, rel=1e-3)
 
 
-def test_which_k_are_told() -> None:
+def test_pass_at_k_is_reported_for_powers_of_two_and_n() -> None:
     assert [reported_ks(n) for n in (1, 2, 4, 6)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 6]]
 
 
@@ -83,7 +83,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "mine" / "config.yaml"
 
 
-def test_what_a_set_may_not_be(folder: Path) -> None:
+def test_invalid_sets_are_rejected(folder: Path) -> None:
     for sets, message in (
         ("[{name: a, samples: 2}]", "equal responses; use a temperature"),
         ("[{name: a}, {name: a}]", "name = 'a' of 2 sets"),
@@ -121,9 +121,7 @@ def sets_of(folder: Path, tmp_path: Path, router: Any, *overrides: str) -> EvalS
     return EvalSetRunner(config, config.eval.sets[0], Tokenizer(config.model.path), router)
 
 
-async def test_a_set_is_asked_with_its_own_sampling_and_the_same_seeds_each_time(
-    folder: Path, tmp_path: Path
-) -> None:
+async def test_a_set_uses_its_own_sampling_and_fixed_seeds(folder: Path, tmp_path: Path) -> None:
     router = ScriptedRouter(lambda s: 3)
     router.version = 7
     runner = sets_of(folder, tmp_path, router)
@@ -139,7 +137,9 @@ async def test_a_set_is_asked_with_its_own_sampling_and_the_same_seeds_each_time
     await runner.close()
 
 
-async def test_a_response_whose_agent_or_tool_fails_is_not_judged(folder: Path, tmp_path: Path) -> None:
+async def test_a_response_with_a_failed_tool_is_excluded_from_the_accuracy(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "odd.py").write_text(
         "from rlsys.generators.parser_client import ToolFailed\n"
         "def odd(config, tokenizer, speak):\n"
@@ -304,7 +304,7 @@ async def test_a_restart_ends_the_evaluation_in_the_background(tmp_path: Path) -
         assert await r.manager.begin_evaluation()
 
 
-async def test_what_breaks_the_evaluation_in_the_background_is_told(tmp_path: Path) -> None:
+async def test_errors_of_a_background_evaluation_are_raised(tmp_path: Path) -> None:
     class Broken(Sets):
         error: RunError
 
@@ -371,7 +371,7 @@ def loop_of(rollout: Told, tmp_path: Path, step: int) -> Any:
 
 
 @pytest.mark.full
-def test_the_loop_writes_the_line_of_the_step_whose_weights_were_evaluated(tmp_path: Path) -> None:
+def test_the_loop_records_an_evaluation_under_the_step_of_its_weights(tmp_path: Path) -> None:
     result = EvalResult(0.5, 4, 3.0, 0, 3)
     rollout = Told(EvalStatus(False), EvalStatus(True, result), EvalStatus(True))
     loop = loop_of(rollout, tmp_path, 2)
@@ -430,7 +430,7 @@ async def test_rlsys_eval_measures_the_sets_too(engine: str, folder: Path, tmp_p
     )
 
 
-def test_the_display_tells_a_line_for_each_set() -> None:
+def test_the_display_prints_a_line_for_each_set() -> None:
     of_set = {"prompts": 2, "samples": 1, "mean_length": 5.0, "truncated": 0, "accuracy": 0.5}
     result = EvalResult(0.5, 8, 3.0, 0, 2, {"hard": of_set | pass_at_k_metrics([[True], [False]], 1)})
     entry = {"kind": "eval", "step": 4, **result.metrics()}

@@ -30,7 +30,7 @@ from tests.helpers.responses import sample_of
 @pytest.mark.parametrize(
     ("given", "missing"), [([], "--config, --engine"), (["--config", "c.yaml"], "--engine")], ids=str
 )
-def test_it_names_what_it_was_not_given(
+def test_missing_arguments_are_named(
     given: list[str], missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["evaluation", *given])
@@ -54,7 +54,7 @@ def config(tmp_path: Path) -> Config:
     return load_config(tmp_path / "mine" / "config.yaml", [f"run.dir={tmp_path}", *sizes])
 
 
-async def test_an_evaluation_and_a_try_ask_and_score_in_the_same_way(engine: str, config: Config) -> None:
+async def test_an_evaluation_and_a_try_sample_and_score_identically(engine: str, config: Config) -> None:
     """The engine's answers are cut off at 8 tokens and wrong."""
     result = await evaluation.evaluate(config, {engine: ANONYMOUS})
     assert result == EvalResult(accuracy=0, prompts=3, mean_length=8, truncated=3, constant=1 / 3, reward=0)

@@ -37,7 +37,7 @@ def test_a_run_without_evaluations_passes_every_check(tmp_path: Path, rows: int)
 
 
 @pytest.mark.parametrize("step", [1, 20, 60])
-def test_nothing_is_asked(tmp_path: Path, step: int) -> None:
+def test_a_run_with_zero_eval_prompts_never_evaluates(tmp_path: Path, step: int) -> None:
     loop = cast(Any, Loop.__new__(Loop))
     loop.config, loop.step, loop.evaluating = config(tmp_path), step, None
     loop.evaluate = lambda: pytest.fail("an evaluation")
@@ -65,6 +65,6 @@ def test_settings_of_evaluations_need_some(tmp_path: Path, setting: str) -> None
         config(tmp_path, 1, setting)
 
 
-def test_rlsys_eval_has_nothing_to_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rlsys_eval_rejects_zero_eval_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "quickstart", "eval.prompts=0", f"run.dir={tmp_path}"]) == 2
     assert "eval.prompts = 0: nothing is measured; expected more than 0" in capsys.readouterr().err

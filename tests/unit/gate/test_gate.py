@@ -72,13 +72,13 @@ EVERYTHING = sorted((RUN, TYPES, REPORT, METHODS))
     ],
     ids=str,
 )
-def test_a_change_reaches_what_imports_or_names_it(
+def test_a_change_selects_tests_that_import_or_name_it(
     changed: list[str] | None, expected: list[str], repository: Path
 ) -> None:
     assert Reach(repository).tests(changed) == expected
 
 
-def test_the_nearest_tests_come_first(repository: Path) -> None:
+def test_tests_are_ordered_by_distance_from_the_change(repository: Path) -> None:
     """By the steps from them to the change, whatever their names."""
     assert Reach(repository).tests(["rlsys/core/types.py", METHODS]) == [METHODS, TYPES, RUN]
 
@@ -116,7 +116,7 @@ def test_a_tests_tier_is_the_first_that_runs_it() -> None:
     assert tier("tests/integration/test_a.py::test", {"full": 1}) == "test-all"
 
 
-def test_slow_tests_are_told_unless_the_file_knows_them() -> None:
+def test_slow_tests_are_reported_unless_listed_in_the_file() -> None:
     tiers = {
         "known": "test",
         "grown": "test",
@@ -146,7 +146,7 @@ def test_the_last_line_sums_the_sessions() -> None:
     assert total([listing]) == "3 xpassed in 1.00s" and unexpected_passes([first_session]) == ""
 
 
-def test_what_does_not_fit_the_time_left_is_skipped_by_name(
+def test_tests_that_exceed_the_remaining_time_are_skipped(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fixture of the tests that ran ends before the tests of the next file begin, whatever was left out."""
@@ -272,7 +272,7 @@ def test_a_python_that_is_not_installed_is_reported(
     assert output_lines[-1] == "NO FURTHER PYTHON was tried: none is installed"
 
 
-def test_a_set_up_that_fails_on_another_python_is_told_with_its_last_lines(
+def test_a_failed_setup_on_another_python_is_reported_with_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(other_python, "find", lambda version: "/no/python")

@@ -62,7 +62,7 @@ def lines(mutants: list[Mutant]) -> set[int]:
     return {mutant.line for mutant in mutants}
 
 
-def test_each_line_of_code_is_drawn_once_and_prose_and_annotations_are_not(tree: Path) -> None:
+def test_each_code_line_is_drawn_once_without_docstrings_and_annotations(tree: Path) -> None:
     drawn = draw(tree, ["pack"], 100, 1, NONE)
     assert lines(drawn) == {6, 11, 14, 15, 16, 19}
     assert len(drawn) == 6
@@ -72,7 +72,7 @@ def test_each_line_of_code_is_drawn_once_and_prose_and_annotations_are_not(tree:
         assert mutant.mutated != CODE
 
 
-def test_what_is_in_a_protocol_is_not_drawn(tree: Path) -> None:
+def test_protocol_classes_are_not_mutated(tree: Path) -> None:
     (tree / "pack/kind.py").write_text(
         "from typing import Protocol\n\n"
         "class Kind(Protocol):\n    @property\n    def size(self) -> int: ...\n\n"
@@ -94,7 +94,7 @@ def test_an_edit_elsewhere_draws_the_same(tree: Path) -> None:
     assert len(keys_after) == len(keys_before) + 1
 
 
-def test_what_is_listed_as_equivalent_is_not_drawn(tree: Path) -> None:
+def test_listed_equivalent_mutants_are_not_drawn(tree: Path) -> None:
     chosen = draw(tree, ["pack"], 100, 1, NONE)[0]
     assert chosen.key not in [m.key for m in draw(tree, ["pack"], 100, 1, Equivalents({chosen.key: ""}, {}))]
     frozen = Equivalents({}, {"frozen=True": ""})
@@ -104,7 +104,7 @@ def test_what_is_listed_as_equivalent_is_not_drawn(tree: Path) -> None:
     assert any("frozen=False" in m.after for seed in range(9) for m in draw(tree, ["pack"], 100, seed, NONE))
 
 
-def test_an_equivalent_mutant_whose_line_has_gone_is_told(tree: Path) -> None:
+def test_stale_equivalent_mutants_are_reported(tree: Path) -> None:
     current_entry = ("pack/box.py", "Box.fits", "return left > 0", "return left >= 0")
     stale_entry = ("pack/box.py", "Box.fits", "return left > 1", "return left >= 1")
     moved = ("pack/away.py", "", "a = 1", "a = 2")
@@ -136,12 +136,12 @@ def test_a_statement_has_all_its_lines_and_a_block_its_head(line: int, expected:
     assert statement_lines(CODE, line) == expected
 
 
-def test_what_is_around_a_line_goes_from_its_statement_to_its_file() -> None:
+def test_enclosing_ranges_of_a_line_widen_from_statement_to_file() -> None:
     assert around(CODE, 14) == [range(14, 15), range(10, 20), range(6, 20), range(1, 21)]
     assert around(CODE, 3) == [range(3, 4), range(1, 21)]
 
 
-def test_tests_that_run_the_line_come_first_then_the_rest_of_the_nearest_files(
+def test_tests_that_cover_the_line_precede_the_nearest_other_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in {
@@ -167,7 +167,7 @@ def test_tests_that_run_the_line_come_first_then_the_rest_of_the_nearest_files(
     assert clean.order(imported, CODE, Reach(tmp_path)) == [far, sibling, near]
 
 
-def test_a_line_knows_the_tests_that_ran_it(tmp_path: Path) -> None:
+def test_coverage_contexts_identify_the_tests_of_a_line(tmp_path: Path) -> None:
     data = CoverageData(str(tmp_path / "coverage"))
     for context, lines in {"test_a.py::test[x|y]|run": [1, 2], "test_b.py::test|setup": [2], "": [3]}.items():
         data.set_context(context)
@@ -194,7 +194,7 @@ for limits in json.loads(sys.argv[1]):
 
 
 @pytest.mark.gate
-def test_a_trial_tells_the_first_test_that_fails_and_leaves_no_process(tmp_path: Path) -> None:
+def test_a_trial_reports_the_first_failing_test_and_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(
         "import subprocess\n"
         "def test_good(): pass\n"

@@ -51,7 +51,7 @@ def written(path: str, answer: Any) -> str:
 # -- requests --------------------------------------------------------------------------------------------------
 
 
-async def test_an_engine_gets_token_ids_a_seed_and_the_sampling_parameters() -> None:
+async def test_an_engine_receives_token_ids_a_seed_and_sampling_parameters() -> None:
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "logit_bias": {"5": 1}, "ignore_eos": True}
     async with serving() as rig:
         body = generate()
@@ -108,7 +108,7 @@ async def test_a_text_is_tokenized_by_the_router() -> None:
         (COMPLETIONS, {"best_of": 2}),
     ],
 )
-async def test_what_cannot_be_continued_exactly_is_refused(path: str, change: dict[str, Any]) -> None:
+async def test_parameters_without_exact_continuation_are_refused(path: str, change: dict[str, Any]) -> None:
     plain = {"/generate": generate(), CHAT: {"messages": QUESTION}, COMPLETIONS: {"prompt": "1"}}
     async with serving() as rig:
         status, answer = await rig.post(path, {**plain[path], **change})
@@ -131,7 +131,7 @@ async def test_a_router_without_the_models_folder_serves_token_ids() -> None:
             assert status == 400 and "--model-path" in answer["error"]["message"], answer
 
 
-def test_requests_without_a_value_sample_as_the_model_says(tmp_path: Any) -> None:
+def test_absent_sampling_values_take_the_models_defaults(tmp_path: Any) -> None:
     for file in MODEL.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
@@ -153,7 +153,7 @@ def test_requests_without_a_value_sample_as_the_model_says(tmp_path: Any) -> Non
 # -- streams ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_stream_comes_as_the_tokens_arrive() -> None:
+async def test_a_stream_delivers_tokens_as_they_arrive() -> None:
     async with serving() as rig:
         rig.engines[0].hold_at = 3
         async with rig.client.post("/generate", json=generate(stream=True)) as answer:
@@ -403,7 +403,7 @@ def test_a_possible_stop_text_is_withheld(cut: int) -> None:
     assert response_text(stop=["STOP"]).conclude(ids[:4], at_stop=False) == "abST", "it was none"
 
 
-def test_the_end_token_and_special_tokens_are_left_out() -> None:
+def test_the_end_token_and_special_tokens_are_omitted_by_default() -> None:
     special = [10, 1, 11, 2]
     assert response_text().final(special, at_stop=True) == "01"
     assert response_text(skip_special_tokens=False).final(special, at_stop=True) == "0<bos>1"

@@ -23,7 +23,7 @@ HEAD = b"POST /generate HTTP/1.1\r\nHost: x\r\n"
 # -- bodies (review 21) --------------------------------------------------------------------------------------
 
 
-async def test_bodies_that_never_end_give_their_places_back() -> None:
+async def test_incomplete_request_bodies_time_out_and_free_their_slots() -> None:
     """Before: thirty of them filled thirty places for as long as they liked."""
     limits = FrontLimits(concurrency=1, queue=1, body_seconds=0.2)
     async with serving(limits=limits) as rig:
@@ -70,7 +70,7 @@ async def test_a_client_that_does_not_read_delays_no_engine(monkeypatch: pytest.
             assert engine.deaths == 0
 
 
-async def test_a_client_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "READER_SECONDS", 0.1)
 
     class Stuck(web.StreamResponse):
@@ -84,7 +84,7 @@ async def test_a_client_that_reads_nothing_is_dropped(monkeypatch: pytest.Monkey
         await rig.until(lambda: not rig.fleet.pool.in_flight)
 
 
-async def test_the_responses_of_a_client_that_has_gone_leave_the_engine() -> None:
+async def test_requests_of_a_disconnected_client_are_aborted() -> None:
     async with serving() as rig:
         rig.engines[0].hold_at = 5
         task = asyncio.create_task(rig.post("/generate", generate(stream=True)))

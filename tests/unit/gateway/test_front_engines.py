@@ -38,7 +38,7 @@ async def test_engines_join_are_brought_up_to_date_and_leave() -> None:
         await joiner.stop()
 
 
-async def test_an_engine_that_takes_long_to_load_holds_nobody_up() -> None:
+async def test_a_slow_weight_load_does_not_block_other_engines() -> None:
     async with serving() as rig:
         await rig.post("/update_weights_from_disk", {"model_path": "next"})
         slow, quick = HttpEngine(), HttpEngine()
@@ -68,7 +68,7 @@ async def test_an_engine_that_takes_long_to_load_holds_nobody_up() -> None:
             await engine.stop()
 
 
-async def test_an_engine_of_other_weights_waits_for_a_folder_and_it_is_told_once(
+async def test_an_engine_with_other_weights_waits_and_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with serving() as rig:
@@ -112,7 +112,7 @@ async def test_a_server_that_is_no_engine_is_named(status: int, body: str, told:
             assert state.state.startswith("dead: ") and not state.alive
 
 
-async def test_a_folder_that_nobody_can_load_changes_nothing() -> None:
+async def test_an_unloadable_folder_changes_nothing() -> None:
     async with serving(interruption="retract") as rig:
         status, answer = await rig.post("/update_weights_from_disk", {"model_path": "bad"})
         assert status == 500 and "no engine could load bad" in answer["error"]["message"]
@@ -141,7 +141,7 @@ async def test_prometheus_reads_it() -> None:
         assert f'rlsys_router_engine_up{{engine="{rig.urls[0]}"}} 1.0' in text
 
 
-async def test_a_prefix_stays_with_its_engine() -> None:
+async def test_requests_with_a_common_prefix_use_the_same_engine() -> None:
     async with serving(2) as rig:
         for _ in range(3):
             for first in (1, 2):
@@ -209,13 +209,13 @@ async def test_engines_join_from_allowed_hosts_only(url: str, may: bool) -> None
         assert (rig.fleet.pool.find(url) is not None) == may
 
 
-async def test_by_default_engines_join_from_the_hosts_that_are_there() -> None:
+async def test_by_default_engines_join_only_from_hosts_of_the_pool() -> None:
     async with serving(allowed=()) as rig:
         assert (await rig.post("/engines", {"url": "http://127.0.0.1:9"}))[0] == 201
         assert (await rig.post("/engines", {"url": "http://127.0.0.2:9"}))[0] == 400
 
 
-async def test_engines_that_ask_for_keys_get_them_and_clients_do_not() -> None:
+async def test_engines_receive_their_keys_and_clients_do_not() -> None:
     keys = Identity(api_key="the engines' key", admin_key="their admins' key")
     async with serving(identity=keys) as rig:
         rig.engines[0].secrets = {"api_key": keys.api_key, "admin_api_key": keys.admin_key}

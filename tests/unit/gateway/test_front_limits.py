@@ -107,7 +107,7 @@ async def test_a_weight_version_is_a_number_that_engines_can_hold(version: Any) 
     ["localhost:30000", "http://", "http://127.0.0.1:99999", "http://127.0.0.1:0", "http://[bad", "ftp://a:1",
      f"http://{'a' * 70}.org:1", "http://a..b:1", "http://a:1?x=1", "http://a b:80", "http://\0:1", ""],
 )  # fmt: skip
-async def test_what_is_no_url_does_not_become_an_engine(url: str) -> None:
+async def test_an_invalid_url_is_not_added_as_an_engine(url: str) -> None:
     """One in the pool would end the watch over all of them."""
 
     async with serving() as rig:
@@ -116,7 +116,7 @@ async def test_what_is_no_url_does_not_become_an_engine(url: str) -> None:
         assert [e.url for e in rig.fleet.pool.engines] == rig.urls
 
 
-async def test_an_engine_given_twice_is_a_mistake() -> None:
+async def test_a_duplicate_engine_url_is_rejected() -> None:
     async with make_session() as session:
         with pytest.raises(UserError, match=r"http://127\.0\.0\.1:1 is already in the pool"):
             Fleet(
@@ -135,7 +135,7 @@ async def test_an_engine_given_twice_is_a_mistake() -> None:
         (f"--host {'a' * 70}.x --token-file TOKEN", "not a host name or address"),
     ],
 )
-def test_the_command_refuses_what_cannot_serve(
+def test_the_command_rejects_invalid_options(
     options: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token = tmp_path / "token"
@@ -146,7 +146,7 @@ def test_the_command_refuses_what_cannot_serve(
     assert error.startswith("rlsys: error: ") and why in error
 
 
-async def test_too_large_too_many_and_nobody_there() -> None:
+async def test_the_front_refuses_large_bodies_excess_requests_and_an_empty_pool() -> None:
     async with serving(limits=FrontLimits(body_bytes=1000, concurrency=1, queue=1)) as rig:
         status, answer = await rig.post("/generate", generate(x="y" * 2000))
         assert (status, answer["error"]["code"]) == (413, 413)
@@ -187,7 +187,7 @@ async def test_too_large_too_many_and_nobody_there() -> None:
         ({"prompt": "abc", "n": "many", "best_of": 10**9, "sampling_params": 3}, 1),
     ],
 )
-def test_a_request_counts_as_what_it_asks_for(body: dict[str, Any], samples: int) -> None:
+def test_a_request_counts_as_its_number_of_samples(body: dict[str, Any], samples: int) -> None:
     assert sample_count(body) == samples
 
 
@@ -217,7 +217,7 @@ async def test_one_request_does_not_get_round_the_limits() -> None:
         assert rig.fleet.pool.in_flight == 0
 
 
-async def test_a_token_is_asked_for() -> None:
+async def test_requests_require_the_bearer_token() -> None:
     async with serving(token="s3cret-s3cret-s3cret") as rig:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret-s3cret-s3cret"}):
             status, answer = await rig.post("/generate", generate(), headers=headers)

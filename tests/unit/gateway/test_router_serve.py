@@ -55,7 +55,7 @@ async def test_it_listens_until_a_signal_ends_it(
             await session.get(f"{url}/engines")
 
 
-async def test_a_taken_port_and_a_host_that_is_none_are_the_users_mistakes(handlers: Handlers) -> None:
+async def test_a_port_in_use_and_an_invalid_host_are_user_errors(handlers: Handlers) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -79,7 +79,7 @@ async def test_a_watch_that_fails_ends_it_with_the_error(
         await serve(RouterOptions([], port=0), Tokens())
 
 
-def test_the_command_line_says_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_sets_the_router_options(monkeypatch: pytest.MonkeyPatch) -> None:
     options: list[RouterOptions] = []
     monkeypatch.setattr(router, "run_router", options.append)
     assert main(["router", "--port", "7", "--engine", "http://a:1", "--engine", "http://b:2"]) == 0

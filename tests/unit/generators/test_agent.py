@@ -121,7 +121,7 @@ def told(s: Sample) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("agent", ["sums", "sums_async", "command"])
-async def test_turns_of_an_agent_are_in_the_sample_as_the_engines_made_them(agent: str) -> None:
+async def test_the_sample_contains_agent_turns_exactly_as_generated(agent: str) -> None:
     as_program = {"run": None, "command": [sys.executable, str(AGENTS)]}
     s = await made(config(agent, as_program if agent == "command" else None))
     assert TOKENIZER.decode(s.response_ids) == WHOLE
@@ -140,7 +140,7 @@ async def test_agents_of_many_samples_run_at_the_same_time() -> None:
     assert {TOKENIZER.decode(s.response_ids) for s in samples} == {WHOLE}
 
 
-async def test_after_a_restart_at_any_token_it_goes_on_to_the_same_response() -> None:
+async def test_an_agent_restarted_at_any_token_produces_the_same_response() -> None:
     """The agent runs anew and hears again what was saved; no engine is asked for that a second time."""
     model = Model()
     generate = build_generator(config("sums"), TOKENIZER, model)
@@ -165,7 +165,7 @@ async def test_no_response_exceeds_its_budget(budget: int) -> None:
     assert s.status is (Status.FINISHED if s.tokens == len(TOKENIZER.encode(WHOLE)) else Status.TRUNCATED)
 
 
-async def test_a_model_that_goes_on_for_ever_is_truncated_and_no_fault_of_the_agent() -> None:
+async def test_an_endless_response_is_truncated_without_an_agent_failure() -> None:
     s = await made(config("asks_for_ever", max_response_tokens=60), model=Model(["no<eos>"] * 9, budget=60))
     assert s.status is Status.TRUNCATED and 0 < s.tokens <= 60
 
@@ -209,7 +209,7 @@ async def test_a_program_that_fails_censors_too() -> None:
         ("says_its_worth", -2, [0.0, 0.0, -2.0]),
     ],
 )
-async def test_an_agent_may_say_what_its_response_was_worth(
+async def test_an_agent_may_return_a_reward_for_its_response(
     agent: str, worth: object, marks: list[float] | None
 ) -> None:
     """It is the worth of the last turn."""
@@ -217,7 +217,7 @@ async def test_an_agent_may_say_what_its_response_was_worth(
     assert (None if turn_rewards is None else [mark.reward for mark in turn_rewards]) == marks
 
 
-async def test_the_reward_agent_is_what_the_agent_gives() -> None:
+async def test_the_agent_reward_is_the_value_returned_by_the_agent() -> None:
     wanting = config("worth").model_copy(update={"data": DataConfig.model_validate({"reward": "agent"})})
     s = await made(wanting, worth=0.5)
     score = make_score(wanting)
@@ -250,7 +250,7 @@ async def test_an_agent_in_the_python_of_a_venv_without_any_package(tmp_path: Pa
         await made(config("", params))
 
 
-async def test_an_agent_that_is_killed_runs_again_and_hears_the_same(tmp_path: Path) -> None:
+async def test_a_killed_agent_is_rerun_with_the_same_responses(tmp_path: Path) -> None:
     replies, model = ["<answer>1</answer><eos>", "<answer>2</answer><eos>"], Model()
     model = Model(replies)
     generate, s = build_generator(config("is_killed_once"), TOKENIZER, model), fresh()
@@ -261,7 +261,7 @@ async def test_an_agent_that_is_killed_runs_again_and_hears_the_same(tmp_path: P
     assert len(model.asked) == 2, "the first turn was told from the sample"
 
 
-async def test_one_that_then_says_something_else_is_censored(tmp_path: Path) -> None:
+async def test_an_agent_that_diverges_after_a_restart_is_censored(tmp_path: Path) -> None:
     s = fresh()
     with pytest.raises(asyncio.CancelledError):
         await made(config("sums"), s, Model(at_once=len(TOKENIZER.encode(SAID[0])) + 1))
@@ -318,7 +318,7 @@ async def test_another_conversation_is_a_sequence_of_its_own(train: str) -> None
     assert TOKENIZER.decode(s.judged_ids) == (transcript if train == "first" else f"1<eos>{transcript}")
 
 
-async def test_a_client_that_asks_again_gets_the_same_answer() -> None:
+async def test_a_repeated_request_receives_the_same_answer() -> None:
     model = Model(["<answer>1</answer><eos>", "<answer>2</answer><eos>"])
     s = await made(config("asks_again"), model=model)
     assert (len(model.asked), model.sides, s.status) == (2, [], Status.FINISHED)
@@ -339,7 +339,7 @@ class Patient(Model):
         await super().__call__(sample, max_tokens=max_tokens, stop_texts=stop_texts)
 
 
-async def test_a_client_that_went_away_and_asks_again_gets_the_answer_of_its_first_request() -> None:
+async def test_a_reconnected_client_receives_the_answer_of_its_first_request() -> None:
     model, s = Patient(["<answer>1</answer><eos>"]), fresh()
     generate = build_generator(config("gives_up"), TOKENIZER, model)
     assert isinstance(generate, AgentGenerator)
@@ -354,7 +354,9 @@ async def test_a_client_that_went_away_and_asks_again_gets_the_answer_of_its_fir
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_waits_hears_signs_of_life(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_waiting_client_receives_keep_alive_data(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blanks before its JSON, or comments in its stream; then the answer."""
     monkeypatch.setattr(endpoint, "ALIVE_SECONDS", 0.01)
     async with endpoint.Endpoint().listening() as made_endpoint, aiohttp.ClientSession() as client:
@@ -408,7 +410,7 @@ async def test_an_address_is_of_no_use_without_its_key() -> None:
         assert session.questions.empty() and other_session.questions.empty()
 
 
-def test_what_an_agent_leaves_behind_ends_with_the_event_loop(tmp_path: Path) -> None:
+def test_child_processes_of_an_agent_end_with_the_event_loop(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     asyncio.run(made(config("leaves_a_child"), mark=str(mark), model=Model(["1<eos>"])))
     assert not runs(int(mark.read_text()))
@@ -466,7 +468,9 @@ async def test_an_agent_may_be_a_service(losing: int, monkeypatch: pytest.Monkey
     assert (TOKENIZER.decode(s.response_ids), service.asked) == (WHOLE, losing + 1)
 
 
-async def test_a_service_that_fails_or_is_not_there_censors(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_or_unreachable_agent_service_censors_the_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(remote, "AWAY_SECONDS", 0.0)
     async with Service().listening() as url:
@@ -478,7 +482,7 @@ async def test_a_service_that_fails_or_is_not_there_censors(monkeypatch: pytest.
         await made(config("", {"run": None, "url": url}))
 
 
-async def test_there_has_to_be_such_an_agent() -> None:
+async def test_invalid_agent_settings_are_rejected() -> None:
     with pytest.raises(UserError, match="has no function 'nobody'"):
         await made(config("nobody"))
     for params, why in [

@@ -39,7 +39,7 @@ class Watch:
         await event.wait()
 
 
-async def test_what_happens_to_engines_holds_an_agent_up_and_changes_no_token() -> None:
+async def test_engine_interruptions_delay_an_agent_and_change_no_token() -> None:
     first, second = ScriptedEngine(A, ends_at=never, chunk=1), ScriptedEngine(B, ends_at=never, chunk=1)
     rig = Rig(first, second)
     watch = Watch(rig)
@@ -74,7 +74,7 @@ def check(sample: Sample, decode: Callable[[list[int]], str]) -> None:
             assert sample.mu[i] == logprob(sample.seed, first + i, versions[i])
 
 
-async def test_a_question_longer_than_the_context_is_refused_and_the_agent_may_go_on() -> None:
+async def test_an_agent_continues_after_a_request_beyond_the_context_is_refused() -> None:
     rig = Rig(ScriptedEngine(A, ends_at=lambda seed: 30))
     await rig.push()
     made_for = config("asks_too_much")
@@ -83,7 +83,7 @@ async def test_a_question_longer_than_the_context_is_refused_and_the_agent_may_g
     assert (sample.status, sample.prompt_ids) == (Status.FINISHED, prompt().ids)
 
 
-async def test_what_happens_to_engines_holds_every_conversation_up_and_changes_no_token() -> None:
+async def test_engine_interruptions_delay_every_conversation_and_change_no_token() -> None:
     """Three at the same time, each with tokens of its own."""
     first, second = ScriptedEngine(A, ends_at=never, chunk=1), ScriptedEngine(B, ends_at=never, chunk=1)
     rig = Rig(first, second)

@@ -82,7 +82,7 @@ async def test_an_evaluation_leaves_a_prompt_out_that_is_too_long() -> None:
     assert await outcome(answered_items(items, answer)) == [items[0], items[2]]
 
 
-async def test_an_evaluation_leaves_a_prompt_out_whose_generator_raises() -> None:
+async def test_an_evaluation_omits_a_prompt_with_a_failing_generator() -> None:
     async def answer(sample: Sample, prompt: Prompt) -> None:
         if prompt.index == 1:
             raise ConnectionResetError("the search server is away")
@@ -176,7 +176,7 @@ async def test_eval_counts_the_prompts_that_it_leaves_out(bad_rows: Config) -> N
 # Rows
 
 
-def test_a_row_with_half_an_emoji_is_a_prompt_that_nobody_is_sent(bad_rows: Config) -> None:
+def test_a_row_with_a_lone_surrogate_is_a_prompt_without_ids(bad_rows: Config) -> None:
     source = build_source(bad_rows, TOKENIZER)
     prompts: list[Any] = []
     for index in range(8):
@@ -312,7 +312,7 @@ async def test_a_generator_that_raises_costs_the_sample(
     "error",
     [KeyboardInterrupt(), SystemExit(0), BaseExceptionGroup("two", [KeyboardInterrupt(), ValueError("a")])],
 )
-def test_what_an_items_code_raises_to_end_its_program_costs_the_item(error: BaseException) -> None:
+def test_exit_exceptions_of_item_code_censor_the_item(error: BaseException) -> None:
     result: Any = None
     try:
         with boundary("rows.jsonl:1") as item:
@@ -323,7 +323,7 @@ def test_what_an_items_code_raises_to_end_its_program_costs_the_item(error: Base
     assert isinstance(result, Censored) and result.cause is CensorCause.EXCEPTION, repr(result)
 
 
-async def test_an_interrupted_item_whose_code_raises_meanwhile_is_not_censored() -> None:
+async def test_a_cancelled_item_that_raises_is_not_censored() -> None:
     async def work() -> Any:
         with boundary("rows.jsonl:1") as item:
             try:
@@ -390,7 +390,7 @@ async def test_a_source_that_raises_for_one_row_costs_that_row(
         assert "prompt 1" in str(reason) and "TextInputSequence" in str(reason)
 
 
-async def test_the_last_words_are_the_cause_and_not_a_status_of_http(
+async def test_the_client_error_names_the_cause_instead_of_an_http_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with rig(make_config(tmp_path)) as r, served(r) as client:
@@ -414,7 +414,7 @@ USER_CODE = {
 """Where somebody else's code is tried before the start, or runs in a process of its own."""
 
 
-def test_there_is_one_broad_except_in_what_runs() -> None:
+def test_only_one_module_has_a_broad_except_clause() -> None:
     """Of those that do not raise on. A library that raises nothing narrower is the other one."""
     file_names = []
     for path in sorted((ROOT / "rlsys").rglob("*.py")):
@@ -650,7 +650,7 @@ async def test_a_malformed_request_of_an_agent_is_answered_400(what: str) -> Non
         assert "message" in json.loads(body)["error"]
 
 
-async def test_what_is_unusual_and_well_formed_is_answered() -> None:
+async def test_unusual_but_valid_requests_are_answered() -> None:
     async with endpoint() as ask:
         unusual: list[dict[str, Any]] = [
             {"stop": None}, {"stop": []}, {"stop": "x"}, {"stop": ["x", "y"]}, {"stream_options": None},
@@ -662,7 +662,7 @@ async def test_what_is_unusual_and_well_formed_is_answered() -> None:
             assert status == 200, (options, body)
 
 
-async def test_samples_that_a_worker_tells_together_are_decided_once(tmp_path: Path) -> None:
+async def test_a_group_censored_by_a_worker_is_counted_once(tmp_path: Path) -> None:
     """Several workers: all samples of a group are censored before the first of their tasks goes on."""
     async with rig(make_config(tmp_path, rollout={"groups_per_step": 4})) as r:
         streams = r.manager._runner._workers
@@ -690,7 +690,7 @@ async def test_samples_that_a_worker_tells_together_are_decided_once(tmp_path: P
 @pytest.mark.parametrize(
     "raises", ["SystemExit(3)", "KeyboardInterrupt", "BaseExceptionGroup('a', [SystemExit()])"]
 )
-def test_an_async_reward_that_raises_what_ends_an_event_loop_is_told(raises: str, tmp_path: Path) -> None:
+def test_an_async_reward_that_raises_an_exit_exception_is_reported(raises: str, tmp_path: Path) -> None:
     source = (
         f"def own(config):\n    async def score(prompt, text):\n        raise {raises}\n    return score\n"
     )
@@ -737,7 +737,7 @@ def test_weights_of_rewards_do_not_overflow() -> None:
         join_rewards(["a", "b"], [10.0, 1.0], [RewardResult(9e17), RewardResult(9e17)])
 
 
-def test_a_figure_beside_a_reward_that_no_float_holds_is_left_out() -> None:
+def test_a_reward_metric_beyond_the_float_range_is_omitted() -> None:
     assert parse_reward({"score": 1, "digits": 10**400, "other": 2}).metrics == {"other": 2.0}
 
 
@@ -758,7 +758,7 @@ def test_names_of_parts_are_short_and_different(value: Any) -> None:
 # What ends up in words
 
 
-async def test_a_reward_with_half_an_emoji_in_its_words_or_names_ends_nothing(tmp_path: Path) -> None:
+async def test_lone_surrogates_in_reward_errors_and_names_are_tolerated(tmp_path: Path) -> None:
     async def reward(prompt: Prompt, text: str) -> Any:
         if prompt.index == 1:
             raise ValueError(HALF * 3_000_000)
@@ -794,7 +794,7 @@ CUT = "def cut(): return 'a\\ud83d'\n\ndef echo(a): return a\n\ndef fails(): rai
 
 
 @pytest.mark.gate  # it starts the processes of functions
-async def test_what_functions_say_is_made_valid(tmp_path: Path) -> None:
+async def test_function_results_are_converted_to_valid_unicode(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CUT)
     names = [f"{tmp_path / 'own.py'}:{name}" for name in ("cut", "echo", "fails")]
     rollout = {"generator": "functions", "generator_params": {"functions": names}}
@@ -897,7 +897,7 @@ def test_a_row_that_no_context_holds_is_a_refused_prompt(
     assert read == []
 
 
-async def test_an_environment_that_says_megabytes_costs_its_episode() -> None:
+async def test_an_oversized_environment_response_fails_its_episode() -> None:
     start_time = time.process_time()
     error = await played((), {**STEP, "messages": [{"role": "user", "content": LARGE}]})
     assert isinstance(error, ToolFailed) and "characters" in str(error), error
@@ -905,7 +905,7 @@ async def test_an_environment_that_says_megabytes_costs_its_episode() -> None:
 
 
 @pytest.mark.gate  # it starts the processes of functions
-async def test_what_a_function_says_has_a_limit(tmp_path: Path) -> None:
+async def test_function_results_have_a_size_limit(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def large(): return 'a' * 80_000_000\n")
     names = [f"{tmp_path / 'own.py'}:large"]
     rollout = {"generator": "functions", "generator_params": {"functions": names}}

@@ -88,7 +88,7 @@ async def test_an_unsure_window_forks_at_its_most_uncertain_token() -> None:
     assert generate.counts["tree_forks"] == len(forked)
 
 
-async def test_branches_whose_entropy_spikes_are_pruned_but_the_root() -> None:
+async def test_branches_with_entropy_spikes_are_pruned_except_the_root() -> None:
     generate = made(widest=2, spikes=1, spike=0.5, most_steps=12)
     samples = await grown(generate, Moods(set(range(12))), size=4)
     assert samples[0].tokens == 12 and samples[0].fork is None

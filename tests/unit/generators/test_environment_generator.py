@@ -128,7 +128,7 @@ async def test_one_that_dies_in_the_middle_is_played_again_and_one_that_changed_
         await made(config(), raises=True)
 
 
-async def test_a_response_that_is_full_or_has_had_its_turns_keeps_what_it_got() -> None:
+async def test_a_response_at_its_token_or_turn_limit_keeps_turn_rewards() -> None:
     s = await made(config(max_turns=2))
     assert (len(s.turns()), s.turn_rewards, s.status) == (
         2, [TurnReward(1.0), TurnReward(0.0)], Status.FINISHED
@@ -153,7 +153,7 @@ def test_rewards_of_turns_are_in_the_ledger(tmp_path: Path) -> None:
     assert [s.turn_rewards for s in group.samples] == [[TurnReward(0.5), TurnReward(-1.0, False)], None]
 
 
-def test_a_reward_function_may_say_what_turns_are_worth() -> None:
+def test_a_reward_function_can_set_turn_rewards() -> None:
     s = Sample(5, 1, 0, [1], seed=1)
     s.append(Segment([5, 6], [-1.0, -1.0], [VersionSpan(1, 0, 2)]))
     s.observe([7])

@@ -103,7 +103,9 @@ def turns(folder: Path, read: Any, said: Sequence[str], max_turns: int = 3, budg
 PROMPT = Prompt(0, "", [5], {"tools": [SCHEMA]})
 
 
-async def test_calls_are_answered_in_the_templates_own_words_and_tokens_stay(tmp_path: Path) -> None:
+async def test_function_results_follow_the_chat_template_and_sampled_tokens_are_unchanged(
+    tmp_path: Path,
+) -> None:
     read = Read(add='{"a": 1}', sub='{"b": 2}')
     generator, tokenizer = turns(tmp_path, read, ["[add] and [sub]<eos>", "[sub]<eos>", "3<eos>"])
     sample = Sample(0, 0, 0, tokenizer.encode("<user>1"), seed=1)
@@ -149,7 +151,7 @@ async def test_a_turn_that_had_ended_before_a_crash_is_read_again_and_not_contin
         assert (tokenizer.decode(sample.response_ids), sample.status) == (expected, Status.FINISHED)
 
 
-async def test_a_template_that_takes_back_what_it_wrote_is_refused(tmp_path: Path) -> None:
+async def test_a_template_that_changes_earlier_messages_is_refused(tmp_path: Path) -> None:
     generator, tokenizer = turns(tmp_path, Read(add="{}"), ["[add]<eos>"])
     tokenizer._template_text = "{{ messages | length }}"
     with pytest.raises(UserError, match="differently if answers follow"):
@@ -231,7 +233,7 @@ async def test_a_parser_that_chokes_gives_the_text_and_one_that_hangs_is_the_mac
         await read.close()
 
 
-def test_names_are_sglangs_and_a_wrong_one_gets_a_hint(tmp_path: Path) -> None:
+def test_parser_names_are_sglangs_and_an_unknown_name_gets_a_suggestion(tmp_path: Path) -> None:
     assert {"qwen25", "hermes", "llama3"} <= set(parser_names("tool_call_parser"))
     assert {"deepseek-r1", "qwen3"} <= set(parser_names("reasoning_parser"))
     for engine, message in (
@@ -247,7 +249,7 @@ def test_names_are_sglangs_and_a_wrong_one_gets_a_hint(tmp_path: Path) -> None:
             check_names(config)
 
 
-async def test_what_the_generator_needs_is_told(tmp_path: Path) -> None:
+async def test_missing_generator_requirements_are_reported(tmp_path: Path) -> None:
     async def speak(sample: Sample) -> None:
         sample.append(Segment([2], [-1.0], [VersionSpan(1, 0, 1)]))
         sample.status = Status.FINISHED

@@ -85,7 +85,7 @@ def config_of(function: str, **rollout: Any) -> Config:
     return config(generator=function, **rollout)
 
 
-async def test_turns_with_a_tool_are_in_the_ledger_as_the_engines_made_them() -> None:
+async def test_the_ledger_records_tool_turns_exactly_as_the_engine_generated_them() -> None:
     s = await made(fresh(), made_for=config_of(LOOKUP))
     assert TOKENIZER.decode(s.response_ids) == WHOLE
     observed = [TOKENIZER.decode(s.response_ids[o.start : o.end]) for o in s.observed]
@@ -95,7 +95,7 @@ async def test_turns_with_a_tool_are_in_the_ledger_as_the_engines_made_them() ->
     ]
 
 
-async def test_each_answer_counts_what_was_read_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_response_reports_the_length_of_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[tuple[int, int]] = []
 
     async def generate(args: Any, sample: SlimeSample, sampling_params: dict[str, Any]) -> Any:
@@ -112,7 +112,7 @@ async def test_each_answer_counts_what_was_read_before_it(monkeypatch: pytest.Mo
     assert counted and all(input_tokens == read for input_tokens, read in counted)
 
 
-async def test_after_a_restart_at_any_token_it_goes_on_to_the_same_response() -> None:
+async def test_a_restart_at_any_token_yields_the_same_response() -> None:
     """The function is called anew and hears again what was saved; no engine is asked for that a second time."""
     reference = await made(fresh(), made_for=config_of(LOOKUP))
     for tokens in range(sum(reference.trained())):
@@ -125,7 +125,7 @@ async def test_after_a_restart_at_any_token_it_goes_on_to_the_same_response() ->
         assert told(s) == told(reference)
 
 
-async def test_a_tool_that_says_something_else_after_a_restart_censors() -> None:
+async def test_a_different_tool_result_after_a_restart_censors_the_sample() -> None:
     reference = await made(fresh(), made_for=config_of(LOOKUP))
     s = copy.deepcopy(reference)
     s.response_ids[s.observed[0].start] = TOKENIZER.encode("8")[0]
@@ -280,7 +280,7 @@ def set_field(name: str, value: Any) -> Callable[[SlimeSample], None]:
         (cut_text, "requests in text whose answers are trimmed: use no_stop_trim = True"),
     ],
 )
-async def test_what_would_fool_the_loss_is_refused(
+async def test_samples_that_would_corrupt_the_loss_are_refused(
     body: Body, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlsys.generators.generator.find_generator", lambda name: body)
@@ -289,7 +289,7 @@ async def test_what_would_fool_the_loss_is_refused(
         await build_generator(config(stop=["</python>"]), TOKENIZER, model)(fresh(), prompt())
 
 
-async def test_an_option_that_nobody_gave_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unknown_slime_option_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsys.generators.generator.find_generator", lambda name: unknown_option)
     with pytest.raises(
         AttributeError, match=r"args.rollout_numb_gpus: this option of slime has no value in rlsys; set it"

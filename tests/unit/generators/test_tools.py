@@ -217,7 +217,7 @@ def test_answers_too_many_or_none_cost_by_the_turn(turns: list[int], penalty: fl
     assert tools.tool_penalty(sample, lambda ids: "".join(texts[i] for i in ids)) == penalty
 
 
-def test_the_chat_template_says_what_stands_around_an_answer(tmp_path: Path) -> None:
+def test_the_chat_template_determines_the_text_around_a_tool_result(tmp_path: Path) -> None:
     write_model(tmp_path)
     tokenizer = Tokenizer(tmp_path)
     assert answer_template(tokenizer, "user") == ("<user>", "<assistant><think>")
@@ -283,7 +283,7 @@ def length(sample: Sample) -> int:
     return 6 + (8 if sample.group_id else 1) if sample.observed else 3
 
 
-def test_an_interrupted_sample_goes_on_in_the_middle_of_a_turn(tmp_path: Path) -> None:
+def test_an_interrupted_sample_resumes_in_the_middle_of_a_turn(tmp_path: Path) -> None:
     """Killed while the tool works, then interrupted within the second turn: no token is lost, none made twice."""
     config = make_config(
         tmp_path,

@@ -120,9 +120,7 @@ async def test_latr_grows_the_tree_of_its_paper(seed: int, chunk: int) -> None:
 
 @pytest.mark.parametrize("last", [1, 7, 24, 33, 60])
 @pytest.mark.parametrize("seed", range(4))
-async def test_after_a_restart_between_two_steps_a_tree_grows_on_as_if_there_had_been_none(
-    seed: int, last: int
-) -> None:
+async def test_a_restart_between_two_steps_does_not_change_the_tree(seed: int, last: int) -> None:
     model = ToyModel(seed, ends=0.01 * (seed % 3))
     samples = [Sample(i, 0, i, [3, 4], seed=i) for i in range(8)]
 
@@ -189,7 +187,7 @@ async def never(sample: Sample, **more: object) -> None:
     raise AssertionError("nobody samples here")
 
 
-async def test_the_others_wait_for_the_tree_and_all_go_on_by_themselves() -> None:
+async def test_siblings_wait_for_the_tree_and_then_continue_independently() -> None:
     model, order = ToyModel(1, 0.0), list[int]()
 
     async def speak(sample: Sample, **more: object) -> None:

@@ -63,7 +63,7 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-async def test_connections_that_say_nothing_keep_nobody_out() -> None:
+async def test_silent_connections_do_not_block_other_clients() -> None:
     """Before: 260 of them, without a token, shut out everybody for as long as they liked."""
     async with server(ServerLimits(connections=4, head_seconds=3600)) as (port, free):
         silent = []
@@ -79,7 +79,7 @@ async def test_connections_that_say_nothing_keep_nobody_out() -> None:
         free.set()
 
 
-async def test_who_is_being_served_is_not_pushed_out() -> None:
+async def test_a_client_being_served_is_not_evicted() -> None:
     async with server(ServerLimits(connections=2, head_seconds=3600)) as (port, free):
         served = [await ask(port, "/slow") for _ in range(2)]
         while True:  # until both have begun
@@ -110,7 +110,7 @@ async def test_a_head_has_a_deadline_and_an_answer_on_its_way_has_none() -> None
         assert await ended(slow[0]) == b"", "and then it waits for another request, not for ever"
 
 
-async def test_a_body_that_does_not_come_is_answered_408_and_closed() -> None:
+async def test_a_missing_body_gets_a_408_and_the_connection_is_closed() -> None:
     limits = ServerLimits(connections=9, body_seconds=0.1, body_bytes=2**16)
     async with server(limits) as (port, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -126,7 +126,7 @@ async def test_a_body_that_does_not_come_is_answered_408_and_closed() -> None:
     [(b"[" * 60_000, 400), (b'{"a": NaN}', 400), (b"\xff", 400), (b"1" * 70_000, 413)],
     ids=["nested", "NaN", "no UTF-8", "too large"],
 )
-async def test_bodies_that_are_no_json_are_answered_in_words(body: bytes, status: int) -> None:
+async def test_bodies_that_are_not_json_get_an_error_message(body: bytes, status: int) -> None:
     async with server(ServerLimits(connections=9, body_bytes=2**16)) as (port, _):
         answer = await _post(port, body)
         assert b" %d " % status in answer.splitlines()[0]
@@ -170,7 +170,9 @@ async def test_errors_become_answers_and_every_request_is_observed() -> None:
     assert observations == [("/", 400), ("/", 500), ("/", 503), ("/other", 404), *[("/", 401)] * 3]
 
 
-async def test_limits_are_counted_and_logged_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
+async def test_limit_violations_are_counted_and_logged_at_most_once_a_second(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     app = guarded_app([], ServerLimits(connections=1, head_seconds=3600))
     async with serving(app, "127.0.0.1") as url:
         port = int(url.rpartition(":")[2])
@@ -207,7 +209,7 @@ async def test_a_client_follows_no_redirect_and_reads_no_endless_answer() -> Non
             assert len(await read_bounded(answer, 100_000)) == 100_000
 
 
-async def test_a_port_that_is_taken_is_a_users_mistake() -> None:
+async def test_a_port_in_use_is_a_user_error() -> None:
     app = guarded_app([], ServerLimits())
     async with serving(app, "127.0.0.1") as url:
         port = int(url.rpartition(":")[2])
@@ -218,7 +220,7 @@ async def test_a_port_that_is_taken_is_a_users_mistake() -> None:
                 pass
 
 
-async def test_who_hangs_up_is_told_to_the_server_behind_the_limiter() -> None:
+async def test_the_limiter_reports_client_disconnects_to_the_server_behind_it() -> None:
     """Else its handler would work on for a client that is gone."""
     events: list[str] = []
 
@@ -262,7 +264,7 @@ async def uvicorn_server(limits: ServerLimits, status: int = 200) -> AsyncIterat
         await serving_it
 
 
-async def test_an_engines_connections_that_say_nothing_keep_nobody_out() -> None:
+async def test_silent_connections_to_an_engine_do_not_block_other_clients() -> None:
     async with uvicorn_server(ServerLimits(connections=4, head_seconds=3600)) as port:
         silent = []
         for _ in range(8):
@@ -285,7 +287,7 @@ async def test_an_engines_heads_and_bodies_have_their_time() -> None:
         assert b"200 OK" in await _post(port, b"{}")
 
 
-async def test_security_h6_an_engine_does_nothing_after_a_refusal_and_few_requests_without_a_key() -> None:
+async def test_security_h6_an_engine_stops_after_refusal_and_limits_keyless_requests() -> None:
     for status, most in ((401, 1), (404, 1), (200, 16)):
         async with uvicorn_server(ServerLimits(), status) as port:
             for headers, count in (
@@ -300,7 +302,7 @@ async def test_security_h6_an_engine_does_nothing_after_a_refusal_and_few_reques
 
 
 @pytest.mark.parametrize("path", [b"/health", b"/health_generate", b"/ready", b"/metrics"])
-async def test_security_h6_a_header_proves_nothing_where_an_engine_asks_for_no_key(path: bytes) -> None:
+async def test_security_h6_a_header_is_not_authentication_without_an_engine_key(path: bytes) -> None:
     async with uvicorn_server(ServerLimits()) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET %b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer no key\r\n\r\n" % path * 100)

@@ -154,7 +154,7 @@ ENDLESS = {
 
 @pytest.mark.gate
 @pytest.mark.parametrize("name", ENDLESS)
-async def test_security_what_has_no_end_is_neither_kept_nor_stops_others(
+async def test_security_endless_input_is_neither_buffered_nor_blocks_other_clients(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     request_head, chunk = ENDLESS[name]
@@ -225,19 +225,19 @@ async def answers_to(port: int, raw: bytes, head: bytes) -> tuple[int, bytes]:
     ],
     ids=["401", "404", "405", "400", "415"],
 )
-async def test_security_h6_nothing_is_done_after_a_refusal(raw: bytes) -> None:
+async def test_security_h6_the_server_closes_the_connection_after_a_refusal(raw: bytes) -> None:
     async with server() as port:
         count, received = await answers_to(port, raw, b"HTTP/1.1 4")
     assert count == 1 and b"Connection: close" in received
 
 
-async def test_security_h6_a_client_without_a_token_gets_few_answers_on_a_connection() -> None:
+async def test_security_h6_a_client_without_token_gets_few_responses_per_connection() -> None:
     async with server() as port:
         count, received = await answers_to(port, b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 200")
     assert count == 16 and received.count(b"Connection: close") == 1
 
 
-async def test_security_h6_an_answer_that_nobody_takes_makes_room_for_others() -> None:
+async def test_security_h6_a_client_that_never_reads_its_response_is_evicted() -> None:
     """Before: clients that ask for much and read nothing held all places as long as they liked."""
 
     async def much(_: web.Request) -> web.Response:

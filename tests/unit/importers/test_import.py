@@ -169,7 +169,7 @@ def test_a_script_of_verl(
 
 
 @pytest.mark.parametrize(("reader", "names"), [(verl, VERL), (slime, SLIME)], ids=["verl", "slime"])
-def test_a_setting_becomes_the_field_that_a_person_is_told_of(reader: Any, names: dict[str, str]) -> None:
+def test_import_and_train_map_a_setting_to_the_same_field(reader: Any, names: dict[str, str]) -> None:
     """`rlsys train` says of a name of theirs what it is called here; `rlsys import` must not say otherwise."""
     results = {row.setting: row.result for row in reader.translate(settings_of(reader), ()).mapped}
     shared_names = [
@@ -181,7 +181,7 @@ def test_a_setting_becomes_the_field_that_a_person_is_told_of(reader: Any, names
         assert field is not None and results[name].startswith(field[0]), name
 
 
-def test_their_parsers_are_ours() -> None:
+def test_parser_names_are_imported_unchanged() -> None:
     """All three use SGLang's names."""
     settings = settings_of(slime)
     settings.values |= {"--sglang-tool-call-parser": "qwen25", "--sglang-reasoning-parser": "qwen3"}
@@ -286,7 +286,7 @@ def test_engines_of_their_own(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_theirs_is_one_line(
+def test_an_unsupported_script_gets_a_one_line_error(
     framework: str, text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "x.sh"
@@ -304,7 +304,7 @@ def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "No such file" in capsys.readouterr().err
 
 
-def test_what_was_written_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_written_config_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made("slime", tmp_path, monkeypatch)
     text = (tmp_path / "mine.yaml").read_text()
     assert text.startswith(

@@ -22,7 +22,7 @@ def run(folder: Path, text: str, *arguments: str, gpus: int = 8, **variables: st
     return run_script(script, arguments, variables, gpus)
 
 
-def test_commands_have_the_words_that_bash_gives_them(tmp_path: Path) -> None:
+def test_commands_are_recorded_with_the_arguments_that_bash_expands(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "small.sh").write_text("MODEL_ARGS=(--layers 2)\n")
     text = """#!/bin/bash
@@ -116,7 +116,7 @@ def test_the_home_of_a_script_is_that_of_the_configs_reader(word: str, tmp_path:
     assert run(tmp_path, "python /root/models").commands == [["python", "/root/models"]]
 
 
-def test_nothing_outside_is_read_written_or_reached(tmp_path: Path) -> None:
+def test_a_script_reads_writes_and_reaches_nothing_outside(tmp_path: Path) -> None:
     repository, outside = tmp_path / "repository", tmp_path / "outside"
     repository.mkdir()
     outside.mkdir()
@@ -144,7 +144,7 @@ def test_an_endless_script_ends(loop: str, tmp_path: Path, monkeypatch: pytest.M
     assert result.status in (124, 137, 153)
 
 
-def test_the_message_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_the_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     with pytest.raises(UserError, match="install the package bubblewrap"):
         run(tmp_path, "python x")
@@ -188,12 +188,12 @@ def test_security_a_path_in_a_script_changes_nothing_outside(open_folder: Path, 
     assert commands == [["python", "x"]]
 
 
-def test_security_a_path_in_a_script_that_cannot_be_there_stops_no_import(tmp_path: Path) -> None:
+def test_security_an_impossible_script_path_does_not_abort_the_import(tmp_path: Path) -> None:
     text = "# /etc/ld.so.cache/bin/python /usr/lib/x/python /opt/a/python /opt/y/x.sh\npython x"
     assert run(tmp_path, text).commands == [["python", "x"]]
 
 
-def test_paths_in_a_script_stand_for_programs_and_the_repository(tmp_path: Path) -> None:
+def test_paths_in_a_script_resolve_to_programs_and_the_repository(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "small.sh").write_text("SIZE=3\n")
     text = "source /root/project/models/small.sh\n/opt/env/bin/python x $SIZE $(ls /opt/env/bin)"
@@ -240,7 +240,7 @@ def test_security_a_script_reads_no_file_that_a_link_leads_to(tmp_path: Path) ->
         ]
 
 
-def test_security_a_copied_file_has_the_size_limit_whatever_its_folder_says(
+def test_security_the_size_limit_applies_to_bytes_read_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "status.sh"
@@ -310,7 +310,7 @@ def test_security_a_script_does_not_reach_the_pipe_of_the_records(tmp_path: Path
     assert run(tmp_path, text).commands == [["python", "x"]]
 
 
-def test_security_odd_files_among_the_records_change_nothing(
+def test_security_odd_files_among_the_records_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(namespace, "SECONDS", 5)
@@ -324,7 +324,7 @@ exit 3"""
     assert (result.commands, result.branches, result.status) == ([["python", "train.py"]], [], 3)
 
 
-def test_a_script_that_waits_for_gpus_of_ray_goes_on(tmp_path: Path) -> None:
+def test_a_script_that_waits_for_ray_gpus_proceeds(tmp_path: Path) -> None:
     """The number that ends the wait is not one of the script's."""
     query = """python3 -c "import ray; print(int(ray.cluster_resources().get('GPU', 0)))\""""
     script = f"while true; do\n N=$({query} || echo 0)\n [ $N -ge 32 ] && break\n sleep 5\ndone\npython train.py $N"

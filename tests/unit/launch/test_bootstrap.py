@@ -35,7 +35,7 @@ def test_set_up_finds_a_newer_python_on_the_path(tmp_path: Path, monkeypatch: py
     assert bootstrap.find_python() == os.path.realpath(sys.executable)
 
 
-def test_set_up_says_what_pip_suffered_from() -> None:
+def test_set_up_reports_the_cause_of_a_pip_failure() -> None:
     assert bootstrap.cause("x\nOSError: [Errno 28] No space left on device\n") == "the disk is full"
     no_network = "WARNING: failure in name resolution\nERROR: No matching distribution found"
     assert bootstrap.cause(no_network).startswith("no network")
@@ -48,7 +48,7 @@ def test_set_up_refuses_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         bootstrap.check_disk("cpu")
 
 
-def test_set_up_is_done_again_when_something_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_up_is_repeated_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "STAMP", tmp_path / "stamp.json")
     monkeypatch.setattr(bootstrap, "PYTHON", tmp_path)
     assert bootstrap.installed_extras("mark") == []
@@ -58,7 +58,9 @@ def test_set_up_is_done_again_when_something_changed(tmp_path: Path, monkeypatch
     assert bootstrap.fingerprint("/usr/bin/python3.11") != bootstrap.fingerprint("/usr/bin/python3.12")
 
 
-def test_set_up_is_told_the_kind_of_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_variable_determines_the_host_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bootstrap.shutil, "which", lambda _: None)
     for device, kind in (("", "cpu"), ("cpu", "cpu"), ("cuda", "gpu")):
         monkeypatch.setenv("RLSYS_DEVICE", device)
@@ -102,11 +104,11 @@ def test_a_login_node_can_set_up_for_the_nodes_with_gpus(
     assert bootstrap.TORCH in words and ".[cpu]" in words
 
 
-def test_torchvision_lies_where_only_the_engines_processes_look() -> None:
+def test_torchvision_is_installed_in_a_folder_for_engine_processes_only() -> None:
     assert bootstrap.ENGINE_FOLDER == bootstrap.VENV / platform.FOLDER
 
 
-def test_the_lock_for_gpus_holds_what_sglang_pins() -> None:
+def test_the_gpu_lock_satisfies_the_pins_of_sglang() -> None:
     """Its kernels are built against one torch."""
     locked = {
         re.sub(r"[-_.]+", "-", match[1]).lower(): match[2]
@@ -141,7 +143,7 @@ def packages_of(venv: Path) -> set[str]:
 
 
 @pytest.mark.gate
-def test_a_venv_that_was_interrupted_before_it_had_pip_is_made_anew(own_venv: Path) -> None:
+def test_a_venv_interrupted_before_pip_was_installed_is_recreated(own_venv: Path) -> None:
     """`python -m venv` writes bin/python first, and pip seconds later."""
     python = os.path.realpath(sys.executable)
     subprocess.run([python, "-m", "venv", "--without-pip", str(own_venv)], check=True)
@@ -197,7 +199,7 @@ def test_a_stamp_that_was_cut_off_is_no_stamp(own_venv: Path, monkeypatch: pytes
     assert len(pip_calls) == 1
 
 
-def test_an_interrupted_addition_is_not_taken_for_complete(
+def test_an_interrupted_addition_is_not_considered_complete(
     own_venv: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """pip changes packages that an earlier set-up installed; interrupted, it leaves these half-made as well."""

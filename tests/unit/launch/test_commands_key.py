@@ -12,7 +12,7 @@ from rlsys.obs import coordinator
 from tests.helpers.strangers import rogue_server
 
 
-def test_who_has_the_port_of_a_killed_coordinator_does_not_get_the_key(tmp_path: Path) -> None:
+def test_a_listener_on_a_killed_coordinators_port_never_receives_the_key(tmp_path: Path) -> None:
     """The file that a killed rollout process leaves names an address; who listens there now is not known."""
     owner = claim(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listening, rogue_server(listening) as received:

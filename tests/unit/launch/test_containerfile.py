@@ -54,7 +54,7 @@ def test_files_of_a_set_up_are_copied() -> None:
     "path",
     [".git", ".venv", "runs", "rlsys/core/__pycache__", "rlsys/a.pyc", ".mypy_cache", "rlsys.egg-info"],
 )
-def test_what_a_checkout_accumulates_is_no_part_of_the_context(path: str) -> None:
+def test_generated_files_of_a_checkout_are_excluded_from_the_build_context(path: str) -> None:
     assert ignored(path) and not ignored("rlsys/core/hub.py")
 
 

@@ -40,14 +40,14 @@ IN_BROADCAST = """Stack (most recent call first):
 """
 
 
-def test_a_stack_names_whom_it_waits_for() -> None:
+def test_a_stack_identifies_what_the_process_waits_for() -> None:
     assert waits_for(IN_TAKE) == "the rollout process: groups of the next step (client.py:104)"
     assert waits_for(IN_BROADCAST) == "the other ranks, in broadcast (trainer.py:82)"
     assert waits_for("") == "unknown: it gave no stack"
     assert frames(IN_TAKE)[-1] == ("/opt/rlsys/train.py", 50, "<lambda>")
 
 
-def test_a_diagnosis_begins_with_who_waits_for_whom() -> None:
+def test_a_diagnosis_begins_with_what_each_process_waits_for() -> None:
     roles = [RoleState("engine-0", Node("n1").name, 137, True, 12.0, "bye", "engine-0")]
     stacks = {"trainer-rank1": IN_BROADCAST, "trainer-rank0": IN_TAKE}
     status = {
@@ -108,7 +108,7 @@ def test_the_last_answer_of_a_process_counts(tmp_path: Path) -> None:
     assert read_stacks(tmp_path, start=time.time() + 60) == {}
 
 
-def test_indices_count_among_the_gpus_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_indices_are_relative_to_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert visible_gpus("1,3") == "5,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -169,7 +169,7 @@ def test_stacks_are_fresh_by_the_folders_own_clock(run: Path, monkeypatch: pytes
     assert list(read_stacks(run, request_time)) == ["trainer"]
 
 
-def test_a_dead_run_has_last_words(run: Path) -> None:
+def test_a_diagnosis_of_a_dead_run_shows_its_last_log_lines(run: Path) -> None:
     assert "no process of this run is running" in request_diagnosis(run)
     assert "  trainer-0: two" in request_diagnosis(run).splitlines()
 
@@ -181,7 +181,7 @@ def test_logs_of_a_role_and_its_parts(run: Path) -> None:
         role_logs(run, "engine-7")
 
 
-def test_spaces_stay_in_one_option_and_line_breaks_are_refused(tmp_path: Path) -> None:
+def test_spaces_in_job_options_are_quoted_and_line_breaks_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: m}\n")
     config = load_config(file, ["run.dir=/r/a b"])
@@ -193,14 +193,14 @@ def test_spaces_stay_in_one_option_and_line_breaks_are_refused(tmp_path: Path) -
         job_script(config, file, [], JobOptions(extra=("--qos=x\nrm -r y",)))
 
 
-def test_a_run_folder_that_is_a_file_is_told(tmp_path: Path) -> None:
+def test_a_run_folder_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: m}\n")
     with pytest.raises(UserError, match=r"run.dir = .*c.yaml: cannot create it: File exists"):
         submit(load_config(file, [f"run.dir={file}"]), "#!/bin/bash\n")
 
 
-def test_the_job_script_is_what_was_asked_for() -> None:
+def test_the_job_script_contains_the_requested_options() -> None:
     overrides = ["launch.backend=slurm", "launch.nodes=2", "launch.gpus_per_node=8", "run.dir=runs/a"]
     config = load_config(ROOT / "configs/quickstart.yaml", overrides)
     script = job_script(config, Path("c.yaml"), ["a.b=1 2"], JobOptions("8:00:00", "gpu", ("--qos=high",)))

@@ -69,7 +69,7 @@ def test_threads_and_compilation_are_limited_without_gpus_only(host: Host) -> No
     assert host.environments(cores=4)["trainer"]["OMP_NUM_THREADS"] == "1"
 
 
-def test_both_ends_of_a_communicator_map_memory_alike(host: Host) -> None:
+def test_both_ends_of_a_communicator_use_the_same_cumem_setting(host: Host) -> None:
     """SGLang sets its own value, 0, for itself; NCCL's is 1."""
     settings = {kind: variables.get("NCCL_CUMEM_ENABLE") for kind, variables in host.environments().items()}
     assert settings == dict.fromkeys(KINDS, "0")
@@ -84,17 +84,17 @@ def test_a_trainer_with_tensor_parallelism_has_one_queue(host: Host) -> None:
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in tp1_environments["trainer"]
 
 
-def test_engines_start_beside_trainers_that_fill_gpus_unevenly(host: Host) -> None:
+def test_engines_start_on_gpus_that_trainers_fill_unevenly(host: Host) -> None:
     assert host.environments()["engine"].get("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK") == "0"
 
 
-def test_both_sides_of_fp8_scale_alike(host: Host) -> None:
+def test_trainer_and_engine_use_the_same_fp8_scale_format(host: Host) -> None:
     name = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
     assert host.environments("model.fp8=both")["trainer"].get(name) == "1"
     assert name not in host.environments("model.fp8=rollout")["trainer"]
 
 
-def test_given_gpus_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_use_only_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_args, "have_cuda", lambda: True)
     config = Config.model_validate({"model": {"path": "some/model"}, "engine": {"tp": 2, "count": 2}})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-7")
@@ -118,7 +118,9 @@ def test_float32_on_a_gpu_has_an_attention_that_computes_in_it(monkeypatch: pyte
         ) == expected
 
 
-def test_an_engine_has_time_for_what_it_reads_and_compiles(host: Host, tmp_path: Path) -> None:
+def test_the_engine_start_timeout_depends_on_model_size_and_kernel_compilation(
+    host: Host, tmp_path: Path
+) -> None:
     """Seconds: 240, four for each gigabyte of the folder, 300 for CUDA's kernels, 1,800 for those of FP8."""
 
     def seconds(path: Path, *overrides: str, cuda: bool) -> set[float | None]:

@@ -92,7 +92,7 @@ def scrape(port: int) -> dict[tuple[str, str], float]:
     }
 
 
-def test_all_roles_are_told(exporter: Exporter, tmp_path: Path) -> None:
+def test_metrics_of_all_roles_are_exported(exporter: Exporter, tmp_path: Path) -> None:
     run = tmp_path / "mine"
     run.mkdir()
     with serve_metrics(exporter, 0, run, ["http://127.0.0.1:5000/health"]) as port:
@@ -111,7 +111,7 @@ def test_all_roles_are_told(exporter: Exporter, tmp_path: Path) -> None:
     )
 
 
-def test_the_display_hears_what_it_heard_before() -> None:
+def test_the_exporter_forwards_all_events_to_the_display() -> None:
     display = Quiet()
     exporter = Exporter(display)
     exporter.phase("x")
@@ -172,7 +172,7 @@ def asked_for() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", asked_for())
-def test_rules_and_dashboard_ask_for_metrics_that_exist(name: str, exporter: Exporter) -> None:
+def test_rules_and_dashboard_query_only_existing_metrics(name: str, exporter: Exporter) -> None:
     metric_names = {sample.name for family in exporter.collect() for sample in family.samples}
     metric_names.add("up")  # of Prometheus itself
     assert asked_for()[name]
@@ -180,7 +180,7 @@ def test_rules_and_dashboard_ask_for_metrics_that_exist(name: str, exporter: Exp
 
 
 @needs_promtool
-def test_promtool_finds_nothing_wrong() -> None:
+def test_promtool_accepts_the_rules_and_config() -> None:
     for kind, file in (("rules", "rules.yml"), ("config", "prometheus.yml")):
         process = subprocess.run(
             [str(PROMTOOL), "check", kind, file], cwd=MONITORING, capture_output=True, text=True
@@ -203,7 +203,7 @@ SERIES = {
 
 
 @needs_promtool
-def test_each_alert_fires_on_what_it_is_for_and_on_nothing_else(tmp_path: Path) -> None:
+def test_each_alert_fires_only_on_its_own_condition(tmp_path: Path) -> None:
     names = [
         rule["alert"] for rule in yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"][0]["rules"]
     ]

@@ -59,7 +59,7 @@ def test_security_h4_a_run_folder_of_another_user_is_refused(share: str | None, 
 
 @needs_root
 @pytest.mark.parametrize("name", [".lock", "checkpoints", "logs", "owners", "config.yaml", "metrics.jsonl"])
-def test_security_h4_what_another_user_put_into_a_run_folder_is_refused(name: str, tmp_path: Path) -> None:
+def test_security_h4_another_users_files_in_a_run_folder_are_refused(name: str, tmp_path: Path) -> None:
     run, victim = tmp_path / "run", tmp_path / "victim"
     run.mkdir()
     run.chmod(0o777)
@@ -124,7 +124,7 @@ def test_security_h4_a_cache_behind_a_link_of_another_user_is_refused(
 
 
 @pytest.mark.parametrize(("share", "mode"), [(None, 0o700), ("group", 0o750)])
-def test_a_run_goes_on_in_its_own_folder_behind_links_of_its_user(
+def test_a_run_resumes_in_a_folder_behind_its_users_symlinks(
     share: str | None, mode: int, tmp_path: Path
 ) -> None:
     """Only this user can write to what a run makes, under any umask."""

@@ -51,7 +51,7 @@ def started(tmp_path: Path) -> tuple[subprocess.Popen[bytes], psutil.Process]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_a_keeper_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
+def test_no_process_outlives_a_killed_keeper(tmp_path: Path, number: signal.Signals) -> None:
     """Before: a SIGKILL of the keeper left what had called setsid to init."""
     keeper, grandchild = started(tmp_path)
     with keeper:
@@ -63,7 +63,7 @@ def test_nothing_outlives_a_keeper_that_is_killed(tmp_path: Path, number: signal
         grandchild.wait(60)
 
 
-def test_nothing_outlives_a_killed_child_of_the_guard(tmp_path: Path) -> None:
+def test_no_process_outlives_a_killed_child_of_the_guard(tmp_path: Path) -> None:
     keeper, grandchild = started(tmp_path)
     with keeper:
         inner = next(p for p in psutil.Process(keeper.pid).children() if "launch.keeper" in p.cmdline())
@@ -112,7 +112,7 @@ def kill_guard_and_keeper(grandchild: psutil.Process) -> None:
 
 
 @pytest.mark.gate
-def test_nothing_outlives_guard_and_keeper_killed_together(tmp_path: Path, name: str) -> None:
+def test_no_process_outlives_guard_and_keeper_killed_together(tmp_path: Path, name: str) -> None:
     """Who started them kills the control group. Without one, what had called setsid lived on under init."""
     keeper, grandchild = kept(tmp_path, name)
     kill_guard_and_keeper(grandchild)
@@ -125,7 +125,7 @@ def test_nothing_outlives_guard_and_keeper_killed_together(tmp_path: Path, name:
 
 
 @pytest.mark.gate
-def test_a_launch_kills_what_an_earlier_one_left_in_a_roles_group(tmp_path: Path, name: str) -> None:
+def test_a_launch_kills_leftover_processes_in_the_cgroup_of_a_role(tmp_path: Path, name: str) -> None:
     """All guards and keepers were killed, and the supervisor with them: nobody was left to end the role."""
     _, grandchild = kept(tmp_path, name)
     kill_guard_and_keeper(grandchild)
@@ -177,7 +177,7 @@ def test_a_command_that_ends_leaves_no_group(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("tree", ["none", "read-only", "old"])
-def test_without_a_tree_that_one_may_write_to_there_is_no_group(
+def test_no_cgroup_is_created_without_a_writable_cgroup_tree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: str
 ) -> None:
     """The keeper then does without. "old": Linux before 5.14, whose groups have no cgroup.kill."""
@@ -189,7 +189,9 @@ def test_without_a_tree_that_one_may_write_to_there_is_no_group(
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_is_written_to_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creating_and_entering_a_cgroup_writes_its_control_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a folder that stands for a group, also on a machine that has none."""
     monkeypatch.setattr(cgroup, "current_group", lambda: tmp_path)
     role = tmp_path / "rlsys-x-engine-0"

@@ -74,7 +74,7 @@ GPUS_8 = (
 )
 
 
-def test_gpus_that_stay_idle_are_told() -> None:
+def test_idle_gpus_are_reported() -> None:
     def idle(*overrides: str) -> list[str]:
         return describe_idle(config(*GPUS_8, *overrides), planned(*GPUS_8, *overrides))
 
@@ -103,7 +103,7 @@ def test_idle_gpus_of_many_nodes_are_counted() -> None:
     assert generated == "IDLE while samples are generated: 3 (n0 1,2,3) of 48 GPUs: no engine has them"
 
 
-def test_a_reference_is_started_beside_the_rollout_process_or_somebody_elses() -> None:
+def test_the_reference_is_a_planned_role_or_an_external_server() -> None:
     plan = planned("engine.reference=own", "engine.count=2")
     assert [r.name for r in plan.roles] == ["engine-0", "engine-1", "reference", "rollout", "trainer"]
     reference, rollout = plan.roles[2], plan.roles[3]
@@ -116,7 +116,7 @@ def test_a_reference_is_started_beside_the_rollout_process_or_somebody_elses() -
         planned("engine.reference=own", "launch.gpus_per_node=1")
 
 
-def test_a_teacher_is_started_beside_the_rollout_process_or_somebody_elses() -> None:
+def test_the_teacher_is_a_planned_role_or_an_external_server() -> None:
     """Of its own folder, and with nothing that only engines of the policy need."""
     taught = "algo.teacher={path: /models/teacher, engine: %s}"
     c = config(
@@ -140,7 +140,7 @@ def test_a_teacher_is_started_beside_the_rollout_process_or_somebody_elses() -> 
         planned(taught % "own", "launch.gpus_per_node=1")
 
 
-def test_fine_tuning_needs_the_trainer_alone() -> None:
+def test_fine_tuning_needs_only_the_trainer() -> None:
     assert [
         r.name for r in build_sft_plan(config(), lay_out(config()), [Node("localhost")], Ports([])).roles
     ] == ["trainer"]
@@ -232,7 +232,7 @@ def test_disaggregated_splits_may_be_uneven() -> None:
     assert layout.engines == [[NodeShare(1, 2, (2, 3))], [NodeShare(1, 2, (4, 5))], [NodeShare(1, 2, (6, 7))]]
 
 
-def test_an_engine_lies_on_one_node_or_on_whole_ones() -> None:
+def test_an_engine_occupies_part_of_one_node_or_several_whole_nodes() -> None:
     apart = "launch.placement=disaggregated"
     assert lay_out(gpus(2, 4, apart, "engine.tp=4")).engines == [[NodeShare(1, 4, (0, 1, 2, 3))]]
     node_shares = [NodeShare(1, 4, (0, 1, 2, 3)), NodeShare(2, 4, (0, 1, 2, 3))]
@@ -241,7 +241,7 @@ def test_an_engine_lies_on_one_node_or_on_whole_ones() -> None:
         lay_out(gpus(3, 4, apart, "engine.tp=6"))
 
 
-def test_what_does_not_fit_is_told_with_both_numbers() -> None:
+def test_an_impossible_layout_is_reported_with_required_and_available_counts() -> None:
     with pytest.raises(UserError, match=r"parallel needs 8 trainer ranks.* = 4"):
         lay_out(gpus(1, 4, "parallel.ep=8"))
     with pytest.raises(UserError, match=r"3 engines .* and 2 trainer ranks .* no GPUs are free for engine 2"):
@@ -269,7 +269,7 @@ def test_nodes_of_a_trainer_meet_and_an_engine_spans_two() -> None:
 
 
 @pytest.mark.parametrize("method", ["auto", "broadcast", "disk"])
-def test_an_engine_on_another_machine_than_the_trainer_gets_its_weights(method: str) -> None:
+def test_an_engine_on_another_node_than_the_trainer_is_planned(method: str) -> None:
     apart = ("launch.nodes=2", "launch.backend=slurm", "launch.placement=disaggregated")
     assert planned(*apart, f"weights.method={method}").roles[0].node == 1
 
@@ -279,7 +279,7 @@ def test_ports_beyond_the_last_are_refused() -> None:
         chosen("engine.port=65534", "engine.count=4")
 
 
-def test_a_host_that_is_not_ours_is_refused() -> None:
+def test_a_nonlocal_engine_host_is_refused() -> None:
     with pytest.raises(UserError, match=r"engine\.host = '192\.0\.2\.1': cannot listen on port"):
         chosen("engine.host=192.0.2.1")
 
@@ -297,7 +297,7 @@ def test_a_run_that_never_began_does_not_hold_its_folder(tmp_path: Path) -> None
         assert load_config(run.path / "config.yaml").data.source != "misspelt"
 
 
-def test_a_run_folder_is_made_once_and_resumed_with_other_steps(tmp_path: Path) -> None:
+def test_a_run_folder_is_created_once_and_resumed_with_other_steps(tmp_path: Path) -> None:
     where = f"run.dir={tmp_path / 'run'}"
     with open_run_dir(config(where), quiet) as run:
         assert not run.resumed
@@ -307,7 +307,7 @@ def test_a_run_folder_is_made_once_and_resumed_with_other_steps(tmp_path: Path) 
         assert load_config(run.path / "config.yaml").trainer.steps == 99
 
 
-def test_a_run_folder_of_another_config_names_what_differs(tmp_path: Path) -> None:
+def test_a_run_folder_of_another_config_names_the_differing_field(tmp_path: Path) -> None:
     where = f"run.dir={tmp_path / 'run'}"
     with open_run_dir(config(where), quiet) as run:
         begin(run.path)
@@ -406,7 +406,7 @@ def test_a_model_folder_that_fits(model: Path) -> None:
         ),
     ],
 )
-def test_a_model_that_does_not_fit_is_told_before_anything_starts(
+def test_a_model_that_does_not_fit_is_reported_before_the_launch(
     model: Path, overrides: list[str], told: str
 ) -> None:
     with pytest.raises(UserError, match=told):
@@ -419,7 +419,7 @@ def told_by(model: Path) -> str:
     return str(e.value)
 
 
-def test_an_incomplete_model_folder_is_told(model: Path) -> None:
+def test_an_incomplete_model_folder_is_reported(model: Path) -> None:
     (model / "tokenizer.json").rename(model / "elsewhere.json")
     assert "contains neither tokenizer.json" in told_by(model)
     (model / "elsewhere.json").rename(model / "tokenizer.json")
@@ -446,7 +446,7 @@ def test_an_incomplete_model_folder_is_told(model: Path) -> None:
     )
 
 
-def test_a_model_that_nobody_can_train_is_told(model: Path) -> None:
+def test_an_unsupported_model_is_reported(model: Path) -> None:
     raw = json.loads((model / "config.json").read_text())
     for changed, message in (
         (

@@ -61,7 +61,7 @@ def engines_of(stage: Stage, second: str, **options: Any) -> list[Role]:
     ],
     ids=["dies", "never answers"],
 )
-def test_a_run_goes_on_without_an_engine_that_does_not_come_up_and_takes_it_back(
+def test_a_run_continues_without_a_failing_engine_and_retries_it(
     tmp_path: Path, failing: str, options: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails twice: each time it is away for longer. Before: it was never tried again."""
@@ -119,7 +119,7 @@ def test_a_run_that_needs_all_its_engines_ends(tmp_path: Path) -> None:
             stage.run(*engines_of(stage, "sys.exit(1)"), stage.role("trainer", "while True: signal.pause()"))
 
 
-def test_more_engines_than_there_are_cannot_be_asked_for(tmp_path: Path) -> None:
+def test_min_engines_cannot_exceed_the_engine_count(tmp_path: Path) -> None:
     config = {
         "model": {"path": tmp_path}, "run": {"dir": tmp_path}, "engine": {"count": 2}, "launch": {"min_engines": 3},
     }  # fmt: skip
@@ -167,7 +167,7 @@ def test_only_a_signal_of_the_scheduler_is_a_preemption(
         backend.close()
 
 
-def test_requeues_without_progress_come_to_an_end(tmp_path: Path) -> None:
+def test_requeues_without_progress_are_limited(tmp_path: Path) -> None:
     decisions = [
         may_requeue(tmp_path, tokens, limit=2) for tokens in (100, 100, 100, 100, 100, 150, 150, 150, 150)
     ]
@@ -228,7 +228,7 @@ def test_lost_nodes_count_since_the_last_train_step(
     ("end", "own"),
     [("os.kill(os.getpid(), signal.SIGKILL)", False), ("os._exit(2)", True), ("os._exit(1)", True)],
 )
-def test_only_who_ends_with_its_words_has_said_them(tmp_path: Path, end: str, own: bool) -> None:
+def test_a_logged_user_error_counts_only_if_it_ended_the_role(tmp_path: Path, end: str, own: bool) -> None:
     """A reward prints such a line, and its role is killed later. Before: that forbade the restart."""
     config = Config.model_validate({"model": {"path": "x"}, "run": {"dir": tmp_path}})
     code = f"import os, signal; print('rlsys: error: data.file = x [exit 2]', flush=True); {end}"

@@ -59,7 +59,7 @@ def test_every_requirement_is_locked_within_its_range(kind: str, python: str) ->
 
 
 @pytest.mark.parametrize("extra", [None, "cpu", "dev", "ray"])
-def test_no_range_is_wider_than_what_was_run(extra: str | None) -> None:
+def test_no_version_range_is_wider_than_the_tested_versions(extra: str | None) -> None:
     """The locks are what ran: a range begins there, and ends before the next minor version.
 
     SGLang for CUDA pins some lower ones; the quickstart ran with them on a CPU.
@@ -85,7 +85,7 @@ def test_the_pythons_of_the_package_are_those_of_set_up() -> None:
     assert allowed == [minor for _, minor in bootstrap.PYTHONS]
 
 
-def test_the_locks_agree_with_what_is_installed_without_them() -> None:
+def test_the_locks_agree_with_the_pins_of_an_unlocked_installation() -> None:
     pinned = dict(package.split("==") for package in (bootstrap.TORCH, bootstrap.SGLANG))
     assert locked("cpu", "3.11")["torch"] == pinned["torch"]
     assert locked("gpu", "3.11")["sglang"] == pinned["sglang"]
@@ -94,7 +94,7 @@ def test_the_locks_agree_with_what_is_installed_without_them() -> None:
 
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("kind", EXTRAS)
-def test_every_python_gets_the_megatron_core_that_the_trainer_is_written_for(kind: str, python: str) -> None:
+def test_every_lock_pins_the_required_megatron_core_version(kind: str, python: str) -> None:
     """The trainer builds megatron-core's layers by their classes; other versions have other ones."""
     (floor,) = {
         requirement.specifier
@@ -110,7 +110,9 @@ def test_a_lock_names_no_index_and_no_file(kind: str) -> None:
     assert not [word for word in ("://", "--", "@", "sha256") if word in text]
 
 
-def test_set_up_keeps_to_a_lock_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_set_up_uses_the_lock_when_rlsys_locked_is_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pip_calls: list[tuple[str, ...]] = []
     monkeypatch.setattr(bootstrap, "pip", lambda label, *args: pip_calls.append(args))
     monkeypatch.setattr(bootstrap, "create_venv", lambda *_: None)

@@ -53,7 +53,7 @@ def roles_of(stage: Stage, second: str, trainer: str) -> list[Role]:
 
 
 @pytest.mark.gate
-def test_a_run_goes_on_without_the_engines_of_a_lost_node(
+def test_a_run_continues_without_the_engines_of_a_lost_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once: they are not restarted where nothing is. They are when the node is back."""
@@ -98,7 +98,7 @@ def test_a_node_that_the_run_cannot_do_without_ends_everything(
 
 
 @pytest.mark.gate
-def test_a_scheduler_that_does_not_answer_stops_nothing(tmp_path: Path) -> None:
+def test_an_unresponsive_scheduler_does_not_stop_the_run(tmp_path: Path) -> None:
     stage = stage_with(tmp_path)
 
     def lost() -> list[int]:
@@ -146,7 +146,7 @@ def left(tmp_path: Path, nodes: str) -> None:
     (tmp_path / "scontrol.left").write_text(nodes)
 
 
-def test_a_spare_node_takes_the_place_of_a_lost_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spare_node_replaces_a_lost_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "lock").open("w") as lock:
         backend = slurm_backend(tmp_path, monkeypatch, lock.fileno())
         assert [n.name for n in backend.nodes] == ["n1", "n2"] and backend.lost_nodes() == []
@@ -161,7 +161,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("spare", [True, False])
-def test_a_run_without_a_node_to_take_asks_to_be_queued_again(
+def test_a_run_without_a_spare_node_requests_a_requeue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: bool
 ) -> None:
     """A node is lost once. Slurm would have queued the job again without --no-kill."""

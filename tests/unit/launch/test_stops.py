@@ -20,7 +20,7 @@ def ignored(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
     signal.signal(number, previous_handler)
 
 
-def test_a_signal_that_was_ignored_at_the_start_stays_ignored(ignored: signal.Signals) -> None:
+def test_a_signal_ignored_at_the_start_remains_ignored(ignored: signal.Signals) -> None:
     with StopSignals().listening() as stop:
         os.kill(os.getpid(), ignored)
         assert stop.count == 0

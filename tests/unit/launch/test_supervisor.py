@@ -37,7 +37,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(tmp_path)
 
 
-def test_a_finished_trainer_ends_the_run_and_leaves_nothing(stage: Stage) -> None:
+def test_a_finished_trainer_ends_the_run_and_leaves_no_process(stage: Stage) -> None:
     stage.run(
         stage.role("engine", SERVE_FOREVER, serves=True),
         stage.role("rollout", SERVE_FOREVER, serves=True),
@@ -48,7 +48,7 @@ def test_a_finished_trainer_ends_the_run_and_leaves_nothing(stage: Stage) -> Non
     assert not any(psutil.pid_exists(pid) for pid in stage.pids())
 
 
-def test_a_run_that_is_done_starts_nothing(stage: Stage) -> None:
+def test_a_completed_run_starts_no_role(stage: Stage) -> None:
     run = stage.config.run.dir
     run.mkdir()
     stage.run()  # claims the folder
@@ -71,7 +71,7 @@ def test_an_engine_that_does_not_start_shows_its_last_lines(stage: Stage) -> Non
     assert not any(psutil.pid_exists(pid) for pid in stage.pids())
 
 
-def test_an_engine_that_never_answers_is_given_up(stage: Stage) -> None:
+def test_an_engine_that_never_responds_fails_at_its_start_timeout(stage: Stage) -> None:
     with pytest.raises(
         RoleFailed, match=r"did not answer within engine\.start_timeout = 0\.1 s; a slow or busy"
     ):
@@ -126,7 +126,7 @@ SGLANG_EARLY = (
         "error",
     ],
 )
-def test_a_death_by_a_signal_says_which_and_what_memory_was_used(stage: Stage, end: str, told: str) -> None:
+def test_a_death_by_signal_is_reported_with_signal_and_memory_use(stage: Stage, end: str, told: str) -> None:
     """Also where the process that the kernel killed is a child of the role's: a rank, a scheduler."""
     dies_once = "again = count('engine-0 began') == 2\nserve()\nif again: signal.pause()\n"
     dies_once += f"wait_for('engine-0 probed')\n{end}"
@@ -183,7 +183,7 @@ class Clock(FakeClock):
         time.sleep(0.01)
 
 
-def test_each_restart_waits_longer_and_an_engine_that_died_alone_is_not_looked_at_for_long(
+def test_restart_delays_grow_and_a_single_dead_engine_restarts_without_settling(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, restart_times, role_starts = Clock(), [], []
@@ -216,7 +216,7 @@ def test_each_restart_waits_longer_and_an_engine_that_died_alone_is_not_looked_a
     assert waited == pytest.approx([0.0, 1.0, 3.0], abs=2 * supervisor.POLL_SECONDS)
 
 
-def test_a_ledger_that_is_being_opened_is_told_once_for_each_line(
+def test_each_progress_line_of_opening_the_ledger_is_shown_once(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launch.console._PROGRESS_SECONDS", 0.0)
@@ -259,7 +259,7 @@ def test_a_roles_own_error_line_is_the_error(stage: Stage) -> None:
         ("print('Segmentation fault'); sys.exit(3)", "trainer exited with code 3"),
     ],
 )
-def test_the_status_of_a_run_whose_start_failed_says_how_it_ended(stage: Stage, body: str, told: str) -> None:
+def test_the_status_of_a_failed_start_reports_the_failure_and_log(stage: Stage, body: str, told: str) -> None:
     """The role, its error line and its log."""
     with pytest.raises(RlsysError):
         stage.run(stage.role("trainer", body))
@@ -326,7 +326,7 @@ def test_nodes_of_a_trainer_live_and_die_together(stage: Stage) -> None:
     assert len([n for n in stage.notes if n.startswith("trainer began")]) == 4
 
 
-def test_a_preemption_lets_the_trainer_leave_by_itself(stage: Stage) -> None:
+def test_a_preempted_trainer_saves_and_exits_by_itself(stage: Stage) -> None:
     trainer = f"wait_for('rollout probed')\nos.kill({os.getpid()}, signal.SIGTERM)\n"
     trainer += "wait_for('rollout asked /leave?seconds=20')\nnote('trainer saved')"
     with pytest.raises(StoppedBySignal, match="stopped by SIGTERM"):
@@ -382,7 +382,7 @@ def test_the_progress_of_an_evaluation_is_shown_and_is_a_change(
     assert [text for text in changes if text in progress_texts] == progress_texts
 
 
-def test_a_full_disk_under_what_readers_asked_for_does_not_end_the_run(
+def test_a_full_disk_while_answering_readers_does_not_end_the_run(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before: the supervisor ended with a traceback, and the run with it."""
@@ -420,7 +420,7 @@ def test_ctrl_c_ends_trainer_then_rollout_then_engines(stage: Stage) -> None:
     assert ends == ["trainer ended", "rollout ended", "engine-0 ended"]
 
 
-def test_a_second_ctrl_c_kills_at_once(stage: Stage) -> None:
+def test_a_second_ctrl_c_kills_immediately(stage: Stage) -> None:
     stage.config = stage.config.model_copy(
         update={"launch": stage.config.launch.model_copy(update={"grace_seconds": 600.0})}
     )
@@ -433,7 +433,7 @@ def test_a_second_ctrl_c_kills_at_once(stage: Stage) -> None:
     assert not any(psutil.pid_exists(pid) for pid in stage.pids())
 
 
-def test_grandchildren_that_left_the_group_end_too(stage: Stage) -> None:
+def test_grandchildren_outside_the_process_group_are_also_terminated(stage: Stage) -> None:
     spawn = "note('grandchild began ' + str(subprocess.Popen(['sleep', '600'], start_new_session=True).pid))"
     stage.run(stage.role("trainer", spawn))
     assert len(stage.pids()) == 2

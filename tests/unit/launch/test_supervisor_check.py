@@ -46,7 +46,7 @@ def test_engines_start_before_the_check_and_the_others_after_it(stage: Stage) ->
     assert set(began(stage)) == {"engine-0", "rollout", "trainer"}
 
 
-def test_what_the_check_refuses_ends_the_engines_and_nothing_else_has_started(stage: Stage) -> None:
+def test_a_failed_check_stops_the_engines_before_other_roles_start(stage: Stage) -> None:
     def check() -> None:
         wait_until(lambda: bool(began(stage)))
         raise UserError("algo.loss = nonsense")

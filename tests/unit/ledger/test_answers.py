@@ -35,7 +35,7 @@ def traces(path: Path, kind: str, found: list[dict[str, Any]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["pairs", "labels", "chats"])
-def test_what_was_sampled_is_what_is_learned(
+def test_exported_rows_train_on_exactly_the_sampled_tokens(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exported_rows = rows(write_run(tmp_path), kind, capsys)
@@ -55,7 +55,9 @@ def test_what_was_sampled_is_what_is_learned(
         ]
 
 
-def test_what_cannot_be_a_row_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_that_cannot_become_rows_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path)
     assert main.main(["samples", str(run), "--rows", "pairs", "--group", "2"]) == 0
     assert capsys.readouterr().out == "", "its samples have no reward yet"

@@ -87,7 +87,7 @@ def buffer(reopen: Opener) -> RolloutBuffer:
     return reopen()
 
 
-def test_a_parked_sample_comes_back_bit_for_bit(buffer: RolloutBuffer, reopen: Opener) -> None:
+def test_a_parked_sample_is_restored_bit_for_bit(buffer: RolloutBuffer, reopen: Opener) -> None:
     version = buffer.versions.new(0)
     group = issue(buffer)
     grow(group, version)
@@ -223,7 +223,7 @@ def test_dead_groups_keep_their_counts_but_not_their_arrays(buffer: RolloutBuffe
     )
 
 
-def test_what_is_lost_adds_up_over_sessions(buffer: RolloutBuffer, reopen: Opener) -> None:
+def test_lost_tokens_accumulate_over_sessions(buffer: RolloutBuffer, reopen: Opener) -> None:
     buffer.add_lost_tokens(3)
     back = reopen()
     back.add_lost_tokens(4)
@@ -232,9 +232,7 @@ def test_what_is_lost_adds_up_over_sessions(buffer: RolloutBuffer, reopen: Opene
         check_ledger(back.ledger())
 
 
-def test_a_full_disk_ends_the_run_in_one_line_and_keeps_what_was_committed(
-    buffer: RolloutBuffer, reopen: Opener
-) -> None:
+def test_a_full_disk_ends_the_run_and_preserves_committed_data(buffer: RolloutBuffer, reopen: Opener) -> None:
     version = buffer.versions.new(0)
     complete(buffer, issue(buffer), version)
     buffer.flush()
@@ -270,7 +268,7 @@ class FailsToCommit:
 
 
 @pytest.mark.parametrize("undone", [False, True])
-def test_after_a_commit_that_failed_nothing_is_written(
+def test_nothing_is_written_after_a_failed_commit(
     buffer: RolloutBuffer, reopen: Opener, undone: bool
 ) -> None:
     """Else the next pieces of a sample would be committed without those before them, and no start could read it."""
@@ -348,13 +346,13 @@ def test_a_file_without_a_group_serves_another_config(tmp_path: Path) -> None:
     refused(path, "rollouts of another config", identity="run a")
 
 
-def test_an_empty_file_left_by_a_crash_is_begun_again(tmp_path: Path) -> None:
+def test_an_empty_file_left_by_a_crash_is_reinitialized(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
     path.touch()
     RolloutBuffer(path, "run a", SIZE).close()
 
 
-def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_until_the_first_exits(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
     hold = (
         "import sys; from pathlib import Path; from rlsys.ledger.buffer import RolloutBuffer\n"

@@ -129,7 +129,7 @@ async def run(folder: Path, workers: int, engines: int = 4) -> AsyncIterator[Kil
         *(pytest.param(k, s, 12, marks=pytest.mark.full) for k, s in ((2, 1), (4, 2))),
     ],
 )
-async def test_a_coordinator_that_is_killed_at_any_moment_costs_nothing_twice(
+async def test_a_coordinator_killed_at_any_moment_resumes_without_repeating_a_step(
     tmp_path: Path, workers: int, seed: int, kills: int
 ) -> None:
     """Sometimes while a worker stands still, and hears of it later."""
@@ -154,7 +154,7 @@ async def test_a_coordinator_that_is_killed_at_any_moment_costs_nothing_twice(
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(PARTS))
-async def test_a_coordinator_that_is_killed_at_each_boundary_costs_nothing_twice(
+async def test_a_coordinator_killed_at_each_boundary_resumes_without_repeating_a_step(
     tmp_path: Path, part: int
 ) -> None:
     rng = random.Random(part)

@@ -131,7 +131,7 @@ def test_a_table_counts_samples_and_their_trained_tokens_whatever_their_sequence
     assert sorted(zip(batch.rows.tolist(), batch.sequence_index, strict=True)) == [(0, 0), (0, 1), (1, 0)]
 
 
-def test_the_reward_is_for_all_conversations_and_the_last_word_comes_last() -> None:
+def test_judged_ids_cover_all_conversations_with_the_latest_turn_last() -> None:
     s = episode()
     s.last_turn, s.extra_sequences[0].last_turn = 3, 2
     assert list(s.judged_ids) == [20, 21, 10, 11, 3, 12, 13]
@@ -169,7 +169,7 @@ def test_scores_and_interrupts_are_of_one_sequence(tmp_path: Path) -> None:
 @pytest.mark.gate
 @pytest.mark.parametrize("train", ["all", "first"])
 @pytest.mark.parametrize("agent", ["compacts", "rewrites"])
-async def test_after_a_restart_at_any_token_every_conversation_goes_on(agent: str, train: str) -> None:
+async def test_every_conversation_resumes_after_a_restart_at_any_token(agent: str, train: str) -> None:
     """From the ledger alone; answers on the side are in it, too."""
     replies = ["<answer>1</answer><eos>", "<answer>2</answer><eos>"]
     generate = build_generator(config(agent, {"train": train}), TOKENIZER, whole_model := Model(replies))
@@ -198,7 +198,7 @@ def told(s: Sample) -> list[object]:
 
 
 @pytest.mark.gate
-async def test_a_conversation_that_is_not_asked_for_again_censors() -> None:
+async def test_a_conversation_not_requested_again_after_a_restart_censors_the_sample() -> None:
     s = fresh()
     conversation = s.begin(TOKENIZER.encode("<bos><user>what else?<assistant><think>"))
     conversation.append(Segment(TOKENIZER.encode("1<eos>"), [-0.1, -0.1], [VersionSpan(1, 0, 2)]))
@@ -206,7 +206,7 @@ async def test_a_conversation_that_is_not_asked_for_again_censors() -> None:
         await build_generator(config("sums"), TOKENIZER, Model())(s, prompt())
 
 
-def test_a_split_keeps_tokens_and_their_places() -> None:
+def test_splitting_a_sample_preserves_tokens_and_positions() -> None:
     """Of the helper that the trainer's test splits with."""
     s = Sample(0, 0, 0, [1, 2], seed=5)
     s.append(

@@ -114,7 +114,7 @@ def check_ledger(folder: Path, what: str) -> None:
 
 @pytest.mark.gate
 @pytest.mark.parametrize("local", [True, False], ids=["wal", "rollback journal"])
-def test_each_of_sqlites_calls_fails_once(
+def test_the_ledger_survives_a_failure_of_each_sqlite_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
 ) -> None:
     library = sqlite_library()
@@ -132,7 +132,7 @@ def test_each_of_sqlites_calls_fails_once(
     print(f"{len(clean.calls)} sites, {len(clean.faults())} faults")
 
 
-def test_each_call_of_ours_around_the_ledger_fails_once(tmp_path: Path) -> None:
+def test_the_ledger_survives_a_failure_of_each_python_call(tmp_path: Path) -> None:
     """The launch's claim, the lock beside the file, the looks at who owns the run."""
 
     def scenario(folder: Path, sites: Sites) -> None:
@@ -147,7 +147,9 @@ def test_each_call_of_ours_around_the_ledger_fails_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.gate
-def test_each_call_for_the_run_folder_fails_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_folder_survives_a_failure_of_each_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("rlsys.core.sockets._sweep", lambda _: None)  # what others leave differs between runs
 
     def config_of(folder: Path) -> Config:
@@ -208,7 +210,7 @@ class WrittenAtOnce:
     def finalize(self) -> None: ...
 
 
-def test_each_call_for_a_checkpoint_fails_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_survive_a_failure_of_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlsys.trainer.checkpoints import checkpoint, manifest
 
     monkeypatch.setattr(checkpoint, "dist", SimpleNamespace(get_rank=lambda: 0))
@@ -246,7 +248,7 @@ def test_each_call_for_a_checkpoint_fails_once(tmp_path: Path, monkeypatch: pyte
     print(f"{len(clean.calls)} sites, {len(clean.faults())} faults")
 
 
-def test_the_sweep_itself_finds_what_is_not_told(tmp_path: Path) -> None:
+def test_the_sweep_detects_an_unreported_fault(tmp_path: Path) -> None:
     def scenario(folder: Path, sites: Sites) -> None:
         with python_calls(sites), suppress(sqlite3.Error):
             (folder / "x").write_text("text")

@@ -73,7 +73,7 @@ def test_figures_hand_counted(run_dir: Path) -> None:
         ("UPDATE meta SET value = 9 WHERE key = 'lost'", "9 tokens that engines generated"),
     ],
 )
-def test_what_does_not_add_up_is_named(run_dir: Path, damage: str, message: str) -> None:
+def test_inconsistent_counts_are_reported(run_dir: Path, damage: str, message: str) -> None:
     db = sqlite3.connect(run_dir / FILE_NAME)
     with db:
         db.execute(damage)
@@ -90,7 +90,7 @@ def test_what_does_not_add_up_is_named(run_dir: Path, damage: str, message: str)
         "UPDATE takes SET group_ids = '[1,'",
     ],
 )
-def test_a_file_with_a_piece_missing_is_told_in_one_line(run_dir: Path, damage: str) -> None:
+def test_a_ledger_with_a_missing_piece_is_a_one_line_error(run_dir: Path, damage: str) -> None:
     db = sqlite3.connect(run_dir / FILE_NAME)
     with db:
         db.execute(damage)
@@ -110,7 +110,7 @@ def test_reading_a_foreign_file_is_refused(tmp_path: Path) -> None:
         RunReader(tmp_path).ledger()
 
 
-async def test_others_go_on_while_a_long_ledger_is_counted(
+async def test_writes_continue_while_a_long_ledger_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twenty million samples take some fifteen seconds. What is committed meanwhile is not in the count."""
@@ -137,7 +137,7 @@ async def test_others_go_on_while_a_long_ledger_is_counted(
     buffer.close()
 
 
-def test_no_step_reads_all_that_came_before(run_dir: Path) -> None:
+def test_a_step_query_uses_the_index_and_scans_no_table(run_dir: Path) -> None:
     """What a take asks of the file: by the step's index, however many groups there are."""
     with closing(open_readonly(run_dir / FILE_NAME)) as db:
         queries: list[str] = []

@@ -42,7 +42,7 @@ async def test_a_crash_costs_less_than_flush_tokens(tmp_path: Path) -> None:
         assert all(list(s.response_ids) == list(range(15)) for g in batch.groups for s in g.samples)
 
 
-async def test_pieces_come_back_as_one(tmp_path: Path) -> None:
+async def test_a_sample_saved_in_pieces_is_restored_whole(tmp_path: Path) -> None:
     """A sample that was saved after every token, with an observation in its middle."""
     config = make_config(tmp_path, rollout={**APRIL, "flush_tokens": 1})
     r = Rig(config, lambda s: 9, length_reward)
@@ -81,7 +81,7 @@ def test_an_observation_is_part_of_the_response_but_not_trained() -> None:
     assert sample.sampled_tokens == 3
 
 
-async def test_the_file_records_what_the_clock_decided(tmp_path: Path) -> None:
+async def test_the_ledger_records_timing_dependent_decisions(tmp_path: Path) -> None:
     config = make_config(tmp_path, rollout=APRIL)
     async with rig(config, lambda s: 8 if s.group_id == 0 else 3) as r:
         await r.start()

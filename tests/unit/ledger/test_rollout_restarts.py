@@ -18,7 +18,7 @@ def finish_samples(group: SampleGroup, version: int) -> None:
         s.status, s.reward = Status.FINISHED, float(s.index)
 
 
-async def test_a_group_whose_last_reward_came_just_before_a_restart_is_decided_and_trained(
+async def test_a_group_completed_just_before_a_restart_is_decided_and_trained(
     tmp_path: Path,
 ) -> None:
     """No sample of it runs again, so nothing else would ever lead to its decision: the take would wait for ever."""

@@ -79,12 +79,12 @@ def test_conditions_and_orders(run: Path) -> None:
         (SampleQuery(limit=1000), "limit 1000: expected 1 to 256"),
     ],
 )
-def test_what_is_not_there_is_said(run: Path, query: SampleQuery, words: str) -> None:
+def test_a_query_for_missing_samples_is_an_error(run: Path, query: SampleQuery, words: str) -> None:
     with pytest.raises(UserError, match=words):
         RunReader(run).samples(query)
 
 
-def test_who_sampled_which_part_and_where_it_was_interrupted(run: Path) -> None:
+def test_parts_of_a_sample_show_their_version_and_interruptions(run: Path) -> None:
     texts = RunTexts(run)
     (view,) = texts.reader.samples(SampleQuery(sample=4))
     parts = parts_of(view)
@@ -114,7 +114,7 @@ def test_tokens_that_the_ledger_has_forgotten_are_read_where_the_trainer_wrote_t
     assert [(s.has_tokens, s.tokens) for s in pruned_views] == [(False, b.tokens) for b in views_before]
 
 
-def test_the_same_groups_of_a_step_are_kept_by_everybody() -> None:
+def test_the_readable_groups_of_a_step_are_chosen_deterministically() -> None:
     assert readable_groups([7, 3, 9], 2) == {3, 7}
     assert readable_groups([7, 3, 9], 0) == set()
 
@@ -129,7 +129,7 @@ def test_the_command_shows_text_reward_answer_and_advantage(
     assert "reward 1" in out and "answer 42" in out and "advantage +1" in out
 
 
-def test_the_last_step_is_shown_when_nothing_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_step_is_shown_by_default(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["samples", str(run), "--json"]) == 0
     assert {json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()} == {2}
 
@@ -148,7 +148,7 @@ def test_grep_searches_responses(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert "no sample matches" in capsys.readouterr().out
 
 
-def test_a_search_rests_and_goes_on(run: Path) -> None:
+def test_a_search_pauses_at_its_limit_and_continues(run: Path) -> None:
     import re
 
     texts = RunTexts(run)
@@ -185,7 +185,9 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.Capt
     assert "not a run folder" in capsys.readouterr().err
 
 
-def test_from_another_machine_the_coordinator_is_asked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_on_another_machine_queries_the_coordinator(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a shared folder: the supervisor carries question and answer."""
     owner = claim(run)
     coordinator.publish_address(owner)

@@ -86,7 +86,7 @@ def test_no_changed_byte_passes(data: st.DataObject) -> None:
         decode(bytes(record[:offset]), "here")
 
 
-def test_all_of_a_sample_comes_back(tmp_path: Path) -> None:
+def test_a_sample_is_restored_with_all_its_fields(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
     group, version = issue(buffer), buffer.versions.new(0)
     for first in (10, 20, 30):
@@ -108,7 +108,7 @@ def test_all_of_a_sample_comes_back(tmp_path: Path) -> None:
     assert repr(RunReader(tmp_path).groups("state = 'trained'")) == repr([back]), "NaN is no NaN's equal"
 
 
-def test_a_reader_sees_what_is_committed_while_the_writer_goes_on(tmp_path: Path) -> None:
+def test_a_reader_sees_only_committed_data_while_the_writer_continues(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
     group, version = issue(buffer), buffer.versions.new(0)
     grow(group, version, 10)
@@ -122,7 +122,7 @@ def test_a_reader_sees_what_is_committed_while_the_writer_goes_on(tmp_path: Path
     buffer.close()
 
 
-def test_what_is_committed_between_two_queries_of_a_reader_is_in_neither(
+def test_commits_between_two_queries_of_a_reader_are_invisible_to_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before: a sample had more tokens in its pieces than in its row, and the reader called the ledger wrong."""
@@ -145,7 +145,7 @@ def test_what_is_committed_between_two_queries_of_a_reader_is_in_neither(
     buffer.close()
 
 
-def test_files_are_of_bounded_size_and_go_when_nobody_can_want_them(
+def test_segment_files_are_bounded_in_size_and_deleted_when_unreferenced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments.SegmentFile.__init__, "__defaults__", (200,))
@@ -183,7 +183,7 @@ def test_files_are_of_bounded_size_and_go_when_nobody_can_want_them(
     back.close()
 
 
-def test_what_a_kill_cut_off_is_absent_and_counted(tmp_path: Path) -> None:
+def test_uncommitted_bytes_of_a_killed_writer_are_dropped_and_counted(tmp_path: Path) -> None:
     """The process dies between a write and its commit, by SIGKILL."""
     code = (
         "import os, signal, sys\nfrom pathlib import Path\n"
@@ -219,7 +219,7 @@ def test_what_a_kill_cut_off_is_absent_and_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["gone", "short"])
-def test_a_file_that_lost_what_was_committed_is_refused(tmp_path: Path, harm: str) -> None:
+def test_a_segment_file_missing_committed_bytes_is_refused(tmp_path: Path, harm: str) -> None:
     buffer = opened(tmp_path)
     group = issue(buffer)
     grow(group, buffer.versions.new(0), 10)
@@ -236,7 +236,7 @@ def test_a_file_that_lost_what_was_committed_is_refused(tmp_path: Path, harm: st
         opened(tmp_path)
 
 
-def test_a_changed_byte_is_told_to_who_reads_it(tmp_path: Path) -> None:
+def test_a_corrupted_byte_is_reported_to_the_reader(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
     group = issue(buffer)
     grow(group, buffer.versions.new(0), 10)
@@ -269,7 +269,7 @@ def test_a_deposed_launch_writes_into_files_of_its_own_only(tmp_path: Path) -> N
     new.close()
 
 
-def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
+def test_a_fenced_launch_deletes_no_file_of_its_successor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It prunes, is stopped before the commit, and commits when another launch works on a copy of the ledger."""
@@ -305,7 +305,7 @@ def test_a_commit_of_a_deposed_launch_deletes_nothing_that_its_successor_has(
     new.close()
 
 
-def test_a_file_of_groups_that_nobody_trains_goes_before_any_checkpoint(tmp_path: Path) -> None:
+def test_a_segment_file_of_dropped_groups_is_deleted_before_any_checkpoint(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
     buffer._file.tokens._max_bytes = 1  # a file for each record
     version = buffer.versions.new(0)

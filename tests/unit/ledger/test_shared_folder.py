@@ -71,7 +71,7 @@ def issue_one(buffer: RolloutBuffer) -> None:
     buffer.flush()
 
 
-def test_no_wal_where_other_machines_see_the_file(nfs: Path) -> None:
+def test_wal_is_not_used_on_a_shared_file_system(nfs: Path) -> None:
     """Before: WAL everywhere, whose index is shared memory of one machine."""
     buffer = RolloutBuffer(nfs / FILE_NAME, "run", 8)
     issue_one(buffer)
@@ -97,7 +97,7 @@ def test_a_folder_may_move_from_one_kind_to_the_other(nfs: Path, monkeypatch: py
     check_ledger(RunReader(nfs).ledger())
 
 
-def test_what_a_killed_writer_left_half_written_is_not_read(nfs: Path) -> None:
+def test_a_reader_ignores_the_uncommitted_writes_of_a_killed_writer(nfs: Path) -> None:
     """A journal to undo: a reader recovers a copy, and leaves the folder as it is."""
     code = (
         "import os, signal, sqlite3, sys\nfrom pathlib import Path\n"
@@ -120,7 +120,7 @@ def test_what_a_killed_writer_left_half_written_is_not_read(nfs: Path) -> None:
     assert journal.stat().st_size == size
 
 
-async def test_readers_of_a_live_run_ask_its_coordinator(
+async def test_readers_of_a_live_run_query_its_coordinator(
     nfs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     owner = claim(nfs, make_folder())
@@ -139,7 +139,7 @@ async def test_readers_of_a_live_run_ask_its_coordinator(
             db.execute("SELECT count(*) FROM groups").fetchone()
 
 
-def test_a_reader_on_another_machine_asks_through_the_supervisor(
+def test_a_reader_on_another_machine_queries_through_the_supervisor(
     nfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator.publish_address(claim(nfs))
@@ -161,7 +161,9 @@ def test_a_reader_on_another_machine_asks_through_the_supervisor(
     assert coordinator.take_requests(nfs) == [("status", "/status")]
 
 
-def test_a_mailbox_that_cannot_be_made_is_one_line(nfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mailbox_that_cannot_be_created_is_a_one_line_error(
+    nfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     coordinator.publish_address(claim(nfs))
     hostname = socket.gethostname()
     monkeypatch.setattr(socket, "gethostname", lambda: f"not-{hostname}")
@@ -170,7 +172,7 @@ def test_a_mailbox_that_cannot_be_made_is_one_line(nfs: Path, monkeypatch: pytes
         coordinator.query_coordinator(nfs, "status")
 
 
-def test_an_address_of_an_earlier_launch_or_of_a_dead_one_is_nobody(tmp_path: Path) -> None:
+def test_the_address_of_an_earlier_or_dead_launch_is_ignored(tmp_path: Path) -> None:
     owner = claim(tmp_path, tmp_path)
     coordinator.publish_address(owner)
     assert coordinator.query_coordinator(tmp_path, "ledger") is None

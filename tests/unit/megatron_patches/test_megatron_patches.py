@@ -45,11 +45,11 @@ def test_cuda_literals_are_rewritten(source: str, expected: str, kind: str) -> N
 @pytest.mark.parametrize(
     "source", ["x.cuda", "y = 'cuda'", "self.cuda.run()", "try:\n    import triton\nexcept E:\n    a()"]
 )
-def test_other_code_stays(source: str) -> None:
+def test_other_code_is_unchanged(source: str) -> None:
     assert rewritten(source) == (source, {})
 
 
-def test_a_rewritten_module_is_kept_until_its_source_changes(
+def test_a_rewritten_module_is_cached_until_its_source_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
@@ -72,7 +72,7 @@ def test_a_rewritten_module_is_kept_until_its_source_changes(
 @pytest.mark.parametrize(
     "spoil", [lambda b: b[:-9], lambda b: b[:16] + bytes(len(b) - 16)], ids=["cut", "zeros"]
 )
-def test_bytecode_that_a_crash_left_torn_is_made_again(
+def test_bytecode_torn_by_a_crash_is_regenerated(
     spoil: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before: EOFError, or ValueError of marshal, at each start of a trainer."""
@@ -89,7 +89,7 @@ def test_bytecode_that_a_crash_left_torn_is_made_again(
     cpu_import.CpuLoader.rewritten.pop("torn")
 
 
-def test_nothing_for_a_cpu_is_active_beside_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_patches_are_inactive_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "no-cuda" not in {p.when for p in megatron_patches.active()}
     finder = megatron_patches._Finder(megatron_patches.active())
@@ -97,7 +97,7 @@ def test_nothing_for_a_cpu_is_active_beside_cuda(monkeypatch: pytest.MonkeyPatch
     assert spec is None or not isinstance(spec.loader, cpu_import.CpuLoader)
 
 
-def test_defects_that_do_not_depend_on_the_device_stay_mended_without_te(
+def test_device_independent_patches_are_active_without_transformer_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -105,7 +105,7 @@ def test_defects_that_do_not_depend_on_the_device_stay_mended_without_te(
     assert {"distributed_optimizer_step", "norm_sequence_parallel", "moe_gemm"} <= names
 
 
-def test_every_patch_says_what_it_is_for() -> None:
+def test_every_patch_documents_its_purpose() -> None:
     assert len({p.name for p in megatron_patches.PATCHES}) == len(megatron_patches.PATCHES)
     for patch in megatron_patches.PATCHES:
         text = sys.modules[patch.edit.__module__].__doc__ or ""

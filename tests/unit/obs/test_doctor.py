@@ -30,7 +30,7 @@ def findings(patch: pytest.MonkeyPatch, **installed: str) -> dict[str, Finding]:
     return {finding.name: finding for finding in examine()}
 
 
-def test_the_environment_of_this_test_has_the_versions_that_rlsys_asks_for(
+def test_the_current_environment_has_the_required_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     findings_by_name = findings(monkeypatch)
@@ -47,7 +47,7 @@ def test_the_environment_of_this_test_has_the_versions_that_rlsys_asks_for(
         ("pydantic", "1.10.0", "2."),
     ],
 )
-def test_doctor_reports_a_version_that_rlsys_is_not_made_for(
+def test_doctor_reports_an_unsupported_version(
     package: str, installed: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     findings_by_name = findings(monkeypatch, **{package.replace("-", "_"): installed})
@@ -56,6 +56,6 @@ def test_doctor_reports_a_version_that_rlsys_is_not_made_for(
     assert expected in findings_by_name[package].note
 
 
-def test_an_environment_for_gpus_is_held_against_sglangs_own_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_environment_is_compared_with_the_torch_pin_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a login node, too, which has no GPU."""
     assert findings(monkeypatch, torch="2.14.1")["torch"].ok

@@ -11,12 +11,12 @@ from rlsys.obs.doctor import examine
 from rlsys.obs.lock_probe import acquire_locks, examine_locks, hold_locks
 
 
-def test_another_process_is_kept_out(tmp_path: Path) -> None:
+def test_locks_exclude_another_process(tmp_path: Path) -> None:
     assert examine_locks(tmp_path, {}) == ("locks work between here and another process here", True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_locks_that_keep_nobody_out_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ineffective_locks_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before: one lock in one process, and "locks work" on Lustre with localflock."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # of this process: it holds nothing
     finding = next(f for f in examine() if f.name == "this folder")

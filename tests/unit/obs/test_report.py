@@ -78,7 +78,7 @@ def test_steps_trained_again_count_once(run_dir: Path) -> None:
     assert metrics.torn_lines == 0, "the writer cut the torn line off before it went on"
 
 
-def test_a_resume_voids_later_steps_that_have_not_come_again(tmp_path: Path) -> None:
+def test_a_resume_discards_later_steps_not_yet_retrained(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.write("run", 0, event="start")
     for n in (1, 2, 3):
@@ -88,7 +88,7 @@ def test_a_resume_voids_later_steps_that_have_not_come_again(tmp_path: Path) -> 
     assert read_metrics(tmp_path).last_step == 1
 
 
-def test_a_torn_last_line_is_left_out_and_counted(run_dir: Path) -> None:
+def test_a_torn_last_line_is_skipped_and_counted(run_dir: Path) -> None:
     with (run_dir / "metrics.jsonl").open("a") as f:
         f.write('{"kind": "st')
     metrics = read_metrics(run_dir)
@@ -105,7 +105,7 @@ def test_other_broken_lines_are_an_error(run_dir: Path) -> None:
         read_metrics(run_dir)
 
 
-def test_a_folder_without_metrics_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_metrics_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run, or one that has not started"):
         read_metrics(tmp_path)
 
@@ -119,7 +119,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     assert entry["grad_norm"] is None
 
 
-def test_tensorboard_gets_the_numbers(run_dir: Path) -> None:
+def test_metrics_are_written_to_tensorboard(run_dir: Path) -> None:
     assert list((run_dir / "tensorboard").glob("events.*"))
 
 
@@ -163,7 +163,7 @@ def test_the_summary_adds_up(run_dir: Path) -> None:
     assert (summary["sessions"], summary["finished"]) == (2, True)
 
 
-def test_what_no_step_says_is_none_and_never_zero(tmp_path: Path) -> None:
+def test_summary_values_absent_from_all_steps_are_none(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.write("run", 0, event="start")
     writer.write("step", 1, tokens=5)
@@ -200,7 +200,7 @@ def test_the_report_is_one_page_with_its_plots_inside(run_dir: Path) -> None:
     assert {p.stem for p in (run_dir / "plots").glob("*.png")} == names
 
 
-def test_plain_lines_say_what_a_person_watches(run_dir: Path) -> None:
+def test_plain_progress_lines_show_the_main_metrics(run_dir: Path) -> None:
     out = io.StringIO()
     with PlainProgress(4, Console(file=out, width=80)) as display:
         display.status({"in_flight": 128, "parked": 7, "ready": 3})
@@ -214,7 +214,7 @@ def test_plain_lines_say_what_a_person_watches(run_dir: Path) -> None:
     assert lines[-1] == "eval at step 4: held-out accuracy 0.800 on 128 prompts, mean length 20.0"
 
 
-def test_what_was_censored_and_left_out_is_shown_with_its_causes(tmp_path: Path) -> None:
+def test_censored_and_excluded_samples_are_shown_with_their_causes(tmp_path: Path) -> None:
     def step(n: int, **counts: float) -> dict[str, Any]:
         causes = {f"censored_samples_{cause}": n for cause, n in counts.items()}
         return {"kind": "step", "step": n, "time": 0.0, "reward": 0.5, "censored": n, **causes}
@@ -244,7 +244,7 @@ def test_what_was_censored_and_left_out_is_shown_with_its_causes(tmp_path: Path)
     assert "row 1, reward 5" in table.getvalue()
 
 
-def test_a_plain_line_of_fine_tuning_tells_the_loss() -> None:
+def test_a_plain_line_of_fine_tuning_shows_the_loss() -> None:
     out = io.StringIO()
     with PlainProgress(2, Console(file=out, width=80)) as display:
         entry = {"kind": "step", "step": 1, "time": 0.0, "loss": 1.5, "tokens_per_s": 900.0, "time_step": 2.0}
@@ -271,7 +271,7 @@ def test_clock() -> None:
     assert [format_clock(s) for s in (None, 0, 61, 3725)] == ["-", "0:00", "1:01", "1:02:05"]
 
 
-def test_an_error_line_carries_its_exit_code_there_and_back() -> None:
+def test_an_error_line_round_trips_with_its_exit_code() -> None:
     assert parse_error(format_error(UserError("a\n b"))) == ("a b", 2)
     assert parse_error(format_error(RunError("c [d]"))) == ("c [d]", 1)
     assert parse_error("rlsys: error: no code") is None

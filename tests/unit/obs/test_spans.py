@@ -74,7 +74,7 @@ def happened(span: Span) -> list[str]:
     return [name for _, name, _ in span.events]
 
 
-async def test_a_span_for_each_sample_with_what_happened_to_it(tmp_path: Path) -> None:
+async def test_each_sample_has_a_span_with_its_events(tmp_path: Path) -> None:
     sender = Kept()
     async with rig(make_config(tmp_path, rollout=APRIL), slow_group_zero) as r:
         watched(r, sender)
@@ -133,7 +133,7 @@ async def _one() -> float:
     return 1.0
 
 
-async def test_what_is_dropped_says_why(tmp_path: Path) -> None:
+async def test_the_span_of_a_dropped_sample_names_the_reason(tmp_path: Path) -> None:
     sender = Kept()
     config = make_config(
         tmp_path, rollout={"over_provision": 2, "max_staleness": 1, "max_response_tokens": 99}
@@ -148,7 +148,7 @@ async def test_what_is_dropped_says_why(tmp_path: Path) -> None:
     assert {(s.attributes["rlsys.group"], s.error) for s in dropped} == {(0, "its group is expired")}
 
 
-async def test_off_it_does_and_costs_nothing(tmp_path: Path) -> None:
+async def test_disabled_spans_add_no_metrics(tmp_path: Path) -> None:
     config = make_config(tmp_path, rollout=APRIL)
     assert not config.run.spans
     async with rig(config) as r:
@@ -171,7 +171,7 @@ LINE = {
 }  # fmt: skip
 
 
-def test_a_step_has_its_stages_and_links_to_what_it_trained() -> None:
+def test_a_step_span_has_its_stages_and_links_to_trained_samples() -> None:
     samples = [Sample(7, 0, 0, [1], 0), Sample(8, 0, 1, [1], 0)]
     step, *stages = step_spans("run", LINE, samples)
     assert (step.name, step.start, step.end, step.parent) == ("step", 990.0, 1000.0, None)
@@ -227,7 +227,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
 
 
 @installed
-async def test_a_receiver_gets_samples_and_steps(receiver: Receiver, tmp_path: Path) -> None:
+async def test_sample_and_step_spans_reach_the_receiver(receiver: Receiver, tmp_path: Path) -> None:
     config = make_config(tmp_path, rollout=APRIL, run={"dir": tmp_path, "spans": True})
     recorder = Recorder(config, 0)
     recorder.write("run", 0, event="start")
@@ -251,7 +251,7 @@ async def test_a_receiver_gets_samples_and_steps(receiver: Receiver, tmp_path: P
 
 
 @installed
-def test_what_no_receiver_takes_is_counted_and_stops_nothing(receiver: Receiver, tmp_path: Path) -> None:
+def test_rejected_spans_are_counted_and_do_not_stop_the_run(receiver: Receiver, tmp_path: Path) -> None:
     receiver.status = 400  # not one to try again
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "run", "time": BEGAN}) + "\n")
     sender = SpanSender(tmp_path, "rollout")

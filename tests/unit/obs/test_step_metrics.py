@@ -49,7 +49,7 @@ def test_a_step_without_a_token_has_no_age() -> None:
     assert metrics["sampled_entropy"] == 0.0
 
 
-def test_what_a_tool_wrote_has_no_entropy() -> None:
+def test_tool_tokens_are_excluded_from_sampled_entropy() -> None:
     tool_sample = sample([(5, 2)], Status.FINISHED, 1.0, 0)
     tool_sample.observe([8, 9, 10])
     assert step_metrics([SampleGroup(0, 0, [tool_sample])], lambda version: 0)["sampled_entropy"] == 0.25

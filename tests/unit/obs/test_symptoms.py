@@ -65,7 +65,7 @@ def test_a_healthy_run_has_no_symptom() -> None:
         ("asked_aside", {"agent_calls": 100, "agent_side_calls": 51}),
     ],
 )
-def test_each_symptom_alone_with_cause_and_knob(name: str, late: Entry) -> None:
+def test_each_symptom_is_found_alone_with_cause_and_knob(name: str, late: Entry) -> None:
     (symptom,) = find_symptoms(history(**late))
     assert symptom.name == name
     assert symptom.observation and symptom.cause
@@ -94,7 +94,7 @@ def test_one_odd_step_is_no_symptom() -> None:
     assert names(History([*steps, odd])) == []
 
 
-def test_no_signal_says_which_rewards_are_equal() -> None:
+def test_no_signal_reports_which_rewards_are_equal() -> None:
     steps = [healthy(n) | {"effective_groups": 0, "reward": 0.0} for n in (1, 2, 3)]
     (symptom,) = find_symptoms(History(steps))
     assert "for 3 steps: all rewards are 0" in symptom.observation
@@ -116,7 +116,7 @@ def test_reward_up_and_held_out_down() -> None:
     assert names(history(evals=(0.2, 0.6, 0.4, 0.35), reward=0.1)) == [], "both fall: another illness"
 
 
-def test_a_pretrained_model_that_loses_what_it_had_learned() -> None:
+def test_a_pretrained_model_losing_accuracy_is_detected() -> None:
     """SmolLM2-135M on sums, lr 3e-5, seed 2 (measured 2026-11); entropies between the first and last are a line."""
     accuracies = (0.414, 0.484, 0.477, 0.461, 0.461, 0.430, 0.375)
     steps = [
@@ -145,7 +145,7 @@ def aged(bound: int, *ages: int, expired: tuple[int, ...] = ()) -> History:
     return History(steps, max_staleness=bound)
 
 
-def test_staleness_that_stays_at_its_bound() -> None:
+def test_staleness_persistently_at_its_bound_is_a_symptom() -> None:
     (symptom,) = find_symptoms(aged(8, 8, 8, 8, 8, 8, expired=(1, 1, 4, 5, 7)))
     assert symptom.name == "staleness_at_bound"
     assert "rollout.max_staleness = 8, and 6 groups expired" in symptom.observation
@@ -158,7 +158,7 @@ def test_staleness_that_stays_at_its_bound() -> None:
     assert names(aged(1, 1, 1, 1, 1, 1, expired=(0, 1, 2, 3, 4))) == ["staleness_at_bound"]
 
 
-def test_the_monitor_knows_the_bound() -> None:
+def test_the_monitor_uses_the_staleness_bound() -> None:
     steps = aged(2, 2, 2, 2, 2, 2).steps
     monitor = SymptomMonitor(steps[:-1], max_staleness=2)
     assert [s.name for s in monitor.add(steps[-1])] == ["staleness_at_bound"]
@@ -220,7 +220,7 @@ def test_a_solved_task_may_have_no_entropy() -> None:
     assert names(history(evals=(0.1, 0.5), **late)) == ["entropy_collapse"]
 
 
-def test_the_exact_entropy_goes_before_the_sampled_one() -> None:
+def test_exact_entropy_takes_precedence_over_sampled_entropy() -> None:
     steps = [
         healthy(n) | {"entropy": 0.8, "sampled_entropy": 1.0 / n**3, "reward": 0.3} for n in range(1, 21)
     ]
@@ -243,11 +243,11 @@ def test_curves_of_real_runs(path: Path) -> None:
     assert [s.name for entry in lines for s in watch.add(entry)] == first["warnings"]
 
 
-def test_there_is_a_curve_that_learns() -> None:
+def test_curves_of_runs_that_learn_exist() -> None:
     assert {"small_batch", "quickstart_8_steps"} <= {p.stem for p in CURVES.glob("*.jsonl")}
 
 
-def test_a_lasting_symptom_is_told_once_and_again_after_it_was_gone() -> None:
+def test_a_persistent_symptom_is_reported_once_and_again_when_it_recurs() -> None:
     watch, reports = SymptomMonitor(), []
     ill = {"effective_groups": 0}
     for n in range(1, 60):
@@ -256,7 +256,7 @@ def test_a_lasting_symptom_is_told_once_and_again_after_it_was_gone() -> None:
     assert reports == [(3, "no_signal"), (42, "no_signal")]
 
 
-def test_a_run_that_goes_on_does_not_tell_it_again() -> None:
+def test_a_resumed_run_does_not_repeat_a_symptom_report() -> None:
     steps = [healthy(n) | {"effective_groups": 0} for n in range(1, 8)]
     assert SymptomMonitor(steps).add(healthy(8) | {"effective_groups": 0}) == []
     assert [s.name for s in SymptomMonitor(steps[:2]).add(steps[2])] == ["no_signal"]
@@ -320,7 +320,7 @@ def test_a_run_writes_its_warning_down_with_three_samples(tmp_path: Path) -> Non
     assert [w["step"] for w in read_metrics(tmp_path).warnings] == [3]
 
 
-def test_a_run_that_begins_anew_forgets_what_it_measured(tmp_path: Path) -> None:
+def test_a_restarted_run_discards_earlier_measurements(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.write("run", 0, event="start")
     for n in (1, 2):

@@ -77,7 +77,7 @@ def test_the_cheapest_engines_that_suffice_are_hired() -> None:
     assert demand.step_seconds(5.0, 3) == 22.0, "then engines limit"
 
 
-def test_explain_tells_it_of_disaggregated_runs_on_gpus() -> None:
+def test_explain_shows_capacity_only_for_disaggregated_gpu_runs() -> None:
     h100 = machines()["h100"]
     config = load_config(DISAGGREGATED)
     ((name, description),) = describe_capacity(config, forecast_step(config, read_model(config), h100))

@@ -34,7 +34,7 @@ def test_the_rate_is_all_slots_over_the_time_of_a_pass() -> None:
     assert rate == pytest.approx(8192 / PASS_OVERHEAD_SECONDS, rel=0.02), "tiny weights are read in no time"
 
 
-def test_more_tokens_than_one_core_takes_in_ask_for_workers() -> None:
+def test_token_traffic_beyond_one_core_recommends_more_rollout_workers() -> None:
     config = load_config(ROOT / "configs/quickstart.yaml", MANY)
     hf = read_model(config)
     assert workers_needed(config, hf) == 10, "2,680,000 tokens a second, 280,000 of them for each"
@@ -47,7 +47,7 @@ def test_more_tokens_than_one_core_takes_in_ask_for_workers() -> None:
     assert describe_traffic(enough, hf)[1] == []
 
 
-def test_without_gpus_nobody_can_say() -> None:
+def test_traffic_is_not_estimated_without_gpus() -> None:
     config = load_config(ROOT / "configs/quickstart.yaml")
     assert describe_traffic(config, read_model(config)) == ([], [])
 

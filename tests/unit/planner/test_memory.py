@@ -88,7 +88,7 @@ def test_bytes_by_hand() -> None:
     assert halves.optimizer == 12 * (size.dense / 2 + size.experts / 2)
 
 
-def test_a_rolling_push_tells_its_rounds() -> None:
+def test_a_rolling_push_shows_its_rounds() -> None:
     path = ROOT / "configs/experiments/deepseek-v3_384gpu_disaggregated.yaml"
     run_config = load_config(path, ["weights.rolling=3"])
     assert run_config.engine.count == 4
@@ -98,7 +98,7 @@ def test_a_rolling_push_tells_its_rounds() -> None:
     assert push_rounds(run_config) == 2 and push_rounds(load_config(path)) == 1
 
 
-def test_a_sharded_push_tells_its_senders() -> None:
+def test_a_sharded_push_shows_its_senders() -> None:
     """1,342 GB over 256 ranks are 5.24 GB each, and something to help others; over the 32 ranks of an engine 41.9."""
     path = ROOT / "configs/experiments/deepseek-v3_384gpu_disaggregated.yaml"
     run_config = load_config(path, ["weights.method=sharded"])
@@ -115,7 +115,7 @@ def problems_of(run: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
     return [*memory_problems(run, hf, gpu_gb), *size_warnings(run, hf)]
 
 
-def test_what_will_not_fit_is_a_warning() -> None:
+def test_a_layout_that_does_not_fit_gets_a_warning() -> None:
     text = plain(describe_memory(config("model.dtype=bfloat16", "engine.tp=2"), published("Qwen3-30B-A3B")))
     assert "parameters           30.5 B, 29 B of them in routed experts" in text
     assert "a weight push        61.1 GB to each engine, about 3.1 s at 20 GB/s (memory)" in text
@@ -191,7 +191,7 @@ def test_experiments_fit_their_gpus(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
-def test_experiments_take_stale_tokens_for_what_they_are(path: Path) -> None:
+def test_the_anchor_of_an_experiment_config_matches_its_placement(path: Path) -> None:
     """Not against log-probs that later weights would give them."""
     run_config = load_config(path)
     exact = run_config.launch.placement == "colocated"
@@ -277,7 +277,7 @@ def test_muon_keeps_one_moment_of_a_matrix() -> None:
     assert muon == pytest.approx(adamw - 4 * (size.dense_of(range(size.layers))[0] + size.experts))
 
 
-def test_a_teachers_weights_lie_beside_the_policys() -> None:
+def test_teacher_weights_add_to_the_memory_of_policy_weights() -> None:
     size = model_size(QUICKSTART)
     policy_budget = budget(config("parallel.tp=2"), size)
     taught = budget(config("parallel.tp=2", "algo.teacher={path: configs/models/quickstart-moe}"), size)
@@ -285,7 +285,7 @@ def test_a_teachers_weights_lie_beside_the_policys() -> None:
     assert (taught.gradients, taught.optimizer) == (policy_budget.gradients, policy_budget.optimizer)
 
 
-def test_the_host_memory_of_a_checkpoint_is_told() -> None:
+def test_the_host_memory_of_a_checkpoint_is_reported() -> None:
     """Twice float32 weight and moments of what the node's first ranks own, and the weights themselves."""
     run_config = load_config(ROOT / "configs/experiments/qwen3-30b-a3b_8gpu_colocated.yaml")
     size = model_size(published("Qwen3-30B-A3B"))
@@ -304,7 +304,7 @@ def test_the_pools_of_experiments_hold_the_samples_in_flight(path: Path) -> None
     assert samples_held(run_config, b.pool_tokens) == engine_samples(run_config)
 
 
-def test_a_pool_gets_what_weights_and_a_colocated_trainer_leave() -> None:
+def test_the_kv_pool_gets_the_memory_left_by_weights_and_trainer() -> None:
     """0.88 of 80 GB, less what the engine and the trainer hold; all of it, where engines keep it to themselves."""
     colocated = load_config(ROOT / "configs/experiments/qwen3-30b-a3b_8gpu_colocated.yaml")
     size = model_size(published("Qwen3-30B-A3B"))

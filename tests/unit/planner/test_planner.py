@@ -41,7 +41,7 @@ def forecast(made: Config, lengths: LengthDistribution, costs: Costs = COSTS, st
     return simulate(made, costs, lengths, prompt_tokens=10, steps=steps)
 
 
-def test_a_synchronous_step_is_what_one_computes_by_hand(tmp_path: Path) -> None:
+def test_a_synchronous_step_matches_the_hand_computed_time(tmp_path: Path) -> None:
     """16 responses of 50 tokens: one prefill that makes the first token, 49 passes, training, a push, and one pass
     over its canaries: four prompts, and four whole responses."""
     result = forecast(config(tmp_path), LengthDistribution([50], 200))
@@ -61,7 +61,7 @@ def test_engines_have_so_many_slots_and_wait_for_the_longest(tmp_path: Path) -> 
     assert result.rollout_seconds == pytest.approx(waves, rel=0.03)
 
 
-def test_who_decodes_waits_while_prompts_are_read() -> None:
+def test_decoding_waits_during_the_prefill_of_another_request() -> None:
     """Two responses of ten tokens, a second for each pass; the second one comes when the first has four tokens."""
     engine = SimulatedEngine("http://e", Costs(pass_overhead=1.0), lambda _seed, _prompt: 10, 1, 8, 1000, 1)
 
@@ -113,7 +113,7 @@ def test_tokens_that_grow_too_old_are_dropped_and_counted(tmp_path: Path) -> Non
     assert forecast(run_config, long_tail(200), steps=8).dropped > 0.1
 
 
-def test_a_disaggregated_trainer_works_while_engines_go_on(tmp_path: Path) -> None:
+def test_a_disaggregated_trainer_overlaps_with_generation(tmp_path: Path) -> None:
     """As slow as the slower of the two, and not their sum."""
     slow = replace(COSTS, trained_token=0.002, push=0.01)
     lengths = LengthDistribution([40, 50, 60], 200)
@@ -155,7 +155,7 @@ def test_long_responses_are_planned_in_larger_units(tmp_path: Path, monkeypatch:
     assert rough.tokens_per_s == pytest.approx(exact.tokens_per_s, rel=0.05)
 
 
-def test_what_cannot_be_simulated_is_said(tmp_path: Path) -> None:
+def test_a_generator_that_cannot_be_simulated_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rollout.generator = tools: only single_turn can be simulated"):
         forecast(config(tmp_path, rollout={"generator": "tools"}), LengthDistribution([5], 200))
 
@@ -199,7 +199,7 @@ def test_pools_are_planned_each_at_its_own_speed_and_price(tmp_path: Path) -> No
 
 
 @pytest.mark.gate
-def test_engines_that_explore_write_nothing_that_is_trained(tmp_path: Path) -> None:
+def test_tokens_of_exploring_engines_are_not_trained(tmp_path: Path) -> None:
     pools = [{"name": "main", "count": 1}, {"name": "scouts", "count": 1, "role": "explore"}]
     planner = {"name": "explore", "params": {"first": 2, "probes": 4}}
     result = forecast(
@@ -264,7 +264,7 @@ def test_a_prompt_has_the_lengths_of_one_group() -> None:
 
 
 @pytest.mark.gate
-def test_a_group_of_long_responses_holds_up_a_step_alone(tmp_path: Path) -> None:
+def test_grouping_long_responses_together_changes_the_throughput(tmp_path: Path) -> None:
     """The same lengths: mixed, nearly every group has a long one, and N'/N above 1 wins less."""
     rollout = {"groups_per_step": 8, "over_provision": 2, "max_staleness": 16}
     run_config = config(tmp_path, rollout=rollout)
@@ -286,7 +286,7 @@ def test_a_group_of_long_responses_holds_up_a_step_alone(tmp_path: Path) -> None
         ('{"lengths": [0]}', "at least 1"),
     ],
 )
-def test_a_trace_that_is_none_is_told(tmp_path: Path, text: str | None, why: str) -> None:
+def test_an_invalid_trace_is_an_error(tmp_path: Path, text: str | None, why: str) -> None:
     file = tmp_path / "trace.json"
     if text is not None:
         file.write_text(text)
@@ -320,7 +320,7 @@ def decode_line(running: int, seconds: float) -> str:
 
 
 @pytest.mark.gate
-def test_a_run_tells_its_costs(tmp_path: Path) -> None:
+def test_costs_are_calibrated_from_a_run(tmp_path: Path) -> None:
     """The first step compiles, one line in five counts an idle time: neither moves what is fitted."""
     config = make_config(tmp_path)
     asyncio.run(take_one(config))
@@ -360,7 +360,9 @@ async def _one(*_: object) -> float:
 
 
 @pytest.mark.parametrize(("steps", "lines", "why"), [(2, 50, "2 train steps"), (8, 1, "fewer than 5 lines")])
-async def test_a_run_that_says_too_little(tmp_path: Path, steps: int, lines: int, why: str) -> None:
+async def test_a_run_with_too_few_measurements_cannot_be_calibrated(
+    tmp_path: Path, steps: int, lines: int, why: str
+) -> None:
     config = make_config(tmp_path)
     rig = Rig(config, lambda s: 7, _one)
     await rig.start()
@@ -370,7 +372,7 @@ async def test_a_run_that_says_too_little(tmp_path: Path, steps: int, lines: int
         calibration.calibrate(tmp_path)
 
 
-def test_a_run_that_was_stopped_does_not_look_short() -> None:
+def test_lengths_of_a_stopped_run_are_not_biased_short() -> None:
     """Of responses in flight one knows that they become longer; and the newest half of the groups counts."""
     old_groups = [[Length(1, True, 5)]] * 4
     new_groups = [
@@ -387,7 +389,7 @@ def test_a_run_that_was_stopped_does_not_look_short() -> None:
 # -- settings and the command --------------------------------------------------------------------------------------
 
 
-def test_settings_that_cannot_be_are_said_with_the_reason() -> None:
+def test_impossible_settings_are_listed_with_the_reason() -> None:
     run_config = load_config(BIG)
     hf = HFConfig.read(run_config.model.path)
     options = list(settings(run_config, hf, 16, machines()["h100"]))
@@ -469,7 +471,7 @@ def test_three_thousand_gpus_at_a_reduced_size(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.full
-def test_three_thousand_gpus_are_as_the_page_says() -> None:
+def test_the_forecast_for_3072_gpus_matches_the_documentation() -> None:
     """The first row of the table of docs/planning.md; the others take as long."""
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     row = re.search(

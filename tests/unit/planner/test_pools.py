@@ -66,7 +66,7 @@ def test_the_resolved_config_can_be_loaded_again(tmp_path: Path) -> None:
         ("{pools: [3]}", "engine.pools"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_line(tmp_path: Path, engine: str, told: str) -> None:
+def test_an_invalid_pool_is_a_one_line_error(tmp_path: Path, engine: str, told: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(f"model: {{path: {tmp_path}}}\nengine: {engine}\n")
     with pytest.raises(ConfigError) as e:
@@ -99,7 +99,7 @@ def test_an_engine_is_started_with_its_size_and_the_next_devices(monkeypatch: py
     assert [env["CUDA_VISIBLE_DEVICES"] for _, env in commands] == ["4,5", "6", "7"]
 
 
-def test_engines_of_each_size_are_held_against_checksums_of_their_own() -> None:
+def test_engines_of_each_tp_size_are_compared_with_their_own_checksums() -> None:
     def digests(*tps: int) -> list[dict[str, str]]:
         checksums = EngineChecksums(TINY, *tps)
         for _ in checksums.watch(tiny_tensors().items()):
@@ -165,7 +165,7 @@ def test_explain_names_each_pool() -> None:
 
 
 @pytest.mark.virtual_clock
-async def test_what_each_pool_makes_and_costs_is_told() -> None:
+async def test_tokens_and_cost_of_each_pool_are_reported() -> None:
     """Also of an engine that has left."""
     kinds = config(
         {"name": "dear", "count": 1, "cost": 3.0}, {"name": "cheap", "count": 1, "cost": 0.5}

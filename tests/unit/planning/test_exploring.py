@@ -38,7 +38,7 @@ def test_sizes_by_hand() -> None:
     assert planner.counts == {"explored": 2, "explored_not": 1}
 
 
-def test_a_restart_asks_again_for_what_has_no_size_yet_alone() -> None:
+def test_a_restart_requests_probes_only_for_groups_without_them() -> None:
     planner, restarted_planner = Explore(), Explore()
     planner.receive_probes(3, [1, 0])
     restarted_planner.load_state_dict(planner.state_dict())
@@ -48,7 +48,7 @@ def test_a_restart_asks_again_for_what_has_no_size_yet_alone() -> None:
     assert planner.state_dict() == restarted_planner.state_dict() == {"means": {}}
 
 
-def test_the_correlation_is_of_ranks_of_groups_that_are_kept() -> None:
+def test_the_correlation_uses_the_ranks_of_accepted_groups() -> None:
     planner = Explore()
     probes = [(0.0, 0.0), (1.0, 0.0), (1.0, 1.0), (0.0, 1.0)]
     samples = [(0.0, 0.0), (1.0, 0.0), (1.0, 1.0), (9.0, 9.0)]
@@ -63,7 +63,7 @@ def test_the_correlation_is_of_ranks_of_groups_that_are_kept() -> None:
 
 
 @pytest.mark.virtual_clock
-async def test_engines_that_explore_answer_probes_alone_and_nobody_waits_for_dead_ones() -> None:
+async def test_exploring_engines_serve_only_probes_and_probes_fail_without_them() -> None:
     kinds = Config.model_validate(
         {"model": {"path": "x"}, "engine": {"pools": POOLS}, "launch": {"placement": "disaggregated"}}
     ).engine
@@ -128,7 +128,7 @@ def test_the_recipe_is_served_and_its_writers_are_counted() -> None:
         (["algo.planners=[explore, dars]"], "Explore sets the size of groups; remove the others"),
     ],
 )
-def test_what_cannot_be_is_one_line(overrides: list[str], told: str) -> None:
+def test_an_invalid_explore_config_is_a_one_line_error(overrides: list[str], told: str) -> None:
     with pytest.raises((ConfigError, UserError)) as e:
         check(load_config(ROOT / "configs/algorithms/explore.yaml", overrides))
     assert told in str(e.value) and "\n" not in str(e.value)

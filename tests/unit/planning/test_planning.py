@@ -30,7 +30,7 @@ def mixed_in_odd_groups(sample: Sample) -> int:
     return 3 if sample.group_id % 2 == 0 or sample.index % 2 == 0 else 4
 
 
-async def test_groups_of_equal_rewards_are_filtered_and_others_started_in_their_place(tmp_path: Path) -> None:
+async def test_groups_of_equal_rewards_are_filtered_and_replaced(tmp_path: Path) -> None:
     async with rig(config_of(tmp_path, planners=["dapo"]), mixed_in_odd_groups) as r:
         await r.start()
         batch = await r.take(1)
@@ -53,7 +53,7 @@ async def test_a_planner_decides_the_size_of_a_group(tmp_path: Path) -> None:
         assert [len(g.samples) for g in (await r.take(1)).groups] == [3, 3]
 
 
-async def test_the_example_grows_a_group_without_success_once_and_drops_it_then(tmp_path: Path) -> None:
+async def test_the_example_grows_an_unsuccessful_group_once_and_then_drops_it(tmp_path: Path) -> None:
     def lengths(sample: Sample) -> int:
         """Group 0 has no success, group 1 one in the samples that it gets later, the others two."""
         is_right = sample.group_id > 1 or (sample.group_id == 1 and sample.index == 3)
@@ -103,7 +103,7 @@ async def test_a_restart_neither_repeats_nor_forgets_that_a_group_grew(tmp_path:
         assert [len(g.samples) for g in (await r.take(1)).groups] == [4, 4]
 
 
-async def test_a_hard_prompt_is_asked_again_without_what_disturbs_and_trained_as_it_was(
+async def test_a_hard_prompt_is_resampled_without_distractors_and_trained_as_original(
     tmp_path: Path,
 ) -> None:
     scored: list[list[int]] = []
@@ -141,7 +141,7 @@ async def test_a_prompt_that_engines_die_of_censors_its_group(tmp_path: Path) ->
         assert r.buffer.counts[GroupState.CENSORED] == 1
 
 
-async def test_a_group_without_success_sees_a_solved_problem_and_is_trained_on_its_own(
+async def test_an_unsuccessful_group_sees_a_solved_example_and_trains_without_it(
     tmp_path: Path,
 ) -> None:
     """Even lengths are wrong: group 1 takes longer, so group 0 has been solved before it."""
@@ -164,7 +164,7 @@ def planning(tmp_path: Path, judge: Judge | None = None, source: Any = None, **a
     return Planning(config_of(tmp_path, **algo), source or Numbers(), tokenizer, patient)
 
 
-async def test_votes_take_the_place_of_the_verifiers_reward_and_it_is_kept(tmp_path: Path) -> None:
+async def test_votes_replace_the_verifier_reward_and_preserve_it_as_plain_reward(tmp_path: Path) -> None:
     plan, group = planning(tmp_path, group_reward="ttrl"), group_of(["7", "7", None], [0, 0, 1])
     for _ in range(2):  # a second time, as after a restart: the same
         assert await plan.reward(Numbers().train(0), group) is None
@@ -172,7 +172,7 @@ async def test_votes_take_the_place_of_the_verifiers_reward_and_it_is_kept(tmp_p
         assert [s.plain_reward for s in group.samples] == [0, 0, 1]
 
 
-async def test_a_judge_is_asked_about_correct_responses_and_silence_censors(tmp_path: Path) -> None:
+async def test_a_judge_scores_only_correct_responses_and_a_missing_verdict_censors(tmp_path: Path) -> None:
     questions: list[str] = []
 
     async def judge(text: str) -> str:
@@ -244,7 +244,7 @@ async def test_whatever_a_group_reward_does_costs_one_group(tmp_path: Path) -> N
     assert plan.counts == {"group_reward_hung": 1, "group_reward_failed": 6}
 
 
-async def test_the_run_goes_on_without_groups_whose_group_reward_failed(tmp_path: Path) -> None:
+async def test_the_run_continues_without_groups_whose_group_reward_failed(tmp_path: Path) -> None:
     config = config_of(tmp_path, group_reward=f"{__name__}:zero_raises")
     async with rig(config) as r:
         r.manager._runner._planning._tokenizer = Lengths()  # type: ignore[assignment]
@@ -263,7 +263,7 @@ class Questions(Numbers):
         return Prompt(index, f"{index}+1", [index], {}, f"{index}+1")
 
 
-def test_each_group_keeps_the_words_of_its_template(tmp_path: Path) -> None:
+def test_each_group_keeps_the_text_of_its_template(tmp_path: Path) -> None:
     plan = planning(tmp_path, source=Questions(), prompt="prompt_augmentation")
     texts = [plan.prompt(i).text for i in range(20)]
     assert len({t.replace(str(i), "N", 1) for i, t in enumerate(texts)}) > 3
@@ -278,7 +278,7 @@ def test_each_group_keeps_the_words_of_its_template(tmp_path: Path) -> None:
         [planning(tmp_path, prompt="prompt_augmentation").prompt(i) for i in range(9)]
 
 
-async def test_what_choosers_learn_survives_a_restart(tmp_path: Path) -> None:
+async def test_prompt_selection_state_survives_a_restart(tmp_path: Path) -> None:
     config = config_of(tmp_path, prompt={"name": "vade", "pool": 8})
     async with rig(config, mixed_in_odd_groups) as r:
         await r.start()
@@ -316,7 +316,7 @@ async def test_a_round_that_can_never_be_full_closes_when_all_that_may_run_wait(
         assert sizes == {0: 3, 1: 2}
 
 
-async def test_a_restart_lets_what_waited_wait_again(tmp_path: Path) -> None:
+async def test_a_waiting_group_waits_again_after_a_restart(tmp_path: Path) -> None:
     """A group waits when the process ends, and again when the trainer begins anew; each is decided once."""
     xrpo = {"name": "xrpo", "groups": 2, "samples": 2, "share": 0.5, "largest": 6}
     config = config_of(tmp_path, planners=[xrpo])
@@ -379,7 +379,7 @@ async def test_steps_get_their_groups_whatever_the_size_of_a_round(
         assert sizes >= {2, 4}
 
 
-async def test_a_group_without_success_gets_a_hint_made_of_its_failures_and_is_trained_without_it(
+async def test_an_unsuccessful_group_gets_a_hint_and_trains_without_it(
     tmp_path: Path,
 ) -> None:
     questions: list[str] = []
@@ -410,7 +410,7 @@ async def test_a_group_without_success_gets_a_hint_made_of_its_failures_and_is_t
         assert (batch.metrics["guided"], batch.metrics["guidance_missing"]) == (1, 0)
 
 
-async def test_a_judge_that_says_nothing_leaves_the_group_as_it_is(tmp_path: Path) -> None:
+async def test_a_failing_judge_leaves_the_group_unchanged(tmp_path: Path) -> None:
     async def judge(text: str) -> str:
         raise OSError("no judge")
 
@@ -420,7 +420,7 @@ async def test_a_judge_that_says_nothing_leaves_the_group_as_it_is(tmp_path: Pat
         assert [len(g.samples) for g in (await r.take(1)).groups] == [2, 2]
 
 
-async def test_a_restart_neither_repeats_nor_forgets_that_a_hint_was_given(tmp_path: Path) -> None:
+async def test_a_restart_neither_repeats_nor_loses_a_hint(tmp_path: Path) -> None:
     async def judge(text: str) -> str:
         return "go slowly"
 
@@ -601,9 +601,7 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("where", HOOKS)
-async def test_a_planner_whose_state_cannot_be_read_ends_the_run_in_one_line(
-    tmp_path: Path, where: str
-) -> None:
+async def test_a_planner_state_failure_is_a_one_line_run_error(tmp_path: Path, where: str) -> None:
     """What concerns all groups cannot cost one of them."""
     (error,) = await asyncio.gather(two_processes(failing(tmp_path, where, 1)), return_exceptions=True)
     assert isinstance(error, RunError), repr(error)
@@ -660,7 +658,7 @@ class Held(Planner):
 """
 
 
-async def test_a_planner_that_raises_for_a_group_without_a_decision_costs_nothing_more(
+async def test_a_planner_error_for_an_undecided_group_is_not_fatal(
     tmp_path: Path,
 ) -> None:
     async def odd(prompt: Prompt, text: str) -> float:

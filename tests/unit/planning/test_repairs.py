@@ -89,7 +89,7 @@ async def test_a_judge_that_fails_or_hangs_is_no_repair() -> None:
     assert await full.of(PROMPT, [failed("1")]) == [], "no room for an answer"
 
 
-def test_scope_repairs_a_group_without_success_once() -> None:
+def test_scope_repairs_an_unsuccessful_group_once() -> None:
     scope = build("planner", "scope", repairs=2)
     assert scope.limit(4) == 6
     group = SampleGroup(0, 0, [failed("1", i) for i in range(3)])
@@ -166,7 +166,7 @@ def config(**sections: dict) -> Config:
         ),
     ],
 )
-def test_what_scope_lacks_is_told_before_the_start(sections: dict, why: str) -> None:
+def test_missing_scope_requirements_are_reported_before_the_start(sections: dict, why: str) -> None:
     with pytest.raises(UserError, match=why):
         check_names(config(**sections))
         check(config(**sections))

@@ -46,7 +46,7 @@ def config(*overrides: str) -> Config:
 # -- which ranks ------------------------------------------------------------------------------------------------
 
 
-def test_one_rank_stands_for_each_kind_of_stage() -> None:
+def test_one_rank_represents_each_kind_of_stage() -> None:
     """256 ranks in 8 stages of 32. DeepSeek's first stage has three dense layers, so stage 1 is the fullest."""
     v3 = load_config(ROOT / "configs/experiments/deepseek-v3_256gpu_colocated.yaml")
     assert kinds_of_rank(v3, DEEPSEEK) == [0, 32, 224]
@@ -76,7 +76,7 @@ def test_a_rank_outside_the_layout_is_refused(rank: int) -> None:
 # -- routes ------------------------------------------------------------------------------------------------------
 
 
-def test_routes_are_even_or_as_skewed_as_asked() -> None:
+def test_routes_are_uniform_or_as_skewed_as_requested() -> None:
     even = routing_map(64, 8, 2)
     assert even.sum(0).tolist() == [16] * 8
     assert (even.sum(1) == 2).all()
@@ -136,7 +136,7 @@ def test_floating_tensors_are_fake_and_small_integers_are_real() -> None:
     assert meter.memory.current["weights"] >= 4 * (1 << 20) * 8
 
 
-def test_a_real_mask_decides_shapes_and_what_is_not_known_is_told() -> None:
+def test_a_real_mask_determines_shapes_and_guessed_values_are_recorded() -> None:
     fake = FakeTensors()
     with under(fake):
         values = torch.zeros(4, 2)
@@ -204,7 +204,7 @@ def figures(rank: int = 32, stage: int = 1, passes: int = 50) -> Figures:
     )  # fmt: skip
 
 
-def test_report_says_what_is_where() -> None:
+def test_the_report_shows_memory_and_traffic_by_category() -> None:
     text = describe(
         load_config(ROOT / "configs/experiments/deepseek-v3_256gpu_colocated.yaml"), [figures()], 0.0
     )
@@ -225,7 +225,7 @@ def test_report_says_what_is_where() -> None:
     assert "allreduce" not in text  # in a group of one rank nothing travels
 
 
-def test_what_exceeds_a_gpu_is_said_once_a_rank() -> None:
+def test_a_rank_that_exceeds_gpu_memory_is_reported_once() -> None:
     assert problems([figures()], 80.0, 0.0) == []
     assert problems([figures()], None, 1e12) == []
     assert problems([figures()], 79.0, 0.0) == [
@@ -235,7 +235,7 @@ def test_what_exceeds_a_gpu_is_said_once_a_rank() -> None:
     assert "scoring pass needs 30 GB beside an engine of 55 GB, a GPU has 80 GB; " in problem
 
 
-def test_words_for_ranks_and_groups() -> None:
+def test_rank_and_group_descriptions() -> None:
     assert ranks_in_words([0, 1, 2, 3]) == "4: 0-3"
     assert ranks_in_words([0, 8, 16]) == "3: 0-16 by 8"
     assert ranks_in_words([0, 1, 8, 9]) == "4: 0, 1 ... 9"
@@ -299,7 +299,7 @@ def test_stand_ins_refuse_an_upstream_that_changed(monkeypatch: pytest.MonkeyPat
         pass
 
 
-def test_stand_ins_end_with_their_context() -> None:
+def test_stand_ins_are_removed_with_their_context() -> None:
     setting = stand_ins.Setting(under(FakeTensors()), 1.0, list, torch.float32)
     upstream = {s.name: getattr(s.owner, s.attribute) for s in stand_ins.STAND_INS}
     with stand_ins.installed({"always"}, setting):
@@ -307,14 +307,14 @@ def test_stand_ins_end_with_their_context() -> None:
     assert {s.name: getattr(s.owner, s.attribute) for s in stand_ins.STAND_INS} == upstream
 
 
-def test_neighbouring_experts_stand_for_all() -> None:
+def test_neighbouring_experts_represent_the_other_local_experts() -> None:
     assert stand_ins.representatives(range(4, 8)) == {4: 3, 5: 1}
     assert stand_ins.representatives([0, 2, 3, 4]) == {2: 3, 3: 1}
     assert stand_ins.representatives([0, 2]) == {0: 1, 2: 1}
     assert stand_ins.representatives([7]) == {7: 1} and stand_ins.representatives([]) == {}
 
 
-def test_every_stand_in_says_why_and_of_what() -> None:
+def test_every_stand_in_has_a_reason_and_an_upstream_target() -> None:
     registry = stand_ins.STAND_INS
     assert len({s.name for s in registry}) == len(registry)
     for stand_in in registry:
@@ -322,7 +322,7 @@ def test_every_stand_in_says_why_and_of_what() -> None:
 
 
 @pytest.mark.parametrize("stand_in", stand_ins.STAND_INS, ids=lambda s: s.name)
-def test_a_stand_in_fits_what_it_replaces(stand_in: stand_ins.StandIn) -> None:
+def test_a_stand_in_matches_the_function_it_replaces(stand_in: stand_ins.StandIn) -> None:
     """A rehearsal installs some of them only: a layout, a family or a GPU decides which."""
     source = inspect.getsource(getattr(stand_in.owner, stand_in.attribute))
     missing = [fragment for fragment in stand_in.fragments if fragment not in source]

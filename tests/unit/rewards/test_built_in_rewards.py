@@ -58,7 +58,7 @@ def test_math(model: Path, gold: Any, text: str, right: float) -> None:
     assert score(model, "math", text, {"answer": gold}) == right
 
 
-def test_math_of_what_was_cut_off(model: Path) -> None:
+def test_math_scores_a_truncated_response(model: Path) -> None:
     assert score(model, "math", r"\boxed{7} and", {"answer": "7"}, finished=False) == 1
 
 
@@ -140,7 +140,7 @@ def test_code(model: Path, text: str, tests: Any, partial: bool, value: float) -
     assert score(model, "code", text, {"tests": tests}, partial=partial) == value
 
 
-def test_tests_that_are_none_are_told() -> None:
+def test_invalid_tests_are_an_error() -> None:
     invalid_tests: list[Any] = [[], {}, [1], [{"input": "x"}]]
     for tests in invalid_tests:
         with pytest.raises(ValueError, match="expected \\[\\{input, output\\}"):
@@ -172,7 +172,7 @@ def fusion(answer: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]
         server.server_close()
 
 
-def test_sandbox_fusion_runs_the_program_where_its_url_is_given(model: Path) -> None:
+def test_sandbox_fusion_runs_the_program_if_a_url_is_set(model: Path) -> None:
     tests = {"tests": [{"input": "1 2\n", "output": "3"}]}
     result = {"status": "Finished", "return_code": 0, "stdout": "3\n"}
     with fusion({"status": "Success", "run_result": result}) as (url, requests):

@@ -44,7 +44,7 @@ def judge(tmp_path: Path) -> str:
     return f"{file}:judge"
 
 
-async def test_an_evaluation_tells_the_share_of_answers_that_follow_from_their_reasoning(judge: str) -> None:
+async def test_the_consistency_score_is_1_if_the_answer_follows_the_reasoning(judge: str) -> None:
     score = make_score(config(judge))
     expected = {
         "3+4=7\n7-1=6</think><answer>6</answer><eos>": 1.0,

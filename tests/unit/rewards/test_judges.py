@@ -85,7 +85,7 @@ def says(text: str | None) -> web.Response:
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
-async def test_a_judge_behind_a_url_is_asked_about_correct_responses(tmp_path: Path, suffix: str) -> None:
+async def test_a_url_judge_scores_only_correct_responses(tmp_path: Path, suffix: str) -> None:
     async def reply(question: str) -> web.Response:
         return says(f"The first step is wrong: {SOUND.replace('-1', '0')}" if "\nxx\n" in question else SOUND)
 
@@ -108,7 +108,7 @@ async def test_a_judge_behind_a_url_is_asked_about_correct_responses(tmp_path: P
         assert server.model_questions == question_count
 
 
-async def test_a_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_judge_token_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     async def reply(question: str) -> web.Response:
         return says(SOUND)
 
@@ -160,7 +160,7 @@ async def test_a_server_that_fails_gives_no_verdict_and_is_counted(
         assert judged(plan) == {"judge_hung": 0, "judge_failed": 2}
 
 
-async def test_a_server_that_names_no_model_and_one_that_is_not_there_give_no_verdict() -> None:
+async def test_a_server_without_model_and_an_unreachable_one_give_no_verdict() -> None:
     server = ScriptedServer(broken)
     server.models = {"data": []}
     async with server.listening() as url:
@@ -172,7 +172,7 @@ async def test_a_server_that_names_no_model_and_one_that_is_not_there_give_no_ve
     assert judge.failures == 2
 
 
-async def test_a_server_that_hangs_is_given_up_and_asked_again_for_the_next(tmp_path: Path) -> None:
+async def test_a_hanging_judge_times_out_and_is_queried_for_later_groups(tmp_path: Path) -> None:
     disconnect = asyncio.Event()
 
     async def reply(question: str) -> web.Response:
@@ -203,7 +203,7 @@ async def test_a_server_that_hangs_is_given_up_and_asked_again_for_the_next(tmp_
 
 
 @pytest.mark.virtual_clock
-async def test_only_time_in_which_the_judge_can_work_counts() -> None:
+async def test_the_judge_timeout_excludes_time_when_the_judge_is_paused() -> None:
     """A minute of work, one of rest, then the other half of its limit."""
     loop, rests = asyncio.get_running_loop(), [False]
     judge = JudgeWithTimeout(lambda text: asyncio.Event().wait(), 120, lambda: not rests[0])  # type: ignore[arg-type, return-value]
@@ -308,7 +308,7 @@ async def test_the_policy_judges_itself_through_the_runs_router_over_an_interrup
 # Names
 
 
-def test_a_judge_that_does_not_exist_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_an_unknown_judge_is_reported_before_the_start(tmp_path: Path) -> None:
     for name, message in (("engine", "did you mean engines?"), ("no.such:judge", "cannot import no.such")):
         config = Config.model_validate({"model": {"path": tmp_path}, "data": {"judge": name}})
         with pytest.raises(UserError, match=f"data.judge = '{name}': .*{message}".replace("?", r"\?")):
@@ -327,7 +327,7 @@ def test_a_judge_that_does_not_exist_is_told_before_anything_starts(tmp_path: Pa
         ("http://[::1/v1", "not a URL: Invalid IPv6"),
     ],
 )
-def test_what_is_no_address_of_a_judge_is_refused(tmp_path: Path, url: str, told: str) -> None:
+def test_an_invalid_judge_url_is_refused(tmp_path: Path, url: str, told: str) -> None:
     config = Config.model_validate({"model": {"path": tmp_path}, "data": {"judge": url}})
     with pytest.raises(UserError, match=re.escape(f"data.judge = '{url}': {told}")):
         check_names(config)

@@ -71,7 +71,7 @@ def says(value: Any, status: int = 200, **headers: str) -> web.Response:
     return web.json_response(value, status=status, headers=headers)
 
 
-async def test_a_service_is_asked_as_slimes_are_and_may_give_what_a_function_gives() -> None:
+async def test_a_service_receives_slime_requests_and_returns_any_reward_function_result() -> None:
     values = [1, {"score": 0.5, "acc": True, "seconds": 3}, {"right": 1, "brief": -0.25}]
 
     async def reply(number: int) -> web.Response:
@@ -133,7 +133,9 @@ def outcomes(call: Callable[[], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("status", sorted(service.RETRY_STATUSES))
-async def test_not_now_is_asked_again_with_the_same_id(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_retryable_status_is_retried_with_the_same_id(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(service, "MIN_PAUSE", 0.0)
 
     async def reply(number: int) -> web.Response:
@@ -145,7 +147,7 @@ async def test_not_now_is_asked_again_with_the_same_id(status: int, monkeypatch:
     assert len(server.asked) == 4 and len({a["id"] for a in server.asked}) == 1
 
 
-async def test_a_broken_connection_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_broken_connection_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "MIN_PAUSE", 0.0)
 
     async def reply(number: int) -> web.StreamResponse:
@@ -159,7 +161,7 @@ async def test_a_broken_connection_is_asked_again(monkeypatch: pytest.MonkeyPatc
     assert len(server.asked) == 2
 
 
-async def test_a_service_that_never_can_censors_and_says_why() -> None:
+async def test_a_service_that_is_never_available_censors_with_the_reason() -> None:
     async def reply(number: int) -> web.Response:
         return says("no worker", 503, **{"Retry-After": "99"})
 
@@ -201,7 +203,9 @@ async def test_a_service_that_hangs_censors_within_the_time() -> None:
         (lambda: web.Response(text="NaN"), "expected JSON, got"),
     ],
 )
-async def test_what_is_no_reward_is_told_once(answer: Callable[[], web.Response], told: str) -> None:
+async def test_an_invalid_reward_is_reported_without_a_retry(
+    answer: Callable[[], web.Response], told: str
+) -> None:
     async def reply(number: int) -> web.Response:
         return answer()
 
@@ -212,7 +216,7 @@ async def test_what_is_no_reward_is_told_once(answer: Callable[[], web.Response]
     assert len(server.asked) == 1, "a poisonous question is not asked again"
 
 
-async def test_a_redirect_is_refused_and_the_token_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_redirect_is_refused_and_the_token_is_not_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLSYS_REWARD_TOKEN", "abc")
 
     async def one(number: int) -> web.Response:
@@ -250,11 +254,11 @@ async def test_a_service_joins_other_rewards_under_the_name_of_its_host() -> Non
         ("http://a b/", "expected a URL"),
     ],
 )
-def test_what_is_no_address_is_refused_before_anything_starts(url: str, told: str) -> None:
+def test_an_invalid_service_url_is_refused_before_the_start(url: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
         find_reward(url)
 
 
-def test_a_service_is_not_asked_before_the_start() -> None:
+def test_a_dry_run_sends_no_request_to_a_service() -> None:
     config = {"model": {"path": MODEL}, "data": {"reward": ["exact_answer", "http://nobody.invalid/score"]}}
     assert dry_run(Config.model_validate(config)).rewards is None

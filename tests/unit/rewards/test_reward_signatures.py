@@ -178,7 +178,7 @@ async def test_a_reward_that_applies_to_no_sample_is_no_zero(model: Path) -> Non
         (graded, "verifiers"), (ours, "rlsys"), (nobodys, None), (len, "rlsys"), (SimpleNamespace, None),
     ],
 )  # fmt: skip
-def test_a_signature_is_told_by_its_names(name: Any, signature: str | None) -> None:
+def test_a_signature_is_inferred_from_its_parameter_names(name: Any, signature: str | None) -> None:
     assert infer_framework(name) == signature
 
 
@@ -190,7 +190,7 @@ def test_a_signature_is_told_by_its_names(name: Any, signature: str | None) -> N
         ({"name": "ours", "params": {"x": 1}}, "data.reward: got an unexpected keyword argument 'x'"),
     ],
 )  # fmt: skip
-def test_a_function_that_nobody_can_call_is_told(model: Path, spec: dict[str, Any], message: str) -> None:
+def test_an_unusable_reward_function_is_an_error(model: Path, spec: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         score(model, **spec)
     assert message in str(caught.value)

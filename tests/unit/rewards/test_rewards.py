@@ -74,9 +74,7 @@ def test_final_answer(text: str, answer: str | None) -> None:
         ("tags", "Answer: 7<eos>", None),
     ],
 )
-def test_a_final_answer_is_read_in_the_form_that_was_asked_for(
-    form: str, text: str, answer: str | None
-) -> None:
+def test_a_final_answer_is_parsed_in_the_requested_form(form: str, text: str, answer: str | None) -> None:
     assert final_answer(response_of(text), form) == answer
 
 
@@ -208,7 +206,7 @@ UNUSUAL: dict[str, object] = {
 }  # fmt: skip
 
 
-async def test_a_plain_reward_gives_what_an_async_one_gives(model: Path) -> None:
+async def test_a_plain_reward_is_validated_like_an_async_one(model: Path) -> None:
     """Its process neither drops one of two equal keys nor makes a number of bytes."""
     rewards = Rewards(config_of(model, "hostile"))
     scorer = Scorer(rewards.open, lambda ids: "", timeout=60)
@@ -224,7 +222,7 @@ async def test_a_plain_reward_gives_what_an_async_one_gives(model: Path) -> None
 @pytest.mark.parametrize(
     "value", [math.nan, math.inf, "1", None, [], {}, {"a": 1, "b": math.nan}, {"score": "x"}]
 )
-def test_what_is_no_finite_number_is_refused(value: object) -> None:
+def test_a_reward_that_is_not_a_finite_number_is_refused(value: object) -> None:
     with pytest.raises(InvalidReward, match=r"x returned .*expected a"):
         parse_reward(value, "x")
 
@@ -279,13 +277,13 @@ def test_an_async_reward_that_blocks_the_loop_ends_the_process_in_one_line() -> 
     assert line.endswith("; data.reward = mine:reward in flight for prompts: 7 [exit 1]")
 
 
-def test_only_a_loop_that_never_beats_stands_still() -> None:
+def test_only_a_loop_without_heartbeats_counts_as_stalled() -> None:
     stillness = StallDetector()
     assert not any(stillness.stalled(i // CHECKS) for i in range(50 * CHECKS))
     assert [stillness.stalled(99) for _ in range(CHECKS + 1)] == [False] * CHECKS + [True]
 
 
-async def test_a_plain_reward_can_raise_die_or_hang_and_hurts_nobody_else(model: Path) -> None:
+async def test_a_plain_reward_that_raises_dies_or_hangs_affects_no_other(model: Path) -> None:
     """Two scores hang, with one place: the third gets its turn, and its time only begins then."""
     rewards = Rewards(config_of(model, "hostile"))
     scorer = Scorer(rewards.open, lambda ids: "", timeout=1.5, concurrency=1)
@@ -329,7 +327,7 @@ def forks(config: Config) -> object:
     return score
 
 
-async def test_a_process_that_gets_away_with_the_pipes_holds_no_score_up(
+async def test_an_escaped_process_that_holds_the_pipes_does_not_block_scoring(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """asyncio's wait() waits for the end of the pipes too. One that is born while the others are killed is found
@@ -378,7 +376,7 @@ async def test_parts_of_a_reward_have_the_names_and_the_order_of_the_first(model
     assert scorer.failures == 3
 
 
-def test_unknown_reward_is_told_with_the_nearest_name(model: Path) -> None:
+def test_an_unknown_reward_error_suggests_the_nearest_name(model: Path) -> None:
     config = Config.model_validate({"model": {"path": model}, "data": {"reward": "reasoning_gim"}})
     with pytest.raises(
         UserError, match=r"data\.reward = 'reasoning_gim': unknown name; did you mean reasoning_gym\?"
@@ -419,7 +417,7 @@ async def test_the_rule_judge_names_the_first_wrong_line(working: str, verdict: 
         (Prompt(3, "", [1], {"answer": {}, "value": 1}), ""),
     ],
 )
-async def test_a_record_that_lacks_what_the_reward_asks_for_is_named(prompt: Prompt, told: str) -> None:
+async def test_a_record_without_a_key_that_the_reward_reads_is_named(prompt: Prompt, told: str) -> None:
     """Before: `KeyError: 'answer'`, and which record of which file was for the user to find."""
 
     async def reward(prompt: Prompt, _: str) -> float:
@@ -434,7 +432,7 @@ async def test_a_record_that_lacks_what_the_reward_asks_for_is_named(prompt: Pro
 
 
 @pytest.mark.parametrize("plain", [False, True])
-async def test_a_rewards_own_key_error_says_nothing_about_the_row(tmp_path: Path, plain: bool) -> None:
+async def test_a_key_error_of_the_reward_does_not_mention_the_row(tmp_path: Path, plain: bool) -> None:
     (tmp_path / "own.py").write_text(
         f"""
 def reward(config):

@@ -93,12 +93,12 @@ async def scored(reward: Any) -> float | None:
 @pytest.mark.parametrize(
     "name", ["make_rlsys", "verl_form", "verl_named", "slime_form", "trl_form", "verifiers_form"]
 )
-async def test_each_signature_sees_what_was_sampled(name: str) -> None:
+async def test_each_signature_receives_the_sampled_tokens(name: str) -> None:
     """A sample of two turns with an observation between, cut off, and with a prompt of its own."""
     assert await scored({"name": f"{Path(__file__)}:{name}"}) == 1.0
 
 
-async def test_a_service_sees_what_was_sampled() -> None:
+async def test_a_service_receives_the_sampled_tokens() -> None:
     requests: list[dict[str, Any]] = []
 
     async def answer(request: web.Request) -> web.Response:

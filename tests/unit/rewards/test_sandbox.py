@@ -88,7 +88,7 @@ BARE_CLOSE = {"functional": "assert math.isclose(add(1, 2), 3.0) and isclose(add
         ({"functional": "assert 3 in add(1, 2)"}, OPERATORS),
     ],
 )  # fmt: skip
-def test_security_a04_a_program_that_computes_nothing_is_worth_0(
+def test_security_a04_a_program_that_computes_nothing_fails_its_test(
     tests: dict[str, Any], program: str, box: Sandbox
 ) -> None:
     (test,) = read_tests(tests)
@@ -96,7 +96,7 @@ def test_security_a04_a_program_that_computes_nothing_is_worth_0(
 
 
 @pytest.mark.gate
-def test_what_computes_is_worth_1(box: Sandbox) -> None:
+def test_a_correct_program_passes_its_test(box: Sandbox) -> None:
     for tests in (ADD, CALLED, CLOSE, BARE_CLOSE):
         (test,) = read_tests(tests)
         assert test("import sys\nprint('words')\ndef add(a, b): return a + b", box), tests
@@ -144,7 +144,7 @@ NEGATIVE = "def f(x):\n  if x < 0: raise ValueError('negative')\n  return x ** 0
         ("def f(): return 10 ** 5000, float('inf'), b'x', 1j", "assert f() == (10 ** 5000, float('inf'), b'x', 1j)"),
     ],
 )  # fmt: skip
-def test_tests_ask_the_program_from_a_process_of_their_own(program: str, tests: str) -> None:
+def test_tests_call_the_program_from_a_separate_process(program: str, tests: str) -> None:
     assert BOX.passes(program, tests)
     assert not BOX.passes(program, tests + "\nassert False")
 
@@ -250,7 +250,7 @@ def test_a_program_keeps_to_its_limits(program: str) -> None:
 
 
 @pytest.mark.gate
-def test_a_program_sees_no_secret_and_none_of_our_packages(
+def test_a_program_cannot_access_secrets_or_installed_packages(
     monkeypatch: pytest.MonkeyPatch, box: Sandbox
 ) -> None:
     monkeypatch.setenv("API_KEY", "secret")
@@ -288,7 +288,7 @@ def test_security_a04_a_program_reaches_neither_network_nor_files_nor_processes(
 
 @isolating
 @pytest.mark.gate
-def test_security_a04_a_program_cannot_fill_memory_and_leaves_nothing() -> None:
+def test_security_a04_a_program_cannot_fill_memory_and_leaves_no_files() -> None:
     entries_before = set(role_folder().iterdir())
     fill = (
         "def fill(folder):\n  n = 0\n  try:\n    while n < 100:\n"
@@ -311,7 +311,7 @@ def test_security_a04_a_program_cannot_fill_memory_and_leaves_nothing() -> None:
 
 @isolating
 @pytest.mark.gate
-def test_security_a04_what_a_program_starts_ends_with_it() -> None:
+def test_security_a04_child_processes_of_a_program_end_with_it() -> None:
     name = f"left-{os.getpid()}"
     leave = (
         "import os, sys, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n"
@@ -373,7 +373,7 @@ while True:
     ],
     ids=["deep", "FIFO", "links"],
 )
-def test_security_a04_a_program_leaves_nothing(program: str, box: Sandbox) -> None:
+def test_security_a04_a_program_leaves_no_files(program: str, box: Sandbox) -> None:
     entries_before = set(role_folder().iterdir())
     assert box.run(program, "") == sandbox.Outcome(True, "made\n")
     assert set(role_folder().iterdir()) == entries_before

@@ -14,7 +14,7 @@ from tests.helpers.responses import sample_of
 PROMPT = Prompt(0, "", [1], {})
 
 
-def test_a_list_beside_the_score_is_what_the_turns_are_worth() -> None:
+def test_turn_rewards_are_parsed_from_a_list_beside_the_score() -> None:
     mark = parse_reward({"score": 1, "turn_rewards": [0.25, 0.75], "length": 3})
     assert (mark.reward, mark.turns, mark.metrics) == (1.0, [0.25, 0.75], {"length": 3.0})
     assert parse_reward({"score": 1}).turns is None
@@ -22,7 +22,7 @@ def test_a_list_beside_the_score_is_what_the_turns_are_worth() -> None:
         parse_reward({"score": 1, "turn_rewards": [0.25, "much"]})
 
 
-def test_of_several_rewards_the_first_that_knows_turns_says_it() -> None:
+def test_joined_rewards_take_turn_rewards_from_the_first_that_has_them() -> None:
     joined = join_rewards(["a", "b"], [1, 0.5], [RewardResult(1.0), RewardResult(2.0, turns=[1.0, 1.0])])
     assert (joined.reward, joined.turns) == (2.0, [1.0, 1.0])
 

@@ -58,7 +58,7 @@ def test_length_and_reward_by_rank_and_resumes() -> None:
     assert "length_rank_1" not in by_rank(groups[:1])
 
 
-async def test_a_run_that_never_trains_its_long_responses_is_told(
+async def test_a_run_that_never_trains_long_responses_raises_the_bias_alarm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every fourth group takes longer than max_staleness allows: it expires."""

@@ -125,7 +125,7 @@ async def test_a_sample_that_gets_only_server_errors_is_given_up() -> None:
         assert stage.router.stats()["engine_deaths"] == 0
 
 
-async def test_a_sample_that_was_given_up_by_the_process_before_is_not_sent_again() -> None:
+async def test_a_sample_given_up_before_a_restart_is_not_sent_again() -> None:
     async with routing(Choking("http://e0:1")) as stage:
         await stage.push()
         with pytest.raises(PoisonRequest, match=r"^8 consecutive responses were server errors$"):
@@ -133,7 +133,7 @@ async def test_a_sample_that_was_given_up_by_the_process_before_is_not_sent_agai
         assert stage.engine.choked == 0  # type: ignore[attr-defined]
 
 
-async def test_an_evaluation_goes_on_without_a_prompt_that_engines_die_of(
+async def test_an_evaluation_skips_prompts_that_kill_engines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Before: it ended the launch, and met the next one at the same place."""
@@ -162,7 +162,7 @@ class Mute(ScriptedEngine):
 
 
 @pytest.mark.virtual_clock
-async def test_a_prompt_whose_log_probs_no_engine_gives_is_given_up() -> None:
+async def test_a_prompt_whose_log_probs_always_fail_is_given_up() -> None:
     async with routing(Mute("http://e0:1")) as stage:
         await asyncio.sleep(2)
         await stage.push()
@@ -173,7 +173,7 @@ async def test_a_prompt_whose_log_probs_no_engine_gives_is_given_up() -> None:
             await stage.router.prompt_logprobs([POISON % 100] * 3)
 
 
-async def test_what_failed_with_a_sample_outlives_a_restart_of_the_rollout(tmp_path: Path) -> None:
+async def test_fault_counts_of_a_sample_survive_a_rollout_restart(tmp_path: Path) -> None:
     buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 8)
     group = buffer.issue(Prompt(0, "", [1], {}), [1])
     group.samples[0].deaths, group.samples[0].faults = 3, 5
@@ -259,7 +259,7 @@ async def test_a_lack_of_descriptors_is_no_death_of_an_engine(monkeypatch: pytes
             await EngineClient("http://e:1", session).weight_label()
 
 
-async def test_descriptors_are_raised_and_held_against_what_is_asked() -> None:
+async def test_the_descriptor_limit_is_raised_and_checked_against_the_requests() -> None:
     code = (
         "import resource; from rlsys.core.descriptors import raise_descriptors\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 1000)); raise_descriptors(500, 'x')\n"
@@ -280,7 +280,7 @@ async def test_descriptors_are_raised_and_held_against_what_is_asked() -> None:
 @pytest.mark.parametrize(
     ("hard", "advice"), [(256, "raise it"), (300, "raise it, or reduce these fields to at most 44")]
 )
-def test_too_few_descriptors_say_what_would_help(hard: int, advice: str) -> None:
+def test_the_error_for_too_few_descriptors_advises_a_remedy(hard: int, advice: str) -> None:
     """What is reserved beside requests is not to be saved by asking for less."""
     code = (
         "import resource; from rlsys.core.descriptors import raise_descriptors\n"
@@ -345,7 +345,7 @@ def sleepers() -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "4242"]]
 
 
-async def test_reward_code_sees_no_secret_and_gets_no_end_of_memory(
+async def test_reward_code_sees_no_secrets_and_has_a_memory_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rewards = rewards_of(tmp_path, monkeypatch, reward_memory_gb=2)
@@ -358,7 +358,7 @@ async def test_reward_code_sees_no_secret_and_gets_no_end_of_memory(
     await rewards.close()
 
 
-async def test_a_reward_that_is_killed_leaves_nothing_behind(
+async def test_a_cancelled_reward_leaves_no_child_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before: what a timed-out reward function had started lived on."""
@@ -438,7 +438,7 @@ def test_a_rank_ends_with_the_keeper_that_is_killed(tmp_path: Path) -> None:
     keeper.stdin.close()
 
 
-def test_a_manifest_says_how_long_the_save_took(tmp_path: Path) -> None:
+def test_a_manifest_records_the_duration_of_the_save(tmp_path: Path) -> None:
     """A session that has not saved yet knows from the one before whether a save fits; before: it never tried."""
     manifest.write(tmp_path, 3, None, {}, 12.5)
     assert manifest.seconds(tmp_path) == 12.5
@@ -475,7 +475,7 @@ async def test_an_engine_that_is_away_may_take_its_start_timeout(tmp_path: Path)
         assert loop.time() - start >= 0.25
 
 
-async def test_a_failure_in_the_last_moment_of_a_wait_is_told(tmp_path: Path) -> None:
+async def test_a_failure_at_the_end_of_a_wait_is_raised(tmp_path: Path) -> None:
     async with rig(make_config(tmp_path)) as r:
         await r.manager.restore(0)
 

@@ -53,7 +53,7 @@ def test_the_share_by_hand() -> None:
     assert next_share(0.4, 0.0, 0.001) == 0.0
 
 
-def test_the_longest_are_kept_first() -> None:
+def test_the_longest_samples_are_kept_first() -> None:
     budget = KeepBudget(config(0.01), Notes())  # type: ignore[arg-type]
     assert FIRST_SHARE == 0.25
     assert kept(budget) == [2, 4]
@@ -65,7 +65,7 @@ def test_the_longest_are_kept_first() -> None:
     assert kept(budget) == []
 
 
-def test_a_budget_of_nothing_keeps_nothing_and_none_keeps_all() -> None:
+def test_a_zero_budget_keeps_no_samples_and_no_budget_keeps_all() -> None:
     strict, open_ended = (KeepBudget(config(b), Notes()) for b in (0.0, None))  # type: ignore[arg-type]
     for budget in (strict, open_ended):
         budget.steer(0.0)
@@ -74,7 +74,7 @@ def test_a_budget_of_nothing_keeps_nothing_and_none_keeps_all() -> None:
     assert open_ended.metrics == {}
 
 
-def test_a_step_without_such_tokens_changes_nothing_and_a_restart_goes_on() -> None:
+def test_the_share_is_unchanged_without_a_measurement_and_survives_a_restart() -> None:
     notes = Notes()
     budget = KeepBudget(config(0.01), notes)  # type: ignore[arg-type]
     budget.steer(None)
@@ -85,7 +85,7 @@ def test_a_step_without_such_tokens_changes_nothing_and_a_restart_goes_on() -> N
     assert again.metrics["keep_share"] == pytest.approx(0.3125)
 
 
-def test_it_is_for_engines_that_keep_samples_in_place() -> None:
+def test_keep_budget_requires_in_place_interruption() -> None:
     for interruption in ("abort", "retract"):
         with pytest.raises(
             ValidationError, match=rf"rollout.keep_budget = 0\.01.*{interruption}.*use in_place"

@@ -56,7 +56,7 @@ def test_admission_hand_computed() -> None:
 
 
 @given(st.integers(0, 8), st.integers(1, 64), st.integers(0, 50))
-def test_admission_never_lets_a_fresh_group_become_too_old(lag: int, per_step: int, policy: int) -> None:
+def test_admission_keeps_new_groups_within_max_staleness(lag: int, per_step: int, policy: int) -> None:
     """Trained in order, the last group let in is taken when the weights are `lag` steps further."""
     accepted = (lag + policy + 1) * per_step - 1
     assert (
@@ -115,7 +115,7 @@ async def test_step_metrics_hand_computed(tmp_path: Path) -> None:
         assert metrics["cache_share"] == 0.75
 
 
-async def test_a_take_tells_where_prompts_come_from_if_teachers_are_chosen_by_it(tmp_path: Path) -> None:
+async def test_a_take_returns_prompt_sources_if_teachers_are_chosen_by_source(tmp_path: Path) -> None:
     teacher = {"path": tmp_path, "by_source": {"odd": tmp_path}}
     for algo, expected_sources in (({}, []), ({"loss": ["distill"], "teacher": teacher}, ["even", "odd"])):
         (folder := tmp_path / str(len(expected_sources))).mkdir()
@@ -130,7 +130,7 @@ async def test_a_take_tells_where_prompts_come_from_if_teachers_are_chosen_by_it
 # APRIL
 
 
-async def test_the_first_to_finish_are_taken_and_the_rest_is_parked_and_resumed(tmp_path: Path) -> None:
+async def test_the_first_finished_groups_are_taken_and_the_others_parked_and_resumed(tmp_path: Path) -> None:
     async with rig(make_config(tmp_path, **APRIL), slow_group_zero) as r:
         await r.start()
         first = await r.take(1)
@@ -168,7 +168,7 @@ async def test_slots_bound_the_samples_in_flight(tmp_path: Path) -> None:
         assert r.router.most_in_flight == 8
 
 
-async def test_others_are_heard_while_many_samples_start(
+async def test_starting_many_samples_yields_to_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a start of many samples shows to the rest of the loop: a few more each time."""
@@ -214,7 +214,9 @@ async def test_colocated_engines_only_work_for_a_waiting_take(tmp_path: Path) ->
         assert r.router.resumes == resumes
 
 
-async def test_colocated_engines_may_keep_what_stays_young_and_give_the_rest_back(tmp_path: Path) -> None:
+async def test_colocated_engines_keep_samples_within_max_staleness_and_return_the_others(
+    tmp_path: Path,
+) -> None:
     config = make_config(
         tmp_path,
         rollout={"over_provision": 2, "max_staleness": 1},
@@ -252,7 +254,7 @@ async def test_too_old_groups_are_dropped_and_counted(tmp_path: Path) -> None:
         assert batch.metrics["staleness_max"] <= 1
 
 
-async def test_disaggregated_generation_goes_on_while_the_trainer_works(tmp_path: Path) -> None:
+async def test_disaggregated_generation_continues_while_the_trainer_works(tmp_path: Path) -> None:
     config = make_config(tmp_path, **APRIL, launch={"placement": "disaggregated"})
     async with rig(config, slow_group_zero) as r:
         await r.start()
@@ -302,7 +304,7 @@ async def test_a_reward_that_raises_hangs_or_is_nan_censors_its_group(tmp_path: 
         assert r.scorer.timeouts == 2
 
 
-async def test_a_run_of_nothing_but_censored_groups_stops(tmp_path: Path) -> None:
+async def test_a_run_with_only_censored_groups_stops(tmp_path: Path) -> None:
     async def never(prompt: Prompt, text: str) -> float:
         raise OSError("judge is away")
 
@@ -326,7 +328,7 @@ async def test_refused_prompts_are_censored_and_too_many_are_the_users_mistake(t
 # When things go wrong
 
 
-async def test_a_stall_names_who_is_waited_for(tmp_path: Path) -> None:
+async def test_a_stall_error_names_the_pending_samples_and_engines(tmp_path: Path) -> None:
     config = make_config(tmp_path, rollout={"stall_timeout": 0.02})
     async with rig(config) as r:
         await r.start()
@@ -356,7 +358,7 @@ async def test_a_bug_in_the_background_reaches_the_trainer(tmp_path: Path) -> No
             await r.manager.take(1)
 
 
-async def test_a_returned_engine_gets_the_current_weights_before_the_take_goes_on(tmp_path: Path) -> None:
+async def test_a_returned_engine_gets_the_current_weights_before_the_take_continues(tmp_path: Path) -> None:
     async with rig(make_config(tmp_path)) as r:
         await r.start()
         r.router.stale_engines = ["http://engine:2"]
@@ -419,7 +421,7 @@ async def test_a_token_that_reaches_no_sample_stops_the_run(tmp_path: Path) -> N
 # Evaluation
 
 
-async def test_evaluation_counts_full_marks_and_leaves_out_what_cannot_be_judged(tmp_path: Path) -> None:
+async def test_evaluation_counts_full_rewards_and_excludes_samples_without_a_reward(tmp_path: Path) -> None:
     async def reward(prompt: Prompt, text: str) -> float:
         if prompt.index == 3:
             raise ValueError("no")
@@ -537,7 +539,7 @@ async def flaky_reward(prompt: Prompt, text: str) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.gate) for n in (1, 2))])
-def test_chaos_any_history_of_kills_trains_each_group_once(tmp_path: Path, seed: int) -> None:
+def test_chaos_each_group_is_trained_once_under_random_kills(tmp_path: Path, seed: int) -> None:
     """40 steps; the process is killed with kill -9's effect at random awaits, checkpoints are random."""
     rng = random.Random(seed)
     config = make_config(tmp_path, rollout={"over_provision": 2, "max_staleness": 3})
@@ -637,7 +639,7 @@ async def test_commit_keeps_the_routes_of_running_samples(tmp_path: Path) -> Non
             assert [s.end for s in load_with_routes(reader, saved).routes] == [positions]
 
 
-async def test_commit_forgets_nothing_when_the_ledger_does_not_add_up(
+async def test_commit_deletes_nothing_if_the_ledger_is_inconsistent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tmp_path, trainer={"checkpoint_every": 1, "keep_checkpoints": 1})
@@ -660,9 +662,7 @@ async def test_commit_forgets_nothing_when_the_ledger_does_not_add_up(
 
 
 @pytest.mark.parametrize("command", ["restore", "leave"])
-async def test_samples_are_brought_back_before_the_trainer_starts_anew_or_goes(
-    tmp_path: Path, command: str
-) -> None:
+async def test_samples_are_parked_before_the_trainer_restarts_or_leaves(tmp_path: Path, command: str) -> None:
     """Disaggregated engines work between commands. What they have made by then is on disk when the answer comes."""
     config = make_config(tmp_path, **APRIL, launch={"placement": "disaggregated"})
     async with rig(config, lambda s: 15) as r:

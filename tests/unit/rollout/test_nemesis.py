@@ -66,7 +66,7 @@ def played(
     "first",
     [pytest.param(n, marks=tier(n)) for n in range(0, SCHEDULES, CHUNK)],
 )
-def test_nothing_is_lost_trained_twice_or_made_by_other_weights(folder: Path, first: int) -> None:
+def test_nothing_is_lost_trained_twice_or_generated_with_wrong_weights(folder: Path, first: int) -> None:
     fault_counts, bad = Counter[str](), []
     for seed in range(first, first + CHUNK):
         outcome = played(folder, seed)
@@ -113,14 +113,14 @@ POISON = sample_seed(0, 5, 1)
     ("schedule", "poison"),
     [(TWO_OWNERS, None), (STRANGERS, None), (ZOMBIES, None), (DEAF, None), ([], POISON)],
 )
-def test_with_every_guard_in_place_it_sees_nothing(
+def test_the_checker_finds_no_faults_with_every_guard_in_place(
     folder: Path, schedule: list[Fault], poison: int | None
 ) -> None:
     verdicts = [played(folder, seed, schedule, poison).verdict for seed in SEEDS]
     assert all(v.clean for v in verdicts), [str(v) for v in verdicts]
 
 
-def test_it_sees_two_writers_of_one_ledger(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checker_detects_two_writers_of_one_ledger(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 1, as the review had it: both saved one sample, without an error."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     monkeypatch.setattr(Owner, "check", lambda _: None)
@@ -141,20 +141,22 @@ def test_it_sees_two_writers_of_one_ledger(folder: Path, monkeypatch: pytest.Mon
     assert verdict.faults["torn"] == ["sample 0 (active): 2 tokens in its row, 5 ids, 5 log-probs"]
 
 
-def test_it_sees_another_runs_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checker_detects_weights_of_another_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 4: engines without an owner."""
     monkeypatch.setattr(nemesis_launch, "engine_identity", lambda *_: ANONYMOUS)
     assert seen(folder, STRANGERS, "wrong")
 
 
-def test_it_sees_a_push_that_did_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checker_detects_a_push_without_effect(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 6: attestation that lets everything pass."""
     monkeypatch.setattr(WeightPush, "_objection", lambda *_: None)
     monkeypatch.setattr(Agreement, "within", lambda *_: True)
     assert seen(folder, DEAF, "wrong")
 
 
-def test_it_sees_a_trainer_that_comes_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checker_detects_a_replaced_trainer_that_returns(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fault 5."""
 
     def only_the_key(access: Access, request: web.Request) -> None:
@@ -164,7 +166,9 @@ def test_it_sees_a_trainer_that_comes_back(folder: Path, monkeypatch: pytest.Mon
     assert seen(folder, ZOMBIES, "duplicate", "wrong")
 
 
-def test_it_sees_a_sample_that_kills_engines_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checker_detects_a_sample_that_keeps_killing_engines(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fault 8."""
     monkeypatch.setitem(vars(failure_policy.SAMPLES), "deaths", 10**6)
     assert seen(folder, [], "poison", poison=POISON)

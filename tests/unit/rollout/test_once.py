@@ -37,7 +37,7 @@ def behind(client: RolloutClient, proxies: list[Proxy]) -> RolloutClient:
     return RolloutClient(socket_path, OWNER.key)
 
 
-async def test_a_take_goes_on_over_a_broken_connection(
+async def test_a_take_survives_a_broken_connection(
     tmp_path: Path, proxies: list[Proxy], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before: a RunError of the trainer, which ended the launch."""
@@ -71,7 +71,7 @@ async def test_a_take_goes_on_over_a_broken_connection(
     assert retries and "in take; retrying" in retries[0]
 
 
-async def test_a_result_that_was_on_its_way_is_told_again(tmp_path: Path, proxies: list[Proxy]) -> None:
+async def test_a_result_lost_with_its_connection_is_sent_again(tmp_path: Path, proxies: list[Proxy]) -> None:
     """The work was done when the connection broke: begin_push hands out one version, not two."""
     async with rig(make_config(tmp_path)) as r, served(r) as direct:
         client = behind(direct, proxies)
@@ -92,7 +92,7 @@ async def test_a_result_that_was_on_its_way_is_told_again(tmp_path: Path, proxie
         assert r.router.calls.count("begin 1") == 1
 
 
-async def test_an_error_is_told_again_as_it_was_raised(tmp_path: Path) -> None:
+async def test_a_repeated_command_raises_the_original_error(tmp_path: Path) -> None:
     dedup, raised = CommandDedup(), []
 
     async def fail() -> None:
@@ -155,7 +155,7 @@ async def test_two_connections_with_one_name_wait_for_one_work() -> None:
 
 
 @pytest.mark.virtual_clock
-async def test_a_command_that_nobody_comes_back_for_is_ended() -> None:
+async def test_a_command_is_cancelled_if_its_client_does_not_reconnect() -> None:
     dedup, endings = CommandDedup(), list[str]()
     await gone(dedup, "take", endings)
     await asyncio.sleep(RECONNECT_SECONDS - 1)
@@ -168,14 +168,14 @@ async def test_a_command_that_nobody_comes_back_for_is_ended() -> None:
 
 
 @pytest.mark.virtual_clock
-async def test_who_comes_back_too_late_has_it_carried_out_anew() -> None:
+async def test_a_command_runs_again_if_its_client_reconnects_too_late() -> None:
     dedup, endings = CommandDedup(), list[str]()
     await gone(dedup, "take", endings)
     await asyncio.sleep(RECONNECT_SECONDS + 1)
     assert await dedup.run_once("take", lambda: asyncio.sleep(0, {"a": 1.0})) == {"a": 1.0}
 
 
-async def test_a_trainer_that_is_replaced_in_a_take_blocks_nobody(tmp_path: Path) -> None:
+async def test_a_trainer_replaced_during_a_take_does_not_block_its_successor(tmp_path: Path) -> None:
     """Over HTTP, with a name: the command outlives its connection, until the next trainer restores."""
     async with rig(make_config(tmp_path)) as r, served(r) as client:
         await ticking(r, client.restore, 0)
@@ -199,7 +199,7 @@ async def test_a_trainer_that_is_replaced_in_a_take_blocks_nobody(tmp_path: Path
         assert r.buffer.last_taken_step == 0
 
 
-async def test_a_trainer_that_was_replaced_while_its_command_came_is_refused(tmp_path: Path) -> None:
+async def test_a_trainer_replaced_while_sending_a_command_is_refused(tmp_path: Path) -> None:
     """It was paused between the head of its command and the body; before: its push interrupted the new one's."""
     async with rig(make_config(tmp_path)) as r, served(r) as client:
         await ticking(r, client.restore, 0)
@@ -219,7 +219,9 @@ async def test_a_trainer_that_was_replaced_while_its_command_came_is_refused(tmp
         assert r.buffer.versions.newest == 0
 
 
-def test_who_stays_away_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollout_process_unreachable_for_too_long_is_reported_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After the time, in one sentence; a status that is asked for is tried again, too."""
     current_time = [0.0]
     monkeypatch.setattr(client_module.time, "monotonic", lambda: current_time[0])

@@ -33,7 +33,9 @@ def answering(monkeypatch: pytest.MonkeyPatch, answers: object) -> RolloutClient
     return RolloutClient(Path("nowhere"), "key")
 
 
-def test_an_opening_that_goes_on_is_waited_for(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_waits_while_opening_the_ledger_makes_progress(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before: the trainer gave up after engine.start_timeout, however far the ledger was."""
     opening = ((503, f"opening the ledger: {i // 100} MiB".encode()) for i in range(5000))
     ready = (200, json.dumps({"engines_ready": True}).encode())
@@ -41,14 +43,16 @@ def test_an_opening_that_goes_on_is_waited_for(clock: FakeClock, monkeypatch: py
     assert clock.now > 4 * TIMEOUT
 
 
-def test_an_opening_that_does_not_go_on_is_not(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainer_times_out_if_opening_the_ledger_makes_no_progress(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stuck = answering(monkeypatch, itertools.repeat((503, b"opening the ledger: 7 MiB read")))
     with pytest.raises(RunError, match="not ready after 240 s: opening the ledger: 7 MiB read"):
         stuck.wait_ready(TIMEOUT)
     assert clock.now == pytest.approx(TIMEOUT, abs=1)
 
 
-async def test_who_asks_while_it_is_opened_hears_how_far_it_is(tmp_path: Path) -> None:
+async def test_requests_while_the_ledger_opens_get_its_progress(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     path.write_bytes(b"x" * 3 * 2**20)
     go_on = threading.Event()

@@ -125,13 +125,13 @@ async def test_after_a_restart_at_any_token_the_same_trajectory_is_walked() -> N
         )
 
 
-async def test_a_response_that_is_full_is_truncated_and_keeps_what_it_got() -> None:
+async def test_a_response_over_budget_is_truncated_and_keeps_its_turn_rewards() -> None:
     s = await made(config(budget=4))
     assert s.status is Status.TRUNCATED and s.turn_rewards is not None
     assert len(s.turn_rewards) == sum(len(q.turns()) for q in s.sequences)
 
 
-async def test_what_matches_may_be_said_by_a_function(tmp_path: Path) -> None:
+async def test_a_user_function_may_score_the_match(tmp_path: Path) -> None:
     file = tmp_path / "match.py"
     file.write_text("def match(said, action):\n    return 1.0 if said == action else 0.5\n")
     s = await made(config(patches=-1, match=f"{file}:match"))
@@ -142,7 +142,7 @@ async def test_what_matches_may_be_said_by_a_function(tmp_path: Path) -> None:
         await made(config(match=f"{broken}:broken"))
 
 
-async def test_a_row_without_a_trajectory_is_told() -> None:
+async def test_a_row_without_a_trajectory_is_rejected() -> None:
     for steps, words in (
         (None, "steps = None, expected a non-empty list of steps"),
         ([{"action": "a"}], "expected an object with the texts"),

@@ -132,7 +132,7 @@ async def test_resume_order_reaches_the_router(tmp_path: Path, order: str, first
     r.buffer.close()
 
 
-async def test_auto_moves_the_slots_and_goes_on_where_it_was(tmp_path: Path) -> None:
+async def test_auto_over_provision_adapts_the_slots_and_resumes_after_a_restart(tmp_path: Path) -> None:
     config = april(tmp_path, over_provision="auto", auto_share=0.05, max_staleness=4)
     async with rig(config, lambda s: 2 + s.seed % 15) as r:
         await r.start()

@@ -31,7 +31,7 @@ from tests.helpers.rollout_rig import APRIL, ids, make_config, rig, settle, slow
 from tests.helpers.service_rig import OWNER, served, ticking
 
 
-async def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> None:
+async def test_a_step_over_http_returns_the_results_of_the_manager(tmp_path: Path) -> None:
     config = make_config(tmp_path, **APRIL, eval={"prompts": 4})
     async with rig(config, slow_group_zero) as r, served(r) as client:
         await ticking(r, client.wait_ready, 5.0)
@@ -62,7 +62,7 @@ async def test_a_step_over_http_is_what_the_manager_gives(tmp_path: Path) -> Non
         assert status["engines"] == {"http://engine:1": "version 2"}
 
 
-async def test_errors_arrive_as_they_were_raised_and_stay_in_the_log(
+async def test_errors_are_raised_in_the_client_and_logged_by_the_service(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with rig(make_config(tmp_path)) as r, served(r) as client:
@@ -75,7 +75,7 @@ async def test_errors_arrive_as_they_were_raised_and_stay_in_the_log(
     assert "but the checkpoint has 9" in error_messages[0] and "take(1) after 0 steps" in error_messages[1]
 
 
-async def test_a_bug_is_told_with_where_to_look(tmp_path: Path) -> None:
+async def test_an_unexpected_error_refers_to_the_log(tmp_path: Path) -> None:
     async with rig(make_config(tmp_path)) as r, served(r) as client:
         await ticking(r, client.restore, 0)
         r.manager.commit = None  # type: ignore[method-assign, assignment]
@@ -83,7 +83,7 @@ async def test_a_bug_is_told_with_where_to_look(tmp_path: Path) -> None:
             await ticking(r, client.commit, 1)
 
 
-def test_a_service_that_does_not_come_is_told(tmp_path: Path) -> None:
+def test_a_service_that_does_not_respond_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"not ready after 0\.01 s: it does not respond"):
         RolloutClient(tmp_path / "rollout", "").wait_ready(0.01)
 
@@ -94,7 +94,7 @@ async def test_waiting_for_engines_names_them(tmp_path: Path) -> None:
             await ticking(r, client.wait_ready, 0.01)
 
 
-async def test_a_take_whose_trainer_is_gone_does_not_block_the_next_one(tmp_path: Path) -> None:
+async def test_a_take_of_a_disconnected_trainer_does_not_block_the_next_one(tmp_path: Path) -> None:
     async with rig(make_config(tmp_path)) as r, served(r) as client:
         await ticking(r, client.restore, 0)
         await r.start()
@@ -116,7 +116,7 @@ async def test_a_take_whose_trainer_is_gone_does_not_block_the_next_one(tmp_path
         assert ids(batch.groups) == [0, 1]
 
 
-def test_model_limits_come_from_the_model(tmp_path: Path) -> None:
+def test_model_limits_are_read_from_the_model_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 128, "max_position_embeddings": 512}))
     assert read_model_limits(tmp_path) == (128, 512)
     (tmp_path / "config.json").write_text("{}")

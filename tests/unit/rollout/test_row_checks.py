@@ -109,7 +109,7 @@ async def test_all_rows_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(list((tmp_path / "cache/rlsys/rows").iterdir())) == 1
 
 
-def test_the_counts_are_kept_until_the_data_or_what_checks_them_change(
+def test_row_counts_are_cached_until_the_data_or_the_checking_code_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -144,6 +144,6 @@ def test_the_counts_are_kept_until_the_data_or_what_checks_them_change(
     assert len(checks) == 5
 
 
-def test_what_checks_a_row_is_known_by_its_source() -> None:
+def test_the_checking_files_include_the_sources_of_the_row_checks() -> None:
     names = {f"{file.parent.name}/{file.name}" for file in row_check.checking_files()}
     assert {"data/rows.py", "data/chat_template.py", "engine_requests/limits.py", "core/texts.py"} <= names

@@ -15,7 +15,7 @@ from rlsys.rollout import progress_watch
 MODEL = Path(__file__).resolve().parents[3] / "configs/models/quickstart-moe"
 
 
-async def test_groups_that_are_filtered_meanwhile_are_told(
+async def test_groups_filtered_during_a_wait_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step of minutes in which each group's rewards are equal is not silent."""

@@ -148,7 +148,7 @@ NEW = {**{str(i): 1 for i in range(59)}, "59": 0}
 
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["as foretold", "more ranks than foretold"])
-def test_what_cannot_be_compared_must_change_with_the_trainers_and_only_then(ranks: int) -> None:
+def test_incomparable_tensors_must_change_exactly_when_the_trainer_tensors_do(ranks: int) -> None:
     """Before: a push that changed nothing was attested, with 60 of 60 tensors unknown."""
 
     def after(values: Mapping[str, int]) -> dict[str, str]:
@@ -164,7 +164,7 @@ def test_what_cannot_be_compared_must_change_with_the_trainers_and_only_then(ran
     assert after({**NEW, "59": 5}) == {"layers.59.w": UNEXPECTED_CHANGE}
 
 
-def test_a_push_that_was_refused_is_not_what_the_next_one_is_held_against() -> None:
+def test_a_refused_push_is_not_the_baseline_of_the_next_one() -> None:
     checksums = ChecksumVerifier()
     checksums.compare("e", foretold(OLD), own_order(OLD))
     checksums.attest("e")
@@ -222,7 +222,7 @@ async def test_more_unknown_tensors_than_stated_are_refused(uncompared: float) -
 
 
 @pytest.mark.virtual_clock
-async def test_a_push_that_did_nothing_is_refused_where_nothing_can_be_compared() -> None:
+async def test_a_push_without_effect_is_refused_if_no_tensor_is_comparable() -> None:
     """Through the router: an engine says yes to every call and keeps what it has."""
     bounds = Bounds(*DEFAULT_BOUNDS["bfloat16"], exact=False, max_unknown_share=1.0)
 
@@ -239,7 +239,7 @@ async def test_a_push_that_did_nothing_is_refused_where_nothing_can_be_compared(
             await rig.push(sums=foretold(NEW)[0])
 
 
-def test_a_known_kind_is_judged_by_its_values() -> None:
+def test_comparable_tensors_are_compared_by_their_values() -> None:
     checksums = ChecksumVerifier()
     assert checksums.compare("a", foretold(OLD), foretold(OLD)).equal == 60
     match = checksums.compare("b", foretold(NEW), foretold({**NEW, "3": 0}))
@@ -253,7 +253,7 @@ TOKENS = 4000
 
 
 @pytest.mark.parametrize("rounding", [0.0, 1e-4, 1e-2, 3e-2])
-def test_canaries_tell_an_engine_that_stood_still_beside_any_rounding(rounding: float) -> None:
+def test_canaries_detect_a_stale_engine_despite_rounding(rounding: float) -> None:
     """One step moves log-probs by 3e-3: far less than bfloat16's bound of 2e-2, which a stale engine passes."""
     rng = np.random.default_rng(0)
     old = -rng.exponential(1.2, TOKENS)
@@ -342,7 +342,7 @@ async def test_a_deep_model_is_attested_and_a_wrong_engine_is_not(tmp_path: Path
             await push(rig, 4.8e-6, holds=7)
 
 
-async def test_later_pushes_are_held_against_what_the_first_one_rounded(tmp_path: Path) -> None:
+async def test_later_pushes_are_bounded_by_the_rounding_of_the_first(tmp_path: Path) -> None:
     bounds = bounds_of(tmp_path)
     async with routing(bounds=bounds) as rig:
         await push(rig, 2e-6)
@@ -356,7 +356,7 @@ async def test_later_pushes_are_held_against_what_the_first_one_rounded(tmp_path
             await push(rig, 9e-6)
 
 
-async def test_half_precision_warns_by_what_the_first_push_rounded(tmp_path: Path) -> None:
+async def test_half_precision_warns_relative_to_the_rounding_of_the_first_push(tmp_path: Path) -> None:
     async with routing(bounds=bounds_of(tmp_path, "bfloat16")) as rig:
         for difference, warned in ((0.017, 0), (0.03, 0), (0.09, 1)):
             metrics = await push(rig, difference)
@@ -385,7 +385,7 @@ async def test_an_engine_that_joins_is_measured_by_itself(tmp_path: Path) -> Non
         assert rig.router.engine_states()[B] == "version 2"
 
 
-async def test_a_set_bound_is_kept_to_and_moved_by_nothing(tmp_path: Path) -> None:
+async def test_a_configured_bound_applies_unchanged(tmp_path: Path) -> None:
     async with routing(bounds=bounds_of(tmp_path, canary_mean=1e-5)) as rig:
         await push(rig, 0.0)
         await push(rig, 9e-6)

@@ -127,7 +127,7 @@ async def test_control_a_good_answer_is_stored(
 
 
 @pytest.mark.virtual_clock
-async def test_a_rounding_above_0_is_taken_as_0_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_log_prob_rounded_above_0_is_set_to_0_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs among kept ids are quotients of sums: one of 1 may be rounded to a little more."""
     sample, figures = await answer(monkeypatch, kept(3, 1e-7), truncated=True)
     assert sample.censor_reason is None and max(sample.mu) == 0.0

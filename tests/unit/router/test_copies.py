@@ -24,7 +24,7 @@ async def push(r: Rig, *, only_stale: bool = False) -> None:
     await r.push(only_stale=only_stale, sums=checksums(r.version + (not only_stale)))
 
 
-async def test_it_serves_attested_and_the_one_that_gave_goes_on_with_its_samples() -> None:
+async def test_a_peer_copy_is_attested_and_the_source_keeps_its_samples() -> None:
     peer_weights: list[int] = []
     async with routing(*pair(peer_weights), peers=True) as r:
         await push(r)
@@ -55,7 +55,7 @@ async def test_it_serves_attested_and_the_one_that_gave_goes_on_with_its_samples
         assert holds == {A: 1, B: 1, C: -1}, "it has to join the trainer's process group"
 
 
-async def test_what_does_not_agree_with_the_trainers_checksums_does_not_serve() -> None:
+async def test_a_copy_with_wrong_checksums_does_not_serve() -> None:
     peer_weights: list[int] = []
     async with routing(*pair(peer_weights), peers=True) as r:
         await push(r)
@@ -69,7 +69,7 @@ async def test_what_does_not_agree_with_the_trainers_checksums_does_not_serve() 
 
 
 @pytest.mark.parametrize("who", ["nobody can", "the one that gives dies", "the one that takes dies"])
-async def test_when_it_fails_the_trainer_is_asked_and_nobody_stays_paused(
+async def test_a_failed_copy_falls_back_to_the_trainer_without_paused_engines(
     who: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer_weights: list[int] | None = None if who == "nobody can" else []
@@ -101,7 +101,7 @@ def _die(engine: ScriptedEngine) -> tuple[int, str]:
     return 500, "the server died"
 
 
-async def test_a_push_waits_for_the_copy_and_the_newcomer_gets_it_too() -> None:
+async def test_a_push_waits_for_the_copy_and_includes_the_new_engine() -> None:
     peer_weights: list[int] = []
     async with routing(*pair(peer_weights), peers=True) as r:
         await push(r)
@@ -114,7 +114,7 @@ async def test_a_push_waits_for_the_copy_and_the_newcomer_gets_it_too() -> None:
         assert {e.weights for e in r.engines} == {2}
 
 
-async def test_without_checksums_nobody_is_trusted_but_the_trainer() -> None:
+async def test_without_checksums_a_new_engine_waits_for_the_trainer() -> None:
     peer_weights: list[int] = []
     async with routing(*pair(peer_weights), peers=True) as r:
         await r.push()
@@ -132,7 +132,7 @@ class SlowlyAttested(ScriptedEngine):
         return await super().answer(path, body)
 
 
-async def test_an_engine_that_is_being_attested_after_a_push_is_left_alone() -> None:
+async def test_an_engine_under_attestation_gets_no_peer_copy() -> None:
     """It has no version yet, while the others serve already: a copy would abort its canaries."""
     peer_weights: list[int] = []
     async with routing(
@@ -162,7 +162,7 @@ async def test_no_copy_begins_while_samples_are_called_back_for_a_push() -> None
         await asyncio.gather(*tasks)
 
 
-async def test_canaries_that_somebody_else_aborts_cost_a_push_and_not_the_run() -> None:
+async def test_aborted_canaries_cost_an_engine_a_push_and_not_the_run() -> None:
     async with routing(*pair(None)) as r:
         await r.push()
         r.engines[1].pending_aborts = 1

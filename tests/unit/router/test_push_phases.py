@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlsys.router.push import PushMetrics, merge_push_metrics
 
 
-def test_a_push_tells_the_seconds_of_each_phase_of_its_slowest_engine() -> None:
+def test_push_metrics_report_the_phase_seconds_of_the_slowest_engine() -> None:
     metrics = PushMetrics().to_dict()
     phases = {name for name in metrics if name.startswith("time_push_")}
     assert phases == {

@@ -106,7 +106,7 @@ async def test_all_but_the_engines_of_the_round_serve_throughout(n: int, at_once
         assert mixed and any(sample.resumes > 1 for sample in finished_samples)
 
 
-async def test_a_sample_that_began_on_older_weights_keeps_to_them_where_asked_for() -> None:
+async def test_version_aware_routing_keeps_samples_on_their_weights() -> None:
     """prefix_affinity fills the engine that has just been updated and is empty."""
     sample_versions: dict[str, list[set[int]]] = {}
     for strategy in ("prefix_affinity", "version_aware"):
@@ -150,7 +150,7 @@ async def test_requests_that_an_engine_keeps_wait_for_its_own_round_only(how: In
             check(s, versions=set(s.versions()))
 
 
-async def test_an_engine_that_dies_in_its_round_holds_nobody_up() -> None:
+async def test_an_engine_death_in_a_round_does_not_block_the_other_engines() -> None:
     async with routing(*pool(3)) as r:
         _, tasks = await r.start_samples(6)
         members = r.router.next_members(1)
@@ -187,7 +187,7 @@ async def test_older_weights_serve_no_longer_than_the_push_lasts() -> None:
         assert s.engine == A and set(s.versions()) == {2}
 
 
-async def test_a_push_that_is_given_up_in_the_middle_is_followed_by_a_whole_one() -> None:
+async def test_an_abandoned_push_is_followed_by_a_full_one() -> None:
     """The trainer died: another one pushes to all."""
     async with routing(*pool(3)) as r:
         await r.push()
@@ -227,7 +227,7 @@ async def test_admission_counts_with_the_oldest_weights_that_serve(tmp_path: Pat
         assert (await r.take(2)).weight_version == 2
 
 
-async def test_after_a_restart_nothing_rolls(tmp_path: Path) -> None:
+async def test_the_first_push_after_a_restart_is_not_rolling(tmp_path: Path) -> None:
     config = make_config(tmp_path, rollout={"over_provision": 4, "max_staleness": 1}, **ROLLING)
     async with manager_rig(config) as r:
         await r.start()
@@ -258,7 +258,7 @@ async def test_no_sample_is_interrupted_more_often_than_allowed(tmp_path: Path) 
     ("section", "field", "value"),
     [("launch", "placement", "colocated"), ("engine", "count", 1), ("rollout", "max_staleness", 0)],
 )
-def test_it_is_refused_where_nobody_could_go_on(
+def test_rolling_is_refused_if_engines_cannot_continue_on_older_weights(
     tmp_path: Path, section: str, field: str, value: object
 ) -> None:
     sections = {"rollout": {"max_staleness": 1}, **{k: dict(v) for k, v in ROLLING.items()}}

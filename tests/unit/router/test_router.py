@@ -72,7 +72,7 @@ async def test_versions_follow_the_pushes() -> None:
         assert s.prefilled_tokens == 4 + sum(4 + span.start for span in s.spans[1:])
 
 
-async def test_a_request_aborted_in_the_queue_repeats_nothing() -> None:
+async def test_a_request_aborted_in_the_queue_repeats_no_tokens() -> None:
     """SGLang answers it with its last token again; what it made and had not sent is made again."""
 
     async with routing(ScriptedEngine(A, chunk=4)) as rig:
@@ -89,7 +89,7 @@ async def test_a_request_aborted_in_the_queue_repeats_nothing() -> None:
         assert rig.router._pool.engines[0].received == rig.engine.generated < len(s.response_ids)
 
 
-async def test_what_came_from_a_cache_is_counted_by_what_could_have_put_it_there() -> None:
+async def test_cached_prompt_tokens_are_counted_by_their_origin() -> None:
     async with routing(ScriptedEngine(A)) as rig:
         (s,), (task,) = await rig.start_samples()
         await rig.router.interrupt()
@@ -150,7 +150,7 @@ async def test_a_refusal_by_the_engine_stops_the_run() -> None:
             await rig.start(sample())
 
 
-async def test_the_oldest_goes_on_first() -> None:
+async def test_the_oldest_sample_resumes_first() -> None:
     async with routing(ScriptedEngine(A, ends_at=lambda seed: 30)) as rig:
         await rig.push()
         await rig.router.interrupt()
@@ -174,7 +174,7 @@ async def test_an_abort_that_overtakes_its_request_is_repeated() -> None:
         check(await task, versions={1})
 
 
-async def test_evaluation_needs_no_open_gate_and_stays_outside_the_figures() -> None:
+async def test_evaluation_runs_with_a_closed_gate_and_is_counted_separately() -> None:
     async with routing() as rig:
         await rig.push()
         await rig.router.interrupt()
@@ -215,7 +215,7 @@ async def test_siblings_share_an_engine_and_a_sample_returns_to_its_own() -> Non
         await asyncio.gather(*tasks)
 
 
-async def test_a_group_that_spreads_over_engines_stays_where_its_prefixes_are() -> None:
+async def test_samples_of_a_spread_group_resume_on_the_engines_of_their_prefixes() -> None:
     async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push()
         samples = [sample(i, group=0) for i in range(20)]
@@ -230,7 +230,7 @@ async def test_a_group_that_spreads_over_engines_stays_where_its_prefixes_are() 
         await asyncio.gather(*tasks)
 
 
-async def test_a_prompt_is_scored_by_what_serves_whatever_happens_and_nothing_is_lost() -> None:
+async def test_prompt_log_probs_survive_aborts_and_engine_deaths() -> None:
     async with routing() as rig:
         waiting = asyncio.create_task(rig.router.prompt_logprobs(PROMPT))
         await asyncio.sleep(1)

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.virtual_clock
 
 @settings(max_examples=30, deadline=None)
 @given(st.floats(0, 0.5))
-async def test_what_was_streamed_before_a_death_is_kept(moment: float) -> None:
+async def test_tokens_streamed_before_an_engine_death_are_kept(moment: float) -> None:
     async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push()
         samples = [sample(i, group=0) for i in range(3)]
@@ -48,7 +48,7 @@ async def test_what_was_streamed_before_a_death_is_kept(moment: float) -> None:
         assert (await rig.settle())["lost"] == 0
 
 
-async def test_the_only_engine_dies_and_comes_back() -> None:
+async def test_a_sample_survives_the_death_and_return_of_the_only_engine() -> None:
     async with routing() as rig:
         await rig.push()
         s = sample()
@@ -103,7 +103,7 @@ async def test_an_engine_that_hangs_does_not_hold_up_an_interrupt() -> None:
             check(await task, versions={1})
 
 
-async def test_an_engine_that_is_stopped_is_found_by_probes(caplog: pytest.LogCaptureFixture) -> None:
+async def test_probes_detect_a_hung_engine(caplog: pytest.LogCaptureFixture) -> None:
     """Nobody interrupts: without them its samples would wait for ever, while another engine has room."""
 
     async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
@@ -142,7 +142,7 @@ async def test_an_engine_that_only_takes_long_is_no_dead_one(busy: str) -> None:
         assert rig.router.stats()["engine_deaths"] == 0
 
 
-async def test_an_engine_that_comes_to_itself_gives_its_requests_back() -> None:
+async def test_an_engine_that_recovers_returns_its_requests() -> None:
     """The abort that it never answered is repeated; it is as alive as before, and costs no push."""
 
     async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
@@ -158,7 +158,7 @@ async def test_an_engine_that_comes_to_itself_gives_its_requests_back() -> None:
             check(await task, versions={1})
 
 
-async def test_a_push_goes_on_without_an_engine_that_hangs() -> None:
+async def test_a_push_continues_without_a_hung_engine() -> None:
     async with routing(ScriptedEngine(A), ScriptedEngine(B), push_timeout_s=100) as rig:
         await rig.push()
         rig.engines[0].hung = True
@@ -176,7 +176,7 @@ async def test_a_push_goes_on_without_an_engine_that_hangs() -> None:
         assert rig.router.stale_engines == [A]
 
 
-async def test_tokens_that_an_engine_made_and_nobody_got_are_lost() -> None:
+async def test_tokens_generated_but_not_received_count_as_lost() -> None:
     """Its own count tells, and no later death makes it forgotten."""
 
     async with routing() as rig:
@@ -238,7 +238,7 @@ async def stopped(task: asyncio.Task[Any]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_what_was_cut_off_in_an_engine_that_lives_is_made_again() -> None:
+async def test_tokens_cut_off_by_a_broken_connection_are_generated_again() -> None:
     """A broken connection counts as a death: tokens that were not streamed yet are no loss, though it counts them."""
 
     async with routing(ScriptedEngine(A, chunk=4)) as rig:

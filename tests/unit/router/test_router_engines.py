@@ -47,7 +47,7 @@ async def test_an_engine_that_joins_gets_the_weights_before_it_serves() -> None:
         assert joiner.prompts
 
 
-async def test_an_engine_that_is_removed_ends_what_it_has_and_leaves() -> None:
+async def test_a_removed_engine_finishes_its_requests_and_leaves() -> None:
     async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push()
         samples = [sample(i) for i in range(4)]
@@ -92,14 +92,14 @@ async def test_a_server_fault_costs_a_back_off_and_no_token() -> None:
         assert later_samples[0].engine == A, "tried again after the back-off"
 
 
-async def test_an_update_that_was_left_open_is_ended_first() -> None:
+async def test_an_open_weight_update_is_ended_before_a_push() -> None:
     async with routing() as rig:
         rig.engine.update_open = True
         await rig.push()
         check(await rig.start(sample()), versions={1})
 
 
-async def test_a_tensor_with_another_checksum_is_found_where_its_kind_is_known() -> None:
+async def test_a_wrong_checksum_of_a_comparable_tensor_quarantines_the_engine() -> None:
     bounds = Bounds(1e-6, 1e-4, max_unknown_share=0.5)
     async with routing(ScriptedEngine(A), ScriptedEngine(B), bounds=bounds) as rig:
         metrics = await rig.push(sums=checksums(1) | {"packed": "trainer's"})
@@ -176,7 +176,7 @@ async def test_a_router_makes_one_attempt_to_begin_a_push() -> None:
         assert address.url == A and not rig.router.all_quarantined
 
 
-async def test_a_push_does_not_wait_for_ever_and_rests_between_its_looks(
+async def test_a_push_times_out_and_pauses_between_probes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks, probe = [], Pool.probe
@@ -196,7 +196,7 @@ async def test_a_push_does_not_wait_for_ever_and_rests_between_its_looks(
         assert 1 < len(looks) - looks_before <= 2 * (40.0 / PROBE_SECONDS + 1)  # its own, and the watch's
 
 
-async def test_an_engine_that_dies_in_a_push_gets_the_next_one() -> None:
+async def test_a_push_succeeds_without_an_engine_that_dies_during_it() -> None:
     async with routing(ScriptedEngine(A), ScriptedEngine(B)) as rig:
         await rig.push()
         await rig.router.begin_push(2)
@@ -232,7 +232,7 @@ async def test_an_engine_that_is_slow_to_give_back_is_not_dead() -> None:
             task.cancel()
 
 
-async def test_an_interrupt_lasts_as_long_as_something_comes_back() -> None:
+async def test_an_interrupt_waits_while_requests_keep_returning() -> None:
     """Before: 60 seconds for all of an engine's samples, however many it had; then it counted as dead."""
     async with routing() as rig:
         samples, tasks = await rig.start_samples(4)
@@ -259,7 +259,7 @@ async def test_an_interrupt_lasts_as_long_as_something_comes_back() -> None:
             task.cancel()
 
 
-async def test_an_engine_stops_what_it_does_for_a_process_that_is_gone() -> None:
+async def test_requests_of_an_earlier_process_are_aborted_before_the_first_push() -> None:
     """A rollout process was killed; the engine still makes tokens for it when the next one comes."""
     async with routing() as rig:
         network: Any = Network(rig.engine)

@@ -30,7 +30,9 @@ def two(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("interruption", ["abort", "retract", "in_place"])
-async def test_pushes_go_on_without_it_and_its_answers_have_one_version(interruption: Interruption) -> None:
+async def test_pushes_skip_a_pinned_engine_and_its_answers_have_one_version(
+    interruption: Interruption,
+) -> None:
     async with two(interruption=interruption) as r:
         samples, tasks = await r.start_samples(4)
         assert r.router.pin()
@@ -55,7 +57,7 @@ async def test_pushes_go_on_without_it_and_its_answers_have_one_version(interrup
         assert stats["lost"] == 0 and stats["evaluation_tokens"] == sum(len(a.result().ids) for a in answers)
 
 
-async def test_nothing_else_goes_to_it() -> None:
+async def test_a_pinned_engine_gets_no_other_requests() -> None:
     async with two() as r:
         await r.push()
         assert r.router.pin()
@@ -71,7 +73,7 @@ async def test_nothing_else_goes_to_it() -> None:
         assert len(r.router.stale_engines) == 0  # no push was missed
 
 
-async def test_what_it_did_for_training_is_parked_by_a_push_and_ends_elsewhere() -> None:
+async def test_a_push_moves_samples_of_the_pinned_engine_to_other_engines() -> None:
     async with two() as r:
         samples, tasks = await r.start_samples(4)
         assert r.router.pin()
@@ -92,7 +94,7 @@ async def test_an_only_engine_is_not_spared() -> None:
         assert (await ask(r, tokens=5)).spans[0].version == 1  # by any engine, as without a pin
 
 
-async def test_when_it_dies_the_evaluation_is_given_up() -> None:
+async def test_the_death_of_the_pinned_engine_ends_the_evaluation() -> None:
     async with two() as r:
         await r.push()
         assert r.router.pin()

@@ -81,7 +81,7 @@ async def test_only_samples_of_the_same_first_version_meet_in_a_cache_that_outli
         assert [request.cache_key for request in rig.engine.history] == expected
 
 
-async def test_what_is_to_be_read_again_meets_nothing_of_older_weights() -> None:
+async def test_samples_prefilled_again_do_not_reuse_the_cache_of_older_weights() -> None:
     """And what stays in its engine goes on there."""
     async with routing(interruption="in_place", recompute_prefix=True) as rig:
         await rig.push()
@@ -97,7 +97,7 @@ async def test_what_is_to_be_read_again_meets_nothing_of_older_weights() -> None
         assert [request.cache_key for request in rig.engine.history] == ["1", "1", "2"]
 
 
-async def test_what_must_not_be_kept_comes_back() -> None:
+async def test_samples_that_must_not_be_kept_are_parked() -> None:
     async with routing(interruption="retract") as rig:
         await rig.push()
         young, old = sample(0, seed=3), sample(1, seed=4)
@@ -126,7 +126,7 @@ async def test_an_interrupt_for_good_reaches_requests_in_a_paused_engine(how: In
         check(await task, versions={1, 2})
 
 
-async def test_nothing_is_taken_from_an_engine_that_kept_requests_and_got_wrong_weights() -> None:
+async def test_requests_kept_in_an_engine_with_wrong_weights_move_to_another() -> None:
     async with routing(ScriptedEngine(A), ScriptedEngine(B), interruption="retract") as rig:
         await rig.push()
         samples = [sample(i, group=i) for i in range(2)]
@@ -186,7 +186,7 @@ async def test_a_restarted_engine_has_its_memory() -> None:
         check(await rig.start(sample()), versions={2})
 
 
-async def test_tokens_made_for_an_earlier_rollout_process_are_not_ours() -> None:
+async def test_tokens_of_an_earlier_rollout_process_are_not_counted() -> None:
     async with routing() as rig:
         rig.engine.generated = 500
         await rig.push()
@@ -196,7 +196,7 @@ async def test_tokens_made_for_an_earlier_rollout_process_are_not_ours() -> None
         assert (stats["engine_tokens"], stats["lost"]) == (len(s.response_ids) + canary, 0)
 
 
-async def test_an_engine_counts_its_tokens_once_after_the_last_of_them(
+async def test_the_token_counter_of_an_idle_engine_is_read_only_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its counter is slow to read: a push does not wait for it again after the interrupt of the train step."""

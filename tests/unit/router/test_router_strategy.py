@@ -145,7 +145,7 @@ def unlike(*loads: int, **more: object) -> list[Engine]:
         (1000, 75, "http://e0:1"),  # 1 + 3.75 s there, 4 + 0.75 s here: equal, so the first
     ],
 )
-def test_long_prompts_go_to_who_reads_fast_and_long_responses_to_who_writes_fast(
+def test_long_prompts_go_to_fast_prefill_and_long_responses_to_fast_decode(
     read: int, write: int, chosen: str
 ) -> None:
     assert (
@@ -154,7 +154,7 @@ def test_long_prompts_go_to_who_reads_fast_and_long_responses_to_who_writes_fast
     )
 
 
-def test_a_prompt_goes_where_it_stops_fewer_responses() -> None:
+def test_a_prompt_goes_to_the_engine_where_it_delays_fewer_responses() -> None:
     """Equally fast engines: 100 ms for each response that waits, or 200 ms more to write at the other one."""
     fast = {"prefill_seconds": 0.001, "decode_seconds": (0.01, 0.0)}
     pool = unlike(3, 0, **fast)
@@ -188,7 +188,7 @@ def test_an_unknown_engine_counts_as_the_average(pool: list[Engine], wish: Routi
     assert hardware_affinity(hidden, wish).url == hardware_affinity(known_pool, wish).url
 
 
-def test_equal_engines_share_equally_before_anything_is_known() -> None:
+def test_equal_engines_share_requests_equally_before_any_measurement() -> None:
     loads = [0, 0, 0]
     for i in range(60):
         chosen = hardware_affinity(

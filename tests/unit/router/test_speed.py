@@ -23,7 +23,7 @@ def test_prompts_that_are_read_one_after_the_other_share_the_time() -> None:
     assert speed.metrics(0)["prefill_tokens_per_s"] == pytest.approx(500)
 
 
-def test_what_was_in_the_cache_and_what_came_after_a_rest_says_nothing() -> None:
+def test_cached_prefill_and_tokens_after_a_pause_are_not_measured() -> None:
     speed = Speed()
     for i in range(100):
         speed.record_prefill(3, float(i), i + 0.5)
@@ -33,7 +33,7 @@ def test_what_was_in_the_cache_and_what_came_after_a_rest_says_nothing() -> None
     assert speed.prefill is None and speed.decode is None
 
 
-def test_the_line_is_found_where_loads_differ() -> None:
+def test_the_decode_cost_line_is_fitted_from_different_loads() -> None:
     """10 ms a pass and 1 ms for each response in it, at loads of 1 and 40."""
     speed = Speed()
     for load in (1, 40):
@@ -56,7 +56,7 @@ def test_where_loads_do_not_differ_half_of_a_pass_is_its_own(load: int, pace: fl
 @given(
     st.lists(st.tuples(st.integers(1, 500), st.integers(1, 300), st.floats(0, 100)), min_size=16, max_size=30)
 )
-def test_no_engine_gets_faster_by_load(seen: list[tuple[int, int, float]]) -> None:
+def test_the_fitted_decode_cost_never_falls_with_load(seen: list[tuple[int, int, float]]) -> None:
     speed = Speed()
     for tokens, load, seconds in seen:
         speed.record_decode(tokens, load, 0.0, seconds)
@@ -91,7 +91,7 @@ def test_the_recent_weighs_more() -> None:
 
 
 @pytest.mark.virtual_clock
-async def test_the_router_measures_each_engine_and_begins_anew_with_another_process() -> None:
+async def test_the_router_measures_each_engine_and_starts_over_after_a_restart() -> None:
     engines = ScriptedEngine(A), ScriptedEngine(B)
     async with routing(*engines, strategy="hardware_affinity") as rig:
         await rig.push()
@@ -112,7 +112,7 @@ async def test_the_router_measures_each_engine_and_begins_anew_with_another_proc
 
 
 @pytest.mark.virtual_clock
-async def test_a_wait_for_a_place_is_not_taken_for_slow_reading() -> None:
+async def test_a_wait_for_a_free_slot_does_not_count_as_slow_prefill() -> None:
     """One place: the second request is read when the first has ended, after 1.1 s."""
     prompt = [5 + i % 100 for i in range(70)]
     read = []
@@ -130,7 +130,7 @@ async def test_a_wait_for_a_place_is_not_taken_for_slow_reading() -> None:
 
 @pytest.mark.virtual_clock
 @pytest.mark.parametrize("interruption", ["retract", "in_place"])
-async def test_a_push_does_not_make_an_engine_look_slow(interruption: str) -> None:
+async def test_a_push_does_not_lower_the_measured_decode_speed(interruption: str) -> None:
     async with routing(ScriptedEngine(A, ends_at=lambda seed: 150), interruption=interruption) as rig:
         await rig.push()
         task = rig.start(sample())

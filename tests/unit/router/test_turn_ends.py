@@ -33,7 +33,7 @@ def slow(ids: list[int]) -> int | None:
 
 
 @given(st.lists(st.sampled_from(sorted(WORDS)), max_size=24), st.integers(0, 24))
-def test_a_text_is_found_at_its_token_however_it_arrives(ids: list[int], cut: int) -> None:
+def test_a_stop_text_is_found_at_its_token_for_every_cut(ids: list[int], cut: int) -> None:
     prefix, new = ids[:cut], ids[cut:]
     first = slow(ids)
     if first is None:
@@ -114,7 +114,7 @@ async def reached(rig: Rig, engine: ScriptedEngine, tokens: int) -> None:
 
 
 @pytest.mark.virtual_clock
-async def test_what_came_is_told_before_its_engine_is_asked_to_stop() -> None:
+async def test_stop_interrupts_the_engine_after_tokens_are_reported() -> None:
     """The engine dies of that: the tokens had been counted as received, and nobody had heard of them."""
     token_ids = [token(3, 4 + i, 1) for i in range(36)]
     engine, received_counts = ScriptedEngine(A, chunk=4), list[int]()
@@ -133,7 +133,7 @@ async def test_what_came_is_told_before_its_engine_is_asked_to_stop() -> None:
 
 
 @pytest.mark.virtual_clock
-async def test_an_engine_is_asked_to_stop_at_no_more_texts_than_it_takes() -> None:
+async def test_an_engine_gets_no_more_stop_texts_than_it_accepts() -> None:
     """SGLang refuses more than 32, which would end the run: an agent's own come on top of rollout.stop."""
     token_ids = [token(3, 4 + i, 1) for i in range(36)]
     engine, stop_counts = ScriptedEngine(A, chunk=4), list[int]()

@@ -204,7 +204,7 @@ def from_answer_after_push(made: RouteWriter | None, sample: Sample, version: in
     return routes
 
 
-def test_what_was_put_off_needs_no_file_any_more(tmp_path: Path) -> None:
+def test_loaded_routes_do_not_depend_on_their_files(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
     group = issue(buffer)
     for s in group.samples:
@@ -239,7 +239,7 @@ def test_a_restart_finds_them_and_reads_none(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-def test_what_points_at_nothing_is_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_routes_whose_file_is_missing_are_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A late answer of an engine that has been started again since, or a disk that lost the file."""
     buffer = opened(tmp_path)
     group, version = issue(buffer), buffer.versions.new(0)
@@ -255,7 +255,7 @@ def test_what_points_at_nothing_is_absent(tmp_path: Path, caplog: pytest.LogCapt
     back.close()
 
 
-def test_a_file_goes_when_nobody_wants_it_and_its_writer_is_done(tmp_path: Path) -> None:
+def test_a_route_file_is_removed_when_unused_and_no_longer_written(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
     version, engine_writer = buffer.versions.new(0), writer(tmp_path, size=1)  # a file for each record
     late = issue(buffer)
@@ -370,7 +370,7 @@ def test_a_full_disk_leaves_neither_empty_files_nor_parts_of_records(
     assert (tmp_path / FOLDER / only).stat().st_size == len(encode(chosen(3), 0)), "what was acknowledged"
 
 
-def test_a_kill_before_files_are_removed_counts_nothing_twice(
+def test_a_kill_before_file_removal_counts_no_bytes_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = opened(tmp_path)

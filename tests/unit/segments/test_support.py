@@ -31,7 +31,7 @@ def rows_of(data: bytes, drawn: list[int]) -> list[set[int]]:
 
 
 @given(st.lists(st.sets(st.integers(0, 2**31 - 1), min_size=1, max_size=40), max_size=12), st.randoms())
-def test_what_was_kept_comes_back_in_any_order_and_cut(rows: list[set[int]], rng: random.Random) -> None:
+def test_encoded_support_round_trips_in_any_order_and_split(rows: list[set[int]], rng: random.Random) -> None:
     kept_ids = [rng.sample(sorted(row), len(row)) for row in rows]
     drawn = [rng.choice(row) for row in kept_ids]
     data = support.encode(kept_ids, drawn)
@@ -84,7 +84,7 @@ def segment(ids: list[int], kept: list[list[int]] | None) -> Segment:
     return Segment(ids, [-1.0] * len(ids), [VersionSpan(1, 0, len(ids))], support=encoded)
 
 
-def test_a_sample_says_of_all_its_tokens_what_was_kept_or_of_none() -> None:
+def test_a_sample_has_support_for_all_its_tokens_or_none() -> None:
     sample = Sample(1, 0, 0, [1], 0)
     sample.append(segment([5, 6], [[5, 4], [6]]))
     sample.observe([8, 9])
@@ -101,7 +101,7 @@ def test_a_sample_says_of_all_its_tokens_what_was_kept_or_of_none() -> None:
         plain.append(segment([5], [[5]]))
 
 
-def test_it_is_kept_on_the_disk_in_pieces(tmp_path: Path) -> None:
+def test_support_is_stored_on_disk_in_pieces(tmp_path: Path) -> None:
     buffer = RolloutBuffer(tmp_path / FILE_NAME, "run", 2)
     version = buffer.versions.new(0)
     group = buffer.issue(Prompt(0, "", [1, 2], {}), [5, 6])
@@ -130,7 +130,7 @@ def packed() -> list[TrainSample]:
     return [TrainSample.of(restricted, 0), TrainSample.of(free, 1)]
 
 
-def test_packed_tokens_know_what_they_were_drawn_from() -> None:
+def test_packed_tokens_carry_their_support() -> None:
     (batch,) = pack(packed(), 100)
     row_start = int(batch.rows[0] == 1) * 6  # where the sequence of row 0 begins
     assert batch.support_at is not None

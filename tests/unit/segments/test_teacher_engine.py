@@ -98,7 +98,7 @@ def issue(buffer: RolloutBuffer) -> SampleGroup:
 # -- the bytes ----------------------------------------------------------------------------------------------
 
 
-def test_opinions_come_back_as_they_were() -> None:
+def test_teacher_log_probs_round_trip_through_their_encoding() -> None:
     ids, logp = said([1, 2], [5, 6, 7, 8, 9])
     result = teacher_logprobs.decode(teacher_logprobs.encode(ids, logp), 5)
     assert np.array_equal(result[0], ids) and np.array_equal(result[1], logp)
@@ -114,7 +114,7 @@ def test_opinions_come_back_as_they_were() -> None:
         (np.zeros((1, 2)), np.array([[0.0, -np.inf]]), "not finite"),
     ],
 )
-def test_what_is_no_opinion_is_refused(ids: Any, logp: Any, told: str) -> None:
+def test_invalid_teacher_log_probs_are_refused(ids: Any, logp: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         teacher_logprobs.encode(ids, logp)
 
@@ -129,7 +129,7 @@ def test_opinions_of_another_number_of_tokens_are_refused() -> None:
 # -- the ledger ---------------------------------------------------------------------------------------------
 
 
-def test_they_are_kept_with_the_tokens(tmp_path: Path) -> None:
+def test_teacher_log_probs_are_stored_with_the_tokens(tmp_path: Path) -> None:
     """Of a sample that was asked about after its tokens were saved, and of one that was not; also by a reopened
     file, which does not write them again."""
     buffer = opened(tmp_path)
@@ -183,7 +183,7 @@ def test_a_response_that_is_cut_loses_them(tmp_path: Path) -> None:
     buffer.close()
 
 
-def test_a_changed_byte_of_them_is_told(tmp_path: Path) -> None:
+def test_a_corrupted_byte_of_teacher_log_probs_is_detected(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
     group = issue(buffer)
     grow(group)
@@ -201,7 +201,7 @@ def test_a_changed_byte_of_them_is_told(tmp_path: Path) -> None:
     buffer.close()
 
 
-def test_a_record_of_part_of_a_response_is_told(tmp_path: Path) -> None:
+def test_teacher_log_probs_of_a_partial_response_are_rejected(tmp_path: Path) -> None:
     """A teacher is asked about whole responses: a shorter record would be of another response."""
     buffer = opened(tmp_path)
     group = issue(buffer)
@@ -234,7 +234,7 @@ async def go_on(r: Rig) -> None:
 # -- asking -------------------------------------------------------------------------------------------------
 
 
-async def test_each_response_is_asked_about_once_and_trained_with_the_answer(tmp_path: Path) -> None:
+async def test_the_teacher_scores_each_response_once_for_training(tmp_path: Path) -> None:
     client = Teacher()
     async with rig(make_config(tmp_path), teacher=teacher_of(client)) as r:
         await r.start()
@@ -254,7 +254,7 @@ async def test_each_response_is_asked_about_once_and_trained_with_the_answer(tmp
         assert not any(s.pieces for g in pruned_groups for s in g.samples), "pruned with the tokens"
 
 
-async def test_a_restarted_run_does_not_ask_again(tmp_path: Path) -> None:
+async def test_a_restarted_run_does_not_query_the_teacher_again(tmp_path: Path) -> None:
     """It ended when the teacher had answered and the reward had not."""
 
     async def nobody_answers(prompt: Prompt, text: str) -> float:
@@ -280,7 +280,7 @@ async def test_a_restarted_run_does_not_ask_again(tmp_path: Path) -> None:
             )
 
 
-async def test_a_dead_teacher_censors_and_the_run_goes_on(
+async def test_a_dead_teacher_censors_samples_and_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many more groups in a row than would stop a run for any other reason; when it is back, samples are scored."""
@@ -305,7 +305,7 @@ async def test_a_dead_teacher_censors_and_the_run_goes_on(
         assert {reason and reason.partition(":")[0] for reason in reasons} == {UNAVAILABLE}
 
 
-async def test_a_teacher_that_comes_back_in_time_costs_nothing(
+async def test_a_teacher_that_returns_in_time_censors_no_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is told once that it is away, and once that it is back."""
@@ -418,7 +418,7 @@ def test_two_widths_in_one_step_are_refused() -> None:
         (["algo.loss=[clip]"], r"is unused: .* add distill"),
     ],
 )
-def test_what_it_cannot_do_is_one_line(overrides: list[str], told: str) -> None:
+def test_unsupported_configs_of_a_teacher_engine_are_refused(overrides: list[str], told: str) -> None:
     config = load_config(RECIPE, ["algo.teacher.engine=own", *overrides])
     with pytest.raises(UserError, match=told):
         check(config)
@@ -428,7 +428,7 @@ def test_what_it_cannot_do_is_one_line(overrides: list[str], told: str) -> None:
     ("url", "told"),
     [("http://user:secret@host:1", "a user name or a password"), ("http://:80", "expected a URL")],
 )
-def test_what_is_no_server_is_one_line(url: str, told: str) -> None:
+def test_invalid_teacher_engine_urls_are_refused(url: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
         check_names(load_config(RECIPE, [f"algo.teacher.engine={url}"]))
 
@@ -444,7 +444,7 @@ def test_the_trainer_holds_none_and_makes_no_pass() -> None:
     assert "the whole step with the teacher" in describe_passes(trainer_config)
 
 
-def test_its_server_may_move_and_its_place_may_not_change() -> None:
+def test_the_run_identity_ignores_the_address_of_the_teacher_engine() -> None:
     def of(engine: str) -> Config:
         return load_config(RECIPE, [f"algo.teacher.engine={engine}"])
 

@@ -75,7 +75,7 @@ def test_a_training_request_is_read() -> None:
     assert datum.inputs["weights"].tolist() == [0, 1, 0.5]
 
 
-def test_what_is_not_served_is_said() -> None:
+def test_unsupported_requests_are_rejected_with_the_reason() -> None:
     sparse = put_bytes(2, b"") + put_number(3, 2)
     with pytest.raises(UnsupportedRequest, match="target_tokens is sparse"):
         read_request(a_request(target_tokens=sparse)).data()
@@ -88,7 +88,7 @@ def test_what_is_not_served_is_said() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_bytes_of_strangers_are_refused_and_nothing_else(data: bytes) -> None:
+def test_arbitrary_bytes_only_raise_request_errors(data: bytes) -> None:
     with contextlib.suppress(BadMessage, UnsupportedRequest):
         read_request(data).data()
 
@@ -102,7 +102,7 @@ def test_a_damaged_request_is_refused_or_read(place: int, byte: int) -> None:
             read_request(data).data()
 
 
-def test_results_are_what_the_client_reads() -> None:
+def test_encoded_results_match_the_client_format() -> None:
     result = dict(
         fields(train_result([np.array([-1, -2], np.float32), np.array([-3], np.float32)], {"loss:sum": 6.0}))
     )
@@ -127,7 +127,7 @@ def test_results_are_what_the_client_reads() -> None:
 
 
 @given(st.integers(-(2**63), 2**63 - 1))
-def test_numbers_come_back(value: int) -> None:
+def test_numbers_round_trip(value: int) -> None:
     ((number, field_value),) = fields(put_number(9, value))
     assert (number, signed(field_value)) == (9, value)
 
@@ -190,7 +190,7 @@ def datum(**changes: list[float]) -> Datum:
         (Datum(list(range(16)), {}), "16 tokens, expected 1 to 15"),
     ],
 )
-def test_data_that_cannot_be_trained_is_told(wrong: Datum, told: str) -> None:
+def test_untrainable_data_is_rejected(wrong: Datum, told: str) -> None:
     check_data([datum()], LOSSES["cross_entropy"], 96, 16)
     with pytest.raises(UserError, match=told):
         check_data([datum(), wrong], LOSSES["cross_entropy"], 96, 16)
@@ -199,7 +199,7 @@ def test_data_that_cannot_be_trained_is_told(wrong: Datum, told: str) -> None:
 # -- requests in JSON ---------------------------------------------------------------------------------------
 
 
-def test_an_unknown_field_is_named_and_a_name_stays_in_its_folder() -> None:
+def test_unknown_fields_and_names_that_leave_their_folder_are_rejected() -> None:
     with pytest.raises(UserError, match="galore: Extra inputs"):
         read(CreateModel, b'{"session_id": "s", "model_seq_id": 0, "base_model": "m", "galore": 1}')
     for name in ("../key", "a/b", ".hidden", "", "x" * 101):
@@ -216,7 +216,7 @@ def asked(ids: list[int], **params: object) -> Sample:
     )
 
 
-def test_what_an_engine_would_die_of_does_not_reach_it() -> None:
+def test_invalid_sampling_requests_are_rejected_before_the_engine() -> None:
     for ids, params, message in (
         ([], {}, "the prompt is empty"),
         ([128], {}, "token id 128 is outside"),
@@ -246,7 +246,7 @@ def test_stops_and_seeds_are_sglangs() -> None:
 # -- keys ---------------------------------------------------------------------------------------------------
 
 
-def test_each_tenant_has_a_key_that_stays(tmp_path: Path) -> None:
+def test_each_tenant_has_a_key_that_survives_restarts(tmp_path: Path) -> None:
     tenant_keys = {name: key_of(tmp_path, name) for name in ("alice", "bob")}
     assert tenant_keys["alice"] != tenant_keys["bob"]
     assert tenant_keys == {name: key_of(tmp_path, name) for name in tenant_keys}, "over a restart"
@@ -280,7 +280,7 @@ def test_a_request_is_accepted_once(tmp_path: Path) -> None:
         ledger.accept("m", 1, "forward", b"x")
 
 
-def test_what_a_kill_leaves_says_what_is_to_be_done(tmp_path: Path) -> None:
+def test_the_ledger_after_a_kill_lists_the_unfinished_requests(tmp_path: Path) -> None:
     """Result and state are one transaction; a state that nothing names is swept away."""
     ledger = Ledger(tmp_path)
     ledger.add_model("m")
@@ -329,7 +329,7 @@ def test_what_a_kill_leaves_says_what_is_to_be_done(tmp_path: Path) -> None:
         (["engine.count=2"], "engine.count = 2"),
     ],
 )
-def test_a_config_that_cannot_serve_is_told(
+def test_a_config_that_cannot_serve_tenants_is_rejected(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["tenants", "configs/quickstart_lora.yaml", "--tenant", "a", "--port", "8000"]

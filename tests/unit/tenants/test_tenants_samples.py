@@ -96,7 +96,7 @@ async def until(true: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen")
 
 
-async def test_a_sample_under_which_the_engine_dies_is_asked_once_more(tmp_path: Path) -> None:
+async def test_a_sample_that_kills_the_engine_is_retried_once(tmp_path: Path) -> None:
     """Before: three times; and its neighbours were given up with it."""
     fake = DyingEngine()
     async with serving(tmp_path, fake) as (service, bob):
@@ -169,7 +169,7 @@ def test_a_ledger_of_an_earlier_version_counts_deaths_from_now_on(tmp_path: Path
     assert [r.deaths for r in Ledger(tmp_path).unfinished()] == [2]
 
 
-async def test_an_engine_that_samples_again_is_said_to_work(tmp_path: Path) -> None:
+async def test_sampling_after_a_restart_reports_the_recovery_of_the_engine(tmp_path: Path) -> None:
     """Its restarts are then forgiven: before, a server that only samples had launch.max_restarts in all."""
     fake, worked = DyingEngine(), list[bool]()
     async with serving(tmp_path, fake) as (service, bob):

@@ -44,7 +44,7 @@ def test_security_a06_a_prompt_of_millions_of_chunks_is_refused() -> None:
         read(Sample, body % chunks)
 
 
-def test_security_a06_bodies_that_nobody_reads_again_leave_the_disk(tmp_path: Path) -> None:
+def test_security_a06_request_bodies_no_longer_needed_are_deleted(tmp_path: Path) -> None:
     """Before: all were kept for ever."""
     ledger = Ledger(tmp_path)
     ledger.add_model("m")
@@ -102,7 +102,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_security_a06_many_samples_of_one_tenant_do_not_go_before_those_of_another() -> None:
+async def test_security_a06_many_samples_of_one_tenant_do_not_starve_another() -> None:
     line = Line(samples=4, adapters=8)
     await line.ask("b0", "bob", None, samples=128)  # all places
     for i in range(1, 4):

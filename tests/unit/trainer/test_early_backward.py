@@ -45,7 +45,7 @@ async def portions(r: Rig, step: int) -> list[list[int]]:
     return portion_ids
 
 
-async def test_finished_groups_are_given_once_each_and_are_in_the_take(tmp_path: Path) -> None:
+async def test_finished_groups_are_delivered_once_and_are_in_the_take(tmp_path: Path) -> None:
     async with rig(early_config(tmp_path), even_tail) as r:
         await r.start()
         # Group by group 10, 14, 18, 22 tokens; 24 make a portion, and the last group comes with the take.
@@ -74,7 +74,7 @@ async def test_a_repeated_step_gets_its_portions_again(tmp_path: Path) -> None:
         assert not second_step_ids & set(first_step_ids)
 
 
-async def test_an_engine_that_comes_back_in_the_middle_costs_no_portion(tmp_path: Path) -> None:
+async def test_an_engine_that_returns_during_a_step_costs_no_portion(tmp_path: Path) -> None:
     async with rig(early_config(tmp_path), even_tail) as r:
         await r.start()
         part = await r.until(r.manager.early(1))
@@ -87,7 +87,7 @@ async def test_an_engine_that_comes_back_in_the_middle_costs_no_portion(tmp_path
         assert ids((await r.take(1)).groups) == [0, 1, 2, 3, 4, 5]
 
 
-async def test_groups_that_are_there_already_come_with_the_take(tmp_path: Path) -> None:
+async def test_groups_finished_before_the_step_come_with_the_take(tmp_path: Path) -> None:
     async with rig(early_config(tmp_path, over_provision=2, max_staleness=1)) as r:
         await r.start()
         await r.take(1)  # all samples are alike and end together: the surplus makes a step
@@ -96,7 +96,7 @@ async def test_groups_that_are_there_already_come_with_the_take(tmp_path: Path) 
         await r.take(2)
 
 
-async def test_a_deadline_is_kept_while_a_portion_is_waited_for(
+async def test_group_deadlines_apply_while_waiting_for_a_portion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with rig(early_config(tmp_path, groups_per_step=2, group_deadline=3600)) as r:

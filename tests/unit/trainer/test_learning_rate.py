@@ -24,7 +24,7 @@ def test_the_rate_rises_from_a_share() -> None:
     assert [learning_rate(t, step, "constant", 0.0) for step in (1, 2, 3)] == pytest.approx([0.55, 1, 1])
 
 
-def test_no_warm_up_and_no_steps_left() -> None:
+def test_the_learning_rate_without_warm_up_or_steps_is_constant() -> None:
     t = TrainerConfig(lr=2.0, warmup_steps=0, steps=0)
     assert learning_rate(t, 1, "constant", 0.0) == 2
     assert learning_rate(t, 1, "linear", 0.5) == 2

@@ -37,7 +37,7 @@ def sequences(batches: list[MicroBatch]) -> list[list[int]]:
 
 
 @given(lengths, st.integers(1, 200), st.integers(1, 5))
-def test_every_sample_is_packed_once_on_equally_many_micro_batches(
+def test_every_sample_is_packed_once_and_ranks_get_equally_many_micro_batches(
     sizes: list[tuple[int, int]], budget: int, dp: int
 ) -> None:
     samples = [sample(p, r, i) for i, (p, r) in enumerate(sizes)]
@@ -49,7 +49,7 @@ def test_every_sample_is_packed_once_on_equally_many_micro_batches(
 
 
 @given(lengths, st.integers(1, 200), st.integers(1, 5))
-def test_budget_holds_save_for_a_sample_that_exceeds_it_alone(
+def test_micro_batches_exceed_the_budget_only_for_one_oversized_sample(
     sizes: list[tuple[int, int]], budget: int, dp: int
 ) -> None:
     samples = [sample(p, r, i) for i, (p, r) in enumerate(sizes)]
@@ -64,7 +64,7 @@ def test_budget_holds_save_for_a_sample_that_exceeds_it_alone(
     st.integers(5, 60),
     st.sampled_from([math.inf, 10.0]),
 )
-def test_each_goes_into_the_cheapest_bin_that_has_room(
+def test_each_sample_goes_into_the_cheapest_bin_with_room(
     sizes: list[int], bins: int, budget: int, crossover: float
 ) -> None:
     """The heaps do what a look at every bin would."""
@@ -114,7 +114,7 @@ def test_fields_are_aligned_to_their_tokens() -> None:
     assert micro.response_tokens == 4
 
 
-def test_similar_lengths_stand_side_by_side() -> None:
+def test_samples_are_packed_in_order_of_length() -> None:
     (micro,) = pack([sample(1, n) for n in (5, 50, 7, 40)], token_budget=1000)
     assert (micro.cu_seqlens[1:] - micro.cu_seqlens[:-1]).tolist() == [51, 41, 8, 6]
 
@@ -141,7 +141,7 @@ def test_the_number_of_micro_batches_is_a_multiple_for_interleaved_pipelines() -
     assert empty.tokens.tolist() == first.tokens.tolist()
 
 
-def test_nothing_to_pack_is_a_mistake() -> None:
+def test_packing_no_samples_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one sample"):
         pack([], 10)
 
@@ -159,7 +159,7 @@ def test_a_train_sample_keeps_mu_and_versions_of_its_segments() -> None:
     assert (row.row, len(row)) == (7, 5)
 
 
-def test_a_transferred_sample_is_trained_on_its_groups_prompt_and_compared_with_nothing() -> None:
+def test_a_transferred_sample_is_trained_on_its_group_prompt_and_never_compared() -> None:
     sample = Sample(1, 7, 0, [1, 2], 0, [3, 4], [-1.0, -2.0], [VersionSpan(5, 0, 2)])
     sample.routes = [RouteSpan(0, 3, bytes(3))]
     transferred_sample = replace(
@@ -185,7 +185,7 @@ def test_uneven_samples_are_refused(
         TrainSample(prompt, response, mu, versions)
 
 
-def test_tokens_behind_those_of_older_weights_are_told_apart() -> None:
+def test_tokens_that_follow_older_weights_are_marked_as_carried_over() -> None:
     """What kept keys and values cost shows on them alone."""
     went_on = TrainSample([1, 2], [3, 4, 5, 6], [-0.5] * 4, [1, 1, 2, 2], trained=[True, True, True, False])
     fresh, stale_sample = (TrainSample([1], [3, 4], [-0.5] * 2, [version] * 2) for version in (2, 1))
@@ -196,7 +196,7 @@ def test_tokens_behind_those_of_older_weights_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("which", ["observed", "masked", "both", "neither"])
-def test_what_is_observed_and_what_is_masked_is_not_trained_each_for_itself(which: str) -> None:
+def test_observed_and_masked_tokens_are_not_trained(which: str) -> None:
     sample = Sample(0, 0, 0, [1, 2], seed=0)
     sample.append(Segment([5, 6], [-0.5, -0.5], [VersionSpan(1, 0, 2)]))
     trained = [1.0] * 4

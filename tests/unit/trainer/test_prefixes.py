@@ -45,7 +45,7 @@ def test_the_last_common_token_is_computed_by_each() -> None:
     assert shared_tokens(a, np.array([1, 2])) == 0
 
 
-def test_sequences_stand_so_that_each_has_most_in_common_with_the_one_before() -> None:
+def test_sequences_are_ordered_by_the_longest_prefix_shared_with_the_previous() -> None:
     tokens = [
         np.array(t) for t in ([1, 2, 3, 4], [9], [1, 2, 3, 4, 5, 6, 7], [1, 2, 8], [1, 2, 3, 4, 5, 6, 8])
     ]
@@ -66,7 +66,7 @@ def test_a_micro_batch_keeps_every_sequence_whole() -> None:
 
 
 @pytest.mark.parametrize("more", [{"support": b"\0\0"}, {}])
-def test_of_a_response_nothing_is_shared_that_has_more_to_be_equal(more: dict[str, bytes]) -> None:
+def test_response_tokens_with_support_or_routes_are_not_shared(more: dict[str, bytes]) -> None:
     samples = [sample([1, 2, 3], [4, 5], **more), sample([1, 2, 3], [4, 6], **more)]
     assert build(samples, "yes").prefixes == [0, 2 if more else 3]
     assert build(samples, "by route").prefixes == [0, 2]
@@ -89,7 +89,7 @@ def test_computed_tokens_fill_the_budget() -> None:
     assert len(pack(samples, 53)) == 16
 
 
-def test_a_group_is_taken_apart_where_ranks_would_have_nothing_else() -> None:
+def test_a_single_group_is_split_evenly_over_the_ranks() -> None:
     """Long responses to a short prompt: two ranks share the group evenly, one part each."""
     group_samples = group([1, 2, 3], [[10 + i] * 40 for i in range(4)])
     parts = [pack(group_samples, 1000, rank, 2, shared="yes") for rank in range(2)]
@@ -153,7 +153,7 @@ def share_of(micro: MicroBatch) -> Share:
     return Share.of(micro, 1, OneRank(), torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def test_rectangles_have_the_keys_of_what_is_shared() -> None:
+def test_rectangles_include_the_keys_of_shared_prefixes() -> None:
     """Sequences of 4, 2 and 2 own tokens; the last two share tokens 0 and 1 of the first."""
     prefixes = [torch.tensor([], dtype=torch.int64), torch.tensor([0, 1]), torch.tensor([0, 1])]
     padding = Padding.of([4, 2, 2], torch.device("cpu"), prefixes)
@@ -163,7 +163,7 @@ def test_rectangles_have_the_keys_of_what_is_shared() -> None:
     assert padding.to_keys.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 0, 1, 6, 7]
 
 
-def test_what_a_group_costs() -> None:
+def test_the_cost_of_a_group_counts_its_shared_prompt_once() -> None:
     """A prompt of 10 and responses of 2 and 4: 12 tokens, then 5 that attend to 14."""
     members = group_of(10, [2, 4], shared=True)
     assert members == [(12, 0), (14, 9)] and computed(members) == 17
@@ -172,7 +172,7 @@ def test_what_a_group_costs() -> None:
     assert computed(group_of(10, [2, 4], shared=False)) == 26
 
 
-def test_what_is_shared_is_known_from_prompts() -> None:
+def test_shared_prefixes_are_computed_from_prompts() -> None:
     samples = [*group([1, 2, 3], [[4], [5, 6]]), sample([1, 9], [7])]
     prefixes = Prefixes.of(samples, by_route=False)
     assert [prefixes.order[i] for i in range(3)] == [1, 0, 2] and prefixes.shared == [0, 2, 0]

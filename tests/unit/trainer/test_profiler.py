@@ -44,7 +44,7 @@ def test_the_chosen_steps_of_the_chosen_ranks_are_recorded(tmp_path: Path) -> No
     assert sum(event.get("name") == "aten::mm" for event in events) == 1
 
 
-def test_without_the_section_nothing_is_recorded(tmp_path: Path) -> None:
+def test_nothing_is_recorded_without_the_profile_section(tmp_path: Path) -> None:
     multiply(profiler(tmp_path, 0), 2)
     assert files(tmp_path) == []
 

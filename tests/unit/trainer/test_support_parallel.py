@@ -98,7 +98,7 @@ def gap_on(ranks: int, rank: int) -> float:
 
 @pytest.mark.gate
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_all_figures_are_of_the_kept_ids_alone(ranks: int, tmp_path: Path) -> None:
+def test_log_probs_entropies_and_gradients_use_only_the_kept_ids(ranks: int, tmp_path: Path) -> None:
     gaps = on_gloo_ranks(ranks, gap_on, tmp_path)
     print(f"{ranks} ranks: largest difference {max(gaps):.1e}")
     assert max(gaps) < 1e-6

@@ -13,7 +13,7 @@ from tests.helpers.two_devices import GPU, HOST, TwoDevices, on_gpu
 pytestmark = pytest.mark.gate
 
 
-def test_an_operation_on_tensors_of_both_devices_is_recorded_with_its_place() -> None:
+def test_an_operation_on_tensors_of_both_devices_is_recorded_with_its_location() -> None:
     with TwoDevices() as devices:
         here, there = torch.ones(4), torch.ones(4, device=GPU)
         there + 1.0
@@ -34,7 +34,7 @@ def test_an_operation_on_tensors_of_both_devices_is_recorded_with_its_place() ->
     assert "there + here" in next(iter(devices.stacks.values()))
 
 
-def test_a_tensor_says_where_it_is() -> None:
+def test_a_tensor_reports_its_device() -> None:
     with TwoDevices():
         gpu_tensor = torch.zeros(2, device=GPU)
         assert gpu_tensor.is_cuda and gpu_tensor.device == GPU and not gpu_tensor.is_cpu
@@ -84,7 +84,7 @@ def test_launches_waits_copies_and_host_operations_are_counted() -> None:
     assert devices.counts.totals()["copies_to_device"] == 2
 
 
-def test_a_tensor_of_the_gpu_is_hashed_and_laid_out_as_there() -> None:
+def test_gpu_tensors_take_the_cuda_branches_of_hashing_and_staging() -> None:
     """Branches on `is_cuda` of rlsys.weights."""
     host_tensor = torch.randn(6, 4096)
     with TwoDevices() as devices:

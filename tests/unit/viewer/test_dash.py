@@ -59,16 +59,16 @@ async def ask(client: TestClient, path: str, **query: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", ["/", "/api/runs", "/api/samples?run=0", "/static/main.js", "/?token=guess"])
-async def test_nothing_without_the_token(stranger: TestClient, path: str) -> None:
+async def test_requests_without_the_token_are_refused(stranger: TestClient, path: str) -> None:
     assert (await stranger.get(path)).status == 403
 
 
-async def test_it_changes_nothing(reader: TestClient) -> None:
+async def test_post_requests_are_refused(reader: TestClient) -> None:
     for path in ("/", "/api/runs", "/api/samples"):
         assert (await reader.post(path)).status == 405
 
 
-async def test_no_file_beside_the_page_is_served(reader: TestClient) -> None:
+async def test_no_file_outside_the_static_folder_is_served(reader: TestClient) -> None:
     for path in ("/static/../server.py", "/static/%2e%2e/server.py", "/static/"):
         assert (await reader.get(path)).status in (403, 404)
 
@@ -114,12 +114,12 @@ async def test_samples_by_page_and_token_by_token(reader: TestClient) -> None:
         ("sample?sample=99", "sample 99: no such sample in the run"),
     ],
 )
-async def test_what_cannot_be_is_one_line(reader: TestClient, path: str, words: str) -> None:
+async def test_invalid_queries_return_a_one_line_error(reader: TestClient, path: str, words: str) -> None:
     answer = await reader.get(f"/api/{path}")
     assert answer.status == 400 and words in (await answer.json())["error"]
 
 
-async def test_curves_are_not_read_while_lines_are_taken_in(
+async def test_curves_are_not_read_while_new_lines_are_loaded(
     runs: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second look may come in the middle of the first: an array that is copied then cannot grow."""
@@ -148,7 +148,7 @@ async def test_curves_are_not_read_while_lines_are_taken_in(
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["local disk", "shared folder"])
-async def test_a_live_run_shows_its_engines_and_what_is_parked(
+async def test_a_live_run_shows_its_engines_and_parked_samples(
     local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the file beside its writer; on a shared folder, where nobody else may open it, from the coordinator."""
@@ -186,7 +186,7 @@ def test_a_long_run_is_no_more_points_than_a_screen_has(tmp_path: Path) -> None:
     assert [c["step"] for c in curves.timeline(3)] == [998, 999, 1000]
 
 
-def test_warnings_are_kept_unless_a_resume_makes_them_void(tmp_path: Path) -> None:
+def test_warnings_are_kept_unless_a_resume_discards_their_step(tmp_path: Path) -> None:
     warning = {"kind": "warning", "seen": "s", "cause": "c", "knob": "k", "time": 1.0}
     lines = [{**warning, "step": 2, "name": "a"}, {**warning, "step": 5, "name": "b"}]
     lines += [{"kind": "run", "event": "resume", "step": 3, "time": 2.0}]
@@ -224,7 +224,7 @@ def test_a_folder_that_is_no_run_and_a_bad_port_are_one_line(
 
 
 @pytest.mark.full
-def test_the_command_prints_a_link_and_how_to_get_there_by_ssh(runs: list[Path]) -> None:
+def test_the_command_prints_a_link_and_an_ssh_tunnel(runs: list[Path]) -> None:
     command = [sys.executable, "-m", "rlsys.cli.main", "dash", str(runs[0])]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
     assert process.stdout is not None
@@ -252,7 +252,7 @@ async def page(stranger: TestClient, tmp_path: Path) -> AsyncIterator[Page]:
 
 @needs_chromium
 @pytest.mark.gate
-async def test_curves_of_two_runs_lie_over_one_another(page: Page) -> None:
+async def test_curves_of_two_runs_share_a_chart(page: Page) -> None:
     lines = "[...document.querySelectorAll('.chart')][0].querySelectorAll('polyline').length"
     await page.until(f"{lines} === 2")
     assert "Where the time went" in await page.text()
@@ -269,7 +269,7 @@ async def test_named_evaluation_sets_have_charts_of_their_own(page: Page) -> Non
 
 @needs_chromium
 @pytest.mark.gate
-async def test_a_warning_stands_above_the_curves(page: Page, runs: list[Path]) -> None:
+async def test_a_warning_is_shown_above_the_curves(page: Page, runs: list[Path]) -> None:
     warning = {
         "kind": "warning",
         "step": 2,
@@ -289,7 +289,7 @@ async def test_a_warning_stands_above_the_curves(page: Page, runs: list[Path]) -
 
 @needs_chromium
 @pytest.mark.gate
-async def test_the_browser_shows_who_sampled_what_and_where_it_was_interrupted(page: Page) -> None:
+async def test_the_browser_shows_weight_versions_and_interruptions_of_a_sample(page: Page) -> None:
     await page.open(f"{page.home}#/samples?run=0&status=parked")
     await page.evaluate(
         "[...document.querySelectorAll('a.row')].find(r => r.innerText.includes('sample 4')).click()"
@@ -305,7 +305,7 @@ async def test_the_browser_shows_who_sampled_what_and_where_it_was_interrupted(p
 
 @needs_chromium
 @pytest.mark.gate
-async def test_gap_and_advantage_by_token(page: Page) -> None:
+async def test_gap_and_advantage_are_coloured_by_token(page: Page) -> None:
     await page.open(f"{page.home}#/sample?run=1&sample=0")
     for view in ("gap", "advantage"):
         await page.evaluate(f"document.querySelector('[data-view={view}]').click()")
@@ -355,7 +355,7 @@ async def test_a_coordinator_that_is_slow_to_answer_keeps_no_page_from_being_dra
 
 @needs_chromium
 @pytest.mark.gate
-async def test_a_run_that_goes_on_after_its_end_is_seen(tmp_path: Path) -> None:
+async def test_the_page_shows_a_resume_of_an_ended_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     async with (
         TestClient(TestServer(Dashboard([run], TOKEN).app(), host="127.0.0.1")) as client,
@@ -378,7 +378,7 @@ async def test_a_run_that_goes_on_after_its_end_is_seen(tmp_path: Path) -> None:
 
 @needs_chromium
 @pytest.mark.gate
-async def test_beside_a_long_stop_the_steps_are_still_seen(page: Page) -> None:
+async def test_a_long_stop_does_not_hide_the_other_steps(page: Page) -> None:
     """The axis ends at one and a half times the longest step's work: 15 s of 3,602. The stop's length is written."""
     drawn = await page.evaluate(
         "import('/static/chart.js').then(c => { const host = document.createElement('div');"
@@ -424,7 +424,7 @@ async def test_filter_search_and_groups_side_by_side(page: Page) -> None:
 
 @needs_chromium
 @pytest.mark.gate
-async def test_what_a_model_writes_is_text_and_never_html(page: Page) -> None:
+async def test_model_output_is_rendered_as_text_and_never_as_html(page: Page) -> None:
     script = "import('/static/dom.js').then(d => d.el('p', {}, '<img src=x onerror=alert(1)>').innerHTML)"
     assert await page.evaluate(script) == "&lt;img src=x onerror=alert(1)&gt;"
     modules = (Path(main.__file__).parents[1] / "viewer" / "static").glob("*.js")
@@ -444,7 +444,7 @@ async def test_no_page_is_wider_than_the_screen(page: Page, width: int, dark: bo
 
 @needs_chromium
 @pytest.mark.gate
-async def test_a_refusal_is_told_and_the_page_stays(page: Page) -> None:
+async def test_an_error_response_is_shown_and_the_page_stays(page: Page) -> None:
     await page.open(f"{page.home}#/samples?run=0&step=9")
     assert await page.text("#trouble") == "step 9: no such train step; the run has steps 1 to 2"
     assert "400" in page.errors[0]

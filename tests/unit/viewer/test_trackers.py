@@ -79,7 +79,7 @@ def resume_with_a_repeated_step(run: Path) -> None:
     )
 
 
-def test_every_line_once_over_a_resume(run: Path, tracker: type[InMemory]) -> None:
+def test_a_tracker_gets_every_line_once_over_a_resume(run: Path, tracker: type[InMemory]) -> None:
     follower = Follower(run, ["wandb"])
     follower.catch_up()
     resume_with_a_repeated_step(run)
@@ -186,7 +186,7 @@ def test_read_back_equal_after_a_kill_and_a_resume(
 
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed")
-def test_a_run_that_ends_has_given_everything(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_run_has_sent_all_lines_to_its_trackers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     text = (run / "config.yaml").read_text().replace("trackers: []", "trackers: [mlflow]")

@@ -93,7 +93,7 @@ def _delivered(rank: int) -> dict[str, str]:
     return WeightPush(cast(Trainer, trainer), PushPlan({}, group=False)).push(ticket).digests[0]
 
 
-def test_shares_of_ranks_are_even_and_neighbours_go_to_different_ranks() -> None:
+def test_hash_shares_of_ranks_are_even_and_adjacent_experts_are_spread() -> None:
     hf = HFConfig.read(ROOT / "configs/models/Qwen3-30B-A3B")
     shares = hash_shares(hf, 8, experts_together=False)
     assert sum(shares.elements) == sum(entry.elements for entry in entries(hf))

@@ -89,7 +89,7 @@ async def test_pushes_that_never_get_through_stop_the_run_with_a_sentence() -> N
 
 
 @pytest.mark.virtual_clock
-async def test_another_process_in_its_place_is_tried_again() -> None:
+async def test_a_quarantined_engine_is_tried_again_after_its_process_restarts() -> None:
     bad, good = SlowCanary("http://e0:1"), ScriptedEngine("http://e1:1")
     async with routing(bad, good) as stage:
         await asyncio.sleep(2)
@@ -147,7 +147,7 @@ def test_a_folder_that_an_engine_may_still_read_is_not_deleted(
 
 
 @pytest.mark.virtual_clock
-async def test_an_engine_that_was_cut_off_in_a_push_gets_all_tensors_once_more() -> None:
+async def test_an_engine_disconnected_during_a_push_gets_all_tensors_again() -> None:
     """It lives, so nobody restarts it. Before: quarantined until somebody did, and the only one ended the launch."""
     async with routing(ScriptedEngine("http://e0:1"), ScriptedEngine("http://e1:1")) as stage:
         await asyncio.sleep(2)
@@ -161,7 +161,7 @@ async def test_an_engine_that_was_cut_off_in_a_push_gets_all_tensors_once_more()
 
 
 @pytest.mark.virtual_clock
-async def test_an_engine_that_always_refuses_the_tensors_is_given_up_with_its_words() -> None:
+async def test_an_engine_that_always_refuses_tensors_is_quarantined_with_its_error() -> None:
     """Before: the first refusal ended the launch."""
     refused = {"http://e0:1": "http://e0:1/update_weights_from_tensor: 400 size mismatch"}
     async with routing(ScriptedEngine("http://e0:1")) as stage:
@@ -249,7 +249,7 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return worlds
 
 
-def test_an_engine_that_dies_in_the_join_is_left_out(joins: list[int]) -> None:
+def test_an_engine_that_dies_during_the_join_is_excluded(joins: list[int]) -> None:
     """Before: a RunError of the trainer, which nobody restarts."""
     group = transports.GroupTransport(60, 60)
     with Receivers([EngineAddress(f"http://e{i}:1", 1, -1) for i in range(2)], 60) as receivers:
@@ -258,7 +258,7 @@ def test_an_engine_that_dies_in_the_join_is_left_out(joins: list[int]) -> None:
     assert joins == [3, 2]
 
 
-def test_who_refuses_a_join_with_everybody_there_is_left_out(
+def test_an_engine_that_refuses_a_join_is_excluded_with_its_error(
     joins: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the reason, which the run tells when it gives such an engine up. Before: the end of the launch."""
@@ -272,7 +272,7 @@ def test_who_refuses_a_join_with_everybody_there_is_left_out(
         assert receivers.excluded == dict.fromkeys(refused, "400: no NCCL here")
 
 
-def test_a_trainer_that_replaces_a_killed_one_names_its_group_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_trainer_process_uses_a_new_group_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, each trainer counted from 0, and SGLang refused a name that the dead one had left: 400, end of run."""
     group_names: set[str] = set()
 

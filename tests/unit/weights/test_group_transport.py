@@ -50,14 +50,14 @@ def joined(backend: str) -> GroupTransport:
     return transport
 
 
-def test_engines_are_asked_to_leave_before_the_trainer_leaves(events: list[str]) -> None:
+def test_engines_are_requested_to_leave_before_the_trainer_leaves(events: list[str]) -> None:
     """NCCL's end waits for the other side's: whoever left alone first would wait for nobody."""
     joined("nccl").close()
     path = "/destroy_weights_update_group"
     assert events == [f"http://a{path}", f"http://b{path}", "destroy nccl"]
 
 
-def test_who_refuses_first_is_to_blame(events: list[str]) -> None:
+def test_only_the_first_engine_to_refuse_is_excluded(events: list[str]) -> None:
     """The others refuse because the trainer left the group: they get the bucket in another one."""
     with Receivers(ENGINES, 60) as receivers:
         answers = {engine.url: Future[None]() for engine in ENGINES}
@@ -71,7 +71,7 @@ def test_who_refuses_first_is_to_blame(events: list[str]) -> None:
     assert receivers.excluded == {"http://b": "400: size mismatch"}
 
 
-def test_a_broadcast_that_fails_with_everybody_there_is_tried_again_by_the_next_push(
+def test_a_failed_broadcast_to_live_engines_excludes_all_of_them(
     events: list[str],
 ) -> None:
     with Receivers(ENGINES, 60) as receivers:
@@ -86,7 +86,7 @@ def test_a_broadcast_that_fails_with_everybody_there_is_tried_again_by_the_next_
 
 
 @pytest.mark.parametrize(("backend", "end"), [("nccl", "abort nccl"), ("gloo", "destroy gloo")])
-def test_a_broadcast_that_hangs_on_a_dead_engine_is_given_up(
+def test_a_broadcast_that_hangs_on_a_dead_engine_is_aborted(
     events: list[str], backend: str, end: str
 ) -> None:
     """NCCL's group has a kernel that hangs: destroying it would wait for that until the watchdog ends the trainer."""

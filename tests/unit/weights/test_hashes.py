@@ -45,7 +45,7 @@ def test_rounds_of_many_tiles_add_up() -> None:
     assert state.digest() == pieces.digest()
 
 
-def test_a_part_of_a_matrix_is_hashed_as_if_it_stood_alone() -> None:
+def test_a_matrix_slice_hashes_like_its_contiguous_copy() -> None:
     matrix, state, reference = sample(600, "float32").view(20, 30), TileHash(), TileHash()
     state.update(matrix[:, 7:19])
     reference.update(matrix[:, 7:19].clone())
@@ -91,7 +91,7 @@ def test_experts_of_a_layer_may_be_spread_over_trainer_ranks(
 
 
 @pytest.mark.parametrize("cuda", [False, True])
-def test_no_tensor_of_a_push_is_kept(cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashing_keeps_no_tensor_of_a_push_in_memory(cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", cuda)  # the GPU's way
     checksums = EngineChecksums(TINY, 2)
     memory: list[weakref.ref[np.ndarray]] = []

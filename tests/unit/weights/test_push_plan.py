@@ -31,7 +31,7 @@ def test_each_engine_rank_gets_its_weights_from_the_trainer_rank_on_its_gpu() ->
     assert plan.owners(2, 4) == (8, 9, 10, 11)
 
 
-def test_an_engine_beside_the_trainer_is_reached_by_a_group_of_other_gpus() -> None:
+def test_engines_with_other_gpus_are_reached_by_a_group_without_shared_gpus() -> None:
     trainer = places(0, 1, 2, 3)
     engines = [places(0, 1), places(2, 3), places(4, 5), places(3, 6)]
     plan = plan_push(trainer, engines, "broadcast", gpus=True)
@@ -42,14 +42,14 @@ def test_an_engine_beside_the_trainer_is_reached_by_a_group_of_other_gpus() -> N
     assert swapped == PushPlan({}, group=True, sender=1), "rank 0 shares GPU 3 with the engine"
 
 
-def test_what_nccl_would_refuse_is_refused_before_the_start() -> None:
+def test_invalid_nccl_groups_are_refused_before_the_start() -> None:
     with pytest.raises(UserError, match=r"each trainer rank, first on GPU 0 of node 0, shares its GPU"):
         plan_push(places(0), [places(0, 1)], "broadcast", gpus=True)
     with pytest.raises(UserError, match=r"two ranks of one NCCL group are on GPU 3 of node 1"):
         check_group([DeviceLocation(1, 3), DeviceLocation(0, 3), DeviceLocation(1, 3)])
 
 
-def test_a_sharded_push_goes_by_groups_and_shares_no_gpu() -> None:
+def test_a_sharded_push_uses_groups_and_shares_no_gpu() -> None:
     trainer = places(0, 1)
     assert plan_push(trainer, [places(2, 3)], "sharded", gpus=True) == PushPlan({}, group=True)
     with pytest.raises(UserError, match=r"sharded: the trainer and engine-1 both use GPU 1 of node 0"):

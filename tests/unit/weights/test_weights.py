@@ -46,7 +46,7 @@ def test_neighbours_share_a_bucket() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_bucket_stays_as_it_is_until_the_next_but_one(shared: bool) -> None:
+def test_a_bucket_stays_unchanged_until_the_second_next_bucket(shared: bool) -> None:
     areas = StagingBuffers(shared=shared)
     first = areas.flatten([("a", torch.arange(6.0)), ("b", torch.ones(2, 3, dtype=torch.float32).T)])
     second = areas.flatten([("c", torch.zeros(9, dtype=torch.bfloat16))])
@@ -128,7 +128,7 @@ def test_each_rank_has_its_part_and_ranks_share_a_head() -> None:
     )
 
 
-def test_a_tensor_that_did_not_come_whole_is_not_told() -> None:
+def test_an_incomplete_tensor_gets_no_checksum() -> None:
     t, checksums = tiny_tensors(), EngineChecksums(TINY, 1)
     del t[LAYER + "self_attn.k_proj.weight"]
     for _ in checksums.watch(t.items()):
@@ -211,7 +211,7 @@ def test_a_convolutions_channels_are_cut_in_each_part() -> None:
     assert checksums.digests()[1] == {name: sha(torch.cat([q[16:], k[16:], v[32:]]))}
 
 
-def test_norms_that_are_kept_as_their_distance_from_1_are_held_twice() -> None:
+def test_zero_centered_norms_get_a_second_checksum() -> None:
     hf = HFConfig.of(tiny.raw_config(tiny.TINY["qwen3-next"]), "config.json")
     weight, checksums = torch.randn(64), EngineChecksums(hf, 1)
     for _ in checksums.watch([("model.norm.weight", weight)]):

@@ -101,7 +101,7 @@ def piece_of(content: np.ndarray, width: int = 4) -> Piece:
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("length", [1, 7, 4096, 100003])
-def test_a_piece_comes_back_as_it_was(width: int, length: int) -> None:
+def test_a_piece_round_trips_unchanged(width: int, length: int) -> None:
     rng = np.random.default_rng(0)
     old, new = (rng.integers(0, 256, length, dtype=np.uint8) for _ in "ab")
     piece = piece_of(new, width)
@@ -111,7 +111,7 @@ def test_a_piece_comes_back_as_it_was(width: int, length: int) -> None:
     assert encode(piece, new, new, piece.digest).data == b""
 
 
-def test_what_has_changed_a_little_is_small() -> None:
+def test_small_changes_encode_to_small_payloads() -> None:
     for dtype, most in ((torch.bfloat16, 0.05), (torch.float32, 0.6)):
         tensors, next_tensors = model(1, dtype), model(1, dtype, steps=1)
         old, new = (
@@ -173,7 +173,7 @@ def test_all_hosts_get_all_tensors_and_the_link_carries_them_once(three: list[Ho
 
 
 @pytest.mark.gate
-def test_who_joined_is_the_end_of_the_chain(three: list[Host]) -> None:
+def test_a_joined_host_is_the_end_of_the_chain(three: list[Host]) -> None:
     """The trainer's link carries as much as before."""
     sender, first, second = Sender(three), model(0), model(0, steps=1)
     sender.relays = RelayPush([range(2)], SECONDS, SECONDS)
@@ -191,7 +191,7 @@ def test_who_joined_is_the_end_of_the_chain(three: list[Host]) -> None:
 
 
 @pytest.mark.gate
-def test_a_host_that_comes_back_is_fed_by_its_neighbours(three: list[Host]) -> None:
+def test_a_host_that_returns_gets_the_weights_from_its_neighbours(three: list[Host]) -> None:
     """It holds nothing; what is sent to all is what has changed."""
     with hosts(1) as (fresh,):
         sender, first = Sender(three), model(0, torch.bfloat16)
@@ -208,7 +208,7 @@ def test_a_host_that_comes_back_is_fed_by_its_neighbours(three: list[Host]) -> N
 
 
 @pytest.mark.gate
-def test_a_host_without_the_version_before_costs_the_link_nothing(three: list[Host]) -> None:
+def test_a_host_without_the_previous_version_adds_no_traffic_to_the_link(three: list[Host]) -> None:
     sender, first = Sender(three), model(0, torch.bfloat16)
     assert sender.push(first, 1, only=[0, 2]) == {}
     second = model(0, torch.bfloat16, steps=1)
@@ -219,7 +219,7 @@ def test_a_host_without_the_version_before_costs_the_link_nothing(three: list[Ho
 
 
 @pytest.mark.gate
-def test_a_damaged_piece_is_refused_and_asked_for_again() -> None:
+def test_a_damaged_piece_is_refused_and_requested_again() -> None:
     hurt: list[int] = []
 
     def damage(passed: int) -> bool:
@@ -252,7 +252,7 @@ def test_a_dead_host_is_passed_by(three: list[Host]) -> None:
 @pytest.mark.gate
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_host_that_dies_or_hangs_amid_a_push_is_passed_by(
+def test_a_host_that_dies_or_hangs_during_a_push_is_bypassed(
     place: int, how: signal.Signals, tmp_path: Path
 ) -> None:
     """It has taken a piece, and not passed on the others."""
@@ -322,7 +322,7 @@ def test_a_token_ends_when_the_push_is_loaded(three: list[Host]) -> None:
 
 
 @pytest.mark.gate
-def test_a_stranger_brings_nothing(three: list[Host]) -> None:
+def test_pieces_without_the_push_token_are_refused(three: list[Host]) -> None:
     content = np.zeros(100, np.uint8)
     piece = piece_of(content)
     sender = Sender(three)

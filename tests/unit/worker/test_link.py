@@ -8,7 +8,7 @@ import socket
 from rlsys.worker.link import MAX_BATCH_MESSAGES, CancelSamples, Link, ToWorker
 
 
-async def test_the_first_of_many_messages_leave_before_the_last_is_there() -> None:
+async def test_the_first_of_many_messages_are_sent_before_the_last_is_queued() -> None:
     received_ids: list[int] = []
     sender_socket, receiver_socket = socket.socketpair()
     lost = asyncio.Event()

@@ -144,7 +144,7 @@ def test_only_a_run_of_this_config_can_be_repeated(tmp_path: Path) -> None:
         RunRecord(tmp_path / "none", make_config(tmp_path))
 
 
-async def test_a_sample_may_stop_twice_in_a_step_but_its_trainer_never_went_back(
+async def test_a_run_record_allows_two_stops_per_step_but_no_restored_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlsys.rollout.progress_watch.POLL_SECONDS", 0.001)

@@ -43,7 +43,7 @@ async def test_each_token_is_in_the_ledger_once(tmp_path: Path, workers: int) ->
         *(pytest.param(k, seed, marks=pytest.mark.full) for k, seed in ((2, 1), (4, 2), (4, 3))),
     ],
 )
-async def test_a_worker_that_is_killed_at_any_moment_costs_nothing_twice(
+async def test_samples_are_trained_once_when_workers_are_killed_at_random(
     tmp_path: Path, workers: int, seed: int
 ) -> None:
     """Each kill loses what that worker had not told: it is sampled again, and the file is cut and counted."""
@@ -70,7 +70,7 @@ async def test_a_worker_that_is_killed_at_any_moment_costs_nothing_twice(
     assert len(seen) == 4 * step
 
 
-async def test_what_a_worker_wrote_and_did_not_tell_is_cut_off_and_counted(tmp_path: Path) -> None:
+async def test_unreported_bytes_of_a_killed_worker_are_truncated_and_counted(tmp_path: Path) -> None:
     async with run(tmp_path, 2, 2) as r:
         await r.manager.restore(0)
         await r.push()
@@ -90,7 +90,7 @@ async def test_what_a_worker_wrote_and_did_not_tell_is_cut_off_and_counted(tmp_p
         assert file.stat().st_size <= size
 
 
-async def test_a_worker_that_never_gets_further_stops_the_run(tmp_path: Path) -> None:
+async def test_a_worker_without_progress_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="rollout worker 0 died 5 times"):
         await _killed_for_ever(tmp_path)
 
@@ -111,7 +111,7 @@ async def _killed_for_ever(folder: Path) -> None:
             killer.cancel()
 
 
-async def test_samples_of_a_killed_coordinator_go_on_with_other_workers(tmp_path: Path) -> None:
+async def test_samples_of_a_killed_coordinator_continue_on_other_workers(tmp_path: Path) -> None:
     """What was committed is in the ledger; the rest is sampled again, with the same seeds."""
     seen: set[int] = set()
     async with run(tmp_path, 2, 4) as r:

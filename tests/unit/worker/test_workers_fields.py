@@ -75,9 +75,7 @@ def what(folder: Path, steps: list[TrainBatch]) -> list[Any]:
 
 
 @pytest.mark.parametrize("more", [{}, {"max_resumes": 1}], ids=["", "max_resumes"])
-async def test_a_rolling_push_goes_round_the_engines_of_all_workers(
-    tmp_path: Path, more: dict[str, Any]
-) -> None:
+async def test_a_rolling_push_visits_the_engines_of_all_workers(tmp_path: Path, more: dict[str, Any]) -> None:
     """Each engine once a version, one at a time; two at the start, when none serves, all at once."""
     sections = DISAGGREGATED | {"weights": {"rolling": 1}}
     async with run(tmp_path, 2, 4, sections=sections, **more) as r:
