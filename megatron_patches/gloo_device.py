@@ -2,8 +2,8 @@
 
 Symptom: a layout has twenty to sixty groups, and torch gives each gloo group a separate device, whose thread wakes
 up a hundred times a second while the group is referenced. Several layouts in one process, or four ranks on two
-cores, spend more CPU time in these threads than in training. Upstream: 0.16.1 - 0.19.2, with torch 2.7 - 2.14. Why
-numbers stay equal: a gloo device is a listening address with an event loop, which gloo allows to be shared; every
+cores, spend more CPU time in these threads than in training. Upstream: 0.16.1 - 0.19.2, with torch 2.7 - 2.14.
+Why numbers stay equal: a gloo device is a listening address with an event loop, which gloo allows to be shared; every
 group keeps its own pairs and reduces in the same order. The network interface is torch's choice. Delete when: torch
 shares the device, or new_group takes options for gloo.
 """

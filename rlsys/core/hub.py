@@ -60,7 +60,9 @@ def fetch_snapshot(
         if constants.HF_HUB_OFFLINE:
             reason = f"and the cache has {copy}; {_ADVICE[kind].format(name=name)}"
         else:
-            reason = f"and {constants.ENDPOINT} returns no {noun} of this name{suffix}: {_first_line(e)}"
+            reason = (
+                f"and the download of this {noun}{suffix} from {constants.ENDPOINT} failed: {_first_line(e)}"
+            )
         raise UserError(f"{field} = {name!r}: no such folder, {reason}") from None
 
 

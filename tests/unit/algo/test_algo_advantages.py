@@ -138,7 +138,7 @@ def test_puzzlecraft_by_hand() -> None:
     ("params", "told"),
     [
         ({"diversity": "entropy"}, "diversity = entropy needs the number of options of a problem"),
-        ({"options": 4}, "diversity = distinct has no options, here options = 4"),
+        ({"options": 4}, "diversity = distinct has no options: options = 4"),
     ],
 )
 def test_puzzlecraft_requires_options_only_for_entropy_diversity(params: dict[str, Any], told: str) -> None:

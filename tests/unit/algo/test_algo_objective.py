@@ -376,7 +376,7 @@ def test_threshold_matches_the_result_of_sorting(values: list[float], share: flo
 
 
 def test_samples_name_a_column_of_the_wrong_length() -> None:
-    with pytest.raises(ValueError, match=r"tool_penalty has shape \(2,\), rewards \(3,\)"):
+    with pytest.raises(ValueError, match=r"tool_penalty has shape \(2,\); expected 3 rows"):
         Samples(
             rewards=torch.zeros(3),
             group_ids=torch.zeros(3),

@@ -44,7 +44,7 @@ QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.y
         (["explain", QUICKSTART, "--gpu-memory", "nan"], "--gpu-memory nan: expected more than 0 GB"),
         (["explain", QUICKSTART, "data.reward=exact_anwser"], "data.reward = 'exact_anwser': unknown name"),
         (["train", QUICKSTART, "rollout.generator=nope"], "rollout.generator = 'nope': unknown name"),
-        (["algo", "show", ""], "no algorithm ''"),
+        (["algo", "show", ""], "unknown algorithm ''; known: adaptive_entropy"),
     ],
 )
 def test_a_mistake_is_one_line(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

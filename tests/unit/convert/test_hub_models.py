@@ -117,7 +117,8 @@ def test_an_unavailable_hub_model_is_reported_with_its_field(
 def test_a_port_without_a_hub_is_one_line(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
-        UserError, match=r"^model.path = 'me/tiny': no such folder, and http://127.0.0.1:9 gives no"
+        UserError,
+        match=r"^model.path = 'me/tiny': no such folder, and the download of this model from http://127.0.0.1:9",
     ):
         pin_models(config("me/tiny"))
 

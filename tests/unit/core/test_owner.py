@@ -291,7 +291,7 @@ async def test_commands_without_the_key_are_rejected(tmp_path: Path) -> None:
         for path in ("commit", "restore", "take", "leave?seconds=1"):
             for headers in ({}, {"X-Rlsys-Key": "guess", "X-Rlsys-Start": "9"}):
                 assert await ticking(r, post, client._socket, f"/{path}", headers) == 403
-        with pytest.raises(RunError, match="status 403"):
+        with pytest.raises(RunError, match="GET /status returned HTTP 403"):
             await ticking(r, RolloutClient(client._socket, "guess").status)
         await ticking(r, client.restore, 0)
         with pytest.raises(

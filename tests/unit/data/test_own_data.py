@@ -164,7 +164,7 @@ def test_mistakes_in_a_row_are_one_line(row: Any, keys: dict[str, str], message:
         ({"source": "jsonl", "params": {"path": "p"}}, "p: a Parquet file; expected JSON, or data.source = parquet"),
         ({"source": "parquet", "params": {"path": "j"}}, "j: expected a Parquet file; for JSON lines use"),
         ({"source": "jsonl", "params": {"path": "one"}}, "one:1: not JSON; the file is one JSON object"),
-        ({"source": "parquet", "params": {"path": "none"}}, "none: cannot read: No such file or directory; a path"),
+        ({"source": "parquet", "params": {"path": "none"}}, "none: cannot read: No such file or directory; paths"),
         ({"source": "parquet", "params": {"paht": "p"}}, "data.params.path: missing"),
         ({"source": "dataset", "params": {"name": "no/such/folder"}}, "no id of a data set; expected owner/name"),
         ({"source": "dataset", "params": {"name": "d", "split": "trian"}}, "did you mean train?"),

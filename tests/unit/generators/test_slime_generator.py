@@ -258,9 +258,9 @@ def set_field(name: str, value: Any) -> Callable[[SlimeSample], None]:
         (mistake(lambda s: "text"), "it returned a str, expected its sample"),
         (
             asking(temperature=0.5),
-            r"sampling_params\['temperature'\] = 0.5, but rollout.temperature = 1.0: the",
+            r"sampling_params\['temperature'\] = 0.5; expected rollout.temperature = 1.0",
         ),
-        (asking(top_p=0.9), r"sampling_params\['top_p'\] = 0.9, but rollout.top_p = 1.0"),
+        (asking(top_p=0.9), r"sampling_params\['top_p'\] = 0.9; expected rollout.top_p = 1.0"),
         (asking(repetition_penalty=1.1), "= 1.1 changes the distribution of tokens"),
         (asking(regex="[0-9]"), r"sampling_params\['regex'\] = '\[0-9\]' changes the distribution"),
         (asking(beam_width=3), r"sampling_params\['beam_width'\]: unknown parameter"),

@@ -158,7 +158,7 @@ def config(**sections: dict) -> Config:
 @pytest.mark.parametrize(
     ("sections", "why"),
     [
-        ({}, "data.process_judge names none"),
+        ({}, "data.process_judge is not set"),
         ({"data": {"process_judge": "chain_sums"}}, "did you mean"),
         (
             {"data": {"process_judge": "chain_sum"}, "rollout": {"generator": "calculator"}},

@@ -196,7 +196,7 @@ async def test_a_service_that_hangs_censors_within_the_time() -> None:
         (lambda: web.Response(text="<html>"), "expected JSON, got '<html>'"),
         (
             lambda: web.Response(body=b"1" * (service.MAX_ANSWER_BYTES + 1)),
-            "answers with more than 1048576 bytes",
+            "the response has more than 1048576 bytes",
         ),
         (lambda: says("1"), "returned '1', expected a finite number"),
         (lambda: says({}), "returned {}, expected a number"),
