@@ -196,7 +196,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pyt
 def test_traces_that_are_no_pairs_are_one_line(tmp_path: Path) -> None:
     write_model(tmp_path / "empty")
     with pytest.raises(
-        UserError, match=r"sft.loss compares two answers to each prompt; .* Use sft.traces = pairs"
+        UserError, match=r"sft.loss compares two answers to each prompt, .* use sft.traces = pairs"
     ):
         run_sft(config_of(tmp_path, "run", traces="chain_sum", loss={"name": "dpo"}))
     setup.leave_layout()
