@@ -316,9 +316,9 @@ def tools_of(row: Entry, key: str | None, location: str) -> list[dict[str, Any]]
         RowError: the value is not a list of schemas.
     """
     tools = find(row, key or "tools")
-    if tools is _MISSING or tools is None:
-        if key:
-            raise RowError(_no_key("tools", key, row, location))
+    if tools is _MISSING and key:
+        raise RowError(_no_key("tools", key, row, location))
+    if tools is _MISSING or tools is None:  # null in the rows of a table whose other rows have some
         return None
     if isinstance(tools, str):  # tables keep schemas as texts: columns have one type
         try:

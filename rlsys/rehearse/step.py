@@ -178,7 +178,7 @@ def _optimizers(trainer: Trainer) -> list[torch.optim.Optimizer]:
 
 @contextmanager
 def _phases(meter: Meter, trainer: Trainer, report: Callable[[str], None]) -> Iterator[None]:
-    """Within the context, start a phase when an update reduces gradients and when the optimizer steps."""
+    """Start a phase within the context when an update reduces gradients and when the optimizer steps."""
     finalize: Any = target("phases", trainer_module, "finalize_model_grads", package="rlsys.rehearse.step")
     step: Any = trainer.optimizer.step
 

@@ -212,7 +212,7 @@ def test_security_a08_a_file_larger_than_a_machine_is_refused() -> None:
     relay = Relay()
     relay.open("token", [], 1.0)
     spec = FileSpec(2**42, 1, ("0" * 32,) * pieces_in(2**42))
-    with pytest.raises(TooLarge, match=r"bytes, of .* of this machine's memory"):
+    with pytest.raises(TooLarge, match=r"bytes; expected at most .*, this machine's memory"):
         relay.declare(0, [spec])
 
 
@@ -222,7 +222,7 @@ def test_security_a08_files_of_a_push_leave_descriptors_to_the_engine(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
     store = Store()
     try:
-        with pytest.raises(TooLarge, match="11 files, of 20 file descriptors"):
+        with pytest.raises(TooLarge, match="11 files; expected at most 20, half of the file descriptors"):
             store.declare([FileSpec(8, 1, ("x",))] * 30)
     finally:
         store.close()

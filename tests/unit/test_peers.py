@@ -68,7 +68,7 @@ def load(folder: Path, **data: Any) -> Any:
 @pytest.mark.parametrize(
     ("rest", "message"),
     [
-        ("params: {load: own_env.py:several}", "has max_turns = 4, expected 1"),
+        ("params: {load: own_env.py:several}", "has max_turns = 4; expected 1"),
         ("params: {load: own_env.py:empty}", "SimpleNamespace has no data set"),
         ("params: {load: own_env.py:broken}", "ZeroDivisionError: division by zero (own_env.py:4)"),
         ("params: {load: own_env.py:nothing}", "there is no function 'nothing'"),

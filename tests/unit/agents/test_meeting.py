@@ -206,7 +206,7 @@ async def test_the_meeting_may_die(tokens: int, tmp_path: Path) -> None:
 async def test_a_missing_partner_is_reported(tmp_path: Path) -> None:
     async with met("talk", wait=0.05) as (meeting, base):
         with pytest.raises(
-            ToolFailed, match=r"504 no sample of second for this row and seed 1 came within 0\.05 s"
+            ToolFailed, match=r"504 no sample of second for this row and seed 1 arrived within 0\.05 s"
         ):
             await Run("first", base).play(row_of(tmp_path))
         assert meeting.counts["without_partner"] == 1
@@ -230,7 +230,7 @@ async def test_a_sample_with_a_full_conversation_ends_with_reward_zero(tmp_path:
         first = Run("first", base, Model(["no<eos>"] * 99, budget=60), max_response_tokens=60)
         first_sample, second_sample = await asyncio.gather(first.play(row), Run("second", base).play(row))
     assert (reward(first_sample), reward(second_sample)) == (0, 1)
-    assert len(noted(tmp_path)) == 1 and "it reached its limit of tokens" in noted(tmp_path)[0]
+    assert len(noted(tmp_path)) == 1 and "has reached its limit of tokens" in noted(tmp_path)[0]
 
 
 @pytest.mark.parametrize("worth", [None, float("nan"), "much"])
@@ -240,7 +240,8 @@ async def test_an_episode_without_a_reward_for_each_is_censored(worth: object, t
             *(Run(p, base).play(row_of(tmp_path, worth=worth)) for p in SAID), return_exceptions=True
         )
     assert all(
-        isinstance(e, ToolFailed) and 'expected {"first": NUMBER, "second": NUMBER}, finite ones' in str(e)
+        isinstance(e, ToolFailed)
+        and 'expected {"first": NUMBER, "second": NUMBER} with finite numbers' in str(e)
         for e in results
     )
 

@@ -70,7 +70,8 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(asked: list[str]) -> None:
     assert snapshot_name(find_folder(Path("me/tiny@v1"), "--hf")) == f"me/tiny@{OTHER}"
     assert snapshot_name(find_folder(Path(f"me/tiny@{OTHER}"), "--hf")) == f"me/tiny@{OTHER}"
     with pytest.raises(
-        UserError, match=r"me/tiny': no such folder, and the download of this model at revision v2 from http.* failed"
+        UserError,
+        match=r"me/tiny': no such folder, and the download of this model at revision v2 from http.* failed",
     ):
         find_folder(Path("me/tiny@v2"), "--hf")
 

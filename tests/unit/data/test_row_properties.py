@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from rlsys.config import Config
 from rlsys.config.data import KeysConfig
-from rlsys.core.errors import UserError
+from rlsys.core.errors import RowError, UserError
 from rlsys.data import Tokenizer
 from rlsys.data.chats import chats, labels, pairs
 from rlsys.data.row_source import RowParams, RowSource, prompt_of_row, scan_rows
@@ -326,3 +326,12 @@ def test_an_sft_row_yields_traces_or_an_error_with_its_location(form: Any, whole
         for trace in traces:
             assert trace.response_ids and math.isfinite(trace.margin)
             assert all(0 <= i < TOKENIZER.vocab_size for i in (*trace.prompt_ids, *trace.response_ids))
+
+
+def test_null_tools_of_a_configured_key_are_no_tools() -> None:
+    """Tables have null where only other rows have schemas."""
+    keys = KeysConfig(tools="functions.schemas")
+    row = {"prompt": "1+1=", "answer": "2", "functions": {"schemas": None}}
+    assert read_row(row, keys, "rows.parquet:1").tools is None
+    with pytest.raises(RowError, match="has no such key"):
+        read_row({"prompt": "1+1=", "answer": "2"}, keys, "rows.parquet:1")

@@ -374,4 +374,4 @@ async def test_security_a12_an_agent_cannot_step_the_episode_of_another_one() ->
         status, payload = await asyncio.to_thread(
             stranger._send, "/step", {"lease": episode._lease, "number": 0, "action": {"text": "3"}}, 1e9
         )
-        assert (status, payload["error"]) == (404, f"there is no lease {episode._lease}")
+        assert (status, payload["error"]) == (404, f"lease {episode._lease} does not exist")

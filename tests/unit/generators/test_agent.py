@@ -178,7 +178,11 @@ async def test_an_endless_response_is_truncated_without_an_agent_failure() -> No
         ("runs_away", {"max_calls": 3}, r"runs_away: made more than 3 requests \(.*max_calls\)"),
         ("stands_still", {"idle_seconds": 0.2}, r"stands_still: sent no request for 0.2 s after request 1"),
         ("is_always_killed", {}, "is_always_killed: killed 3 times, the last time by signal 9"),
-        ("hot", {}, r"RuntimeError: 400 temperature = 0.3, but rollout.temperature = 1.0: .*plain.py:\d+"),
+        (
+            "hot",
+            {},
+            r"RuntimeError: 400 temperature = 0.3: expected no value, or rollout.temperature = 1.0, .*plain.py:\d+",
+        ),
     ],
 )
 async def test_an_agent_that_fails_censors_its_sample_and_is_named(

@@ -53,7 +53,7 @@ def test_bytes_by_hand() -> None:
         ([[1, 2]], [3], "not exactly once in the row"),
         ([[1, 2, 2]], [1], "twice"),
         ([[1, 1]], [1], "not exactly once in the row"),
-        ([[1, -4]], [1], "below 0"),
+        ([[1, -4]], [1], "negative id"),
         ([[1]], [1, 2], "1 rows of kept ids for 2 tokens"),
     ],
 )

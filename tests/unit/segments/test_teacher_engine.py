@@ -407,7 +407,7 @@ def test_two_widths_in_one_step_are_refused() -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["rollout.workers=2", "engine.count=2"], r"but rollout.workers = 2: .* expected 1"),
+        (["rollout.workers=2", "engine.count=2"], r"but rollout.workers = 2: .* use 1"),
         (["rollout.temperature=0.8"], r"but rollout.temperature = 0.8: .* use 1"),
         (["rollout.top_k=20"], r"but rollout.top_k = 20: .* use null"),
         (["algo.teacher.top_k=null"], r"but algo.teacher.top_k = null: .* use a number"),
@@ -440,7 +440,7 @@ def test_the_trainer_holds_none_and_makes_no_pass() -> None:
     check(engine_config)
     size = model_size(HFConfig.read(engine_config.model.path))
     assert budget(trainer_config, size).weights == 2 * budget(engine_config, size).weights
-    assert "none of the teacher: an engine is asked about each response" in describe_passes(engine_config)
+    assert "none of the teacher: an engine scores each response" in describe_passes(engine_config)
     assert "the whole step with the teacher" in describe_passes(trainer_config)
 
 
