@@ -1,10 +1,15 @@
 """`rlsys dash`: read-only dashboard of runs, on loopback, protected by the token of its link.
 
-GET /?token=T sets a cookie and redirects to the page GET /static/... the page's modules and its style GET /api/runs
-name, state, steps and metrics of each run GET /api/curves ?names=a,b of all runs: those curves GET /api/timeline
-?run= durations of the parts of the last steps GET /api/status ?run= status of the coordinator; {} of a finished run
-GET /api/samples ?run=&step=&group=&order=&status=&resumed=&grep=&skip= a page of them GET /api/sample
-?run=&sample=&from= one, token by token, a page of tokens from `from` on
+    GET /?token=T                    set a cookie, and redirect to the page
+    GET /static/...                  the page's modules and style sheet
+    GET /api/runs                    name, state, steps and metrics of each run
+    GET /api/curves ?names=a,b       these metrics of all runs, by step
+    GET /api/timeline ?run=          durations of the parts of the last steps
+    GET /api/status ?run=            status of the coordinator; {} for a finished run
+    GET /api/samples ?run=&step=&group=&order=&status=&resumed=&grep=&skip=
+                                     a page of samples
+    GET /api/sample ?run=&sample=&from=
+                                     tokens of one sample, a page from token `from` on
 """
 
 from __future__ import annotations
@@ -179,7 +184,7 @@ class Dashboard:
     def _run(self, request: web.Request) -> int:
         run = _number(request.query, "run") or 0
         if run >= len(self._folders):
-            raise UserError(f"run {run}: there are {len(self._folders)}")
+            raise UserError(f"run = {run}: expected a number below {len(self._folders)}, the number of runs")
         return run
 
 
