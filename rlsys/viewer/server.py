@@ -1,15 +1,15 @@
 """`rlsys dash`: read-only dashboard of runs, on loopback, protected by the token of its link.
 
-    GET /?token=T                    set a cookie, and redirect to the page
-    GET /static/...                  the page's modules and style sheet
-    GET /api/runs                    name, state, steps and metrics of each run
-    GET /api/curves ?names=a,b       these metrics of all runs, by step
-    GET /api/timeline ?run=          durations of the parts of the last steps
-    GET /api/status ?run=            status of the coordinator; {} for a finished run
-    GET /api/samples ?run=&step=&group=&order=&status=&resumed=&grep=&skip=
-                                     a page of samples
-    GET /api/sample ?run=&sample=&from=
-                                     tokens of one sample, a page from token `from` on
+GET /?token=T                    set a cookie, and redirect to the page
+GET /static/...                  the page's modules and style sheet
+GET /api/runs                    name, state, steps and metrics of each run
+GET /api/curves ?names=a,b       these metrics of all runs, by step
+GET /api/timeline ?run=          durations of the parts of the last steps
+GET /api/status ?run=            status of the coordinator; {} for a finished run
+GET /api/samples ?run=&step=&group=&order=&status=&resumed=&grep=&skip=
+                                 a page of samples
+GET /api/sample ?run=&sample=&from=
+                                 tokens of one sample, a page from token `from` on
 """
 
 from __future__ import annotations

@@ -213,7 +213,9 @@ class Xrpo(Planner):
         )
         selected = set(candidates[:slots])
         self._enlarged = (self._enlarged - members.keys()) | selected
-        self._released |= {g: AddSamples(m.capacity) if g in selected else Accept() for g, m in members.items()}
+        self._released |= {
+            g: AddSamples(m.capacity) if g in selected else Accept() for g, m in members.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         solved = [[index, *example] for index, example in self._solved.items()]

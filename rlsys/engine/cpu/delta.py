@@ -228,9 +228,9 @@ def gated_norm(
     x: Tensor,
     g: Tensor,
     weight: Tensor,
-    bias: None,
+    bias: Tensor | None,
     activation: str = "swish",
-    residual: None = None,
+    residual: Tensor | None = None,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
@@ -256,7 +256,6 @@ def gated_norm(
         ValueError: another activation, a bias, a residual or a prenorm.
     """
     _check_argument("activation", activation, *SILU)
-    # Not `in`, which compares a tensor by elements.
     if bias is not None or residual is not None or prenorm:
         raise ValueError("bias, residual, prenorm: expected None, None, False")
     y = x.float()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -144,5 +146,5 @@ def test_a_gated_norm_refuses_arguments_that_it_does_not_apply(arguments: dict[s
 
 def test_a_convolution_refuses_another_activation() -> None:
     x, pool, slots = torch.ones(1, 2), torch.zeros(1, 2, 3), torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="^activation = None: expected 'silu' or 'swish'$"):
+    with pytest.raises(ValueError, match=r"^activation = None: expected 'silu' or 'swish'$"):
         delta.convolve_next(x, pool, torch.ones(2, 4), None, None, conv_state_indices=slots)

@@ -104,7 +104,7 @@ async def test_samples_by_page_and_token_by_token(reader: TestClient) -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("samples?run=7", "run 7: there are 2"),
+        ("samples?run=7", "run = 7: expected a number below 2, the number of runs"),
         ("samples?step=9", "step 9: no such train step; the run has steps 1 to 2"),
         ("samples?step=x", "step x: expected a whole number"),
         pytest.param("samples?step=1" + 18 * "0" + "1", "expected a whole number", id="20 digits"),
