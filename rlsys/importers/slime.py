@@ -579,14 +579,20 @@ def _algorithm(d: Draft) -> None:
     low = d.number("--eps-clip", 0.2)
     loss = {"name": "gspo" if estimator == "gspo" else "clip", "clip_low": low}
     terms: list[Any] = [{**loss, "clip_high": d.number("--eps-clip-high", low)}]
-    of_loss = ["--advantage-estimator", "--eps-clip", "--eps-clip-high", "--use-kl-loss", "--entropy-coef"]
+    loss_settings = [
+        "--advantage-estimator",
+        "--eps-clip",
+        "--eps-clip-high",
+        "--use-kl-loss",
+        "--entropy-coef",
+    ]
     if advantage_name == "gae":
         terms.append({"name": "value", "coefficient": 2.0, "clip": d.number("--value-clip", 0.2)})
-        of_loss.append("--value-clip")
+        loss_settings.append("--value-clip")
         lr = d.number("--critic-lr", 0)
         d.set_field("algo.critic", {"lr": lr} if lr else {}, "--critic-lr")
     if d.flag("--use-kl-loss"):
-        of_loss += ["--kl-loss-coef", "--kl-loss-type"]
+        loss_settings += ["--kl-loss-coef", "--kl-loss-type"]
         kind = d.text("--kl-loss-type", "k1")
         if kind not in KL_KINDS:
             d.reject("--kl-loss-type", f"expected one of {', '.join(KL_KINDS)}")
@@ -599,8 +605,8 @@ def _algorithm(d: Draft) -> None:
         if "on_policy_distillation" in d.text("--custom-reward-post-process-path"):
             terms = []  # the reward is 0
         terms.append({"name": "distill", "weight": d.number("--opd-kl-coef", 1.0)})
-        of_loss += ["--use-opd", "--opd-kl-coef"]
-    d.set_field("algo.loss", terms, *of_loss)
+        loss_settings += ["--use-opd", "--opd-kl-coef"]
+    d.set_field("algo.loss", terms, *loss_settings)
     by_token = d.flag("--calculate-per-token-loss") and estimator != "gspo"
     d.set_field("algo.reducer", "token_mean" if by_token else "sequence_mean", "--calculate-per-token-loss")
     if beta := d.number("--kl-coef", 0):
