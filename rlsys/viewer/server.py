@@ -208,7 +208,7 @@ def _number(params: Any, name: str) -> int | None:
     if not text:
         return None
     if not text.isascii() or not text.isdigit() or len(text) > DIGITS:
-        raise UserError(f"{name} {text[: 2 * DIGITS]}: expected a whole number of at most {DIGITS} digits")
+        raise UserError(f"{name} = {text[: 2 * DIGITS]}: expected a whole number of at most {DIGITS} digits")
     return int(text)
 
 
@@ -216,7 +216,7 @@ def _pattern(text: str) -> re.Pattern[str] | None:
     try:
         return re.compile(text) if text else None
     except (re.error, RecursionError, OverflowError) as e:
-        raise UserError(f"{shorten(text, 100)}: not a regular expression: {e}") from None
+        raise UserError(f"grep = {shorten(text, 100)}: not a regular expression: {e}") from None
 
 
 def _shortened(text: str | None) -> str | None:
