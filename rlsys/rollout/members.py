@@ -98,12 +98,12 @@ class Members:
         Args:
             member_urls: URLs of the engines listed in RUN/engines.
         """
-        now = asyncio.get_running_loop().time()
+        current_time = asyncio.get_running_loop().time()
         metrics = self._engines.engine_metrics()
         dead = {u for u, engine in metrics.items() if not engine["alive"] and u not in self._launch_clients}
-        self._dead_since = {url: self._dead_since.get(url, now) for url in dead}
+        self._dead_since = {url: self._dead_since.get(url, current_time) for url in dead}
         for url, dead_since in self._dead_since.items():
-            is_lost = now - dead_since > LOST_SECONDS
+            is_lost = current_time - dead_since > LOST_SECONDS
             if url in self._leaving or (url in member_urls and not is_lost):
                 continue
             reason = f"has not answered for {LOST_SECONDS:g} s" if is_lost else "died"
