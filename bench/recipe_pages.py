@@ -1,4 +1,7 @@
-"""Figures of examples/recipes: the texts between marks in its pages, and the learning curves as pictures."""
+"""Generate the measured parts of examples/recipes/**/README.md.
+
+These are the text between two marker comments, and the learning curves as SVG.
+"""
 
 from __future__ import annotations
 

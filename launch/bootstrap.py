@@ -228,12 +228,12 @@ def confirm_replacement(python: str, kind: str) -> None:
     record = venv_record()
     if record is None or read_json(STAMP) is None:
         return
-    change = f".venv was set up for a {str(record[1]).upper()} host with {record[0]}"
+    state = f".venv was set up for a {str(record[1]).upper()} host with {record[0]}"
     request = f"this set-up is for a {kind.upper()} host with {python}, and replaces it"
     if not sys.stdin.isatty():
-        raise SetupError(f"{change}; {request}: remove {VENV} first, or choose the same PYTHON")
-    if input(f"{change}; {request}. Continue? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise SetupError(f"{change}; it is unchanged")
+        raise SetupError(f"{state}; {request}: remove {VENV} first, or choose the same PYTHON")
+    if input(f"{state}; {request}. Continue? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise SetupError(f"set-up cancelled: {state}, and is unchanged")
 
 
 def remove_partial_packages() -> None:

@@ -34,14 +34,17 @@ _POLL_SECONDS = 0.02
 def run_guarded(keep: Callable[[int], int], group: Path | None) -> int:
     """Run `keep` in a child process, and return its exit code, or 128 + n if signal n killed it.
 
-    No process of it is left then, nor in the control group `group`. `keep` gets the process id of the guard,
-    for `end_with`.
+    When it returns, no descendant of the child and no process of the control group remains.
+
+    Args:
+        keep: main function of the keeper; gets the guard's process id, for `end_with`.
+        group: control group of the role, or None.
     """
     adopt_orphans()
     guard = os.getpid()
     keeper = os.fork()
     if not keeper:
-        os._exit(_exit_code(keep, guard))
+        os._exit(_run_child(keep, guard))
     for number in _FORWARDED:
         signal.signal(number, lambda n, _: _forward(keeper, n))
     for number in _IGNORED:
@@ -54,8 +57,8 @@ def run_guarded(keep: Callable[[int], int], group: Path | None) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _exit_code(keep: Callable[[int], int], guard: int) -> int:
-    """Run the child, which must not return into the parent's code."""
+def _run_child(keep: Callable[[int], int], guard: int) -> int:
+    """Run `keep`, flush the output, which `os._exit` does not, and return the exit code."""
     try:
         return keep(guard)
     finally:

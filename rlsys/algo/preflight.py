@@ -285,7 +285,7 @@ def _check_groups(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
     size_text = f"rollout.group_size = {size}"
     if largest > MAX_GROUP:
         raise UserError(
-            f"algo.planners make groups of up to {largest} samples of {size_text}; at most {MAX_GROUP}"
+            f"algo.planners: with {size_text} groups grow to {largest} samples; expected at most {MAX_GROUP}"
         )
     if largest == 1:
         filtering = [i for i, planner in enumerate(planners) if isinstance(planner, Dapo)]

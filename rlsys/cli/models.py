@@ -73,10 +73,10 @@ def convert_to_megatron(args: argparse.Namespace) -> int:
     layout = {name: value for name in _SIZES if (value := getattr(args, name)) is not None}
     folder = find_folder(args.hf, "--hf")
     with _bar(f"{args.hf} -> {args.out}") as advance:
-        done = hf_to_megatron(folder, args.out, layout, advance)
-    print(f"{args.out}: {done.tensors} tensors, {done.elements:,} parameters")
-    if done.carried:
-        print(f"copied unchanged: {done.carried} tensors that are not trained")
+        result = hf_to_megatron(folder, args.out, layout, advance)
+    print(f"{args.out}: {result.tensors} tensors, {result.elements:,} parameters")
+    if result.carried:
+        print(f"copied unchanged: {result.carried} tensors that are not trained")
     return 0
 
 
@@ -85,8 +85,8 @@ def convert_to_hf(args: argparse.Namespace) -> int:
     from rlsys.trainer.checkpoints.conversion import megatron_to_hf
 
     with _bar(f"{args.checkpoint} -> {args.out}") as advance:
-        done = megatron_to_hf(args.checkpoint, args.out, advance)
-    print(f"{args.out}: {done.tensors} tensors, {done.elements:,} parameters")
+        result = megatron_to_hf(args.checkpoint, args.out, advance)
+    print(f"{args.out}: {result.tensors} tensors, {result.elements:,} parameters")
     return 0
 
 
@@ -100,8 +100,8 @@ def compare(args: argparse.Namespace) -> int:
 
     a, b = (find_folder(path, name) for name, path in (("A", args.a), ("B", args.b)))
     with _bar(f"{args.a} = {args.b}?") as advance:
-        done = verify(a, b, advance)
-    print(f"bit-equal: {done.tensors} tensors, {done.elements:,} parameters")
+        result = verify(a, b, advance)
+    print(f"bit-equal: {result.tensors} tensors, {result.elements:,} parameters")
     return 0
 
 

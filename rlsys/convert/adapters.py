@@ -89,7 +89,7 @@ def check_lora(config: Config, hf: HFConfig) -> None:
     if of_experts and config.parallel.expert_tp > config.parallel.tp:
         raise UserError(
             f"parallel.etp = {config.parallel.expert_tp} with adapters of experts: expected at most parallel.tp = "
-            f"{config.parallel.tp}; megatron-core would count the gradients of ranks that share one twice"
+            f"{config.parallel.tp}; megatron-core's gradient norm would count replicas of an adapter several times"
         )
 
 

@@ -19,11 +19,13 @@ def partial_of(folder: Path) -> Path:
 
 
 @contextmanager
-def new_folder(folder: Path, size: int) -> Iterator[None]:
-    """Create `folder` atomically: the context writes about `size` bytes to partial_of(folder).
+def guard_output(folder: Path, size: int) -> Iterator[None]:
+    """Check that `folder` is new and that the disk has `size` bytes free, then run the context.
+
+    The context writes to partial_of(folder) and publishes it. If the context fails, the partial folder is deleted.
 
     Raises:
-        UserError: the folder exists, or the disk is or becomes full. Partial output is then deleted.
+        UserError: the folder exists, cannot be written, or the disk is or becomes full.
     """
     if folder.exists():
         raise UserError(f"--out {folder}: exists already; expected a new folder")

@@ -20,12 +20,12 @@ def is_valid_text(text: str) -> bool:
 
 
 def valid_text(text: str) -> str:
-    """Return the text with U+FFFD for each lone surrogate; two surrogates of one character are joined."""
+    """Return the text with surrogate pairs joined, and U+FFFD for each lone surrogate."""
     return text if is_valid_text(text) else _join_surrogates(text, "replace")
 
 
 def joined_text(text: str) -> str:
-    """Return the text with two surrogates of one character joined.
+    """Return the text with surrogate pairs joined.
 
     Raises:
         ValueError: it has a lone surrogate.

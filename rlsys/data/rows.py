@@ -85,7 +85,7 @@ def read_row(row: Any, keys: KeysConfig, location: str) -> Row:
 
 
 class QuickKeys:
-    """Reads `Row.key` of rows of the usual form, many times as fast as `read_row`.
+    """Reads `Row.key` of rows without media and tools, without parsing the whole row.
 
     Args:
         keys: the config's data.keys.

@@ -233,7 +233,13 @@ def compare(tokenizer: Any, fast: FastTokenizer) -> None:
 
 
 def main() -> int:
-    """Convert a folder. An error of the folder's code ends the process; the parent shows the last line."""
+    """Convert a folder.
+
+    An error of the folder's code ends the process; the parent shows the last line of stderr.
+
+    Returns:
+        the exit code: 0, or that of a UserError.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)

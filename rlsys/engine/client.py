@@ -352,7 +352,7 @@ class EngineClient(Wire):
             if (meta.get("finish_reason") or {}).get("type") == "abort":
                 if rid is None:
                     raise EngineError(f"{self.url}/generate: another client aborted all requests", BAD_ANSWER)
-                raise Aborted(f"{self.url}/generate: {rid} was aborted")
+                raise Aborted(f"{self.url}/generate: request {rid} was aborted")
             self._version_label(str(meta.get("weight_version")))
             log_probs, _ = check_log_probs(float(entry[0]) for entry in meta["input_token_logprobs"][1:])
             if len(log_probs) != len(ids) - 1:

@@ -54,7 +54,13 @@ RelayChain = Sequence[tuple[str, str]]
 
 
 def open_relay(token: str, chain: RelayChain, seconds: float) -> Call:
-    """Begin a push through a chain (rlsys/weights_relay/relay.py)."""
+    """Start a push through a chain of hosts (rlsys/weights_relay/relay.py).
+
+    Args:
+        token: Authorizes sending pieces to the called host.
+        chain: The next host, then its substitutes.
+        seconds: Maximum silence of a host.
+    """
     return Call("/relay/open", {"token": token, "line": [list(hop) for hop in chain], "seconds": seconds})
 
 
@@ -74,7 +80,12 @@ def relay_state(files: int) -> Call:
 
 
 def feed_from_relay(chain: RelayChain, seconds: float) -> Call:
-    """Make a host send all its pieces to hosts that lost their predecessor, with a time limit in seconds."""
+    """Make a host send all its pieces to a host that lost its predecessor.
+
+    Args:
+        chain: The receiving host, then its substitutes.
+        seconds: Maximum silence of a host.
+    """
     return Call("/relay/feed", {"line": [list(hop) for hop in chain], "seconds": seconds})
 
 

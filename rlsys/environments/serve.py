@@ -33,6 +33,8 @@ from rlsys.environments.contract import Action, Environment, RequestRefused
 from rlsys.environments.leases import MAX_ABANDONED, Leases
 
 KEY = "RLSYS_ENVIRONMENT_KEY"
+EXIT_ABANDONED = 3
+"""Exit code of a process with MAX_ABANDONED hanging steps; the parent process restarts it."""
 MAX_BODY_BYTES = 16 * 2**20
 """Largest body of a request."""
 CONNECTORS = {
@@ -116,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
             self.leases.close(lease)
             if self.leases.abandoned >= MAX_ABANDONED:
                 print(f"{MAX_ABANDONED} steps hang; the process exits and is restarted", flush=True)
-                os._exit(3)
+                os._exit(EXIT_ABANDONED)
             return {}
         raise RequestRefused(404, f"{self.path}: expected /health, /open, /step or /close")
 

@@ -142,7 +142,7 @@ class EnvironmentGenerator:
         if messages:
             ids = self._rendering.prompt(messages, tools)
             if sample.tokens and sample.prompt_ids != ids:
-                raise ToolFailed("its first messages differ after a restart")
+                raise ToolFailed("its first messages after a restart differ from the saved ones")
             sample.prompt_ids, sample.own_prompt = ids, ids != prompt.ids
         turns = SavedTurns(self._generate_turn, self._ends, sample, self._budget)
         rewards: list[TurnReward] = []

@@ -201,7 +201,10 @@ class Conversation:
                     f"trainer cannot compute log-probs; expected {_OFF[name][0]!r}"
                 )
             elif name not in (*_RUN_SAMPLING, *_OFF, *_READ):
-                raise _unsupported(f"sampling_params[{name!r}]: unknown parameter")
+                expected = ", ".join(sorted({*_RUN_SAMPLING, *_OFF, *_READ}))
+                raise _unsupported(
+                    f"sampling_params[{name!r}]: unknown parameter; expected one of {expected}"
+                )
         if unknown_ids := set(params.get("stop_token_ids") or ()) - self._ends.ids:
             raise _unsupported(
                 f"sampling_params['stop_token_ids'] has {min(unknown_ids)}; expected its text in stop"

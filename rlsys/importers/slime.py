@@ -579,14 +579,20 @@ def _algorithm(d: Draft) -> None:
     low = d.number("--eps-clip", 0.2)
     loss = {"name": "gspo" if estimator == "gspo" else "clip", "clip_low": low}
     terms: list[Any] = [{**loss, "clip_high": d.number("--eps-clip-high", low)}]
-    of_loss = ["--advantage-estimator", "--eps-clip", "--eps-clip-high", "--use-kl-loss", "--entropy-coef"]
+    loss_settings = [
+        "--advantage-estimator",
+        "--eps-clip",
+        "--eps-clip-high",
+        "--use-kl-loss",
+        "--entropy-coef",
+    ]
     if advantage_name == "gae":
         terms.append({"name": "value", "coefficient": 2.0, "clip": d.number("--value-clip", 0.2)})
-        of_loss.append("--value-clip")
+        loss_settings.append("--value-clip")
         lr = d.number("--critic-lr", 0)
         d.set_field("algo.critic", {"lr": lr} if lr else {}, "--critic-lr")
     if d.flag("--use-kl-loss"):
-        of_loss += ["--kl-loss-coef", "--kl-loss-type"]
+        loss_settings += ["--kl-loss-coef", "--kl-loss-type"]
         kind = d.text("--kl-loss-type", "k1")
         if kind not in KL_KINDS:
             d.reject("--kl-loss-type", f"expected one of {', '.join(KL_KINDS)}")
@@ -599,8 +605,8 @@ def _algorithm(d: Draft) -> None:
         if "on_policy_distillation" in d.text("--custom-reward-post-process-path"):
             terms = []  # the reward is 0
         terms.append({"name": "distill", "weight": d.number("--opd-kl-coef", 1.0)})
-        of_loss += ["--use-opd", "--opd-kl-coef"]
-    d.set_field("algo.loss", terms, *of_loss)
+        loss_settings += ["--use-opd", "--opd-kl-coef"]
+    d.set_field("algo.loss", terms, *loss_settings)
     by_token = d.flag("--calculate-per-token-loss") and estimator != "gspo"
     d.set_field("algo.reducer", "token_mean" if by_token else "sequence_mean", "--calculate-per-token-loss")
     if beta := d.number("--kl-coef", 0):
@@ -756,45 +762,65 @@ def _engines(d: Draft) -> None:
 
 
 def _sizes(d: Draft, asynchronous: bool) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
+    """Return the sizes of batch, lengths and engines, and the options that set each."""
+    names = _size_names(d)
+    shared = d.flag("--colocate") and not asynchronous
+    _check_sizes(d, shared)
+    groups, n = d.integer("--rollout-batch-size", 1), d.integer("--n-samples-per-prompt", 1)
+    nodes, gpus = d.integer("--actor-num-nodes", 1), d.integer("--actor-num-gpus-per-node", 8)
+    sizes, layout_names = _layout(d, nodes, gpus)
+    sizes = replace(
+        sizes, groups=groups, group_size=n, update=_update_size(d, groups * n) or None,
+        prompt=d.integer("--rollout-max-prompt-len", 2048), response=d.integer("--rollout-max-response-len", 1024),
+        micro=d.integer("--max-tokens-per-gpu", 0), engine_tp=d.integer("--rollout-num-gpus-per-engine", 1),
+        engine_gpus=None if shared else d.integer("--rollout-num-gpus", nodes * gpus),
+    )  # fmt: skip
+    return sizes, names | layout_names
+
+
+def _size_names(d: Draft) -> dict[str, tuple[str, ...]]:
+    """Return attribute of Sizes -> the options that set it, for batch, lengths and engines."""
     update_setting = (
         "--num-steps-per-rollout" if d.is_present("--num-steps-per-rollout") else "--global-batch-size"
     )
-    names: dict[str, tuple[str, ...]] = {
+    return {
         "groups": ("--rollout-batch-size",), "group_size": ("--n-samples-per-prompt",),
         "response": ("--rollout-max-response-len",), "prompt": ("--rollout-max-prompt-len",),
         "update": (update_setting,),
         "micro": ("--max-tokens-per-gpu",), "engine_tp": ("--rollout-num-gpus-per-engine",),
         "engine_gpus": ("--rollout-num-gpus",), "placement": ("--colocate",),
     }  # fmt: skip
+
+
+def _check_sizes(d: Draft, shared: bool) -> None:
+    """Report sizes that the script must set, and a group of one sample.
+
+    Args:
+        d: the config draft.
+        shared: whether the engines share the trainer's GPUs.
+    """
     for name in ("--rollout-batch-size", "--rollout-max-response-len"):
         d.require(name)
-    groups, n = d.integer("--rollout-batch-size", 1), d.integer("--n-samples-per-prompt", 1)
     if (
-        n == 1
+        d.integer("--n-samples-per-prompt", 1) == 1
         and not d.is_unresolved("--n-samples-per-prompt")
         and d.get_field("algo.advantage", "") in ("grpo", "dr_grpo")
     ):
         d.mark_unresolved(
             "--n-samples-per-prompt", "one sample a prompt leaves a group of grpo without a baseline"
         )
-    update = d.integer("--global-batch-size", 0)
-    if d.has_value("--num-steps-per-rollout"):
-        update = groups * n // max(1, d.integer("--num-steps-per-rollout", 1))
-    d.consumed.add("--global-batch-size")
-    nodes, gpus = d.integer("--actor-num-nodes", 1), d.integer("--actor-num-gpus-per-node", 8)
-    shared = d.flag("--colocate") and not asynchronous
     if not shared and not d.is_unresolved("--colocate"):
         d.require(
             "--rollout-num-gpus", "the engines have GPUs of their own, and the script does not say how many"
         )
-    sizes, layout_names = _layout(d, nodes, gpus)
-    sizes = replace(
-        sizes, groups=groups, group_size=n, update=update or None,
-        prompt=d.integer("--rollout-max-prompt-len", 2048), response=d.integer("--rollout-max-response-len", 1024),
-        micro=d.integer("--max-tokens-per-gpu", 0), engine_tp=d.integer("--rollout-num-gpus-per-engine", 1),
-        engine_gpus=None if shared else d.integer("--rollout-num-gpus", nodes * gpus),
-    )  # fmt: skip
-    return sizes, names | layout_names
+
+
+def _update_size(d: Draft, samples: int) -> int:
+    """Return the number of samples of an update; 0 if no option sets it. `samples`: those of a rollout."""
+    size = d.integer("--global-batch-size", 0)
+    if d.has_value("--num-steps-per-rollout"):
+        size = samples // max(1, d.integer("--num-steps-per-rollout", 1))
+    return size
 
 
 def _layout(d: Draft, nodes: int, gpus: int) -> tuple[Sizes, dict[str, tuple[str, ...]]]:

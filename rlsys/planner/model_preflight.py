@@ -25,7 +25,7 @@ def check_gpus(config: Config) -> None:
     """Check that this host has GPUs if the run needs them.
 
     Raises:
-        UserError: it has none.
+        UserError: the host has no GPUs.
     """
     if config.launch.backend != "local" or not config.launch.gpus_per_node or have_cuda():
         return
@@ -60,12 +60,13 @@ def check_model(config: Config) -> None:
 
 
 def check_tensors(config: Config, hf: HFConfig) -> None:
-    """Check the tensors of model.path against its config.json, and the teacher.
+    """Check the tensors of model.path and of the teachers' folders against their config.json.
 
-    A folder without *.safetensors, such as a checkpoint, is not checked.
+    A model.path without *.safetensors, such as a checkpoint, is not checked. Of a teacher with an engine, only the
+    folder and the vocabulary are checked.
 
     Raises:
-        UserError: they do not match.
+        UserError: tensors, a vocabulary or a folder do not fit.
     """
     if any(config.model.path.glob("*.safetensors")):
         find_tensors(config.model.path, hf)
@@ -86,10 +87,10 @@ def check_tensors(config: Config, hf: HFConfig) -> None:
 
 
 def read_model(config: Config) -> HFConfig:
-    """Read config.json, and check it against the layout. Needs no weights.
+    """Read config.json of model.path, and check it against the layout. Needs no weights.
 
     Raises:
-        UserError: it does not fit.
+        UserError: the model does not fit the layout, or the config.
     """
     check_folder(config.model.path)
     hf = trained_model(config)
@@ -99,10 +100,10 @@ def read_model(config: Config) -> HFConfig:
 
 
 def check_folder(path: Path, field: str = "model.path") -> None:
-    """Check that `path` looks like a model folder.
+    """Check that `path` is a folder with a config.json of a model.
 
     Raises:
-        UserError: it does not.
+        UserError: it is not.
     """
     if not path.exists():
         raise UserError(f"{field} = {path}: no such folder")

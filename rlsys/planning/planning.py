@@ -260,11 +260,11 @@ class Planning:
         decision: object = decide(self._planners, group)
         if not isinstance(decision, Decision):
             raise TypeError(f"decide returned {decision!r}, expected Accept, Drop, AddSamples or Hold")
-        if isinstance(decision, AddSamples) and decision.samples > (
-            room := self.largest - len(group.samples)
-        ):
+        capacity = self.largest - len(group.samples)
+        if isinstance(decision, AddSamples) and decision.samples > capacity:
             raise ValueError(
-                f"AddSamples.samples = {decision.samples}: expected 1 to {room}, by Planner.limit"
+                f"AddSamples.samples = {decision.samples}: the group has {len(group.samples)} samples; expected at "
+                f"most {self.largest} in total (Planner.limit)"
             )
         return decision
 

@@ -336,7 +336,8 @@ def first_prompts(config: Config, planning: Planning) -> dict[int, Prompt]:
     if not prompts:
         raise UserError(f"{field}: {reason}")
     raise UserError(
-        f"{field}: only {len(prompts)} of the first {TRAINING_PROMPTS} prompts can be used; {reason}"
+        f"{field}: {len(prompts)} of the first {TRAINING_PROMPTS} prompts are usable; expected at least "
+        f"{TRIAL_PROMPTS}; first unusable prompt: {reason}"
     )
 
 

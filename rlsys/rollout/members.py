@@ -49,7 +49,7 @@ class Members:
             await asyncio.sleep(POLL_SECONDS)
 
     def update(self) -> None:
-        """Add active members, evict inactive ones, and remove lost ones."""
+        """Add active members, evict inactive ones, and remove dead ones."""
         for url in [url for url, task in self._leaving.items() if task.done()]:
             self._leaving.pop(url).result()
         states, members = self._engines.engine_states(), read_members(self._owner)
@@ -61,7 +61,7 @@ class Members:
             elif not member.active and member.url not in self._launch_clients:
                 remove_member(self._owner, member.url)
             states = self._engines.engine_states()
-        self._remove_lost({member.url for member in members})
+        self._remove_dead({member.url for member in members})
 
     def _add(self, member: Member, engine_count: int) -> None:
         if self._max_engines is not None and engine_count >= self._max_engines:
@@ -90,19 +90,24 @@ class Members:
         self._leaving[member.url] = asyncio.create_task(self._engines.evict_engine(member.url))
         self._warned.discard(member.url)
 
-    def _remove_lost(self, member_urls: Collection[str]) -> None:
-        """Remove joined engines that are dead. The process that started an engine removes it while it is a member."""
-        time = asyncio.get_running_loop().time()
+    def _remove_dead(self, member_urls: Collection[str]) -> None:
+        """Remove joined engines that are dead, if they are unlisted or have not answered for LOST_SECONDS.
+
+        Otherwise their removal is left to the process that started them.
+
+        Args:
+            member_urls: URLs of the engines listed in RUN/engines.
+        """
+        current_time = asyncio.get_running_loop().time()
         metrics = self._engines.engine_metrics()
         dead = {u for u, engine in metrics.items() if not engine["alive"] and u not in self._launch_clients}
-        self._dead_since = {url: self._dead_since.get(url, time) for url in dead}
+        self._dead_since = {url: self._dead_since.get(url, current_time) for url in dead}
         for url, dead_since in self._dead_since.items():
-            is_lost = time - dead_since > LOST_SECONDS
+            is_lost = current_time - dead_since > LOST_SECONDS
             if url in self._leaving or (url in member_urls and not is_lost):
                 continue
-            log.warning(
-                "%s %s; removed", url, f"has not answered for {LOST_SECONDS:g} s" if is_lost else "died"
-            )
+            reason = f"has not answered for {LOST_SECONDS:g} s" if is_lost else "died"
+            log.warning("%s %s; removed", url, reason)
             remove_member(self._owner, url)
             self._leaving[url] = asyncio.create_task(self._engines.evict_engine(url))
 

@@ -27,25 +27,36 @@ def encode(allowed_ids: Sequence[Sequence[int]], sampled_ids: Sequence[int]) -> 
         sampled_ids: the sampled ids `[tokens]`.
 
     Raises:
-        ValueError: a sampled id is not in its row, or a row contains an id twice.
+        ValueError: the number of rows is not the number of tokens, a sampled id is not in its row, or a row
+            contains an id twice or a negative id.
     """
     sizes = np.array([len(row) for row in allowed_ids], np.int64)
     if len(sizes) != len(sampled_ids):
         raise ValueError(
-            f"{len(sizes)} rows of kept ids for {len(sampled_ids)} tokens; expected one per token"
+            f"{len(sizes)} rows of allowed ids for {len(sampled_ids)} tokens; expected one per token"
         )
     row = np.repeat(np.arange(len(sizes)), sizes)
     ids = np.fromiter(chain.from_iterable(allowed_ids), np.int64, len(row))
     order = np.lexsort((ids, row))
     row, ids = row[order], ids[order]
     is_other = ids != np.asarray(sampled_ids, np.int64)[row]
-    if not np.array_equal(np.bincount(row[~is_other], minlength=len(sizes)), np.ones(len(sizes))):
-        raise ValueError("a sampled id is not exactly once in the row of kept ids of its token")
+    counts = np.bincount(row[~is_other], minlength=len(sizes))
+    if np.any(counts != 1):
+        token = int(np.argmax(counts != 1))
+        raise ValueError(
+            f"token {token}: its row of allowed ids contains the sampled id {sampled_ids[token]} {counts[token]} "
+            "times; expected once"
+        )
     row, ids = row[is_other], ids[is_other]
     previous = np.where(np.diff(row, prepend=-1) != 0, -1, np.roll(ids, 1))
     distances = ids - previous
     if len(distances) and distances.min() < 1:
-        raise ValueError("a row of kept ids has a negative id, or an id twice")
+        first = int(np.argmax(distances < 1))
+        problem = "expected ids of 0 or more" if ids[first] < 0 else "expected it once"
+        times = "" if ids[first] < 0 else " twice"
+        raise ValueError(
+            f"token {row[first]}: its row of allowed ids contains {ids[first]}{times}; {problem}"
+        )
     ends = np.bincount(row, minlength=len(sizes)).cumsum()
     return _leb128(np.insert(distances, ends, 0))
 
@@ -70,7 +81,7 @@ def decode(
     values = _decode_leb128(np.frombuffer(support, np.uint8))
     ends = values == 0
     if (rows := int(ends.sum())) != len(tokens):
-        raise ValueError(f"{rows} rows of kept ids for {len(tokens)} tokens; expected one per token")
+        raise ValueError(f"{rows} rows of allowed ids for {len(tokens)} tokens; expected one per token")
     row = ends.cumsum() - ends
     cumulative = values.cumsum()
     base = np.concatenate([[0], cumulative[ends]])[row]
@@ -95,7 +106,7 @@ def _leb128(values: NDArray[np.int64]) -> bytes:
 def _decode_leb128(data: NDArray[np.uint8]) -> NDArray[np.int64]:
     last = data < _CONTINUATION
     if len(data) and not last[-1]:
-        raise ValueError("truncated: the kept ids end within a number")
+        raise ValueError("truncated: the rows of allowed ids end within a number")
     starts = np.flatnonzero(np.concatenate([[True], last[:-1]])) if len(data) else np.empty(0, np.int64)
     group = np.arange(len(data)) - np.repeat(starts, np.diff(starts, append=len(data)))
     parts = (data & (_CONTINUATION - 1)).astype(np.int64) << (_BITS * group)

@@ -184,13 +184,15 @@ class Front:
     def _check_model(self, message: CreateModel) -> None:
         info, lora = self._server_info, message.lora_config
         if message.base_model != info.name:
-            raise UserError(f"base_model = {message.base_model[:100]}: this server has {info.name}")
+            raise UserError(
+                f"base_model = {message.base_model[:100]}: expected {info.name}, the model of this server"
+            )
         if message.optimizer_config.type != "adamw":
-            raise UserError(f"optimizer_config = {message.optimizer_config.type[:50]}: this server has adamw")
+            raise UserError(f"optimizer_config = {message.optimizer_config.type[:50]}: expected adamw")
         if lora is None:
-            raise UserError("lora_config: this server trains adapters only")
+            raise UserError("lora_config is missing: expected one, since this server trains adapters only")
         if lora.rank != info.rank:
-            raise UserError(f"rank = {lora.rank}: this server's adapters have rank {info.rank}")
+            raise UserError(f"rank = {lora.rank}: expected {info.rank}, the rank of this server's adapters")
         if not (lora.train_mlp and lora.train_attn):
             raise UserError(f"train_mlp, train_attn: this server's adapters are on {info.targets}, together")
 
@@ -232,7 +234,8 @@ class Front:
         message, body = await _read(tenant, request, LoadWeights)
         if message.base_model not in (None, self._server_info.name):
             raise UserError(
-                f"base_model = {str(message.base_model)[:100]}: this server has {self._server_info.name}"
+                f"base_model = {str(message.base_model)[:100]}: expected {self._server_info.name}, the model of this "
+                "server"
             )
         if message.path not in tenant.ledger.saves():
             raise NotFound(f"{message.path[:200]}: not found")
@@ -277,7 +280,8 @@ class Front:
         tenant.check_session(message.session_id)
         if message.base_model not in (None, self._server_info.name):
             raise UserError(
-                f"base_model = {str(message.base_model)[:100]}: this server has {self._server_info.name}"
+                f"base_model = {str(message.base_model)[:100]}: expected {self._server_info.name}, the model of this "
+                "server"
             )
         if message.base_model is None and message.model_path is None:
             raise UserError("create_sampling_session: expected base_model or model_path")

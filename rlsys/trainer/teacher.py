@@ -1,7 +1,9 @@
-"""Teachers: frozen models with their own weights and architectures, with which the policy is compared.
+"""Teachers: frozen models with their own weights and architectures, to which the policy is compared.
 
-Each has the policy's layout over the ranks and gets the same micro-batches. Shapes: T tokens of a micro-batch, P of
-it padded, c context-parallel ranks, V vocabulary, K of its entries.
+Each has the policy's layout over the ranks and gets the same micro-batches.
+
+Shapes: T tokens of a micro-batch, P after padding, c context-parallel ranks, V vocabulary size, K scored ids per
+token.
 """
 
 from __future__ import annotations

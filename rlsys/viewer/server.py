@@ -1,10 +1,15 @@
 """`rlsys dash`: read-only dashboard of runs, on loopback, protected by the token of its link.
 
-GET /?token=T sets a cookie and redirects to the page GET /static/... the page's modules and its style GET /api/runs
-name, state, steps and metrics of each run GET /api/curves ?names=a,b of all runs: those curves GET /api/timeline
-?run= durations of the parts of the last steps GET /api/status ?run= status of the coordinator; {} of a finished run
-GET /api/samples ?run=&step=&group=&order=&status=&resumed=&grep=&skip= a page of them GET /api/sample
-?run=&sample=&from= one, token by token, a page of tokens from `from` on
+GET /?token=T                    set a cookie, and redirect to the page
+GET /static/...                  the page's modules and style sheet
+GET /api/runs                    name, state, steps and metrics of each run
+GET /api/curves ?names=a,b       these metrics of all runs, by step
+GET /api/timeline ?run=          durations of the parts of the last steps
+GET /api/status ?run=            status of the coordinator; {} for a finished run
+GET /api/samples ?run=&step=&group=&order=&status=&resumed=&grep=&skip=
+                                 a page of samples
+GET /api/sample ?run=&sample=&from=
+                                 tokens of one sample, a page from token `from` on
 """
 
 from __future__ import annotations
@@ -179,7 +184,7 @@ class Dashboard:
     def _run(self, request: web.Request) -> int:
         run = _number(request.query, "run") or 0
         if run >= len(self._folders):
-            raise UserError(f"run {run}: there are {len(self._folders)}")
+            raise UserError(f"run = {run}: expected a number below {len(self._folders)}, the number of runs")
         return run
 
 
@@ -203,7 +208,7 @@ def _number(params: Any, name: str) -> int | None:
     if not text:
         return None
     if not text.isascii() or not text.isdigit() or len(text) > DIGITS:
-        raise UserError(f"{name} {text[: 2 * DIGITS]}: expected a whole number of at most {DIGITS} digits")
+        raise UserError(f"{name} = {text[: 2 * DIGITS]}: expected a whole number of at most {DIGITS} digits")
     return int(text)
 
 
@@ -211,7 +216,7 @@ def _pattern(text: str) -> re.Pattern[str] | None:
     try:
         return re.compile(text) if text else None
     except (re.error, RecursionError, OverflowError) as e:
-        raise UserError(f"{shorten(text, 100)}: not a regular expression: {e}") from None
+        raise UserError(f"grep = {shorten(text, 100)}: not a regular expression: {e}") from None
 
 
 def _shortened(text: str | None) -> str | None:

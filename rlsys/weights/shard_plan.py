@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from rlsys.config import Config
 from rlsys.config.precision import is_quantised
@@ -130,33 +131,87 @@ def plan_senders(config: Config, hf: HFConfig, *, experts_together: bool = False
     """
     p, ranks = config.parallel, RankLayout(config.parallel, hf.experts)
     stages = layer_stages(hf.layers, p.pp, p.vpp)
-    jobs = []
-    for unit in _units(hf, experts_together):
-        stage = _stage(unit[0], stages)
-        holders = set.intersection(*(ranks.holders(entry, stage) for entry in unit))
-        # Experts without a common owner can be gathered by any rank of the stage.
-        candidates = sorted(holders) or list(ranks.of_stage(stage))
-        jobs.append((candidates, sum(_pushed_bytes(entry, config) for entry in unit), unit))
-    engine_bytes, gather_bytes = [0.0] * p.world_size, [0.0] * p.world_size
+    units = [
+        _Unit(
+            _candidates(unit_entries, ranks, stages),
+            sum(_pushed_bytes(entry, config) for entry in unit_entries),
+            unit_entries,
+        )
+        for unit_entries in _units(hf, experts_together)
+    ]
+    parts_by_sender, engine_bytes, gather_bytes = _assign(units, ranks, _WIDTH[config.model.dtype])
+    return SendersPlan(
+        _schedules(parts_by_sender, config, hf),
+        tuple(engine_bytes),
+        tuple(gather_bytes),
+        sum(unit.pushed_bytes for unit in units),
+    )
+
+
+class _Unit(NamedTuple):
+    """Parameters that one rank must send.
+
+    Attributes:
+        candidates: ranks that can send them.
+        pushed_bytes: bytes that each engine receives.
+        entries: the parameters.
+    """
+
+    candidates: list[int]
+    pushed_bytes: int
+    entries: list[Entry]
+
+
+def _candidates(unit_entries: Sequence[Entry], ranks: RankLayout, stages: list[int]) -> list[int]:
+    """Return the ranks that can send a unit: those that hold a shard of each of its parameters.
+
+    Experts without a common owner can be gathered by any rank of the stage.
+    """
+    stage = _stage(unit_entries[0], stages)
+    holders = set.intersection(*(ranks.holders(entry, stage) for entry in unit_entries))
+    return sorted(holders) or list(ranks.of_stage(stage))
+
+
+def _assign(
+    units: Sequence[_Unit], ranks: RankLayout, width: int
+) -> tuple[dict[int, list[Part]], list[float], list[float]]:
+    """Assign each unit to the candidate that has the least to send.
+
+    Units with few candidates are first, then the largest; those with many candidates balance the rest.
+
+    Args:
+        units: the units, in the order of the table.
+        ranks: layout of the trainer.
+        width: bytes per gathered element.
+
+    Returns:
+        parts by sender; bytes that each rank sends to each engine; bytes that each rank sends to other senders.
+    """
+    engine_bytes, gather_bytes = [0.0] * ranks.parallel.world_size, [0.0] * ranks.parallel.world_size
     parts_by_sender: dict[int, list[Part]] = {}
-    # Units with few candidates first, then the largest; those with many candidates balance the rest.
-    for candidates, size, unit in sorted(jobs, key=lambda job: (len(job[0]), -job[1])):
-        sender = min(candidates, key=lambda rank: engine_bytes[rank] + gather_bytes[rank])
-        engine_bytes[sender] += size
-        for entry in unit:
+    for unit in sorted(units, key=lambda unit: (len(unit.candidates), -unit.pushed_bytes)):
+        sender = min(unit.candidates, key=lambda rank: engine_bytes[rank] + gather_bytes[rank])
+        engine_bytes[sender] += unit.pushed_bytes
+        for entry in unit.entries:
             part = Part(entry, ranks.sources(entry, sender))
             parts_by_sender.setdefault(sender, []).append(part)
             for source in part.sources:
                 if source != sender:
-                    gather_bytes[source] += entry.elements * _WIDTH[config.model.dtype] / len(part.sources)
+                    gather_bytes[source] += entry.elements * width / len(part.sources)
+    return parts_by_sender, engine_bytes, gather_bytes
+
+
+def _schedules(
+    parts_by_sender: Mapping[int, Sequence[Part]], config: Config, hf: HFConfig
+) -> tuple[SenderSchedule, ...]:
+    """Return the buckets of each sender, by rank; the parts of a sender are in the order of the table."""
     order = {next(iter(entry.hf)): i for i, entry in enumerate(entries(hf))}
-    schedules = tuple(
+    return tuple(
         SenderSchedule(
-            sender, _buckets(sorted(parts, key=lambda p: order[next(iter(p.entry.hf))]), config, hf)
+            sender, _buckets(sorted(parts, key=lambda part: order[next(iter(part.entry.hf))]), config, hf)
         )
         for sender, parts in sorted(parts_by_sender.items())
     )
-    return SendersPlan(schedules, tuple(engine_bytes), tuple(gather_bytes), sum(size for _, size, _ in jobs))
 
 
 def _buckets(parts: Sequence[Part], config: Config, hf: HFConfig) -> tuple[tuple[Part, ...], ...]:

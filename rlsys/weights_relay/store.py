@@ -148,15 +148,22 @@ class Store:
             ]
 
     def link(self, folder: Path) -> None:
-        """Create links to the declared files in `folder`, for other processes of this user on this host."""
+        """Replace the content of `folder` with symbolic links to the declared files.
+
+        Other processes of this user on this host can read them.
+        """
         for old in folder.iterdir():
             old.unlink()
         with self._lock:
-            for number in [n for n in self._files if n >= self._declared]:  # of an earlier push
-                self._files.pop(number).close()
+            self._drop_undeclared()
             for number, file in self._files.items():
                 target = f"/proc/{os.getpid()}/fd/{file.descriptor}"
                 (folder / f"model-{number:05d}.safetensors").symlink_to(target)
+
+    def _drop_undeclared(self) -> None:
+        """Close files of an earlier push that the current one does not declare. The caller holds the lock."""
+        for number in [number for number in self._files if number >= self._declared]:
+            self._files.pop(number).close()
 
     def close(self) -> None:
         with self._lock:

@@ -109,7 +109,7 @@ class SampleSpans:
         self._sender.send([span])
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of sent and lost spans and their cost in seconds, since the start of this process."""
+        """Return the number of sent and lost spans, and the seconds spent on them, since this process started."""
         if self._sender is None:
             return {}
         counts = {"spans": self._sender.span_count, "spans_lost": self._sender.dropped}

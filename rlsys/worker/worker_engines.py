@@ -72,7 +72,7 @@ class WorkerEngines:
             self._pin = None
 
     def state_for(self, worker: RolloutWorker) -> dict[str, Any]:
-        """Return the arguments of Worker.do_begin about engines for a new process of this worker."""
+        """Return the engine arguments of Worker.do_begin for a new process of `worker`."""
         return {
             "opened": self.open,
             "joined_engines": self._joined_engines_of(worker),

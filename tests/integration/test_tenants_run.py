@@ -251,10 +251,10 @@ def test_a_killed_server_resumes_bit_for_bit(server: Server) -> None:
 
 def test_unsupported_client_requests_are_rejected_with_a_reason(server: Server) -> None:
     with clients(server, "alice", "bob") as (alice, bob):
-        assert "this server's adapters have rank 16" in alice.fails(
+        assert "rank = 32: expected 16, the rank of this server's adapters" in alice.fails(
             "create", model="m", base=MODEL, rank=32, seed=0
         )
-        assert "this server has quickstart-moe" in alice.fails(
+        assert "base_model = other: expected quickstart-moe, the model of this server" in alice.fails(
             "create", model="m", base="other", rank=16, seed=0
         )
         alice("create", model="m", base=MODEL, rank=16, seed=0)

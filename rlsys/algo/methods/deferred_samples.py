@@ -29,15 +29,18 @@ class DeferredSamples(Generic[Item]):
     def take(self, step: int) -> list[Item]:
         """Return the oldest `capacity` items if there are that many, else none. Expired items are dropped and
         counted."""
-        fresh = [(born, item) for born, item in self._items if step - born <= self._max_age]
+        fresh = [(added_step, item) for added_step, item in self._items if step - added_step <= self._max_age]
         self.expired += len(self._items) - len(fresh)
         count = self._capacity if len(fresh) >= self._capacity else 0
         self._items = fresh[count:]
         return [item for _, item in fresh[:count]]
 
     def state_dict(self, encode: Callable[[Item], Any]) -> dict[str, Any]:
-        return {"items": [[born, encode(item)] for born, item in self._items], "expired": self.expired}
+        return {
+            "items": [[added_step, encode(item)] for added_step, item in self._items],
+            "expired": self.expired,
+        }
 
     def load_state_dict(self, state: dict[str, Any], decode: Callable[[Any], Item]) -> None:
-        self._items = [(int(born), decode(item)) for born, item in state["items"]]
+        self._items = [(int(added_step), decode(item)) for added_step, item in state["items"]]
         self.expired = int(state["expired"])

@@ -125,11 +125,12 @@ class Gae(Advantage):
         target_estimates = (
             estimates if self.critic_lam is None else gae(summed, values, ids, self.gamma, self.critic_lam)
         )
-        spread = [
-            torch.zeros_like(part.mu).masked_scatter(keep, x[steps.of])
-            for x in (estimates, target_estimates + values)
-        ]
-        return spread[0], spread[1]
+
+        def to_tokens(x: Tensor) -> Tensor:
+            """Return for each token the value of its timestep: `[K]` -> `[T]`."""
+            return torch.zeros_like(part.mu).masked_scatter(keep, x[steps.of])
+
+        return to_tokens(estimates), to_tokens(target_estimates + values)
 
     def _lambda(self, ids: Tensor, sequences: int) -> Tensor:
         """Return lambda of each timestep, `[K]`."""

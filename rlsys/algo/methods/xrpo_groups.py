@@ -45,10 +45,16 @@ def student_quantile(p: float, freedom: int) -> float:
 
 @dataclass(frozen=True)
 class Member:
-    """A group of the open round. `room`: samples that it can still get; `new`: it was in no round before."""
+    """A group that waits in the open round.
+
+    Attributes:
+        rewards: rewards of its samples.
+        capacity: number of samples that can still be added.
+        new: whether this is its first round.
+    """
 
     rewards: list[float]
-    room: int
+    capacity: int
     new: bool
 
 
@@ -167,13 +173,13 @@ class Xrpo(Planner):
         if group_id in self._seeded:
             self._seeded.discard(group_id)
             return Accept()
-        room = min(self.samples, self.largest - len(group.samples))
+        capacity = min(self.samples, self.largest - len(group.samples))
         failed = success_rate(group, self.correct) == 0
-        if failed and room > 0 and (seeded := self.seeded_prompt(group)):
+        if failed and capacity > 0 and (seeded := self.seeded_prompt(group)):
             self._seeded.add(group_id)
             self._enlarged.discard(group_id)
-            return AddSamples(room, seeded)
-        self._members[group_id] = Member(rewards_of(group), room, group_id not in self._enlarged)
+            return AddSamples(capacity, seeded)
+        self._members[group_id] = Member(rewards_of(group), capacity, group_id not in self._enlarged)
         if sum(m.new for m in self._members.values()) < self.groups:
             return Hold()
         self.close_round()
@@ -196,7 +202,7 @@ class Xrpo(Planner):
         slots = math.floor(self._credit + 1e-9)
         self._credit = max(0.0, self._credit - slots)
         candidates = [
-            g for g, m in members.items() if m.room > 0 and min(m.rewards, default=1) <= self.correct
+            g for g, m in members.items() if m.capacity > 0 and min(m.rewards, default=1) <= self.correct
         ]
         # Groups with the same rewards have the same score; a draw orders them, not the order in which they finished.
         candidates.sort(
@@ -207,7 +213,9 @@ class Xrpo(Planner):
         )
         selected = set(candidates[:slots])
         self._enlarged = (self._enlarged - members.keys()) | selected
-        self._released |= {g: AddSamples(m.room) if g in selected else Accept() for g, m in members.items()}
+        self._released |= {
+            g: AddSamples(m.capacity) if g in selected else Accept() for g, m in members.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         solved = [[index, *example] for index, example in self._solved.items()]

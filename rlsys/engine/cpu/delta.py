@@ -16,6 +16,19 @@ from torch.nn.functional import conv1d, silu, softplus
 
 from rlsys.ops.delta_rule import delta_rule, normalize
 
+SILU = ("silu", "swish")
+"""Names of the activation SiLU in SGLang."""
+
+
+def _check_argument(name: str, value: object, *expected: object) -> None:
+    """Refuse an argument whose effect the replacements do not compute.
+
+    Raises:
+        ValueError: `value` is not one of `expected`.
+    """
+    if value not in expected:
+        raise ValueError(f"{name} = {value!r}: expected {' or '.join(map(repr, expected))}")
+
 
 def split_projections(
     mixed: Tensor, gates: Tensor, key_heads: int, value_heads: int, key_size: int, value_size: int
@@ -49,11 +62,22 @@ def convolve_prompts(
     """Convolve prompts (causal_conv1d), and store each prompt's last inputs in its slot.
 
     Args:
-        x: `[channels, T]`.
+        x: Inputs `[channels, T]`.
         weight: `[channels, width]`.
+        bias: `[channels]`, or None.
+        conv_states: Pool of last inputs; the prompts' slots are updated in place.
+        query_start_loc: Unused; start of each prompt.
+        seq_lens_cpu: Number of tokens of each prompt.
+        cache_indices: Slot of each prompt.
+        has_initial_state: Whether a prompt continues from its slot.
+        activation: silu or swish.
 
     Returns: `[channels, T]`.
+
+    Raises:
+        ValueError: another activation.
     """
+    _check_argument("activation", activation, *SILU)
     context = weight.shape[1] - 1
     out, start = torch.empty_like(x), 0
     for i, slot in enumerate(cache_indices.tolist()):
@@ -77,7 +101,22 @@ def convolve_next(
     conv_state_indices: Tensor,
     **_: Any,
 ) -> Tensor:
-    """Convolve the next token of each request (causal_conv1d): x `[B, channels]` -> `[B, channels]`."""
+    """Convolve the next token of each request (causal_conv1d).
+
+    Args:
+        x: Inputs `[B, channels]`.
+        conv_state: Pool of last inputs; the requests' slots are updated in place.
+        weight: `[channels, width]`.
+        bias: `[channels]`, or None.
+        activation: silu or swish.
+        conv_state_indices: Slot of each request `[B]`.
+
+    Returns: `[B, channels]`.
+
+    Raises:
+        ValueError: another activation.
+    """
+    _check_argument("activation", activation, *SILU)
     slots, context = conv_state_indices.long(), weight.shape[1] - 1
     inputs = torch.cat([conv_state[slots][..., -context:].to(x.dtype), x[..., None]], -1)
     conv_state[slots] = inputs[..., -conv_state.shape[-1] :].to(conv_state.dtype)
@@ -102,19 +141,28 @@ def prefill(
     initial_state: Tensor,
     initial_state_indices: Tensor,
     cu_seqlens: Tensor,
+    use_qk_l2norm_in_kernel: bool = True,
     **_: Any,
 ) -> tuple[Tensor, None, None]:
     """Apply the delta rule to prompts. Each prompt starts from the state of its slot and stores its last state there.
 
     Args:
-        q: `[1, T, key heads, p]`.
-        k: `[1, T, key heads, p]`.
-        v: `[1, T, H, w]`.
-        g: `[1, T, H]`.
-        beta: `[1, T, H]`.
+        q: Queries `[1, T, key heads, p]`.
+        k: Keys `[1, T, key heads, p]`.
+        v: Values `[1, T, H, w]`.
+        g: Logarithm of the decay `[1, T, H]`.
+        beta: Write strength `[1, T, H]`.
+        initial_state: Pool `[slots, H, w, p]`; the prompts' slots are updated in place.
+        initial_state_indices: Slot of each prompt.
+        cu_seqlens: Start of each prompt, followed by T.
+        use_qk_l2norm_in_kernel: Whether to normalize queries and keys; must be true.
 
     Returns: `[1, T, H, w]`, followed by None for SGLang's other results.
+
+    Raises:
+        ValueError: `use_qk_l2norm_in_kernel` is false.
     """
+    _check_argument("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel, True)
     repeats, out = v.shape[2] // k.shape[2], torch.empty_like(v)
     q, k = (normalize(x.float()).repeat_interleave(repeats, dim=2) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
@@ -140,15 +188,28 @@ def decode(
     ssm_state_indices: Tensor,
     use_qk_l2norm_in_kernel: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Apply the delta rule to the next token of each request. Results do not depend on the other requests.
+    """Apply the delta rule to the next token of each request.
+
+    The result of a request does not depend on the other requests of the batch.
 
     Args:
-        mixed_qkv: `[B, channels]`.
-        a: `[B, H]`.
-        b: `[B, H]`.
-        out: `[B, 1, H, w]`, written.
-        initial_state: The pool; the slots of the requests are updated.
+        mixed_qkv: Queries, keys and values `[B, channels]`.
+        a: Input of the decay `[B, H]`.
+        b: Input of beta `[B, H]`.
+        A_log: Logarithm of the decay rate `[H]`.
+        dt_bias: Added to `a` `[H]`.
+        scale: Factor of the queries.
+        initial_state: Pool `[slots, H, w, p]`; the requests' slots are updated in place.
+        out: `[B, 1, H, w]`, written in place.
+        ssm_state_indices: Slot of each request `[B]`.
+        use_qk_l2norm_in_kernel: Whether to normalize queries and keys; must be true.
+
+    Returns: `out` and `initial_state`.
+
+    Raises:
+        ValueError: `use_qk_l2norm_in_kernel` is false.
     """
+    _check_argument("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel, True)
     heads, w, p = initial_state.shape[1:]
     slots, keys = ssm_state_indices.long(), (mixed_qkv.shape[1] - heads * w) // 2
     q, k, v = mixed_qkv.float().split([keys, keys, heads * w], dim=1)
@@ -168,12 +229,35 @@ def gated_norm(
     g: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    activation: str = "silu",
-    *,
+    activation: str = "swish",
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
     eps: float = 1e-6,
-    **_: Any,
 ) -> Tensor:
-    """Apply RMSNorm over the last axis, then multiply by SiLU of the gate, in float32."""
+    """Apply RMSNorm over the last axis, then multiply by SiLU of the gate.
+
+    The norm is computed in float32 and rounded to x.dtype before the multiplication by the weight.
+
+    Args:
+        x: Inputs `[..., w]`.
+        g: Gate `[..., w]`.
+        weight: `[w]`.
+        bias: Must be None.
+        activation: silu or swish.
+        residual: Must be None.
+        prenorm: Must be false.
+        residual_in_fp32: Unused, because there is no residual.
+        eps: Added to the mean of squares.
+
+    Returns: `[..., w]` of x.dtype.
+
+    Raises:
+        ValueError: another activation, a bias, a residual or a prenorm.
+    """
+    _check_argument("activation", activation, *SILU)
+    if bias is not None or residual is not None or prenorm:
+        raise ValueError("bias, residual, prenorm: expected None, None, False")
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * y.to(x.dtype) * silu(g.float())).to(x.dtype)

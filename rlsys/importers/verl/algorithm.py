@@ -42,24 +42,18 @@ REDUCERS = {
 
 
 def translate_algorithm(d: Draft) -> None:
-    """Translate advantages, losses, reducer, shaping, planners and corrections."""
+    """Translate advantages, losses, reducer, shaping, planners, corrections and ppo_epochs."""
     advantage = _advantage(d)
     loss, names = _policy_loss(d)
     terms: list[dict[str, Any]] = [loss, *_critic(d, advantage), *_penalties(d, names)]
-    of_loss = ["algorithm.adv_estimator", "critic.cliprange_value", *(f"{ACTOR}.{n}" for n in names)]
+    loss_settings = ["algorithm.adv_estimator", "critic.cliprange_value", *(f"{ACTOR}.{n}" for n in names)]
     if d.flag("distillation.enabled"):
-        terms = translate_distillation(d, terms)
-        of_loss += ["distillation.enabled", "distillation.distillation_loss.use_task_rewards"]
-        of_loss += [
-            f"distillation.distillation_loss.{name}"
-            for name in (
-                "distillation_loss_coef", "use_policy_gradient", "loss_max_clamp", "clip_ratio_low",
-                "clip_ratio_high",
-            )
-        ]  # fmt: skip
+        terms, distillation_settings = translate_distillation(d, terms)
+        loss_settings += distillation_settings
     else:
+        # No field is derived from it; `finish` reports it as a default.
         d.consumed.discard("distillation.enabled")
-    d.set_field("algo.loss", terms, *of_loss)
+    d.set_field("algo.loss", terms, *loss_settings)
     _reducer(d, loss["name"])
     _reward_kl(d)
     _group_filter(d)
@@ -81,24 +75,24 @@ def _advantage(d: Draft) -> str:
         and d.is_present("algorithm.norm_adv_by_std_in_grpo")
     ):
         advantage_name = "dr_grpo"
-    of_advantage = ["algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"]
+    advantage_settings = ["algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"]
     gae = {"gamma": d.number("algorithm.gamma", 1.0), "lam": d.number("algorithm.lam", 1.0)}
     if advantage_name == "gae":
-        of_advantage += ["algorithm.gamma", "algorithm.lam"]
+        advantage_settings += ["algorithm.gamma", "algorithm.lam"]
     elif gae["gamma"] != 1.0 and advantage_name.startswith("reinforce"):
         d.reject("algorithm.gamma", "the return is not discounted")
     advantage = {"gae": {"name": "gae", **gae}, "gpg": {"name": "gpg", "counts": "rewarded"}}
-    d.set_field("algo.advantage", advantage.get(advantage_name, advantage_name), *of_advantage)
+    d.set_field("algo.advantage", advantage.get(advantage_name, advantage_name), *advantage_settings)
     return advantage_name
 
 
 def _policy_loss(d: Draft) -> tuple[dict[str, Any], list[str]]:
     """Return the policy loss, and the settings of the actor that the loss terms depend on."""
-    of_mode = f"{ACTOR}.policy_loss.loss_mode"
-    mode = d.text(of_mode, "vanilla")
+    mode_setting = f"{ACTOR}.policy_loss.loss_mode"
+    mode = d.text(mode_setting, "vanilla")
     loss: dict[str, Any] = {"name": LOSSES.get(mode, "clip")}
     if mode not in LOSSES:
-        d.reject(of_mode, "not supported by this name (rlsys algo list)")
+        d.reject(mode_setting, "not supported by this name (rlsys algo list)")
     low, high = (d.number(f"{ACTOR}.clip_ratio_{side}", 0.2) for side in ("low", "high"))
     if d.is_present(f"{ACTOR}.clip_ratio"):
         d.defaults.append(
@@ -175,10 +169,10 @@ def _penalties(d: Draft, names: list[str]) -> list[dict[str, Any]]:
 
 def _reducer(d: Draft, loss: str) -> None:
     """Translate the reducer of token losses."""
-    of_mode = f"{ACTOR}.loss_agg_mode"
-    mode = d.text(of_mode, "token-mean")
+    mode_setting = f"{ACTOR}.loss_agg_mode"
+    mode = d.text(mode_setting, "token-mean")
     if mode not in REDUCERS:
-        d.reject(of_mode, f"expected one of {', '.join(REDUCERS)}")
+        d.reject(mode_setting, f"expected one of {', '.join(REDUCERS)}")
     reducer = REDUCERS.get(mode, "token_mean")
     if loss in ("gspo", "gmpo", "sapo"):  # verl's functions of these losses ignore the mode
         if reducer != "sequence_mean" and len(d.get_field("algo.loss", [])) > 1:
@@ -186,7 +180,7 @@ def _reducer(d: Draft, loss: str) -> None:
                 f"algo.reducer = sequence_mean for all terms; verl reduces KL and entropy by {mode}"
             )
         reducer = "sequence_mean"
-    names: list[str] = [of_mode]
+    names: list[str] = [mode_setting]
     reducer_config: str | dict[str, Any] = reducer
     if reducer == "constant":
         scale = f"{ACTOR}.loss_scale_factor"

@@ -41,6 +41,7 @@ def translate_data(d: Draft, rewards: Collection[str]) -> None:
 
 
 def _rewards(d: Draft, rewards: Collection[str]) -> None:
+    # verl moved its reward settings to `reward` in 2026; scripts have the old or the new names.
     path, function = (
         first_present(d, f"custom_reward_function.{part}", f"reward.custom_reward_function.{part}")
         for part in ("path", "name")

@@ -8,9 +8,32 @@ from typing import Any
 from rlsys.importers.draft import Draft
 from rlsys.importers.verl.names import KL_KINDS, ROLLOUT
 
+LOSS_SETTINGS = (
+    "distillation.enabled",
+    *(
+        f"distillation.distillation_loss.{name}"
+        for name in (
+            "use_task_rewards", "distillation_loss_coef", "use_policy_gradient", "loss_max_clamp", "clip_ratio_low",
+            "clip_ratio_high",
+        )
+    ),
+)  # fmt: skip
+"""Settings that the loss terms depend on."""
 
-def translate_distillation(d: Draft, terms: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Translate distillation.*, and return the loss's terms with that of the teacher."""
+
+def translate_distillation(
+    d: Draft, terms: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Translate distillation.*: teachers, and the loss term of their divergence.
+
+    Args:
+        d: the config draft.
+        terms: loss terms of the policy.
+
+    Returns:
+        the loss terms with the teacher's, which replaces the policy's without task rewards; and the settings that
+        they depend on.
+    """
     section = "distillation"
     loss = f"{section}.distillation_loss"
     models = sorted(
@@ -76,8 +99,9 @@ def translate_distillation(d: Draft, terms: list[dict[str, Any]]) -> list[dict[s
     if bound:
         term["cap"] = bound
     if has_task_rewards(d):
-        return [*terms, term | {"weight": d.number(f"{loss}.distillation_loss_coef", 1.0)}]
-    return [term]
+        weighted_term = term | {"weight": d.number(f"{loss}.distillation_loss_coef", 1.0)}
+        return [*terms, weighted_term], LOSS_SETTINGS
+    return [term], LOSS_SETTINGS
 
 
 def has_task_rewards(d: Draft) -> bool:

@@ -31,5 +31,5 @@ NEVER = 1_000_000
 
 
 def first_present(d: Draft, *names: str) -> str:
-    """Return the first of these names that the script has; verl moved its reward settings in 2026."""
+    """Return the first of `names` that the script sets; the first name if it sets none."""
     return next((name for name in names if d.is_present(name)), names[0])

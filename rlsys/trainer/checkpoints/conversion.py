@@ -24,7 +24,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.fit import check_layout, stage_layers
 from rlsys.convert.hf import HFTensors, copy_side_files, publish, write_hf
 from rlsys.convert.layout import sections, to_hf, to_megatron
-from rlsys.convert.output import new_folder, partial_of
+from rlsys.convert.output import guard_output, partial_of
 from rlsys.convert.rules import Rule
 from rlsys.convert.stack import stack_experts
 from rlsys.convert.table import Entry, entries
@@ -69,7 +69,7 @@ def hf_to_megatron(
     total = _elements(hf)
     done = ConversionResult(0, 0, len(tensors.carried))
     partial, size = partial_of(out), tensors.bytes
-    with new_folder(out, size), _one_rank(folder) as single_rank:
+    with guard_output(out, size), _one_rank(folder) as single_rank:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         with DistWriter(partial) as writer:
@@ -158,7 +158,7 @@ def megatron_to_hf(path: Path, out: Path, advance: ProgressCallback) -> Conversi
         else:
             source = MegatronTensors(checkpoint_path, single_rank, hf)
             size = source.bytes
-        with new_folder(out, size):
+        with guard_output(out, size):
 
             def tensors() -> Iterator[tuple[str, Tensor]]:
                 nonlocal done

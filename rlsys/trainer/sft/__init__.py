@@ -1,1 +1,1 @@
-"""`rlsys sft`: supervised fine-tuning, preferences and reward models, with the trainer of the RL loop."""
+"""`rlsys sft`: supervised fine-tuning, preference optimisation and reward models, with the trainer of the RL loop."""

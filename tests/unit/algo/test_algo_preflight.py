@@ -160,7 +160,7 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         ),
         (
             ["algo.planners=[{name: brorl, factor: 1000}, {name: ttrl, factor: 1000}]"],
-            "algo.planners make groups of up to 8000000 samples of rollout.group_size = 8; at most 65536",
+            "algo.planners: with rollout.group_size = 8 groups grow to 8000000 samples; expected at most 65536",
         ),
         (["algo.selectors=[lens]"], "algo.selectors has lens, but algo.corrections has not"),
         (["data.judge=engines"], "data.judge = 'engines' is unused: algo.group_reward is not set"),

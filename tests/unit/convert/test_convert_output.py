@@ -11,19 +11,19 @@ from types import SimpleNamespace
 import pytest
 from safetensors import SafetensorError
 
-from rlsys.convert.output import new_folder, partial_of
+from rlsys.convert.output import guard_output, partial_of
 from rlsys.core.errors import UserError
 
 
 def write_until(folder: Path, error: BaseException) -> None:
-    with new_folder(folder, 10):
+    with guard_output(folder, 10):
         partial_of(folder).mkdir()
         (partial_of(folder) / "half").write_text("a")
         raise error
 
 
 def test_output_is_kept_on_success(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "above" / "model", 10):
+    with guard_output(tmp_path / "above" / "model", 10):
         partial_of(tmp_path / "above" / "model").mkdir()
     assert [path.name for path in tmp_path.rglob("*")] == ["above", "model.partial"]
 
@@ -75,10 +75,10 @@ def test_insufficient_disk_space_is_reported_before_writing(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     if fits:
-        with new_folder(tmp_path / "model", 10_000_000):
+        with guard_output(tmp_path / "model", 10_000_000):
             return
     with (
         pytest.raises(UserError, match=r"needs 0\.01 GB, the disk has 0\.01 GB left$"),
-        new_folder(tmp_path / "model", 10_000_000),
+        guard_output(tmp_path / "model", 10_000_000),
     ):
         raise AssertionError("not reached")

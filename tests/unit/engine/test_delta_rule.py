@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -124,3 +126,25 @@ def test_a_gated_norm_is_a_norm_times_its_gate() -> None:
     x, gate = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 100.0]])  # SiLU: 0 and 100
     output = delta.gated_norm(x, gate, torch.tensor([1.0, 2.0]), None, eps=0.0)
     assert torch.allclose(output, torch.tensor([[0.0, 200 * 4 / 12.5**0.5]]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"activation": "sigmoid"}, "activation = 'sigmoid': expected 'silu' or 'swish'"),
+        ({"bias": torch.zeros(2)}, "bias, residual, prenorm: expected None, None, False"),
+        ({"residual": torch.zeros(1, 2)}, "bias, residual, prenorm: expected None, None, False"),
+        ({"prenorm": True}, "bias, residual, prenorm: expected None, None, False"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else next(iter(value)),
+)
+def test_a_gated_norm_refuses_arguments_that_it_does_not_apply(arguments: dict[str, Any], error: str) -> None:
+    x = torch.ones(1, 2)
+    with pytest.raises(ValueError, match=f"^{error}$"):
+        delta.gated_norm(x, x, torch.ones(2), **{"bias": None, **arguments})
+
+
+def test_a_convolution_refuses_another_activation() -> None:
+    x, pool, slots = torch.ones(1, 2), torch.zeros(1, 2, 3), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^activation = None: expected 'silu' or 'swish'$"):
+        delta.convolve_next(x, pool, torch.ones(2, 4), None, None, conv_state_indices=slots)

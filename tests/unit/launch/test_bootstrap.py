@@ -237,6 +237,8 @@ def test_a_complete_environment_of_another_python_is_replaced_only_on_request(
     terminal = io.StringIO("n\n")
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", terminal)
-    with pytest.raises(SetupError, match="it is unchanged"):
+    with pytest.raises(
+        SetupError, match=r"^set-up cancelled: \.venv was set up for a CPU host with .*, and is unchanged$"
+    ):
         bootstrap.create_venv("/usr/bin/python3.12", "cpu")
     assert stamp.exists()

@@ -50,11 +50,15 @@ def test_bytes_by_hand() -> None:
 @pytest.mark.parametrize(
     ("kept", "drawn", "why"),
     [
-        ([[1, 2]], [3], "not exactly once in the row"),
-        ([[1, 2, 2]], [1], "twice"),
-        ([[1, 1]], [1], "not exactly once in the row"),
-        ([[1, -4]], [1], "negative id"),
-        ([[1]], [1, 2], "1 rows of kept ids for 2 tokens"),
+        (
+            [[4], [1, 2]],
+            [4, 3],
+            "^token 1: its row of allowed ids contains the sampled id 3 0 times; expected once$",
+        ),
+        ([[1, 2, 2]], [1], "^token 0: its row of allowed ids contains 2 twice; expected it once$"),
+        ([[1, 1]], [1], "^token 0: its row of allowed ids contains the sampled id 1 2 times; expected once$"),
+        ([[5], [1, -4]], [5, 1], "^token 1: its row of allowed ids contains -4; expected ids of 0 or more$"),
+        ([[1]], [1, 2], "1 rows of allowed ids for 2 tokens"),
     ],
 )
 def test_rows_that_cannot_be_are_refused(kept: list[list[int]], drawn: list[int], why: str) -> None:
@@ -63,7 +67,7 @@ def test_rows_that_cannot_be_are_refused(kept: list[list[int]], drawn: list[int]
 
 
 def test_bytes_that_are_no_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 rows of kept ids for 2 tokens"):
+    with pytest.raises(ValueError, match="1 rows of allowed ids for 2 tokens"):
         support.decode(b"\x03\0", [1, 2])
     with pytest.raises(ValueError, match="within a number"):
         support.decode(b"\0\x83", [1])

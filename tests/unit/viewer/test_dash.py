@@ -104,13 +104,13 @@ async def test_samples_by_page_and_token_by_token(reader: TestClient) -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("samples?run=7", "run 7: there are 2"),
+        ("samples?run=7", "run = 7: expected a number below 2, the number of runs"),
         ("samples?step=9", "step 9: no such train step; the run has steps 1 to 2"),
-        ("samples?step=x", "step x: expected a whole number"),
+        ("samples?step=x", "step = x: expected a whole number"),
         pytest.param("samples?step=1" + 18 * "0" + "1", "expected a whole number", id="20 digits"),
         pytest.param("samples?step=" + 5000 * "9", "expected a whole number", id="5,000 digits"),
         ("samples?order=odd", "order odd: expected one of newest"),
-        ("samples?grep=(", "not a regular expression"),
+        ("samples?grep=(", "grep = (: not a regular expression"),
         ("sample?sample=99", "sample 99: no such sample in the run"),
     ],
 )
