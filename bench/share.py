@@ -65,12 +65,12 @@ class Sizes:
 
     @property
     def budget(self) -> int:
-        """Return the tokens of a micro-batch."""
+        """Largest number of tokens of a micro-batch; it fits a prompt with the longest response."""
         return PROMPT + min(LONGEST, 4 * self.mean)
 
     @property
     def layers(self) -> list[int]:
-        """Ranks of the first pipeline stage."""
+        """Indices of the layers of the first pipeline stage."""
         return list(range(-(-LAYERS // self.pp)))
 
     def lengths(self) -> list[int]:

@@ -83,10 +83,8 @@ second one during the pass. With router replay `ewma` uses the policy's experts,
 
 **`behaviour`** is exact `old` for interrupted samples. Before each update the trainer scores the tokens of unfinished
 samples that its current weights sampled, and the rollout process stores the scores with the tokens. This needs
-colocated engines; `time_score` in metrics.jsonl is its cost. A run with interrupted samples should use it as its
-anchor, as `configs/experiments/` do (the disaggregated ones use `interpolated`). The quickstart has
-`anchor: mu`: in float32 every push is checked to a mean difference of at most 1e-6 between the engine's and the
-trainer's log-probs, so mu is exact.
+colocated engines; `time_score` in metrics.jsonl is its cost. [Which anchor?](rollout.md#which-anchor) lists the
+choice for each kind of run.
 
 **`values`** come from a linear head on the policy's trunk, whose loss changes the trunk too; or, with
 `algo.critic`, from a second model of the policy's architecture and layout, with its own optimizer and learning

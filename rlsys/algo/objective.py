@@ -357,17 +357,38 @@ class Objective:
         values: Tensor | None = None,
         divergence: Tensor | None = None,
     ) -> tuple[Tensor, Sums]:
-        """Return the loss sum of one micro-batch and sums for metrics. All but `batch` are `[T]`, with gradient."""
+        """Return the loss sum of one micro-batch and sums for metrics.
+
+        Args:
+            logp: log-probs of the batch's tokens under the current weights, `[T]`, with gradient.
+            batch: the micro-batch of `T` tokens.
+            entropy: entropy of the policy at each token, `[T]`, with gradient. Optional, as are the next two: None
+                if no term of the loss and no metric reads it.
+            values: outputs of the value head on the policy's trunk, `[T]`, with gradient.
+            divergence: divergence from the teacher at each token, `[T]`, with gradient.
+
+        Returns:
+            The loss, a scalar with gradient, and sums by metric name, detached.
+
+        Raises:
+            ValueError: `logp` has another shape than the batch's tokens.
+        """
         if logp.shape != batch.mask.shape:
             raise ValueError(
                 f"logp has shape {tuple(logp.shape)}, the batch's tokens {tuple(batch.mask.shape)}"
             )
         anchor = batch.masked(self.anchor_of(batch, logp))
         view = View(batch, batch.masked(logp), anchor, entropy, values, divergence)
-        share, none = batch.signal("weight"), Correction(torch.ones_like(view.anchor), view.keep)
-        corrected = {ratio: self._corrected(view, of) for ratio, of in self._correction_anchors.items()}
-        total, clipped = logp.new_zeros(()), torch.zeros_like(view.keep)
-        effective, acting = torch.zeros_like(view.keep), (batch.signal("advantages"), batch.signal("rewards"))
+        share = batch.signal("weight")
+        acting = batch.signal("advantages"), batch.signal("rewards")
+        no_correction = Correction(torch.ones_like(view.anchor), view.keep)
+        corrected = {
+            ratio: self._corrected(view, anchor_name)
+            for ratio, anchor_name in self._correction_anchors.items()
+        }
+        total = logp.new_zeros(())
+        clipped = torch.zeros_like(view.keep)
+        effective = torch.zeros_like(view.keep)
         corrections: list[Correction] = []
         figures: Figures = {"tokens": torch.ones_like(view.anchor)}
         for term in self.losses:
@@ -377,7 +398,9 @@ class Objective:
             term_view = view if totals is None else replace(view, totals=totals)
             loss, term_figures = term(term_view, self._update_stats.get((id(term), self.anchor)))
             weight, keep = (
-                _select_correction(term.has_ratio(view), corrected) if corrected and term.policy else none
+                _select_correction(term.has_ratio(view), corrected)
+                if corrected and term.policy
+                else no_correction
             )
             corrections += [Correction(weight, keep)] if term.policy else []
             scale = share * weight * keep
@@ -386,19 +409,39 @@ class Objective:
             clipped = clipped | clips
             effective = effective | ((scale != 0) & ~clips & term.acts_on(*acting))
             figures |= term_figures
-        figures["weight"] = corrections[0].weight if corrections else none.weight
-        accepted = torch.stack([c.keep for c in corrections]).any(0) if corrections else view.keep
-        figures["entropy"] = torch.zeros_like(weight) if entropy is None else entropy
+        corrections = corrections or [no_correction]
+        return total, self._metric_sums(view, figures, corrections, clipped, effective)
+
+    def _metric_sums(
+        self, view: View, figures: Figures, corrections: list[Correction], clipped: Tensor, effective: Tensor
+    ) -> Sums:
+        """Return the sums for the metrics of a micro-batch.
+
+        Args:
+            view: the micro-batch under the current policy.
+            figures: metrics of each token, `[T]`, by name.
+            corrections: those of the terms of the policy, at least one.
+            clipped: `[T]` bool, whether a term clips the token.
+            effective: `[T]` bool, whether a term gives the token a gradient.
+        """
+        batch = view.batch
+        weight = corrections[0].weight
+        figures = {
+            **figures,
+            "weight": weight,
+            "entropy": torch.zeros_like(weight) if view.entropy is None else view.entropy,
+        }
         if self.anchor == "behaviour":
-            figures["anchor_missing"] = (
-                batch.signal("behaviour").isnan() & (batch.versions != batch.version)
-            ).to(weight)
-        is_counted, zeros = batch.counted_tokens, torch.zeros_like(weight)
+            is_missing = batch.signal("behaviour").isnan() & (batch.versions != batch.version)
+            figures["anchor_missing"] = is_missing.to(weight)
+        is_counted = batch.counted_tokens
+        zeros = torch.zeros_like(weight)
         sums = {name: torch.where(is_counted, v.detach(), zeros).sum() for name, v in figures.items()}
-        rejected, active = view.keep & ~accepted, batch.active
-        sums |= {"active": active.sum(), "active_lost": (active & (clipped | rejected)).sum()}
+        rejected = view.keep & ~torch.stack([c.keep for c in corrections]).any(0)
+        sums["active"] = batch.active.sum()
+        sums["active_lost"] = (batch.active & (clipped | rejected)).sum()
         sums["effective"] = effective.sum()
-        return total, sums | mismatch_sums(logp, batch, clipped, rejected)
+        return sums | mismatch_sums(view.logp, batch, clipped, rejected)
 
     def _corrected(self, view: View, name: AnyAnchor) -> Correction:
         """Combine all corrections of this anchor's exp(anchor - mu)."""

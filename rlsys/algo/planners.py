@@ -1,5 +1,6 @@
-"""Group planners: policies for the number of samples of a group and its acceptance. For the rollout process: no
-torch.
+"""Group planners: policies for the number of samples of a group and its acceptance.
+
+Imports no torch, because it runs in the rollout process.
 
 A planner decides about a group when all its samples are terminal and rewarded. Samples without a reward (censored) do
 not count. With several planners, the first that does not accept decides.

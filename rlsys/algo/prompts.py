@@ -1,4 +1,6 @@
-"""Choice and wording of the prompt of a new group. For the rollout process: no torch.
+"""Choice and wording of the prompt of a new group.
+
+Imports no torch, because it runs in the rollout process.
 
 A chooser depends only on its state and the group's id, so that a resumed run uses the same prompts.
 """

@@ -117,7 +117,7 @@ def with_gpu_memory(config: Config, gpu_gb: float | None) -> Config:
     if gpu_gb is None:
         return config
     if not 0 < gpu_gb < math.inf:
-        raise UserError(f"--gpu-memory {gpu_gb}: expected more than 0 GB, and finite")
+        raise UserError(f"--gpu-memory {gpu_gb}: expected a finite number of GB above 0")
     return config.model_copy(update={"launch": config.launch.model_copy(update={"gpu_memory_gb": gpu_gb})})
 
 

@@ -26,7 +26,7 @@ CONNECTIONS = 4096
 
 
 def add_meet(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command. `add` creates a sub-command from name, function and help."""
+    """Add `rlsys meet`. `add` creates a sub-command from name, function and help."""
     sub = add("meet", meet, "run episodes of several policies, each trained by its own run")
     sub.add_argument(
         "episode", metavar="FUNCTION", help="path/to/file.py:function or package.module:function"

@@ -44,7 +44,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Forecast], str]], ...] = (
 
 
 def add_plan(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command. `add` creates a sub-command from name, function and help."""
+    """Add `rlsys plan`. `add` creates a sub-command from name, function and help."""
     sub = add(
         "plan",
         plan,

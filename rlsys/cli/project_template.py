@@ -121,10 +121,11 @@ def _reward_name(name: str) -> str:
             raise UserError(f"--reward {name}: {' '.join(str(e).split())}") from None
         functions = [n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
         public = [function for function in functions if not function.startswith("_")]
-        if len(public) != 1:
+        if not public:
+            raise UserError(f"--reward {name}: the file defines no public function; expected one")
+        if len(public) > 1:
             raise UserError(
-                f"--reward {name}: the file defines {', '.join(public) or 'no function'}; expected "
-                f"{name}:FUNCTION"
+                f"--reward {name}: the file defines {', '.join(public)}; expected {name}:FUNCTION"
             )
         name = f"{name}:{public[0]}"
     find_reward(name)

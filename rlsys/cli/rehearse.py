@@ -43,7 +43,7 @@ class RankFailed(Exception):
 
 
 def add_rehearse(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command. `add` creates a sub-command from name, function and help."""
+    """Add `rlsys rehearse`. `add` creates a sub-command from name, function and help."""
     sub = add(
         "rehearse",
         rehearse,

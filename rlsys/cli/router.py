@@ -54,7 +54,7 @@ def router(args: argparse.Namespace) -> int:
 
 
 def add_router(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command. `add` creates a sub-command from name, function and help."""
+    """Add `rlsys router`. `add` creates a sub-command from name, function and help."""
     limits = FrontLimits()
     sub = add("router", router, "serve SGLang's and OpenAI's HTTP APIs in front of running engines")
     sub.add_argument(

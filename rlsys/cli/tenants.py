@@ -33,7 +33,7 @@ class TenantsOptions:
 def add_tenants(
     add: Callable[..., argparse.ArgumentParser], run: Callable[[argparse.Namespace], int]
 ) -> None:
-    """Add the command. `add` creates a sub-command from name, function and help."""
+    """Add `rlsys tenants`. `add` creates a sub-command from name, function and help."""
     sub = add("tenants", run, "train adapters of several clients on one model, with Tinker's protocol")
     add_config(sub)
     sub.add_argument(

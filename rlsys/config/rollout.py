@@ -85,8 +85,9 @@ class RolloutConfig(Section):
     """Arguments of the generator."""
     workers: Positive = 1
     """Processes that receive the engines' streams, on the machine of the rollout process; 1: the rollout process
-    does. One process handles about 400,000 tokens a second per core (bench/README.md); use more above that rate.
-    Each takes a core and the memory of its samples' tokens."""
+    does. One process received 160,000 tokens a second with responses of 512 tokens on average, and more with longer
+    ones (docs/performance.md); use several above that rate. Each takes a core and the memory of its samples'
+    tokens."""
     repeat: FilePath | None = None
     """Folder of an earlier run of the same config. This run repeats its groups, interruptions and tokens. Use it to
     debug a run with over_provision above 1."""

@@ -231,7 +231,7 @@ class HFConfig:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """Features of the whole model."""
+        """Features that all layers share; with those of a layer, they select its rules (see `rules`)."""
         ranked: Feature = "q_rank" if self.latent is not None and self.latent.q_rank else "q_full"
         have: dict[Feature, bool] = {"qk_norm": self.qk_norm, "qkv_bias": self.qkv_bias, ranked: True}
         return frozenset(name for name, present in have.items() if present)

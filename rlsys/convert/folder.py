@@ -251,7 +251,7 @@ def _check_type(tensor: StoredTensor, scale: StoredTensor | None, hf: HFConfig) 
         raise UserError(f"{scale} has type {scale.dtype}; expected {', '.join(_FP8_SCALE_TYPES)}")
     if scale.shape != blocks:
         raise UserError(
-            f"{scale} has shape {scale.shape}; expected {blocks}, a scale for each block of {BLOCK} x {BLOCK} of "
+            f"{scale} has shape {scale.shape}; expected {blocks}, one scale for each block of {BLOCK} x {BLOCK} of "
             f"{tensor.name}, whose shape is {tensor.shape}"
         )
 
@@ -264,7 +264,7 @@ def _check_mxfp4(name: str, blocks: StoredTensor | None, scales: StoredTensor | 
     """
     if blocks is None or scales is None:
         present, missing = (blocks, MXFP4_SCALES) if blocks is not None else (scales, MXFP4_BLOCKS)
-        raise UserError(f"{present} is there without {name}{missing}")
+        raise UserError(f"{present} is present, but {name}{missing} is missing")
     if len(blocks.shape) != 4 or blocks.shape[-1] != 16:
         raise UserError(f"{blocks} has shape {blocks.shape}; expected [experts, rows, groups, 16]")
     for tensor in (blocks, scales):
@@ -272,7 +272,8 @@ def _check_mxfp4(name: str, blocks: StoredTensor | None, scales: StoredTensor | 
             raise UserError(f"{tensor} has type {tensor.dtype}; expected {_BYTE}")
     if scales.shape != blocks.shape[:-1]:
         raise UserError(
-            f"{scales} has shape {scales.shape}; expected {blocks.shape[:-1]}, as {blocks.name} has groups"
+            f"{scales} has shape {scales.shape}; expected {blocks.shape[:-1]}, one scale for each group of "
+            f"{blocks.name}"
         )
     return scales
 

@@ -33,7 +33,9 @@ def joined_text(text: str) -> str:
     try:
         return text if is_valid_text(text) else _join_surrogates(text, "strict")
     except UnicodeDecodeError:
-        raise ValueError(f"half of a character (a lone UTF-16 surrogate): {text!a:.80}") from None
+        raise ValueError(
+            f"the text contains a lone UTF-16 surrogate: {text!a:.80}; expected valid Unicode"
+        ) from None
 
 
 def _join_surrogates(text: str, errors: str) -> str:

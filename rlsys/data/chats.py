@@ -179,11 +179,10 @@ def _margin(value: Any, location: str) -> float:
 def _ids(row: Entry, key: str, location: str, tokenizer: Tokenizer) -> list[int]:
     ids = row.get(key)
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        raise UserError(f"{location}: {key} is {describe_type(ids)}; expected a list of ids")
-    if (largest := max(ids)) >= tokenizer.vocab_size or min(ids) < 0:
-        raise UserError(
-            f"{location}: {key} has id {largest}; expected ids of this model, 0 to {tokenizer.vocab_size - 1}"
-        )
+        raise UserError(f"{location}: {key} is {describe_type(ids)}; expected a list of token ids, not empty")
+    invalid = next((i for i in ids if not 0 <= i < tokenizer.vocab_size), None)
+    if invalid is not None:
+        raise UserError(f"{location}: {key} has token id {invalid}; expected 0 to {tokenizer.vocab_size - 1}")
     return ids
 
 

@@ -50,7 +50,7 @@ def read_dataset(name: str, subset: str | None, split: str, revision: str | None
         rows = rows[split]
     rows = rows.with_format(None)  # a saved one may have numpy's or torch's
     if not len(rows):
-        raise UserError(f"{name}, split {split}: contains no prompts")
+        raise UserError(f"{name}, split {split}: no rows; expected at least one")
     return Arrow(rows, f"{name} ({split})")
 
 

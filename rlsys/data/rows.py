@@ -69,7 +69,7 @@ def read_row(row: Any, keys: KeysConfig, location: str) -> Row:
         raise RowError(f"{location}: expected an object with prompt or messages, found {describe_type(row)}")
     media = next((name for name in MEDIA if row.get(name)), None)
     if media or (media := next((str(name) for name, value in row.items() if _is_media(value)), None)):
-        raise RowError(f"{location}: has {media}; only text is supported: expected rows without it")
+        raise RowError(f"{location}: has {media}; expected text only")
     prompt = _prompt(row, keys.prompt, location)
     if isinstance(prompt, str):
         messages, question = [{"role": "user", "content": prompt}], prompt
@@ -192,8 +192,7 @@ def check_texts(value: Any, location: str) -> None:
         if isinstance(item, str):
             if not is_valid_text(item):
                 raise RowError(
-                    f"{location}: a text has half of a character (a lone UTF-16 surrogate, as is left of an emoji "
-                    f"that was cut in two): {item!a:.80}"
+                    f"{location}: the text contains a lone UTF-16 surrogate: {item!a:.80}; expected valid Unicode"
                 )
         elif isinstance(item, dict):
             pending += [*item, *item.values()]

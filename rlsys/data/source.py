@@ -119,15 +119,16 @@ class ReasoningGymSource:
     def heldout(self, n: int) -> list[Prompt]:
         prompts: list[Prompt] = []
         questions: set[str] = set()
-        index = idle = 0
+        index = draws_without_new = 0
         while len(prompts) < n:
             entry = self._draw(self._heldout_stream, index, 0)
-            index, idle = index + 1, idle + 1
+            index += 1
+            draws_without_new += 1
             if is_heldout(entry["question"]) and entry["question"] not in questions:
                 questions.add(entry["question"])
                 prompts.append(self._prompt(len(prompts), entry))
-                idle = 0
-            if idle > ATTEMPTS:
+                draws_without_new = 0
+            if draws_without_new > ATTEMPTS:
                 raise TooFewPrompts(
                     f"eval.prompts = {n}: {self._names()} has only {len(prompts)} different held-out problems",
                     len(prompts),

@@ -180,7 +180,7 @@ def read_lines(paths: Sequence[Path]) -> Lines:
     files = [_read_json(path) for path in row_files(paths, "jsonl")]
     table = Lines([file for file in files if len(file)], ", ".join(map(str, paths)))
     if not len(table):
-        raise UserError(f"{table.name}: contains no prompts")
+        raise UserError(f"{table.name}: no rows; expected at least one")
     return table
 
 
@@ -380,7 +380,7 @@ def read_parquet(paths: Sequence[Path]) -> Arrow:
     except pyarrow.ArrowException as e:
         raise PathError(f"path: files with different columns: {' '.join(str(e).split())}") from None
     if not len(table):
-        raise UserError(f"{', '.join(map(str, paths))}: contains no prompts")
+        raise UserError(f"{', '.join(map(str, paths))}: no rows; expected at least one")
     return Arrow(table, ", ".join(map(str, paths)))
 
 
@@ -428,7 +428,10 @@ def _common_type(name: str, a: Any, b: Any) -> Any:
 
 
 def _stored_type(kind: Any) -> Any:
-    """Return the type of the values of categories, and of an extension such as JSON."""
+    """Return the type under which Arrow stores the values.
+
+    This is the storage type of an extension type, the value type of a dictionary type, and any other type itself.
+    """
     import pyarrow
 
     if isinstance(kind, pyarrow.BaseExtensionType):

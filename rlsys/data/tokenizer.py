@@ -151,7 +151,9 @@ class Tokenizer:
                 f"a text of {len(text):,} characters; expected at most {self._max_characters:,}"
             )
         if not is_valid_text(text):
-            raise ValueError(f"a text with half of a character (a lone UTF-16 surrogate): {text!a:.80}")
+            raise ValueError(
+                f"the text contains a lone UTF-16 surrogate: {text!a:.80}; expected valid Unicode"
+            )
         return list(self._fast.encode(text, add_special_tokens=special).ids)
 
     @cached_property

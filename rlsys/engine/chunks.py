@@ -159,7 +159,7 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
 
 
 def check_log_probs(values: Iterable[float]) -> tuple[list[float], int]:
-    """Set log-probs in (0, ROUNDING] to 0.
+    """Check log-probs, and set those in (0, ROUNDING] to 0.
 
     Returns:
         The log-probs, and the number of those that were set to 0.

@@ -51,7 +51,7 @@ def top_k(limits: Limits, name: str, value: Any) -> None:
     """Check that the value is -1 (all tokens) or positive."""
     number(-1, _INT32, integer=True)(limits, name, value)
     if value == 0:
-        raise refuse(name, value, "-1 (all tokens), or 1 and more")
+        raise refuse(name, value, "-1 (all tokens), or at least 1")
 
 
 def logit_bias(limits: Limits, name: str, value: Any) -> None:

@@ -156,6 +156,11 @@ def read_request(path: str, body: Mapping[str, Any], limits: Limits, model: Serv
 
 
 def _read_generate(body: Mapping[str, Any], limits: Limits, model: ServedModel) -> ApiRequest:
+    """Parse a validated request of SGLang's own API, /generate; each prompt may have its own parameters.
+
+    Raises:
+        RefusedPrompt: a prompt is too long, or the log-probs of its tokens are requested.
+    """
     name = "text" if body.get("input_ids") is None else "input_ids"
     prompts = [_prompt_ids(prompt, name, model) for prompt in _prompts(body, name)]
     rows = body.get("sampling_params") or {}

@@ -150,22 +150,35 @@ class ConnectionLimiter:
     def admit(self, transport: asyncio.BaseTransport) -> bool:
         """Return whether a new connection is accepted. It then counts as waiting."""
         open_connections = len(self._waiting) + len(self._requests_in_progress)
+        self._adapt_limit(transport, open_connections)
+        if open_connections >= self._max_connections and not self._evict_idle():
+            self._count("refused")
+            return False
+        self._wait(transport)
+        if peer := transport.get_extra_info("peername"):
+            self._peers[peer[:2]] = transport
+        return True
+
+    def _adapt_limit(self, transport: asyncio.BaseTransport, open_connections: int) -> None:
+        """Lower the limit to the open connections while file descriptors are scarce; restore it at half of it."""
         connection = transport.get_extra_info("socket")
         if connection is not None and not descriptors_left(connection.fileno()):
             self._max_connections = max(1, min(self._max_connections, open_connections))
         elif open_connections < self._max_connections // 2:
             self._max_connections = self.limits.connections
-        if open_connections >= self._max_connections:
-            idle = next((t for t in self._waiting if not _unsent_bytes(t)), None)
-            idle = idle or next((t for t in self._waiting if t in self._answers), None)
-            if idle is None:
-                self._count("refused")
-                return False
-            self._count("evicted")
-            self._close(idle)
-        self._wait(transport)
-        if peer := transport.get_extra_info("peername"):
-            self._peers[peer[:2]] = transport
+
+    def _evict_idle(self) -> bool:
+        """Close an idle connection, and return whether there was one.
+
+        This is the oldest waiting connection without unsent bytes, or else the oldest that got a response without a
+        token.
+        """
+        idle = next((t for t in self._waiting if not _unsent_bytes(t)), None)
+        idle = idle or next((t for t in self._waiting if t in self._answers), None)
+        if idle is None:
+            return False
+        self._count("evicted")
+        self._close(idle)
         return True
 
     def begin(self, transport: asyncio.BaseTransport | None) -> None:

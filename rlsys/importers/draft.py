@@ -234,17 +234,17 @@ class Draft:
             value = value.get(part) if isinstance(value, dict) else None
         return default if value is None else value
 
-    def copy(self, name: str, kind: type = str) -> None:
+    def copy_setting(self, name: str, kind: type[str] | type[int] | type[float] = str) -> None:
         """Copy the value of a setting to the field of `names`."""
         if not self.is_present(name):
             return
-        value = (
-            self.text(name)
-            if kind is str
-            else self.integer(name, 0)
-            if kind is int
-            else self.number(name, 0.0)
-        )
+        value: str | int | float
+        if kind is int:
+            value = self.integer(name, 0)
+        elif kind is float:
+            value = self.number(name, 0.0)
+        else:
+            value = self.text(name)
         self.set_field(self.names[name], value, name)
 
     def set_truncation(self, top_p: str, top_k: str) -> None:

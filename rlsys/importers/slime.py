@@ -365,9 +365,9 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
         d.reject("--prompt-data", "a slice of a file; expected a file with the rows that are meant")
     d.set_field("data.source", data_source(path), "--prompt-data")
     d.set_field("data.params.path", path, "--prompt-data")
-    d.copy("--input-key")
-    d.copy("--label-key")
-    d.copy("--tool-key")
+    d.copy_setting("--input-key")
+    d.copy_setting("--label-key")
+    d.copy_setting("--tool-key")
     kind, import_path = d.text("--rm-type"), d.text("--custom-rm-path")
     if TEACHER in d.consumed and import_path.endswith(_TEACHER_REWARD):
         d.set_field("data.reward", "math" if "math" in rewards else "exact_answer", "--custom-rm-path")
@@ -480,9 +480,9 @@ def _heldout_keys(d: Draft) -> None:
 
 
 def _rollout(d: Draft) -> None:
-    d.copy("--rollout-temperature", float)
-    d.copy("--sglang-tool-call-parser")
-    d.copy("--sglang-reasoning-parser")
+    d.copy_setting("--rollout-temperature", float)
+    d.copy_setting("--sglang-tool-call-parser")
+    d.copy_setting("--sglang-reasoning-parser")
     d.set_truncation("--rollout-top-p", "--rollout-top-k")
     if stops := d.get("--rollout-stop"):
         d.set_field("rollout.stop", stops if isinstance(stops, list) else [str(stops)], "--rollout-stop")
@@ -678,7 +678,7 @@ def _trainer(d: Draft, section: str = "trainer") -> None:
     set_steps(d, "--num-rollout", "--num-epoch", 0)
     d.require("--lr")
     lr = d.number("--lr", 0.0)
-    d.copy("--lr", float)
+    d.copy_setting("--lr", float)
     if d.is_present("--lr-warmup-fraction"):
         d.set_field("trainer.warmup_fraction", d.number("--lr-warmup-fraction", 0.0), "--lr-warmup-fraction")
     else:
@@ -744,9 +744,9 @@ def _lora(d: Draft) -> None:
 
 def _engines(d: Draft) -> None:
     """Pass on SGLang's own options; those with a field of ours become that field."""
-    d.copy("--sglang-max-total-tokens", int)
-    d.copy("--sglang-mem-fraction-static", float)
-    d.copy("--sglang-max-running-requests", int)
+    d.copy_setting("--sglang-max-total-tokens", int)
+    d.copy_setting("--sglang-mem-fraction-static", float)
+    d.copy_setting("--sglang-max-running-requests", int)
     names, args = [], []
     for name, value in d.settings.items():
         if not name.startswith("--sglang-") or name in d.consumed or name.startswith(NOT_SGLANG):

@@ -94,7 +94,7 @@ class SegmentTable:
         """Files without references, to be deleted by `remove_unused`."""
 
     def open(self) -> int:
-        """Truncate the uncommitted bytes of earlier writers. Returns their number.
+        """Remove the uncommitted bytes of earlier writers, and return their number.
 
         Raises:
             UserError: a referenced file is missing or truncated.
@@ -104,7 +104,7 @@ class SegmentTable:
         return self._truncate_uncommitted(lambda name: True, UserError)
 
     def retire(self, writer: str) -> int:
-        """Truncate the unreported bytes of a writer that exited. Returns their number. Call inside a transaction.
+        """Remove the unreported bytes of a writer that exited, and return their number. Call inside a transaction.
 
         Raises:
             RunError: reported bytes are missing.
@@ -113,6 +113,15 @@ class SegmentTable:
         return self._truncate_uncommitted(lambda name: writer_of(name) == writer, RunError)
 
     def _truncate_uncommitted(self, selected: Callable[[str], bool], error: type[RlsysError]) -> int:
+        """Truncate segment files to their committed lengths, and delete unreferenced ones.
+
+        Args:
+            selected: whether a file, given by its name, is treated.
+            error: type of the error if a referenced file is missing or too short.
+
+        Returns:
+            The number of removed bytes.
+        """
         rows = self._db.execute("SELECT name, length FROM segments").fetchall()
         lengths = {name: max(length, self._ends.get(name, 0)) for name, length in rows if selected(name)}
         with disk_errors(self._folder, error):

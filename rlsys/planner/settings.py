@@ -156,7 +156,7 @@ def _layouts(config: Config, gpus: int | None) -> Iterator[tuple[str, Changes]]:
 
 
 def _with_changes(config: Config, changes: Changes) -> Config:
-    """Return the config with other fields, and with the nearest number of groups that divides over its ranks."""
+    """Return the config with these changes, and with the nearest number of groups that divides over its ranks."""
     values = config.model_dump()
     for section, fields in changes.items():
         values[section] |= fields

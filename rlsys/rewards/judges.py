@@ -117,8 +117,8 @@ def first_wrong(lines: list[str]) -> int:
 class UrlJudge:
     """Generative reward model on an OpenAI-compatible server, for example `rlsys router` with its own engines.
 
-    It sends one chat message to the first model that the server lists, at temperature 0. The environment
-    variable TOKEN has the bearer token, because configs are stored.
+    It sends one chat message to the first model that the server lists, at temperature 0. The bearer token comes
+    from the environment variable RLSYS_JUDGE_TOKEN, because the run folder stores the config.
     """
 
     def __init__(self, url: str) -> None:

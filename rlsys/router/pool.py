@@ -152,7 +152,8 @@ class Pool:
         engine, version = self._pin
         if not engine.alive or engine.version != version:
             raise PinLost(
-                f"evaluation: {engine.url} had weight version {version}, its state is now: {engine.state}"
+                f"evaluation: the pinned engine {engine.url} no longer serves weight version {version}; "
+                f"its state: {engine.state}"
             )
         return engine
 

@@ -37,7 +37,8 @@ class WeightPush:
     Owns the engines of the current push.
 
     Args:
-        timeout_s: time limit in seconds of a copy of weights between engines; preparing an engine may take a fifth.
+        timeout_s: time limit in seconds of a copy of weights between engines; one attempt to prepare an engine may
+            take a fifth of it.
         tps: tensor-parallel sizes of the engines, ascending; empty or a single size: all engines are equal.
     """
 

@@ -109,8 +109,8 @@ class Router:
         tps = () if engine_config is None else engine_config.tps
         self._push = WeightPush(self._dispatcher, bounds, interruption, push_timeout_s, tps=tps)
         self._peer_transfer = PeerWeightTransfer(self._dispatcher, self._push, enabled=peers)
-        self.check_sample: Callable[[TokenSequence], None] = lambda sample: None
-        """Called before a sample is sent to engines; raises an error if the sample is not in the ledger."""
+        self.check_sequence: Callable[[TokenSequence], None] = lambda sequence: None
+        """Called before a sequence is sent to engines; raises an error if its sample is not in the ledger."""
         self.on_tokens: Callable[[TokenSequence, int], None] = lambda sample, tokens: None
         """Called with a sample of the ledger and the number of its new tokens."""
         self.on_failure: Callable[[TokenSequence], None] = lambda sample: None
@@ -233,7 +233,7 @@ class Router:
     async def _run_to_completion(self, sample: TokenSequence, turn: Turn, *, explorers: bool) -> None:
         evaluation = sample.sample_id == EVALUATION
         if not evaluation:
-            self.check_sample(sample)
+            self.check_sequence(sample)
 
         def priority() -> tuple[int, ...]:
             return () if evaluation else self.priority(sample)

@@ -90,9 +90,9 @@ def truncate_segment(segment: Segment, tokens: int, dropped: int) -> Segment:
     """Truncate a segment to the tokens up to the end of the turn.
 
     Args:
-        tokens: number of tokens to keep.
-        dropped: number of tokens of the whole request after the end. The request's routes, which its last
-            segment has, and its call spans include them.
+        tokens: number of the segment's tokens to keep.
+        dropped: number of tokens after the end in the whole request. The routes, stored in the request's last
+            segment, and the call spans cover these tokens, too.
     """
     routes = segment.routes
     if routes is not None:

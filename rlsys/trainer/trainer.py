@@ -220,7 +220,7 @@ class Trainer:
     def release_unused_memory(self) -> None:
         """Release GPU memory that no tensor uses, if engines share these GPUs.
 
-        The memory is free on every rank when this returns on one.
+        Collective: returns after every rank has released its memory.
         """
         if not self.config.launch.release_memory:
             return

@@ -71,7 +71,10 @@ def loop_watch(limit: float, in_flight: Callable[[], str]) -> Iterator[None]:
 
 
 def _user_line(thread: int) -> str:
-    """Return the innermost line that the thread executes outside of libraries; without one the innermost line."""
+    """Return the thread's innermost frame outside of libraries as "FILE:LINE (FUNCTION)".
+
+    If all frames are in libraries, return the innermost one.
+    """
     innermost = sys._current_frames()[thread]
     user_frame: FrameType | None = innermost
     while user_frame is not None and user_frame.f_code.co_filename.startswith(_LIBRARIES):

@@ -96,7 +96,7 @@ class Streams:
             generator.attach(self, top_logprob_turns(config, router))
         if isinstance(generator, AgentGenerator):
             generator.persist = self._persist
-        router.check_sample = self._check_sample
+        router.check_sequence = self._check_sequence
         router.on_tokens = self._on_tokens
         router.on_failure = self._save_soon
         router.priority = lambda sample: resume_key(self._order, sample, self._group_of(sample))
@@ -144,17 +144,17 @@ class Streams:
             self._received.reconcile(sample)
         self._store.save(samples)
 
-    def _check_sample(self, sequence: TokenSequence) -> None:
-        """Check that tokens of this sequence will be saved.
+    def _check_sequence(self, sequence: TokenSequence) -> None:
+        """Check that the sequence belongs to a running sample, so that its tokens are saved.
 
         Raises:
-            GeneratorError: it belongs to no running sample, for example because it is a copy.
+            GeneratorError: it does not, for example because it is a copy.
         """
         sample = self._running.get(sequence.sample_id) or self._branches.get(sequence.sample_id)
-        if sample is None or not any(q is sequence for q in sample.sequences[sequence.sequence :][:1]):
+        if sample is None or not any(q is sequence for q in sample.sequences):
             raise GeneratorError(
-                f"rollout.generator called generate_turn with a sequence of sample {sequence.sample_id} that is not "
-                "running; expected the sample that it was called with"
+                f"rollout.generator called generate_turn with a sequence of sample {sequence.sample_id} that "
+                "belongs to no running sample; expected a sequence of the sample that it was called with, not a copy"
             )
 
     async def generate(self, sample: Sample, prompt: Prompt) -> None:

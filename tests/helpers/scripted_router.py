@@ -56,7 +56,7 @@ class ScriptedRouter:
         self.lost = 0
         self.received = self.resumes = 0
         self.is_rolling = self.all_quarantined = False
-        self.check_sample: Callable[[Sample], None] = lambda sample: None
+        self.check_sequence: Callable[[Sample], None] = lambda sequence: None
         self.on_tokens: Callable[[Sample, int], None] = lambda sample, tokens: None
         self.priority: Callable[[Sample], tuple[int, ...]] = lambda sample: (sample.sample_id,)
 
@@ -91,7 +91,7 @@ class ScriptedRouter:
     async def generate(self, sample: Sample, *, max_response_tokens: int, **options: Any) -> Sample:
         if self.refuse(sample):
             raise RefusedPrompt("the prompt has 900 tokens, the context 512")
-        self.check_sample(sample)
+        self.check_sequence(sample)
         while not sample.status.terminal:
             await self._gate.wait()
             resumed = bool(sample.response_ids) and not sample.observed_last

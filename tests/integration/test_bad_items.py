@@ -185,7 +185,7 @@ def test_a_run_outlives_one_item_of_each_bad_kind_a_step(
     records = RunReader(run).samples(SampleQuery(status="censored", limit=256))
     reasons = [record.sample.censor_reason or "" for record in records]
     assert reasons and all(0 < len(reason) <= LONGEST_REASON for reason in reasons)
-    assert any("rows.jsonl:" in reason and "half of a character" in reason for reason in reasons)
+    assert any("rows.jsonl:" in reason and "lone UTF-16 surrogate" in reason for reason in reasons)
     check_observed(kind, [s for g in RunReader(run).groups("train_step = ?", STEPS) for s in g.samples])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,32 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
-    *(ROOT / folder / "README.md" for folder in ("bench", "examples", "slurm")),
+    *(ROOT / folder / "README.md" for folder in ("bench", "slurm")),
+    *sorted((ROOT / "examples").rglob("README.md")),
 ]
 FOLDERS = "rlsys|launch|megatron_patches|tests|docs|bench|configs|slurm|examples|requirements"
 
 
 def anchor(heading: str) -> str:
-    """As GitHub makes it: lower case, no punctuation, hyphens for spaces."""
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+    """Return GitHub's anchor of a heading: the text of links, lower case, no punctuation, hyphens for spaces."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+    return re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
+
+
+def anchors_of(markdown: str) -> set[str]:
+    """Return the anchors of all headings. GitHub adds -1, -2 and so on to those of repeated headings."""
+    prose = re.sub(r"^```.*?^```", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    anchors, counts = set[str](), Counter[str]()
+    for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE):
+        name = anchor(heading)
+        anchors.add(f"{name}-{counts[name]}" if counts[name] else name)
+        counts[name] += 1
+    return anchors
+
+
+def test_anchors_are_githubs() -> None:
+    markdown = "# A `b`: c_d\n```sh\n# comment\n```\n## [Link](x.md), too\n## Same\n## Same\n"
+    assert anchors_of(markdown) == {"a-b-c_d", "link-too", "same", "same-1"}
 
 
 @pytest.fixture(params=DOCS, ids=lambda p: str(p.relative_to(ROOT)))
@@ -43,8 +62,7 @@ def test_links_lead_somewhere(doc: Path) -> None:
         target_file = (doc.parent / path).resolve() if path else doc
         assert target_file.exists(), target
         if fragment:
-            headings = re.findall(r"^#+ (.*)$", target_file.read_text(encoding="utf-8"), re.MULTILINE)
-            assert fragment in {anchor(heading) for heading in headings}, target
+            assert fragment in anchors_of(target_file.read_text(encoding="utf-8")), target
 
 
 @pytest.mark.parametrize("name", ["SECURITY.md", "tests/findings_security.md"])

@@ -1,4 +1,7 @@
-"""AOI's planner: training signal from failed responses. For the rollout process: no torch."""
+"""AOI's planner: training signal from failed responses.
+
+Imports no torch, because it runs in the rollout process.
+"""
 
 from __future__ import annotations
 

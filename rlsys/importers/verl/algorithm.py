@@ -59,7 +59,7 @@ def translate_algorithm(d: Draft) -> None:
     _group_filter(d)
     translate_corrections(d)
     if d.is_present(f"{ACTOR}.ppo_epochs"):
-        d.copy(f"{ACTOR}.ppo_epochs", int)
+        d.copy_setting(f"{ACTOR}.ppo_epochs", int)
 
 
 def _advantage(d: Draft) -> str:

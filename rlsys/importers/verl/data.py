@@ -17,11 +17,11 @@ def translate_data(d: Draft, rewards: Collection[str]) -> None:
     d.set_field("data.params.path", files, "data.train_files")
     if heldout or d.is_unresolved("data.val_files"):
         d.set_field("data.params.heldout_path", heldout, "data.val_files")
-    d.copy("data.prompt_key")
+    d.copy_setting("data.prompt_key")
     prefix = "data.apply_chat_template_kwargs."
     for name in [name for name in d.settings if name.startswith(prefix)]:
         d.set_field(f"data.chat_template_args.{name.removeprefix(prefix)}", d.get(name), name)
-    d.copy("data.seed", int)
+    d.copy_setting("data.seed", int)
     for name in ("data.image_key", "data.video_key", "data.audio_key"):
         d.reject(name, "no counterpart: prompts are text")
     prompt_settings = ("data.truncation", "data.filter_overlong_prompts")

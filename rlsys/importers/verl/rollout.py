@@ -8,10 +8,10 @@ from rlsys.importers.verl.names import ACTOR, NEVER, ROLLOUT, first_present
 
 
 def translate_rollout(d: Draft) -> None:
-    d.copy(f"{ROLLOUT}.temperature", float)
+    d.copy_setting(f"{ROLLOUT}.temperature", float)
     d.set_truncation(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
     _evaluation(d)
-    d.copy(f"{ROLLOUT}.max_num_seqs", int)
+    d.copy_setting(f"{ROLLOUT}.max_num_seqs", int)
     ignores_end = f"{ROLLOUT}.ignore_eos"
     if d.flag(ignores_end) or d.is_unresolved(ignores_end):
         d.set_field("rollout.ignore_eos", True, ignores_end)
@@ -19,7 +19,7 @@ def translate_rollout(d: Draft) -> None:
         d.consumed.discard(ignores_end)
     if d.flag(f"{ROLLOUT}.multi_turn.enable"):
         if d.is_present(f"{ROLLOUT}.multi_turn.format"):
-            d.copy(f"{ROLLOUT}.multi_turn.format")
+            d.copy_setting(f"{ROLLOUT}.multi_turn.format")
         d.reject(
             f"{ROLLOUT}.multi_turn.enable",
             "tools are Python functions of rollout.generator = functions, or of your own generator",

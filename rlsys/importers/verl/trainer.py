@@ -78,7 +78,7 @@ def _fp8(d: Draft) -> None:
 def translate_checkpoints(d: Draft) -> None:
     interval = d.integer("trainer.save_freq", -1)
     d.set_field("trainer.checkpoint_every", interval if interval > 0 else NEVER, "trainer.save_freq")
-    d.copy("trainer.max_actor_ckpt_to_keep", int)
+    d.copy_setting("trainer.max_actor_ckpt_to_keep", int)
 
 
 def translate_lora(d: Draft, model: str) -> None:

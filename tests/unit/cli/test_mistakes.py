@@ -128,7 +128,7 @@ TABLE: list[tuple[str, str]] = [
         rows_of("array.jsonl"),
         "array.jsonl:1: not JSON; the file is one JSON object, expected one a line, or an array",
     ),
-    (rows_of("empty.jsonl"), "empty.jsonl: contains no prompts"),
+    (rows_of("empty.jsonl"), "empty.jsonl: no rows; expected at least one"),
     (
         rows_of("our.jsonl"),
         "our.jsonl: cannot read: No such file or directory; paths are relative to the current",

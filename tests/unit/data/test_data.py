@@ -330,7 +330,7 @@ def test_heldout_rows_may_have_keys_and_a_format_of_their_own(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "contains no prompts"),
+        ("", "no rows; expected at least one"),
         ('{"prompt": "a"}\n{', "bad.jsonl:2: not JSON"),
         ('{"question": "a"}', "bad.jsonl:1: expected"),
     ],

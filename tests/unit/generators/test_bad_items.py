@@ -157,7 +157,7 @@ async def test_try_shows_why_a_prompt_is_not_answered(tmp_path: Path) -> None:
         await engine.stop()
     assert isinstance(entries, list), entries
     reasons = sorted((str(entry["samples"][0]["reason"]) for entry in entries), key=len)
-    assert reasons[0] == "None" and "6004 tokens" in reasons[1] and "half of a character" in reasons[2], (
+    assert reasons[0] == "None" and "6004 tokens" in reasons[1] and "lone UTF-16 surrogate" in reasons[2], (
         reasons
     )
 

@@ -86,9 +86,10 @@ def test_samples_that_cannot_become_rows_are_counted(
 @pytest.mark.parametrize(
     ("ids", "words"),
     [
-        ([1, 10**6], r"completion_ids has id 1000000; expected ids of this model, 0 to \d+"),
-        ([], "completion_ids is .*; expected a list of ids"),
-        ("abc", "completion_ids is .*; expected a list of ids"),
+        ([1, 10**6], r"completion_ids has token id 1000000; expected 0 to \d+"),
+        ([-1, 5], r"completion_ids has token id -1; expected 0 to \d+"),
+        ([], "completion_ids is .*; expected a list of token ids"),
+        ("abc", "completion_ids is .*; expected a list of token ids"),
     ],
 )
 def test_ids_of_another_model_are_refused(ids: Any, words: str, tmp_path: Path) -> None:

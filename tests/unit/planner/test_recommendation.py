@@ -93,6 +93,10 @@ def test_a_model_that_is_too_large_names_a_sufficient_number(model: str, gpus: i
             ["--data", "rows.parquet", "--reward", "two.py"],
             "two.py: the file defines a, b; expected two.py:FUNCTION",
         ),
+        (
+            ["--data", "rows.parquet", "--reward", "private.py"],
+            "private.py: the file defines no public function; expected one\n",
+        ),
         (["--data", "rows.parquet", "--reward", "two.py:c"], "'two.py:c': two.py has no function 'c'"),
         (["--data", "rows.parquet", "--reward", "broken.py"], "--reward broken.py: '(' was never closed"),
     ],
@@ -103,6 +107,7 @@ def test_bad_options_are_named(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     Path("two.py").write_text("def a(config): pass\ndef b(config): pass\ndef _c(config): pass\n")
+    Path("private.py").write_text("def _a(config): pass\n")
     Path("broken.py").write_text("def a(config:\n")
     words = [str(MODELS / "Qwen3-30B-A3B") if word == "M" else word for word in options]
     assert main(["new", "mine", *words]) == 2

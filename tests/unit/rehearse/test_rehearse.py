@@ -255,7 +255,7 @@ def test_figures_survive_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu-memory", "0"], "--gpu-memory 0.0: expected more than 0 GB, and finite"),
+        (["--gpu-memory", "0"], "--gpu-memory 0.0: expected a finite number of GB above 0"),
         (["--skew", "0.5"], "--skew 0.5: expected 1 or more, and finite"),
         (["--rank", "7"], "--rank 7: expected 0 to 0, the ranks of parallel"),
         (["parallel.pp=5"], "parallel.pp = 5: expected at most the 3 layers of"),

@@ -101,7 +101,7 @@ async def test_the_death_of_the_pinned_engine_ends_the_evaluation() -> None:
         answer = ask(r)
         await asyncio.sleep(0.1)
         pinned(r).die()
-        with pytest.raises(PinLost, match="had weight version 1, its state is now: dead"):
+        with pytest.raises(PinLost, match="no longer serves weight version 1; its state: dead"):
             await answer
         r.router.unpin()
         await r.push()
