@@ -206,7 +206,7 @@ async def test_the_meeting_may_die(tokens: int, tmp_path: Path) -> None:
 async def test_a_missing_partner_is_reported(tmp_path: Path) -> None:
     async with met("talk", wait=0.05) as (meeting, base):
         with pytest.raises(
-            ToolFailed, match=r"504 no sample of second for this row and seed 1 arrived within 0\.05 s"
+            ToolFailed, match=r"HTTP 504: no sample of second for this row and seed 1 arrived within 0\.05 s"
         ):
             await Run("first", base).play(row_of(tmp_path))
         assert meeting.counts["without_partner"] == 1

@@ -90,7 +90,10 @@ def test_explain_needs_no_weights(asked: list[str], monkeypatch: pytest.MonkeyPa
 def test_an_unavailable_hub_model_is_reported_with_its_field(
     asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(UserError, match=r"^model.path = 'me/tyni': no such folder, and http.*404[^\n]*$"):
+    with pytest.raises(
+        UserError,
+        match=r"^model.path = 'me/tyni': no such folder, and the download of this model from http.*404[^\n]*$",
+    ):
         pin_models(config("me/tyni"))
     teacher = f"algo.teacher={{path: {MODEL}, by_source: {{sums: me/other}}}}"
     with pytest.raises(UserError, match=r"^algo.teacher.by_source.sums = 'me/other': no such folder"):
@@ -169,7 +172,7 @@ def test_explain_reports_the_commit_of_a_hub_model(
     out = capsys.readouterr().out
     assert f"me/tiny@{COMMIT} in " in out and "NOT CHECKED" not in out
     assert main(["explain", "quickstart", "model.path=me/tyni", "run.dir=run"]) == 0
-    assert "NOT CHECKED: model.path = 'me/tyni': no such folder, and http" in capsys.readouterr().out
+    assert "NOT CHECKED: model.path = 'me/tyni': no such folder, and the download" in capsys.readouterr().out
 
 
 @pytest.mark.gate

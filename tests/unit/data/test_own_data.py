@@ -226,7 +226,10 @@ def test_a_hub_dataset_is_fetched_once_pinned_and_then_read_offline(model: Path,
         assert online.returncode == 0, online.stderr[-2000:]
         assert any(path.endswith("/a.jsonl") for path in requested_paths)
         missing = fetch("me/smus", HF_ENDPOINT=url)
-        assert f"data.params.name = 'me/smus': no such folder, and {url} gives no data set" in missing.stderr
+        assert (
+            f"data.params.name = 'me/smus': no such folder, and the download of this data set from {url} failed"
+            in missing.stderr
+        )
         (tmp_path / "run").mkdir()
         fetch("me/sums", HF_ENDPOINT=url)
         (tmp_path / "pinned.yaml").rename(tmp_path / "run" / "config.yaml")

@@ -147,7 +147,7 @@ async def test_an_evaluation_skips_prompts_that_kill_engines(
     items = [(sample(i), Prompt(i, "", [1], {})) for i in range(4)]
     assert [p.index for _, p in await answered_items(items, answer)] == [0, 2]
     assert "held-out prompt 1 is excluded: 4 engines died" in caplog.text
-    assert "held-out prompt 3 is left out: its agent raised KeyError" in caplog.text
+    assert "held-out prompt 3 is excluded: its agent raised KeyError" in caplog.text
     with pytest.raises(RunError, match="no prompt got a response; the first one: 4 engines died"):
         await answered_items(items[1:2], answer)
 
