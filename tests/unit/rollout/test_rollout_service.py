@@ -79,7 +79,7 @@ async def test_an_unexpected_error_refers_to_the_log(tmp_path: Path) -> None:
     async with rig(make_config(tmp_path)) as r, served(r) as client:
         await ticking(r, client.restore, 0)
         r.manager.commit = None  # type: ignore[method-assign, assignment]
-        with pytest.raises(RunError, match=r"rollout: commit failed: TypeError: .*; see its log"):
+        with pytest.raises(RunError, match=r"rollout process: commit failed: TypeError: .*; see rollout.log"):
             await ticking(r, client.commit, 1)
 
 
@@ -120,7 +120,7 @@ def test_model_limits_are_read_from_the_model_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 128, "max_position_embeddings": 512}))
     assert read_model_limits(tmp_path) == (128, 512)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"config.json: cannot read vocab_size .*KeyError 'vocab_size'"):
+    with pytest.raises(UserError, match=r"config.json: cannot read vocab_size .*KeyError: 'vocab_size'"):
         read_model_limits(tmp_path)
 
 
