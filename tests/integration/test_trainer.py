@@ -250,8 +250,8 @@ def test_a_resumed_run_continues_bit_for_bit(model: Path, start: Callable[..., T
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ({"ep": 2}, "parallel needs 2 ranks, 1 were started"),
-        ({"dp": 4}, r"parallel needs 4 ranks, 1 were started"),
+        ({"ep": 2}, "parallel needs 2 ranks, but 1 were started"),
+        ({"dp": 4}, r"parallel needs 4 ranks, but 1 were started"),
     ],
 )
 def test_too_few_ranks_are_refused(
