@@ -259,7 +259,7 @@ def test_unsupported_client_requests_are_rejected_with_a_reason(server: Server) 
         )
         alice("create", model="m", base=MODEL, rank=16, seed=0)
         refusal = alice.fails("run", model="m", data=[imitation([500])], loss="cross_entropy")
-        assert "target_tokens has the id 500, the vocabulary 128 ids" in refusal
+        assert "target_tokens has the id 500, expected 0 to 127" in refusal
         alice("run", model="m", data=[imitation([50])], loss="cross_entropy")
         assert "expected a forward_backward" not in alice("step", model="m", learning_rate=1e-3)
         assert "expected a forward_backward" in alice.fails("step", model="m", learning_rate=1e-3)
