@@ -41,7 +41,10 @@ QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.y
             ["explain", QUICKSTART, "weights.method=adapter"],
             "weights.method = adapter: expected trainer.lora; without it the whole model changes",
         ),
-        (["explain", QUICKSTART, "--gpu-memory", "nan"], "--gpu-memory nan: expected a finite number of GB above 0"),
+        (
+            ["explain", QUICKSTART, "--gpu-memory", "nan"],
+            "--gpu-memory nan: expected a finite number of GB above 0",
+        ),
         (["explain", QUICKSTART, "data.reward=exact_anwser"], "data.reward = 'exact_anwser': unknown name"),
         (["train", QUICKSTART, "rollout.generator=nope"], "rollout.generator = 'nope': unknown name"),
         (["algo", "show", ""], "unknown algorithm ''; known: adaptive_entropy"),
