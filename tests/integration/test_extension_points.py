@@ -99,7 +99,10 @@ def test_a_transport_and_a_group_policy_of_a_test_train(tmp_path: Path) -> None:
         (["launch.nodes=2", "launch.backend=slurm"], "launch.nodes = 2: expected 1 with OneHost"),
         (["weights.method=TMP/transport.py:Absent"], "expected a subclass of .* found nothing of this name"),
         (["weights.method=TMP/policy.py:OneRight"], "expected a subclass of .*WeightTransport, found <class"),
-        (["weights.method=rlsys.weights.weight_transport:GatheredTransport"], "GatheredTransport does not implement push"),
+        (
+            ["weights.method=rlsys.weights.weight_transport:GatheredTransport"],
+            "GatheredTransport does not implement push",
+        ),
     ],
 )
 def test_a_transport_that_cannot_work_is_refused_before_the_start(
