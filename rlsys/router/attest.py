@@ -27,13 +27,15 @@ _FLOAT32_VOCABULARY, _HALF_PRECISION_LAYERS = 128, 4
 LATER_BOUND_FACTOR = 3.0
 """Limit of later comparisons as a multiple of the first result: sequences and weights change."""
 WARNING_FACTOR = 5.0
-"""Multiple of the bounds up to which an engine with equal tensors causes a warning; beyond it is quarantined.
+"""Multiple of the bounds up to which the gap of an engine with some equal tensors only causes a warning.
+
+An engine with a larger gap is quarantined.
 
 In half precision, experts with nearly equal scores may be chosen differently, which also changes the following
 tokens (docs/trainer.md: mean 0.035, 99.9th percentile 1.79 in bfloat16). With wrong weights the mean is 0.2 or more.
 """
 STANDARD_ERRORS = 6.0
-"""Standard errors by which canaries must be nearer to the old weights before the engine is rejected.
+"""An engine is rejected if its canaries are nearer to the old weights by more than this number of standard errors.
 
 The number is large because the tokens of a sequence are correlated.
 """
@@ -43,24 +45,27 @@ The number is large because the tokens of a sequence are correlated.
 class Bounds:
     """Largest mean and 99.9th percentile of the gap between trainer and engine over all canary tokens.
 
-    A quantile replaces the maximum, because one token may legitimately differ if two experts have nearly equal
-    scores.
+    The second bound limits a quantile instead of the maximum, because one token may legitimately differ if two
+    experts have nearly equal scores.
     """
 
     mean: float
     p999: float
     exact: bool = True
-    """Whether exceeding the bounds is an error: both sides compute in float32, or the config sets the bounds."""
+    """Whether the bounds allow no WARNING_FACTOR: both sides compute in float32, or the config sets the bounds."""
     max_unknown_share: float = 0.0
     """Largest share of an engine's tensors that may be `unknown` (engine_checksums.py)."""
     floor: tuple[float, float] | None = None
-    """Lower limits of the mean and the percentile bound of later comparisons. None: the bounds never change."""
+    """Smallest `mean` and `p999` that `after` may return. None: `after` does not change the bounds."""
     experts: bool = False
-    """Whether the model has experts, so that a few tokens may differ more, where expert scores are nearly equal."""
+    """Whether `Agreement.differs_by_ties` applies: the model has experts, and the config sets no bounds."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Return the bounds of the first comparison, unless `weights` configures them."""
+        """Return the bounds of an engine's first comparison.
+
+        `weights.canary_mean`, if set, replaces the default mean and scales the default percentile likewise.
+        """
         precision = "fp8" if config.model.fp8 != "none" else config.model.dtype
         mean, p999 = DEFAULT_BOUNDS[precision]
         fields = _fields(config)
@@ -73,16 +78,20 @@ class Bounds:
         if w.canary_mean is not None:
             scale = w.canary_mean / mean
         return cls(
-            mean * scale,
-            p999 * scale,
-            config.model.dtype == "float32" or set_by_hand,
-            largest_unknown_share(config),
-            None if set_by_hand else (mean * floor_scale, p999 * floor_scale),
-            not set_by_hand and any(fields.get(name) for name in _EXPERTS),
+            mean=mean * scale,
+            p999=p999 * scale,
+            exact=config.model.dtype == "float32" or set_by_hand,
+            max_unknown_share=largest_unknown_share(config),
+            floor=None if set_by_hand else (mean * floor_scale, p999 * floor_scale),
+            experts=not set_by_hand and any(fields.get(name) for name in _EXPERTS),
         )
 
     def after(self, first: Agreement | None) -> Self:
-        """Return the bounds for an engine after its first comparison; None: this is the first one."""
+        """Return the bounds of an engine's next comparison.
+
+        Args:
+            first: result of the engine's first comparison; None: the next comparison is the first.
+        """
         if first is None or self.floor is None:
             return self
         mean, p999 = self.floor
@@ -94,13 +103,15 @@ class Bounds:
 
 
 def largest_unknown_share(config: Config) -> float:
-    """Return the share of an engine's tensors that may have no comparable checksum.
+    """Return the largest share of an engine's tensors that may have no comparable checksum.
 
-    If a kernel stores weights in its own order, only changes can be compared. SGLang's default kernels keep the
-    trainer's order: 39 of 39 tensors of a bfloat16 model were equal on an H200. FP8 kernels rearrange projections
-    and their scales. The trainer does not predict the checksums of a draft model that shares the target's tensors;
-    a small draft model has at most as many tensors as its target. Kernels chosen by engine.extra_args may
-    rearrange all tensors.
+    A checksum is comparable if the engine keeps the trainer's order of values. SGLang's default kernels keep it: 39
+    of 39 tensors of a bfloat16 model were equal on an H200. Exceptions:
+
+    - Kernels that engine.extra_args selects may rearrange all tensors.
+    - FP8 kernels rearrange projections and their scales.
+    - The trainer does not predict the checksums of a draft model. A small draft model has at most as many tensors as
+      its target.
     """
     if config.engine.chooses_kernels:
         return 1.0
@@ -111,6 +122,11 @@ def largest_unknown_share(config: Config) -> float:
 
 def rounding_growth(precision: str, layers: int, vocabulary: int) -> float:
     """Return the factor on DEFAULT_BOUNDS for a model of this size.
+
+    Args:
+        precision: a key of DEFAULT_BOUNDS.
+        layers: number of transformer layers.
+        vocabulary: number of tokens in the vocabulary.
 
     In float32, every layer after the first adds rounding to the residual sum, relative to the logits, which grow
     with the logarithm of the vocabulary size. Measured means: SmolLM2-135M (30 layers, 49,152 tokens) 4.8e-6 (bound
@@ -127,7 +143,10 @@ _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_exp
 
 
 def _fields(config: Config) -> dict[str, Any]:
-    """Read the model's config.json. Empty if it is not on this machine, which gives the strictest bounds."""
+    """Return the content of the model's config.json.
+
+    If this machine has no such file, return an empty dict, which leads to the strictest bounds.
+    """
     try:
         return read_fields(config.model.path)
     except FileNotFoundError:
@@ -138,8 +157,8 @@ def _fields(config: Config) -> dict[str, Any]:
 class Agreement:
     """Gaps between trainer and engine over canary tokens.
 
-    Where |log-prob| exceeds 1, the gap is divided by it: rounding grows with the logits, and prompt tokens, which are
-    not trained, can have log-probs of -20.
+    The gap of a token is |difference of its log-probs| / max(1, |log-prob of the trainer|): rounding grows with the
+    logits, and prompt tokens, which are not trained, can have log-probs of -20.
     """
 
     mean: float
@@ -169,12 +188,14 @@ class Agreement:
         )
 
     def within(self, bounds: Bounds, times: float = 1.0) -> bool:
+        """Return whether mean and percentile are at most `times` their bounds."""
         return self.mean <= times * bounds.mean and self.p999 <= times * bounds.p999
 
     def differs_by_ties(self, bounds: Bounds) -> bool:
-        """Return whether other experts for a few tokens may explain the difference.
+        """Return whether a different choice of experts at a few tokens may explain the gaps.
 
-        Most tokens are then within the bounds, and the mean is at most that of rounding in half precision.
+        It may if at least half of the tokens have a gap within the mean bound, and the mean gap is at most the
+        bfloat16 bound.
         """
         return bounds.experts and self.median <= bounds.mean and self.mean <= DEFAULT_BOUNDS["bfloat16"][0]
 

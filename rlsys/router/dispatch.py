@@ -1,7 +1,7 @@
 """Dispatcher: admits requests to engines, tracks them, and aborts or pauses them. Owns gate, queue and flights.
 
-Requests are admitted by priority when the gate is open and an engine serves. A request is in flight inside `track`;
-it can be aborted, and paused or cancelled together with its engine.
+Requests are admitted by priority when the gate is open and an engine serves. A request is in flight while its `track`
+context is active. It can be aborted alone, and paused or cancelled together with the other requests in its engine.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ EVALUATION = -1
 ABORT_AGAIN_SECONDS, ABORT_AGAIN_AT_MOST = 0.02, 0.5
 """Seconds before an abort is repeated, doubled up to the second value.
 
-A sample starts whenever another one ends, so most interrupts overtake a request that is just being sent, and depend
-on the repetition.
+A sample starts whenever another one ends, so most interrupts overtake a request that is just being sent. Only a
+repeated abort reaches such a request.
 """
 ABORT_ANSWER_SECONDS = 10.0
-"""Timeout of one abort. It is then repeated, because the engine may have recovered."""
+"""Timeout of one abort. The abort is then repeated, because the engine may have recovered."""
 INTERRUPT_SECONDS = 60.0
-"""Seconds without the end of a request or a token after which an engine counts as dead during an abort."""
+"""During an abort, an engine counts as dead if no request ends and no token arrives for this many seconds."""
 
 Interruption = Literal["abort", "retract", "in_place"]
 """Treatment of running requests while weights change.
@@ -74,12 +74,12 @@ class Dispatcher:
     ) -> EngineState:
         """Wait until the gate is open and an engine serves, and choose the engine.
 
-        The priority and the routing request are evaluated on admission: meanwhile a push may have emptied the
-        caches, and siblings may have ended.
+        `priority` and `routing_request` are called on admission, because their values change during the wait: a push
+        may empty the caches, and siblings may end.
 
         Args:
-            priority: lower values go first, equal ones in order of arrival.
-            routing_request: input of the routing strategy.
+            priority: returns the sort key; lower keys go first, equal ones in order of arrival.
+            routing_request: returns the input of the routing strategy.
             evaluation: whether it is an evaluation request, which passes a gate that is closed for samples only.
             explorers: choose among the engines for exploration.
 
@@ -103,8 +103,8 @@ class Dispatcher:
     def track(self, engine: EngineState, flight: Flight, tokens: int) -> Iterator[Flight]:
         """Register a request as in flight in the engine while the context is active.
 
-        If the caller is cancelled, for example because the trainer dies during an evaluation, the engine's
-        count of tokens is no longer used: it includes tokens of this request that never arrived.
+        If the caller is cancelled, for example because the trainer dies during an evaluation, the engine's own
+        count of tokens becomes unusable until the next push, because it includes tokens that never arrived.
 
         Args:
             tokens: number of prompt tokens.
@@ -128,11 +128,12 @@ class Dispatcher:
                 self.wake()
 
     def add_tokens(self, engine: EngineState, flight: Flight, tokens: int) -> None:
+        """Add tokens to the counts of a flight and its engine."""
         flight.tokens += tokens
         engine.tokens += tokens
 
     def record_success(self, engine: EngineState) -> None:
-        """Close the engine's breaker after a response, so that other requests may use it too."""
+        """Close the engine's breaker after a response, and let waiting requests use the engine."""
         if engine.breaker.failures:
             engine.breaker.record_success()
             self.wake()
@@ -150,35 +151,44 @@ class Dispatcher:
     # -- all requests -------------------------------------------------------------------------------------------
 
     async def abort_all(self, keep: Keep | None = None) -> None:
-        """Close the gate, abort all flights except those of samples to `keep`, and wait until they have ended.
+        """Close the gate, abort flights, and wait until they have ended.
 
-        Evaluation requests on a pinned engine are kept. An abort that overtakes its request has no effect, so
+        Evaluation requests on a pinned engine are not aborted. An abort that overtakes its request has no effect, so
         aborts are repeated until every request has ended.
+
+        Args:
+            keep: returns whether the requests of a sample continue; None: abort the requests of all samples.
         """
         self.open, self.interrupted = False, True
         self.interrupts += 1
         await asyncio.gather(*(self._abort_flights(e, keep) for e in self.pool.engines))
 
     async def abort_engines(self, engines: Sequence[EngineState]) -> None:
-        """Abort all flights of these engines, which must get no new ones. The samples continue on other engines."""
+        """Abort all flights of these engines. The samples continue on other engines.
+
+        The caller ensures that the engines get no new requests.
+        """
         self.interrupts += 1
         await asyncio.gather(*(self._abort_flights(e, None) for e in engines))
 
     async def _abort_flights(self, engine: EngineState, keep: Keep | None) -> None:
-        loop, delay, progress = asyncio.get_running_loop(), ABORT_AGAIN_SECONDS, (-1, -1)
+        """Repeat aborts until the flights have ended; mark an engine without progress dead."""
+        loop = asyncio.get_running_loop()
+        delay = ABORT_AGAIN_SECONDS
+        progress = -1, -1
         while rids := _flights_to_abort(engine, keep):
             engine.flight_ended.clear()
-            if (current := (len(rids), engine.received)) != progress:
-                progress, deadline = current, loop.time() + INTERRUPT_SECONDS
+            current = len(rids), engine.received
+            if current != progress:
+                progress = current
+                deadline = loop.time() + INTERRUPT_SECONDS
             with suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_ANSWER_SECONDS):
                     abort_everything = keep is None and not engine.pinned
                     await self.attempt(engine, self._abort(engine, None if abort_everything else rids))
             try:
                 async with asyncio.timeout(delay):
-                    while _flights_to_abort(engine, keep):
-                        await engine.flight_ended.wait()
-                        engine.flight_ended.clear()
+                    await _wait_aborted(engine, keep)
             except TimeoutError:
                 delay = min(2 * delay, ABORT_AGAIN_AT_MOST)
                 if loop.time() > deadline:
@@ -190,6 +200,7 @@ class Dispatcher:
                     engine.mark_dead()
 
     async def _abort(self, engine: EngineState, rids: list[str] | None) -> None:
+        """Abort these requests once; None: all requests in the engine."""
         if rids is None:
             await engine.client.abort(None)
         else:
@@ -198,7 +209,11 @@ class Dispatcher:
             await self._continue(engine)
 
     async def pause(self, mode: Interruption, engines: Sequence[EngineState]) -> None:
-        """Suspend generation in these engines, which keep their requests, until `unpause`."""
+        """Suspend generation in these engines until `unpause`. The engines keep their requests.
+
+        Args:
+            mode: `retract` or `in_place`.
+        """
         busy = [e for e in engines if e.alive and e.flights and not e.paused and not e.pinned]
         await asyncio.gather(*(self.attempt(e, self._pause(e, mode)) for e in busy))
 
@@ -212,11 +227,12 @@ class Dispatcher:
         await engine.client.continue_generation()
 
     async def unpause(self, engine: EngineState) -> None:
+        """Continue generation in the engine if it is paused."""
         if engine.paused:
             await self._continue(engine)
 
     def resume(self) -> None:
-        """Open the gate and continue interrupted requests, except on engines that are receiving weights."""
+        """Open the gate and continue paused requests, except on engines that are receiving weights."""
         self.open, self.interrupted = True, False
         for engine in self.pool.engines:
             if engine.paused and engine.version != NEVER:
@@ -232,7 +248,7 @@ class Dispatcher:
     async def attempt(self, engine: EngineState, call: Coroutine[Any, Any, None]) -> bool:
         """Run a call to an engine, and return whether it succeeded.
 
-        If it failed, the engine counts as dead until it answers a probe, and as without weights.
+        If the call fails, the engine counts as dead until it answers a probe.
         """
         try:
             await call
@@ -244,8 +260,14 @@ class Dispatcher:
         return True
 
 
+async def _wait_aborted(engine: EngineState, keep: Keep | None) -> None:
+    while _flights_to_abort(engine, keep):
+        await engine.flight_ended.wait()
+        engine.flight_ended.clear()
+
+
 def _flights_to_abort(engine: EngineState, keep: Keep | None) -> list[str]:
-    """Return the request ids of the flights to abort."""
+    """Return the request ids of the flights to abort; see Dispatcher.abort_all for `keep`."""
     candidates = {rid: f.sample for rid, f in engine.flights.items() if not f.pinned}
     if keep is None or engine.pinned:  # training samples do not stay in an engine that gets no push
         return list(candidates)

@@ -1,10 +1,14 @@
 """Comparison of the tensors in engines with those that the trainer sent, by checksums. Pure functions.
 
-equal     the trainer predicted the engine's checksum wrong     it did not, though it can predict this kind of
-tensor; or the negative control contradicts: even if an
-          engine stores values in an order of its own, its checksum depends on the values only, so it must change
-          exactly when the trainer's does
-unknown   neither: only canaries verify it
+Each tensor gets one of three results:
+
+    equal      the engine reports the checksum that the trainer predicted
+    wrong      the checksums differ, and the trainer can predict this kind of tensor; or only one of the two
+               checksums has changed since the last correct push
+    unknown    neither of these: only canaries verify the tensor
+
+The second condition of `wrong` holds for any layout: the engine's checksum depends on the values only, so it changes
+exactly when the trainer's does.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Sums = Sequence[dict[str, str]]
-"""Checksums of each tensor-parallel rank, by the engine's name of the tensor."""
+"""For each tensor-parallel rank: the engine's name of a tensor -> its checksum."""
 
 OTHER_VALUES, MISSING_CHANGE, UNEXPECTED_CHANGE = (
     "holds other values",
@@ -37,7 +41,7 @@ class Match:
         return len(self.unknown) / max(1, self.equal + len(self.unknown) + len(self.wrong))
 
     def mismatch_message(self) -> str:
-        """Describe the wrong tensors; there must be some."""
+        """Describe the wrong tensors. `wrong` must not be empty."""
         first, reason = next(iter(self.wrong.items()))
         return f"{reason} in {len(self.wrong)} tensor(s), first: {first}"
 
@@ -55,14 +59,22 @@ class ChecksumVerifier:
         self._last_comparison: dict[str, tuple[Sums, Sums]] = {}
         """Engine -> expected and reported checksums of its last comparison."""
         self._attested: dict[str, tuple[Sums, Sums]] = {}
-        """Engine -> its last correct comparison. Valid across restarts, which do not change the order of values."""
+        """Engine -> its last correct comparison. It survives a restart, which does not change the order of values."""
 
     def compare(self, engine: str, expected: Sums, reported: Sums) -> Match:
-        """Compare the checksums of an engine after a push. `engine` is a stable name of it, such as its URL."""
+        """Compare the checksums of an engine after a push.
+
+        Args:
+            engine: a name that stays the same across restarts, such as the URL.
+            expected: checksums that the trainer predicted.
+            reported: checksums of the engine. They may have another number of ranks.
+        """
         self._last_comparison[engine] = expected, reported
         same_ranks = len(expected) == len(reported)
         expected_cells, reported_cells = _cells(expected, same_ranks), _cells(reported, same_ranks)
-        previous = [_cells(sums, same_ranks) for sums in self._attested.get(engine, ((), ()))]
+        previous_expected, previous_reported = (
+            _cells(sums, same_ranks) for sums in self._attested.get(engine, ((), ()))
+        )
         cells = dict.fromkeys([*reported_cells, *expected_cells])
         equal = {
             cell for cell in cells if same_ranks and expected_cells.get(cell) == reported_cells.get(cell)
@@ -71,11 +83,15 @@ class ChecksumVerifier:
         unknown, wrong = [], {}
         for cell in (c for c in cells if c not in equal):
             name = cell[1]
+            contradiction = _contradiction(
+                expected_cells.get(cell),
+                reported_cells.get(cell),
+                previous_expected.get(cell),
+                previous_reported.get(cell),
+            )
             if _kind(name) in self._comparable_kinds:
                 wrong[name] = OTHER_VALUES
-            elif contradiction := _contradiction(
-                *(sums.get(cell) for sums in (expected_cells, reported_cells, *previous))
-            ):
+            elif contradiction is not None:
                 wrong[name] = contradiction
             else:
                 unknown.append(name)
@@ -90,9 +106,10 @@ class ChecksumVerifier:
 def _cells(sums: Sums, by_rank: bool) -> dict[tuple[int, str], str]:
     """Return (rank, name) -> checksum.
 
-    Without `by_rank`, the checksums of all ranks are joined per name. That is used if the engine reports
-    another number of ranks than the trainer predicts (data-parallel attention): the values can still be
-    compared with the last push.
+    Args:
+        by_rank: keep the ranks apart. If False, the key is (0, name), and the value joins the checksums of all ranks.
+            With data-parallel attention, the engine reports another number of ranks than the trainer predicts; the
+            joined checksums still show whether the tensor has changed since the last push.
     """
     if by_rank:
         return {
@@ -107,7 +124,11 @@ def _cells(sums: Sums, by_rank: bool) -> dict[tuple[int, str], str]:
 def _contradiction(
     expected: str | None, reported: str | None, previous_expected: str | None, previous_reported: str | None
 ) -> str | None:
-    """Return the contradiction if exactly one of the two sides changed since the last correct push, else None."""
+    """Describe the contradiction if exactly one of the two checksums changed since the last correct push.
+
+    Returns:
+        MISSING_CHANGE or UNEXPECTED_CHANGE; None if there is no contradiction, or a checksum is unknown.
+    """
     if expected is None or reported is None or previous_expected is None or previous_reported is None:
         return None
     if expected != previous_expected and reported == previous_reported:

@@ -47,7 +47,7 @@ kill the engine.
 
 @dataclass
 class Flight:
-    """One request in an engine. `scope` cancels it; it has no deadline before that."""
+    """One request in an engine. `scope` has no deadline until the request is cancelled by setting one."""
 
     rid: str
     sample: TokenSequence | None  # None for a request without one, such as log-probs
@@ -59,9 +59,8 @@ class Flight:
     cache_source: str = ""  # why its prompt may be cached, see Router.stats
     pending_prefill: int = 0  # prompt tokens to process; 0 from the first token on
     has_tokens: bool = False  # whether a token has arrived
-    last_token_at: float | None = (
-        None  # time of the request or of its last tokens; None: the engine was paused or full since
-    )
+    # time of the request or of its last tokens; None: the engine was paused or full since
+    last_token_at: float | None = None
 
 
 @dataclass
@@ -69,13 +68,11 @@ class EngineState:
     """One engine and its counts of tokens.
 
     `received` counts tokens that arrived from the current engine process for any purpose; `generated` is the
-    process's own count, read when no request runs. The difference, `lost_now`, was lost in transit. With
-    `skip_attestation` the reported weight version is trusted, because no trainer attests it (a stand-alone
-    router).
+    process's own count, read when no request runs. `lost_now` is the difference: tokens that were lost in transit.
     """
 
     client: EngineClient
-    skip_attestation: bool = False
+    skip_attestation: bool = False  # trust the reported weight version: a stand-alone router has no trainer
     pool: str = ""  # name of its pool, if the config has pools
     cost: float = 1.0  # per rank and second
     chain: int | None = None  # of an engine that joined, see EngineAddress
@@ -86,10 +83,8 @@ class EngineState:
     pinned: bool = False  # reserved for an evaluation, with its weights
     update_pending: bool = False  # gets no new requests, because a push or copy starts
     loading: bool = False  # loads weights from a folder or another engine
-    has_peer_copy: bool = (
-        False  # has weights from another engine, so it is in no process group of the trainer
-    )
-    copy_failed: bool = False  # a copy from another engine failed: it waits for the trainer's next push
+    has_peer_copy: bool = False  # has weights from another engine, and is in no process group of the trainer
+    copy_failed: bool = False  # a copy from another engine failed: this one waits for the trainer's next push
     quarantined: str | None = None
     refusal: str | None = None  # error response to the last probe
     agreement: Agreement | None = None  # of the last push
@@ -98,26 +93,25 @@ class EngineState:
     pushed: set[int] = field(default_factory=set)  # weight versions that its tokens may have
     breaker: Breaker = field(default_factory=Breaker)
     flights: dict[str, Flight] = field(default_factory=dict)
-    flight_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set when one of them ends
+    flight_ended: asyncio.Event = field(default_factory=asyncio.Event)  # set when a flight ends
     tokens: int = 0  # of all flights
     pending_prefill: int = 0  # of all flights
     slots: int = UNBOUNDED
     speed: Speed = field(default_factory=Speed)  # of the current engine process
-    attested: asyncio.Event = field(
-        default_factory=asyncio.Event
-    )  # set unless a push is under way; requests with tokens of newer weights wait for it
+    # set unless a push is under way; requests with tokens of newer weights wait for it
+    attested: asyncio.Event = field(default_factory=asyncio.Event)
     received: int = 0
     generated: int = 0
     generated_before: int = 0  # tokens before the last `start_counting`
     lost_now: int = 0
     lost_before: int = 0
-    counting: bool = False  # whether its count is usable; otherwise counting restarts with the next push
-    uncounted: bool = True  # whether it may have generated tokens since its count was read
+    counting: bool = False  # whether `generated` is usable; otherwise counting restarts with the next push
+    uncounted: bool = True  # whether the process may have generated tokens since `generated` was read
     deaths: int = 0
     first_response_at: float | None = None  # loop time of its first response
     unanswered_probes: int = 0  # consecutive
     failure: str = ""  # message of the last failed call
-    failed_pushes: int = 0  # consecutive, to one live process
+    failed_pushes: int = 0  # consecutive failed pushes to the current process
     _counter_start: int = 0
 
     @property
@@ -137,7 +131,11 @@ class EngineState:
         return self.speed.decode
 
     def record_tokens(self, flight: Flight, segment: Segment, time: float) -> None:
-        """Update the measured speed with new tokens of a flight."""
+        """Update the measured speed with new tokens of a flight.
+
+        Args:
+            time: loop time at which the tokens arrived, in seconds.
+        """
         if not segment.ids or not segment.prompt_tokens:  # aborted in the queue
             return
         if flight.has_tokens:
@@ -152,14 +150,15 @@ class EngineState:
         flight.last_token_at = time
 
     def reset_timing(self) -> None:
-        """Discard the start times of all flights: the time of a pause must not count."""
+        """Discard the start times of all flights, because a pause must not count as generation time."""
         for flight in self.flights.values():
             flight.last_token_at = None
 
     def mark_dead(self) -> None:
-        """Mark the engine dead after a failed request, and cancel its other requests. Unstreamed tokens are repeated.
+        """Mark the engine dead after a failed call, and cancel its requests.
 
-        The engine process may still run and count these tokens, so counting restarts with the next push.
+        Tokens that have not arrived are generated again on another engine. The engine process may still run and count
+        them, so counting restarts with the next push.
         """
         self.counting = self.copy_failed = False
         self.speed = Speed()
@@ -174,7 +173,7 @@ class EngineState:
         self.breaker.record_failure(asyncio.get_running_loop().time())
 
     def mark_weights_lost(self) -> None:
-        """Mark the engine as without the pushed weights: its process was replaced."""
+        """Record that the engine's process was replaced and has no pushed weights, and cancel the requests in it."""
         self.counting = False
         self.speed = Speed()
         self.version = NEVER
@@ -190,7 +189,7 @@ class EngineState:
                 flight.scope.reschedule(time)
 
     def set_version(self, version: int) -> None:
-        """Set the version of the weights, which were attested."""
+        """Record that the engine has attested weights of this version."""
         self.version = version
         self.pushed.add(version)
         self.failed_pushes = 0
@@ -198,35 +197,16 @@ class EngineState:
         self.attested.set()
 
     async def probe(self) -> None:
-        """Check that the engine is up and has the expected weights. A slow response is not a failure."""
+        """Update the state by a probe of the engine.
+
+        - An engine that responds is alive. If it reports another weight version, its weights are lost.
+        - An engine is dead if its port is closed or belongs to another server, or after SILENT_PROBES probes in a row
+          without a response.
+        """
         expected = self.version
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT):
-                reported = await self.client.weight_version()
-        except PortClosed:
-            self.failed_pushes = 0  # the process has ended
-            if self.alive or self.flights:
-                self.mark_dead()
-            return
-        except EngineError as e:
-            self.unanswered_probes = 0
-            if self.refusal is None:
-                log.warning("%s", e)
-            self.refusal = str(e)
-            if isinstance(e, ForeignServer) and (self.alive or self.flights):
-                self.mark_dead()  # another server has its port
-            return
-        except DeadEngine:
-            self.unanswered_probes += 1
-            if self.alive and self.unanswered_probes >= SILENT_PROBES:
-                log.warning(
-                    "%s: has not answered %d probes of %g s", self.url, self.unanswered_probes, PROBE_TIMEOUT
-                )
-                self.mark_dead()
-            return
-        self.unanswered_probes, self.refusal = 0, None
-        if self.version != expected or self.loading:
-            return  # a push proceeded meanwhile
+        reported = await self._probe_version()
+        if reported is None or self.version != expected or self.loading:
+            return  # no response, or a push proceeded meanwhile
         label = reported  # the version of its tokens; -1 if its label is not a number
         if self.skip_attestation:
             reported = max(reported, 0)
@@ -241,8 +221,37 @@ class EngineState:
             self.pushed |= {reported, label}
             self.attested.set()
 
+    async def _probe_version(self) -> int | None:
+        """Return the reported weight version. If there is none, mark the engine dead where `probe` says so."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT):
+                version = await self.client.weight_version()
+        except PortClosed:
+            self.failed_pushes = 0  # the process has ended
+            if self.alive or self.flights:
+                self.mark_dead()
+            return None
+        except EngineError as e:
+            self.unanswered_probes = 0
+            if self.refusal is None:
+                log.warning("%s", e)
+            self.refusal = str(e)
+            if isinstance(e, ForeignServer) and (self.alive or self.flights):
+                self.mark_dead()  # another server has its port
+            return None
+        except DeadEngine:
+            self.unanswered_probes += 1
+            if self.alive and self.unanswered_probes >= SILENT_PROBES:
+                log.warning(
+                    "%s: has not answered %d probes of %g s", self.url, self.unanswered_probes, PROBE_TIMEOUT
+                )
+                self.mark_dead()
+            return None
+        self.unanswered_probes, self.refusal = 0, None
+        return version
+
     async def start_counting(self) -> None:
-        """Prepare for the first push: abort requests of earlier rollout processes, and start to count tokens."""
+        """Prepare for the process's first push: abort requests of earlier rollout processes, and count from zero."""
         await self.client.abort(None)
         await self.client.continue_generation()
         await self.client.flush()
@@ -265,20 +274,23 @@ class EngineState:
         await self.client.release_memory()
 
     async def wake_weights(self) -> None:
-        """Resume the memory of the weights for a push. The trainer may still need the memory of the cache."""
+        """Resume the memory of the weights for a push, but not that of the cache, which the trainer may still use."""
         if await self.client.weight_label() == RELEASED_LABEL:
             await self.client.resume_memory("weights")
             await self.client.set_weight_version(RELEASED_CACHE_LABEL)
 
     async def wake_cache(self) -> None:
+        """Resume the memory of the cache if it is released."""
         if await self.client.weight_label() == RELEASED_CACHE_LABEL:
             await self.client.resume_memory("kv_cache")
 
     async def count(self) -> None:
-        """Read the engine's counter of generated tokens; keep the last value if it does not respond.
+        """Update `generated` and `lost_now`. If the engine does not respond, keep their values and mark it dead.
 
-        Does nothing before `start_counting`, because the counter includes requests of other clients, and if no
-        request has run since the last call, because SGLang answers slowly.
+        The engine is not asked
+
+        - before `start_counting`, because its counter includes the requests of earlier rollout processes;
+        - if no request has run since the last call, because SGLang answers slowly.
         """
         if not (self.counting and self.uncounted):
             return
@@ -290,10 +302,11 @@ class EngineState:
             self.lost_now = max(0, self.generated - self.received)
             self.uncounted = bool(self.flights)
 
-    def missed_push(self) -> None:
-        """Count a failed push to a live engine, and quarantine the engine after MAX_FAILED_PUSHES.
+    def record_failed_push(self) -> None:
+        """Count a failed push to the engine, and quarantine the engine after MAX_FAILED_PUSHES.
 
-        Each failed push costs the trainer time, and new versions would look like progress.
+        Without this limit, every push would cost the trainer the time of the failure, and the run would seem to
+        proceed.
         """
         self.failed_pushes += 1
         if self.push_limit_reached:
@@ -301,7 +314,7 @@ class EngineState:
 
     @property
     def push_limit_reached(self) -> bool:
-        """Whether MAX_FAILED_PUSHES failed: the engine is not used until its process is replaced."""
+        """Whether MAX_FAILED_PUSHES pushes in a row failed, so that the engine's process must be replaced."""
         return self.failed_pushes >= MAX_FAILED_PUSHES
 
     @property
@@ -317,7 +330,7 @@ class EngineState:
         return self.client.tp * (asyncio.get_running_loop().time() - self.first_response_at)
 
     def backing_off(self, time: float) -> bool:
-        """Return whether the breaker allows no other request. On trial it allows a single one."""
+        """Return whether the breaker allows no other request: it is open, or on trial with a request in flight."""
         if not self.breaker.failures:  # fast path, because it is called for every request
             return False
         return self.breaker.open(time) or (self.breaker.on_trial(time) and self.load > 0)

@@ -96,15 +96,15 @@ class Attempt:
 async def attempt(
     dispatcher: Dispatcher, engine: EngineState, flight: Flight, tokens: int, subject: str
 ) -> AsyncIterator[Attempt]:
-    """Track one request, and yield an Attempt that has its outcome afterwards.
+    """Track one request in an engine. The yielded Attempt has the outcome when the context has ended.
 
     Args:
-        tokens: number of its prompt tokens.
-        subject: names the request in errors.
+        tokens: number of prompt tokens of the request.
+        subject: name of the request in errors.
 
     Raises:
-        RefusedRequest: the engine rejects the content.
-        RunError: the engine rejects the caller.
+        RefusedRequest: the engine rejects the content of the request.
+        RunError: the engine responds with another 4xx status.
     """
     result = Attempt()
     try:
@@ -125,10 +125,11 @@ async def attempt(
 
 
 class PoisonDetector:
-    """Detects samples that may cause engines to die.
+    """Detects samples that may cause engines to die. Owns the isolation of suspects, and the counts.
 
-    Owns the isolation of suspects, and the counts. `on_failure` is called with each sample of the ledger whose engine
-    died or answered with a server error.
+    Args:
+        on_failure: called with each sample of the ledger whose engine died or answered with a server error.
+        limits: numbers of failures after which a sample is isolated or dropped.
     """
 
     def __init__(self, on_failure: Callable[[TokenSequence], None], limits: PoisonLimits = SAMPLES) -> None:
@@ -157,13 +158,15 @@ class PoisonDetector:
 
     @asynccontextmanager
     async def isolate(self, sample: TokenSequence, timeout: float | None = None) -> AsyncIterator[None]:
-        """Run a suspect without other suspects until it gets a token or its request ends. Other samples do not wait.
+        """Keep other suspects out of all engines until this sample gets a token or its request ends.
+
+        Only suspects wait for each other. Other samples enter at once.
 
         Args:
             timeout: seconds for which a suspect may wait for the other suspects; None: unlimited.
 
         Raises:
-            TimeoutError: it waited longer.
+            TimeoutError: the suspect waited longer.
         """
         if sample.deaths >= self._limits.suspect_deaths:
             await asyncio.wait_for(self._lock.acquire(), timeout)
@@ -186,7 +189,7 @@ class PoisonDetector:
             self._lock.release()
 
     def record_end(self, result: Attempt, engine: EngineState, sample: TokenSequence) -> str:
-        """Count a failed request for the engine and the sample.
+        """Count the outcome of a request, if it failed, for the engine and the sample.
 
         Returns:
             the message of a server error, otherwise an empty string.

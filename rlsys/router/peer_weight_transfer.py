@@ -22,7 +22,8 @@ log = logging.getLogger("rlsys.router")
 class PeerWeightTransfer:
     """Copies weights between engines. Owns the current copy; there is at most one.
 
-    `enabled`: whether the engines can send their weights.
+    Args:
+        enabled: whether the engines can send their weights.
     """
 
     def __init__(self, dispatcher: Dispatcher, push: WeightPush, *, enabled: bool) -> None:
@@ -31,7 +32,7 @@ class PeerWeightTransfer:
         self._task: asyncio.Task[None] | None = None
 
     def has_source(self, engine: EngineState) -> bool:
-        """Return whether another engine can send its weights to this engine, so that the trainer need not."""
+        """Return whether another engine can send its weights to this engine, without the trainer."""
         return self._source(engine) is not None
 
     def start_if_needed(self) -> None:
@@ -52,6 +53,7 @@ class PeerWeightTransfer:
             await asyncio.wait([self._task])
 
     def _source(self, target: EngineState) -> EngineState | None:
+        """Return the least busy engine of the target's size that can send its weights; None if there is none."""
         if not self._enabled or not self._push.attested or target.version != NEVER or target.copy_failed:
             return None
         candidates = [e for e in self._pool.serving() if e.client.tp == target.client.tp and e is not target]
@@ -78,7 +80,7 @@ class PeerWeightTransfer:
             target.copy_failed = target.version == NEVER
         if target.version != NEVER:
             target.has_peer_copy = True
-            log.info("%s has weight version %d from %s", target.url, target.version, source.url)
+            log.info("%s: copied weight version %d from %s", target.url, target.version, source.url)
         elif target.quarantined is not None:
             log.warning(
                 "%s: the weights copied from %s are wrong: %s", target.url, source.url, target.quarantined

@@ -17,11 +17,11 @@ class PinLost(RunError):
 
 
 class NoExplorationEngine(RunError):
-    """Raised when no engine of the pools for exploration is alive and may serve."""
+    """Raised when no engine for exploration (a pool with `role: explore`) can serve, now or after a push."""
 
 
 class Pool:
-    """All engines and their expected weight version. Owns the pin."""
+    """All engines and their expected weight version. Owns the reservation of an engine for an evaluation (pin)."""
 
     def __init__(
         self,
@@ -34,6 +34,7 @@ class Pool:
         """Create a pool.
 
         Args:
+            skip_attestation: trust the weight versions that the engines report.
             slots: requests that each engine decodes concurrently.
             engine_config: pools and sizes of the engines; None: one pool.
         """
@@ -43,7 +44,7 @@ class Pool:
         self.engines: list[EngineState] = []
         self.version = NEVER
         self.older: int | None = None
-        """The previous version during a rolling push: engines that have it serve until their round."""
+        """The previous version during a rolling push, otherwise None. Engines with it serve until their round."""
         self._removed_totals = {"generated": 0, "lost": 0, "deaths": 0}
         self._removed_seconds = 0.0
         self._removed_by_pool: dict[str, float] = {}
@@ -56,7 +57,7 @@ class Pool:
         """Add an engine. It serves when it has the current weights.
 
         Raises:
-            ValueError: it is already in the pool.
+            ValueError: an engine with this URL is already in the pool.
         """
         if any(e.url == client.url for e in self.engines):
             raise ValueError(f"{client.url} is already in the pool")
@@ -70,22 +71,28 @@ class Pool:
         return engine
 
     def remove(self, engine: EngineState) -> None:
-        """Remove an engine. The totals keep its counts."""
+        """Remove an engine. `totals` still includes its counts."""
         self.engines.remove(engine)
         self._removed_seconds += engine.rank_seconds
-        _add(self._removed_by_pool, _by_pool(engine))
+        _add(self._removed_by_pool, _pool_totals(engine))
         self._removed_totals["generated"] += engine.generated + engine.generated_before
         self._removed_totals["lost"] += engine.lost_tokens
         self._removed_totals["deaths"] += engine.deaths
 
     def find(self, url: str) -> EngineState | None:
+        """Return the engine with this URL, None if there is none."""
         return next((e for e in self.engines if e.url == url.rstrip("/")), None)
 
     def alive(self) -> list[EngineState]:
+        """Return the live engines, except quarantined and draining ones."""
         return [e for e in self.engines if e.alive and e.quarantined is None and not e.draining]
 
     def serving(self, *, explorers: bool = False) -> list[EngineState]:
-        """Return the engines that may get a request now; with `explorers` the engines for exploration."""
+        """Return the engines that may get a request now.
+
+        Args:
+            explorers: return the engines for exploration instead of all others.
+        """
         time, version = asyncio.get_running_loop().time(), self.version
         if version == NEVER:
             return []
@@ -107,7 +114,10 @@ class Pool:
         return [e for e in self.alive() if e.version not in (self.version, self.older) and not e.pinned]
 
     def rolling_targets(self) -> list[EngineState]:
-        """Return the engines that the rolling push has still to update; without one all engines that serve."""
+        """Return the engines that the current rolling push has not updated yet.
+
+        Without a rolling push, return the engines that have the current weights.
+        """
         version = self.version if self.older is None else self.older
         return [e for e in self.alive() if e.version == version and not e.pinned]
 
@@ -145,10 +155,10 @@ class Pool:
         """Return the pinned engine.
 
         Raises:
-            PinLost: there is none, or it lost its weights.
+            PinLost: no engine is pinned, or the pinned engine died or lost its weights.
         """
         if self._pin is None:
-            raise PinLost("evaluation: no engine is pinned any more")
+            raise PinLost("evaluation: no engine is pinned; expected the engine that was reserved for it")
         engine, version = self._pin
         if not engine.alive or engine.version != version:
             raise PinLost(
@@ -162,7 +172,7 @@ class Pool:
         return sum(e.load for e in self.engines)
 
     async def probe(self) -> None:
-        """Probe all engines except those in their back-off, and remove drained engines."""
+        """Probe all engines except dead ones in their back-off, and remove drained engines."""
         time = asyncio.get_running_loop().time()
         for engine in [e for e in self.engines if e.draining and not e.load]:
             await engine.count()
@@ -178,7 +188,7 @@ class Pool:
             self.version = max((e.version for e in self.alive()), default=NEVER)
 
     async def count(self, members: Collection[str] | None = None) -> None:
-        """Update the engines' counts of generated and lost tokens. Meaningful only while no request is in flight.
+        """Update the engines' counts of generated and lost tokens. The counts are right if no request is in flight.
 
         Args:
             members: URLs of the engines to read; None reads all.
@@ -186,15 +196,13 @@ class Pool:
         engines = [e for e in self.alive() if not e.pinned and (members is None or e.url in members)]
         await asyncio.gather(*(e.count() for e in engines))
 
-    def figures(self) -> dict[str, dict[str, object]]:
+    def engine_metrics(self) -> dict[str, dict[str, object]]:
         """See Router.engine_metrics."""
-        excluded = {e.url for e in self.engines if e.quarantined or e.draining or e.pinned}
         return {
             e.url: {
                 "state": e.state,
                 "serving": e.alive
-                and not e.explores
-                and e.url not in excluded
+                and not (e.explores or e.quarantined or e.draining or e.pinned)
                 and e.version in (self.version, self.older),
                 "requests": e.load,
                 "tokens": e.tokens,
@@ -211,13 +219,16 @@ class Pool:
     def totals(self) -> dict[str, float]:
         """Return totals over all current and former engines.
 
-        `engine_rank_seconds` counts each rank from the engine's first response until the engine is removed,
-        dead or alive. Each pool of the config has its rank-seconds, the same times its cost, its tokens as of
-        the last interrupt, and its number of serving engines.
+        - engine_rank_seconds: seconds from an engine's first response to its removal, dead or alive, times its ranks.
+        - engine_tokens, lost: generated tokens, and generated tokens that never arrived, as of the last interrupt.
+        - engine_deaths: number of times that an engine died.
+        - pool_NAME_rank_seconds, pool_NAME_tokens: the same for one pool of the config.
+        - pool_NAME_cost: rank-seconds times the cost of its engines.
+        - pool_NAME_serving: number of engines that serve now.
         """
         pools = dict(self._removed_by_pool)
         for engine in self.engines:
-            _add(pools, _by_pool(engine))
+            _add(pools, _pool_totals(engine))
         if self._engine_config is not None:
             serving = Counter(e.pool for e in [*self.serving(), *self.serving(explorers=True)])
             names = {p.name for p in self._engine_config.pools} | {e.pool for e in self.engines}
@@ -232,8 +243,8 @@ class Pool:
         }
 
 
-def _by_pool(engine: EngineState) -> dict[str, float]:
-    """Return the engine's contribution to the totals of its pool, see Pool.totals."""
+def _pool_totals(engine: EngineState) -> dict[str, float]:
+    """Return the engine's contribution to the totals of its pool, see Pool.totals. Empty if it has no pool."""
     if not engine.pool:
         return {}
     seconds, name = engine.rank_seconds, f"pool_{engine.pool}"

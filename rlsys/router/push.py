@@ -39,6 +39,8 @@ class WeightPush:
     Args:
         timeout_s: time limit in seconds of a copy of weights between engines; one attempt to prepare an engine may
             take a fifth of it.
+        bounds: limits of the attestation.
+        interruption: treatment of samples in flight during a push.
         tps: tensor-parallel sizes of the engines, ascending; empty or a single size: all engines are equal.
     """
 
@@ -76,7 +78,7 @@ class WeightPush:
     async def begin(
         self, version: int, *, only_stale: bool, members: Collection[str] = ()
     ) -> list[EngineAddress]:
-        """Prepare engines for tensors. No request may run in them.
+        """Prepare engines to receive tensors. No request may run in them.
 
         Args:
             version: the weight version to push.
@@ -84,7 +86,7 @@ class WeightPush:
             members: URLs of the engines of this round of a rolling push.
 
         Returns:
-            the engines that are ready. If a push to all engines has none, the caller tries again
+            the engines that are ready. If no engine is ready for a push to all engines, the caller repeats the call
                 (`begin_when_ready`).
         """
         self.announce()
@@ -103,24 +105,13 @@ class WeightPush:
         if self._targets or only_stale or members:  # otherwise the caller repeats this push
             for engine, succeeded in zip(targets, ready, strict=True):
                 if not succeeded:
-                    engine.missed_push()
+                    engine.record_failed_push()
         for engine in self._pool.engines:
             engine.update_pending = False  # its weight update has begun, or it is dead
-        return [
-            EngineAddress(
-                e.url,
-                e.client.tp,
-                previous_versions[e.url],
-                e.client.index,
-                e.client.identity.admin_key,
-                e.client.epoch,
-                e.chain,
-            )
-            for e in self._targets
-        ]
+        return [_address(e, previous_versions[e.url]) for e in self._targets]
 
     async def _prepare(self, engine: EngineState) -> None:
-        """Prepare one engine. The time limit is short, because the caller tries several times."""
+        """Prepare one engine. The time limit is short, because the caller repeats failed attempts."""
         async with asyncio.timeout(self.timeout_s / PREPARE_ATTEMPTS):
             phases = self._metrics.phases
             if engine.version == NEVER:
@@ -140,13 +131,15 @@ class WeightPush:
         checksums: Sequence[dict[str, str]],
         excluded: Mapping[str, str],
     ) -> dict[str, float]:
-        """Empty caches and attest the engines.
+        """Finish the push that `begin` started: empty caches and attest the engines.
 
         Args:
-            checksums: the expected tensors of each rank, for one engine size after the other
-                (rlsys.weights.checksums); empty: not compared.
-            excluded: URL -> reason, for engines that did not get all tensors; the next push sends them all
-                tensors again.
+            version: the pushed weight version.
+            canaries: sequences with the trainer's log-probs under this version.
+            checksums: the expected checksums of each rank, for one engine size after the other
+                (rlsys.weights.checksums); empty: checksums are not compared.
+            excluded: URL -> reason, for engines that did not get all tensors. The next push sends them all tensors
+                again.
 
         Returns:
             metrics over all rounds of a rolling push so far; `push_left`: number of engines that still serve the
@@ -158,7 +151,7 @@ class WeightPush:
             if engine.url in excluded:
                 engine.failure = excluded[engine.url]
                 engine.mark_dead()
-                engine.missed_push()
+                engine.record_failed_push()
         pushing = [e for e in pushing if e.url not in excluded]
         self._canaries[version] = {tuple(c.ids): c.logp for c in canaries}
         self._canaries = {v: self._canaries[v] for v in sorted(self._canaries)[-2:]}
@@ -172,7 +165,7 @@ class WeightPush:
             self._under_way = False
         for engine in pushing:
             if engine.version != version and engine.quarantined is None:
-                engine.missed_push()
+                engine.record_failed_push()
         self._dispatcher.interrupted = False
         self._dispatcher.wake()
         remaining = [] if self._pool.older is None else self._pool.rolling_targets()
@@ -182,7 +175,7 @@ class WeightPush:
 
     @property
     def attested(self) -> bool:
-        """Whether no push is under way, and the newest version has checksums."""
+        """Whether an engine can be attested without a push: none is under way, and the last one had checksums."""
         return (
             not self._under_way
             and self._pool.older is None
@@ -198,48 +191,28 @@ class WeightPush:
     async def _finish(
         self, engine: EngineState, version: int, canaries: list[Canary], checksums: Sequence[dict[str, str]]
     ) -> None:
-        """Finish the update of one engine and attest it. Only an attested engine gets the version.
+        """Finish the update of one engine. If it is attested, set its version, otherwise quarantine it.
 
         Paused requests continue before the canaries, which would otherwise wait for them. The tokens of these
         requests are held back until the engine is attested.
         """
         engine.agreement = engine.match = None
-        phases = self._metrics.phases
-        with phases.concurrent("close"):
-            await engine.client.end_weight_update()
-        with phases.concurrent("wake_cache"):
-            await engine.wake_cache()
-        if self._interruption != "in_place":
-            with phases.concurrent("flush"):
-                await engine.client.flush(
-                    paused=engine.paused
-                )  # keys and values of the old weights are wrong for the new ones
-        with phases.concurrent("version"):
-            await engine.client.set_weight_version(version)
-            reported = await engine.client.weight_version()
+        reported_version = await self._close(engine, version)
         if checksums:  # while the engine is paused: later they would wait for a pass with many prefills
             engine.match = await self._compare(engine, checksums)
         await self._dispatcher.unpause(engine)
-        counting = engine.counting
-        engine.counting, engine.uncounted = False, True  # a failure below leaves uncounted tokens
-        with phases.concurrent("canaries"):
-            answers = await asyncio.gather(*(self._canary_logprobs(engine, c) for c in canaries))
-        refusals = answers.count(None)
-        canaries = [c for c, answer in zip(canaries, answers, strict=True) if answer is not None]
-        logprobs = [answer for answer in answers if answer is not None]
-        engine.received += len(canaries)  # each canary generates one token
-        engine.counting = counting
-        self._metrics.refused_canaries = max(self._metrics.refused_canaries, refusals)
-        if refusals and not canaries and (engine.match is None or engine.match.unknown):
+        answered, logprobs = await self._measure_canaries(engine, canaries)
+        if canaries and not answered and (engine.match is None or engine.match.unknown):
             self._quarantine(
-                engine, f"refused all {refusals} canaries, and checksums do not cover all of its tensors"
+                engine, f"refused all {len(canaries)} canaries, and checksums do not cover all of its tensors"
             )
             return
         engine.agreement = Agreement.of(
-            [x for c in canaries for x in c.logp], [x for s in logprobs for x in s]
+            [x for c in answered for x in c.logp], [x for values in logprobs for x in values]
         )
         self._metrics.add(engine)
-        if (objection := self._objection(engine, version, reported, canaries, logprobs)) is not None:
+        objection = self._objection(engine, version, reported_version, answered, logprobs)
+        if objection is not None:
             self._quarantine(engine, objection)
             return
         bounds = self._bounds_of(engine)
@@ -249,10 +222,41 @@ class WeightPush:
             log.warning(
                 "%s: its tensors equal the trainer's, but canary log-probs differ: %s", engine.url, gaps
             )
-        if canaries and engine.match is not None and not engine.match.unknown:
+        if answered and engine.match is not None and not engine.match.unknown:
             self._first.setdefault(engine.url, engine.agreement)
         self._checksums.attest(engine.url)
         engine.set_version(version)
+
+    async def _close(self, engine: EngineState, version: int) -> int:
+        """End the weight update of one engine and label its weights. Return the version that it reports."""
+        phases = self._metrics.phases
+        with phases.concurrent("close"):
+            await engine.client.end_weight_update()
+        with phases.concurrent("wake_cache"):
+            await engine.wake_cache()
+        if self._interruption != "in_place":
+            with phases.concurrent("flush"):
+                # Keys and values of the old weights are wrong for the new ones.
+                await engine.client.flush(paused=engine.paused)
+        with phases.concurrent("version"):
+            await engine.client.set_weight_version(version)
+            return await engine.client.weight_version()
+
+    async def _measure_canaries(
+        self, engine: EngineState, canaries: list[Canary]
+    ) -> tuple[list[Canary], list[list[float]]]:
+        """Return the canaries that the engine answers, and the log-probs of each."""
+        counting = engine.counting
+        engine.counting, engine.uncounted = False, True  # a failure below leaves uncounted tokens
+        with self._metrics.phases.concurrent("canaries"):
+            answers = await asyncio.gather(*(self._canary_logprobs(engine, c) for c in canaries))
+        answered = [c for c, answer in zip(canaries, answers, strict=True) if answer is not None]
+        logprobs = [answer for answer in answers if answer is not None]
+        engine.received += len(answered)  # each canary generates one token
+        engine.counting = counting
+        refusals = len(canaries) - len(answered)
+        self._metrics.refused_canaries = max(self._metrics.refused_canaries, refusals)
+        return answered, logprobs
 
     async def _canary_logprobs(self, engine: EngineState, canary: Canary) -> list[float] | None:
         """Return the log-probs of a canary; None if the engine refuses it."""
@@ -261,7 +265,7 @@ class WeightPush:
         except EngineError as e:
             if e.status not in REFUSAL_STATUSES:
                 raise
-            log.warning("skipped a canary of %d tokens: %s", len(canary.ids), e)
+            log.warning("%s: skipped a canary of %d tokens: %s", engine.url, len(canary.ids), e)
             return None
 
     def _bounds_of(self, engine: EngineState) -> Bounds:
@@ -271,7 +275,7 @@ class WeightPush:
         self,
         engine: EngineState,
         version: int,
-        reported: int,
+        reported_version: int,
         canaries: list[Canary],
         logprobs: list[list[float]],
     ) -> str | None:
@@ -279,8 +283,8 @@ class WeightPush:
         match, agreement, bounds = engine.match, engine.agreement, self._bounds_of(engine)
         max_unknown_share = bounds.max_unknown_share
         assert agreement is not None
-        if reported != version:
-            return f"reports weight version {reported}, expected {version}"
+        if reported_version != version:
+            return f"reports weight version {reported_version}; expected {version}"
         if match is not None and match.wrong:
             return match.mismatch_message()
         if match is not None and match.share_unknown > max_unknown_share:
@@ -302,7 +306,7 @@ class WeightPush:
     ) -> bool:
         """Return whether the engine's log-probs followed the trainer's last step.
 
-        True without a comparison if checksums cover every tensor.
+        If checksums cover every tensor, or no earlier version is known, return True without a comparison.
         """
         earlier = min(self._canaries)
         if earlier == version or (match is not None and not match.unknown):
@@ -312,16 +316,23 @@ class WeightPush:
         new: list[float] = []
         reported: list[float] = []
         for canary, values in zip(canaries, logprobs, strict=True):
-            if (previous_logp := previous.get(tuple(canary.ids))) is not None:
-                old, new, reported = [*old, *previous_logp], [*new, *canary.logp], [*reported, *values]
+            previous_logp = previous.get(tuple(canary.ids))
+            if previous_logp is not None:
+                old.extend(previous_logp)
+                new.extend(canary.logp)
+                reported.extend(values)
         gain, error = nearness(old, new, reported)
         return gain + STANDARD_ERRORS * error >= 0
 
     def _tolerance(self, match: Match | None) -> float:
-        """Return a multiple of the bounds: above 1 only in half precision, if some tensors are known to be equal."""
+        """Return the largest accepted gap as a multiple of the bounds.
+
+        It exceeds 1 only in half precision, if some tensors are known to be equal.
+        """
         return WARNING_FACTOR if match is not None and match.equal and not self._bounds.exact else 1.0
 
     async def _compare(self, engine: EngineState, checksums: Sequence[dict[str, str]]) -> Match:
+        """Compare the engine's checksums with those of `end`."""
         with self._metrics.phases.concurrent("checksums"):
             expected = checksums_of_size(checksums, self._tps, engine.client.tp)
             match = self._checksums.compare(engine.url, expected, await engine.client.checksums())
@@ -343,8 +354,12 @@ class WeightPush:
 class PushMetrics:
     """Metrics of a push: the worst value over its engines.
 
-    `warned_engines`: number of accepted engines whose canaries exceed the bounds. `refused_canaries`: largest
-    number of canaries that an engine refused.
+    Attributes:
+        agreements: comparison of the log-probs of each engine.
+        matches: comparison of the checksums of each engine.
+        warned_engines: number of accepted engines whose canaries exceed the bounds.
+        refused_canaries: largest number of canaries that an engine refused.
+        phases: duration of each of PHASES.
     """
 
     agreements: list[Agreement] = field(default_factory=list)
@@ -373,10 +388,28 @@ class PushMetrics:
         }
 
 
+def _address(engine: EngineState, previous_version: int) -> EngineAddress:
+    return EngineAddress(
+        engine.url,
+        engine.client.tp,
+        previous_version,
+        engine.client.index,
+        engine.client.identity.admin_key,
+        engine.client.epoch,
+        engine.chain,
+    )
+
+
 def checksums_of_size(
     checksums: Sequence[dict[str, str]], tps: Sequence[int], tp: int
 ) -> Sequence[dict[str, str]]:
-    """Select the ranks of an engine of size `tp` from the checksums of all sizes `tps`; empty for another size."""
+    """Return the checksums of the ranks of an engine of one size.
+
+    Args:
+        checksums: checksums of all ranks, for one size of `tps` after the other.
+        tps: tensor-parallel sizes of the engines, ascending.
+        tp: tensor-parallel size of the engine. If `tps` lacks it, the result is empty.
+    """
     if len(tps) < 2:
         return checksums
     first = sum(smaller for smaller in tps if smaller < tp)
@@ -384,7 +417,12 @@ def checksums_of_size(
 
 
 def merge_push_metrics(pushes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Merge the metrics of one push by several routers. A router may have had no engine to push to."""
+    """Merge the metrics of one push by several routers.
+
+    - push_canary_warnings and push_left: the sum.
+    - push_tensors_equal: the smallest value of the routers that have engines, which is not 0.
+    - all others: the largest value.
+    """
     metrics = [{**PushMetrics().to_dict(), "push_left": 0}, *pushes]
     merged = {key: max(push[key] for push in metrics) for key in metrics[0]}
     for key in ("push_canary_warnings", "push_left"):

@@ -32,9 +32,9 @@ class Turn:
 
     Args:
         limit: largest number of response tokens over all requests.
-        ends: what ends the turn.
+        ends: stop condition of the turn.
         pinned: use the engine that is pinned for an evaluation.
-        tops: collects top log-probs of the tokens.
+        tops: collects the most probable ids at each token; None: do not request them.
         sampling: additional sampling parameters, by SGLang's names.
         routes: request the routed experts of the tokens.
         admission_timeout: seconds for which a request may wait for an engine; None: unlimited.
@@ -51,7 +51,7 @@ class Turn:
     admission_timeout: float | None = None
 
     def options(self) -> dict[str, Any]:
-        """Return those arguments of EngineClient.generate that most requests do not need."""
+        """Return the arguments of EngineClient.generate that differ from its defaults for this turn."""
         options: dict[str, Any] = {}
         if self.tops is not None:
             options["tops"] = self.tops.k
@@ -63,11 +63,13 @@ class Turn:
         return options
 
     def status(self, sample: TokenSequence, finish: str | None = None) -> Status:
-        """Return the status before a request, or after one that ended with `finish`.
+        """Return the status of a sample whose request has ended, or has not been sent.
 
-        If SGLang aborts a request, or the budget is used up, it does not check whether the last token ends the
-        response. Without a check here, the sample would continue past its end, or a complete response would
-        count as truncated.
+        The last token is checked here, because SGLang does not check it if a request is aborted or its budget is used
+        up. Otherwise the sample would continue past its end, or a complete response would count as truncated.
+
+        Args:
+            finish: finish reason of the request; None: no request has ended since the last call.
         """
         if finish == "stop":
             return Status.FINISHED
@@ -110,15 +112,19 @@ class RequestSender:
     def id_for(self, sample_id: int) -> str:
         """Return the id of the next request.
 
-        It ends with a dot, so that it is not a prefix of another id: SGLang aborts all ids with a prefix.
+        The id ends with a dot, so that it is no prefix of another id: SGLang aborts all requests whose id starts with
+        the given one.
         """
         return f"{self.run_id}-{sample_id}-{next(self._order)}."
 
     def routing_request(self, sample: TokenSequence, limit: int) -> RoutingRequest:
-        """Describe a sample's next request to the routing strategy. `limit`: see Turn.
+        """Return the properties of a sample's next request for the routing strategy.
 
-        A response of any length is expected to grow by the mean length of turns, up to its limit: in a long-tailed
-        distribution, long responses have no fewer tokens ahead than short ones.
+        The expected number of tokens is the mean length of turns for a response of any length, up to `limit`: in a
+        long-tailed distribution, long responses have no fewer tokens ahead than short ones.
+
+        Args:
+            limit: largest number of response tokens over all requests.
         """
         version = sample.spans[-1].version if sample.spans else None
         last = None if sample.engine is None else self._pool.find(sample.engine)
@@ -136,41 +142,31 @@ class RequestSender:
         )
 
     def invalidate_caches(self, urls: Collection[str]) -> None:
-        """Forget which prefixes these engines have cached. Called before they get other weights."""
+        """Record that these engines have no cached prefix. Call it before they get other weights."""
         self._group_engine = {g: url for g, url in self._group_engine.items() if url not in urls}
 
     async def send(self, engine: EngineState, sample: TokenSequence, turn: Turn) -> str:
-        """Send one request. Afterwards the sample is terminal, or PARKED with every token that arrived.
+        """Send one request. When it has ended, the sample is terminal, or PARKED with every token that arrived.
 
         Returns:
-            the message of the server error that ended it, or an empty string.
+            the message of the server error that ended the request, or an empty string.
         """
-        pending_prefill = (
-            0 if self._has_prefix(engine, sample) else len(sample.prompt_ids) + len(sample.response_ids)
-        )
+        flight = self._new_flight(engine, sample, pinned=turn.pinned)
         if sample.sample_id != EVALUATION:
             self._group_engine[sample.group_id] = engine.url
             resumed = bool(sample.response_ids) and not sample.observed_last
             sample.resumes += resumed
             self.resumes += resumed
-        rid = self.id_for(sample.sample_id)
         sample.engine, sample.status = engine.url, Status.IN_FLIGHT
-        start, finish = len(sample.response_ids), None
-        ids, subject = [*sample.prompt_ids, *sample.response_ids], f"sample {sample.sample_id}"
-        flight = Flight(
-            rid,
-            sample,
-            asyncio.timeout(None),
-            pinned=turn.pinned,
-            cache_source=_cache_source(engine, sample),
-            pending_prefill=pending_prefill,
-        )
+        finish: str | None = None
+        ids = [*sample.prompt_ids, *sample.response_ids]
+        subject = f"sample {sample.sample_id}"
         try:
             async with attempt(self._dispatcher, engine, flight, len(ids), subject) as result:
                 stream = engine.client.generate(
                     ids,
-                    rid=rid,
-                    max_new_tokens=turn.limit - start,
+                    rid=flight.rid,
+                    max_new_tokens=turn.limit - len(sample.response_ids),
                     temperature=turn.temperature,
                     seed=sample.seed,
                     stop_ids=sorted(turn.ends.ids),
@@ -182,20 +178,31 @@ class RequestSender:
                 )
                 async with aclosing(stream):
                     async for segment in stream:
-                        start_token = len(sample.response_ids)
+                        start = len(sample.response_ids)
                         finish = await self._response_handler.receive(engine, flight, segment, turn.ends)
-                        if (
-                            finish == "abort" and not segment.prompt_tokens
-                        ):  # the engine's count lacks its tokens
+                        # The engine's count lacks the tokens of a request that was aborted in its queue.
+                        if finish == "abort" and not segment.prompt_tokens:
                             engine.received -= flight.received_tokens
                         if turn.tops is not None:
-                            tops = (segment.tops or [])[: len(sample.response_ids) - start_token]
-                            turn.tops.by_token.update({start_token + i: top for i, top in enumerate(tops)})
+                            tops = (segment.tops or [])[: len(sample.response_ids) - start]
+                            turn.tops.by_token.update({start + i: top for i, top in enumerate(tops)})
             return self._poison_detector.record_end(result, engine, sample)
         finally:
             sample.status = turn.status(sample, finish)
             if sample.status.terminal and sample.sample_id != EVALUATION:
                 self._record_turn_length(sample)
+
+    def _new_flight(self, engine: EngineState, sample: TokenSequence, *, pinned: bool) -> Flight:
+        """Return the flight of a sample's next request, before the sample is assigned to the engine."""
+        tokens = len(sample.prompt_ids) + len(sample.response_ids)
+        return Flight(
+            self.id_for(sample.sample_id),
+            sample,
+            asyncio.timeout(None),
+            pinned=pinned,
+            cache_source=_cache_source(engine, sample),
+            pending_prefill=0 if self._has_prefix(engine, sample) else tokens,
+        )
 
     def _record_turn_length(self, sample: TokenSequence) -> None:
         """Update the running mean of turn lengths."""
@@ -205,15 +212,16 @@ class RequestSender:
 
     def _has_prefix(self, engine: EngineState, sample: TokenSequence) -> bool:
         """Return whether the engine probably has the sample's prefix in its cache."""
-        own_prefix = (
+        continues_here = (
             bool(sample.spans) and sample.engine == engine.url and sample.spans[-1].version == engine.version
         )
-        return own_prefix or self._group_engine.get(sample.group_id) == engine.url
+        return continues_here or self._group_engine.get(sample.group_id) == engine.url
 
     def _routes_from(self, sample: TokenSequence) -> int | None:
-        """Return the first position of which routes are requested; None: request none.
+        """Return the position of the first token whose routed experts are requested; None for an evaluation.
 
-        Position 0 in the first request, later the last sampled token, which no forward pass has processed.
+        The position is 0 in the first request of a sample. In later ones it is that of the last sampled token, the
+        first token that no forward pass has processed.
         """
         if sample.sample_id == EVALUATION:
             return None
@@ -223,10 +231,11 @@ class RequestSender:
         return len(sample.prompt_ids) + len(sample.response_ids) - 1 - unprocessed
 
     def _cache_key(self, engine: EngineState, sample: TokenSequence) -> str | None:
-        """Return the key that separates cached prefixes; None if a push empties the cache.
+        """Return the key of the sample's cached prefixes. Requests share a prefix only if they have the same key.
 
-        If caches outlive a push, samples share prefixes only if they started under the same weight version; with
-        `recompute_prefix` only if they run under the same version.
+        - A push empties the caches: None.
+        - Caches outlive a push: the weight version under which the sample started.
+        - The same with `recompute_prefix`: the weight version of the engine.
         """
         if self._interruption != "in_place":
             return None

@@ -18,7 +18,10 @@ from rlsys.router.turn_ends import TurnEnds, truncate_segment
 class ResponseHandler:
     """Handles the segments of requests. Owns the counts of tokens.
 
-    `on_tokens` is called with a sample of the ledger and its number of new tokens.
+    Args:
+        limits: limits of token ids.
+        poison_detector: clears the failures of samples that get tokens.
+        on_tokens: called with a sample of the ledger and its number of new tokens.
     """
 
     def __init__(
@@ -42,9 +45,8 @@ class ResponseHandler:
             "checked_tokens": 0,
             "rounded_log_probs": 0,
         }
-        self._prefills: dict[str, list[int]] = defaultdict(
-            lambda: [0, 0]
-        )  # source -> prompt tokens: cached, all
+        self._prefills: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        """Flight.cache_source -> number of cached prompt tokens, number of all prompt tokens."""
 
     async def receive(
         self, engine: EngineState, flight: Flight, segment: Segment, ends: TurnEnds
@@ -52,39 +54,22 @@ class ResponseHandler:
         """Append a segment to its sample, up to the end of the turn.
 
         Returns:
-            The finish reason of the request; None while it runs.
+            the finish reason of the request; None while it runs, and if this run did not push the weights of its
+                tokens, which are discarded.
 
         Raises:
             EngineError: the engine returned ids outside the vocabulary, or a malformed response.
         """
-        sample, tokens, time = flight.sample, len(segment.ids), asyncio.get_running_loop().time()
+        sample, time = flight.sample, asyncio.get_running_loop().time()
         assert sample is not None
-        try:
-            self.limits.check_ids(segment.ids)
-            self.limits.check_ids(segment.id_range or ())
-        except RefusedPrompt as e:  # such an id would kill the next engine and the trainer
-            raise EngineError(f"{engine.url}: {e}", SERVER_FAULT) from None
-        versions = {s.version for s in segment.spans}
-        if segment.call_spans is not None:
-            versions.update(s.version for s in segment.call_spans)
-        if not engine.pushed.issuperset(versions):
-            self._counts["discarded_tokens"] += tokens
-            if not await _wait_attested(engine, versions):
-                return None
-            self._counts["discarded_tokens"] -= tokens
+        self._check_ids(engine, segment)
+        if not await self._wait_attested(engine, segment):
+            return None
         engine.record_tokens(flight, segment, time)
-        engine.received += tokens
-        flight.received_tokens += tokens
-        turn_ended = False
-        if ends.texts:
-            turn = ends.turn_of(sample)
-            end = 0 if ends.is_ended(turn) else ends.text_ends_after(turn, segment.ids)
-            turn_ended = end is not None
-            if end is not None:
-                flight.dropped += tokens - end
-                segment = truncate_segment(segment, end, flight.dropped)
-                self._counts["discarded_tokens"] += tokens - end
-                tokens = end
+        engine.received += len(segment.ids)
+        flight.received_tokens += len(segment.ids)
+        segment, turn_ended = self._truncate(flight, sample, segment, ends)
+        tokens = len(segment.ids)
         try:
             sample.append(segment)
         except ValueError as e:
@@ -109,6 +94,48 @@ class ResponseHandler:
             await engine.client.abort(flight.rid)
         return segment.finish
 
+    def _check_ids(self, engine: EngineState, segment: Segment) -> None:
+        try:
+            self.limits.check_ids(segment.ids)
+            self.limits.check_ids(segment.id_range or ())
+        except RefusedPrompt as e:  # such an id would kill the next engine and the trainer
+            raise EngineError(f"{engine.url}: {e}", SERVER_FAULT) from None
+
+    async def _wait_attested(self, engine: EngineState, segment: Segment) -> bool:
+        """Wait until the weights of the segment's tokens are attested, and count the tokens as discarded meanwhile.
+
+        Returns:
+            False if this run did not push these weights.
+        """
+        versions = {s.version for s in segment.spans}
+        if segment.call_spans is not None:
+            versions.update(s.version for s in segment.call_spans)
+        if engine.pushed.issuperset(versions):
+            return True
+        self._counts["discarded_tokens"] += len(segment.ids)
+        if not await _wait_pushed(engine, versions):
+            return False
+        self._counts["discarded_tokens"] -= len(segment.ids)
+        return True
+
+    def _truncate(
+        self, flight: Flight, sample: TokenSequence, segment: Segment, ends: TurnEnds
+    ) -> tuple[Segment, bool]:
+        """Truncate a segment at the first stop text.
+
+        Returns:
+            the segment up to the end of the turn, and whether the turn has ended.
+        """
+        if not ends.texts:
+            return segment, False
+        turn = ends.turn_of(sample)
+        end = 0 if ends.is_ended(turn) else ends.text_ends_after(turn, segment.ids)
+        if end is None:
+            return segment, False
+        flight.dropped += len(segment.ids) - end
+        self._counts["discarded_tokens"] += len(segment.ids) - end
+        return truncate_segment(segment, end, flight.dropped), True
+
     def _count_prefill(self, cache_source: str, sample: TokenSequence, segment: Segment) -> None:
         self._counts["cached_tokens"] += segment.cached_tokens
         self._counts["prefilled_tokens"] += segment.prompt_tokens
@@ -118,7 +145,7 @@ class ResponseHandler:
         sample.prefilled_tokens += segment.prompt_tokens
 
     def tally(self) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
-        """Return the counts, and (cached, all) prompt tokens by the reason why the prefix could be cached."""
+        """Return two dicts: name -> count, and Flight.cache_source -> (cached prompt tokens, all prompt tokens)."""
         return dict(self._counts), {
             source: (cached, total) for source, (cached, total) in self._prefills.items()
         }
@@ -127,14 +154,14 @@ class ResponseHandler:
 def with_cache_shares(
     counts: Mapping[str, float], prefills: Mapping[str, tuple[int, int]]
 ) -> dict[str, float]:
-    """Add the cache_share_* metrics of Router.stats to the counts of a tally."""
+    """Return the counts of a tally with the cache_share_* metrics of Router.stats."""
     shares = {
         f"cache_share_{source}": cached / total for source, (cached, total) in prefills.items() if total
     }
     return {**counts, **shares}
 
 
-async def _wait_attested(engine: EngineState, versions: set[int]) -> bool:
+async def _wait_pushed(engine: EngineState, versions: set[int]) -> bool:
     """Wait until the weight versions of new tokens are attested.
 
     Returns:

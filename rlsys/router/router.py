@@ -1,8 +1,13 @@
 """Router: one logical `generate` per sample, across interruptions and engine failures.
 
-Guarantees: a token that arrived is in its sample before anything else happens to the sample; a sample is in at
-most one engine at a time; an engine serves only after it was attested; no request has ids outside the vocabulary,
-which could kill an engine. Not guaranteed: durability, because the router keeps no state on disk.
+Guarantees:
+
+- A token that arrived is in its sample before anything else happens to the sample.
+- A sample is in at most one engine at a time.
+- An engine serves only after it was attested.
+- No request has ids outside the vocabulary, which could kill an engine.
+
+Durability is not guaranteed, because the router keeps no state on disk.
 """
 
 from __future__ import annotations
@@ -38,6 +43,8 @@ class Router:
     """Sends samples to engines. Belongs to one event loop. The gate is initially closed: `resume` opens it.
 
     Args:
+        engines: clients of the initial engines.
+        vocab_size: number of token ids; valid ids are smaller.
         context_length: largest number of tokens of a sample in an engine: the smaller one of the model's context and
             the KV pool.
         stop_ids: ids that end a turn, see TurnEnds.
@@ -48,7 +55,7 @@ class Router:
         recompute_prefix: interrupted samples may not reuse a cache of older weights.
         push_timeout_s: see WeightPush.
         skip_attestation: the engines serve the weights that they start with, and get no push.
-        peers: engines can send their weights to others.
+        peers: engines can send their weights to each other.
         stop_texts: texts that end a turn, see TurnEnds.
         ignores_eos: the model's end-of-sequence token ends no turn.
         decode: decodes token ids including special tokens, as the engine does; required with `stop_texts`.
@@ -84,9 +91,8 @@ class Router:
         )
         self.limits = Limits(vocab_size, context_length)
         """Limits of the prompts sent to engines."""
-        self._ongoing: dict[
-            int, set[asyncio.Future[None]]
-        ] = {}  # id() of a sample -> its calls of `generate`
+        self._ongoing: dict[int, set[asyncio.Future[None]]] = {}
+        """id() of a sequence -> a future for each running call of `generate`, done when the call ends."""
         self._ends = TurnEnds(stop_ids, stop_texts, decode, ignores_eos=ignores_eos)
         self._interruption = interruption
         self._dispatcher = Dispatcher(self._pool, STRATEGIES[strategy])
@@ -167,15 +173,15 @@ class Router:
             pinned: use the pinned engine.
             explorers: use the engines for exploration, outside the ledger.
             tops: collects the most probable ids at each token.
-            ends: what ends this turn, instead of the run's stop ids and texts.
+            ends: stop condition of this turn; None: the run's stop ids and texts.
             sampling: additional sampling parameters by SGLang's names. Each request has them, so they must not depend
                 on tokens of earlier requests.
-            routes: request the routed experts, as with the `routes` of the router.
+            routes: request the routed experts, even if the router's `routes` is False.
             admission_timeout: seconds for which a request may wait for an engine; None: unlimited.
 
         Raises:
             TimeoutError: a request waited longer than `admission_timeout`; the sample keeps its tokens.
-            RefusedPrompt: nothing was sent.
+            RefusedPrompt: the prompt or a parameter is invalid; nothing was sent.
             PoisonRequest: too many engines died or failed on the sample.
             PinLost: the pinned engine died.
             NoExplorationEngine: no engine for exploration is alive.
@@ -210,14 +216,15 @@ class Router:
 
     @contextmanager
     def _track_call(self, sample: TokenSequence) -> Iterator[None]:
-        done = asyncio.get_running_loop().create_future()
+        """Register a call of `generate` for `wait_idle` while the context is active."""
+        call_end = asyncio.get_running_loop().create_future()
         ongoing = self._ongoing.setdefault(id(sample), set())
-        ongoing.add(done)
+        ongoing.add(call_end)
         try:
             yield
         finally:
-            done.set_result(None)
-            ongoing.remove(done)
+            call_end.set_result(None)
+            ongoing.remove(call_end)
             if not ongoing:
                 del self._ongoing[id(sample)]
 
@@ -231,6 +238,7 @@ class Router:
                 await asyncio.wait(set(ongoing))
 
     async def _run_to_completion(self, sample: TokenSequence, turn: Turn, *, explorers: bool) -> None:
+        """Send requests, one after another, until the sample is terminal."""
         evaluation = sample.sample_id == EVALUATION
         if not evaluation:
             self.check_sequence(sample)
@@ -258,7 +266,7 @@ class Router:
                 fault = await self._sender.send(engine, sample, turn) or fault
 
     async def greedy(self, prompt_ids: list[int], max_new_tokens: int) -> Segment:
-        """Generate one greedy response outside the ledger. It continues after interruptions."""
+        """Generate one greedy response outside the ledger, across interruptions."""
         return await self.probe(prompt_ids, max_new_tokens, 0.0, 0)
 
     async def probe(
@@ -272,7 +280,16 @@ class Router:
         truncation: Truncation | None = None,
         evaluation: bool = False,
     ) -> Segment:
-        """Sample one response outside the ledger. `evaluation`: use the pinned engine, if there is one."""
+        """Sample one response outside the ledger, across interruptions.
+
+        Args:
+            max_new_tokens: largest number of response tokens.
+            stop_texts: additional texts that end the response.
+            evaluation: use the pinned engine, if there is one.
+
+        Returns:
+            the response; its finish reason is `stop` or `length`.
+        """
         probe = TokenSequence(EVALUATION, EVALUATION, 0, prompt_ids, seed=seed)
         pinned = evaluation and self._pool.has_pin
         await self.generate(
@@ -297,7 +314,7 @@ class Router:
         return self._pool.pin()
 
     def unpin(self) -> None:
-        """Return the pinned engine to service; if it missed a push, after the next one."""
+        """Return the pinned engine to service. If it missed a push, it serves after the next push."""
         if self._pool.has_pin:
             self._pool.unpin()
             self._dispatcher.wake()
@@ -309,8 +326,8 @@ class Router:
 
         Raises:
             RefusedPrompt: the ids are not a valid prompt.
-            RefusedRequest: the engine refuses it.
-            PoisonRequest: too many engines died or failed on it.
+            RefusedRequest: the engine refuses the request.
+            PoisonRequest: too many engines died or failed on the request.
         """
         self.check(ids)
         probe, fault = TokenSequence(EVALUATION, EVALUATION, 0, ids, seed=0), ""
@@ -331,12 +348,12 @@ class Router:
     async def interrupt(
         self, keep: Callable[[TokenSequence], bool] | None = None, *, keep_serving: bool = False
     ) -> None:
-        """Close the gate and abort all requests; afterwards none is in flight, and every token has arrived.
+        """Close the gate and abort all requests. On return, none is in flight, and every token has arrived.
 
         Args:
-            keep: returns whether a sample stays in its engine, which pauses; ignored with the interruption `abort`.
-                Such a sample remains IN_FLIGHT, and its task must not be cancelled.
-            keep_serving: apply `keep` with every interruption, and close the gate without pausing engines.
+            keep: returns whether a sample stays in its engine, which pauses. Such a sample remains IN_FLIGHT, and its
+                task must not be cancelled. None: no sample stays. The interruption `abort` ignores it.
+            keep_serving: apply `keep` with every interruption, and do not pause engines.
         """
         kept_in_engines = keep is not None and (keep_serving or self._interruption != "abort")
         await self._dispatcher.abort_all(keep if kept_in_engines else None)
@@ -362,7 +379,11 @@ class Router:
     # -- weights ------------------------------------------------------------------------------------------------
 
     def next_members(self, at_most: int | None = None) -> list[str]:
-        """Return the URLs of the engines that a rolling push updates next. `at_most`: their number; None: all."""
+        """Return the URLs of the engines that a rolling push updates next.
+
+        Args:
+            at_most: largest number of engines; None: unlimited.
+        """
         return [e.url for e in self._pool.rolling_targets()[:at_most]]
 
     @property
@@ -373,13 +394,13 @@ class Router:
     async def begin_push(
         self, version: int, *, only_stale: bool = False, members: Collection[str] = ()
     ) -> list[EngineAddress]:
-        """Interrupt samples, then prepare engines for tensors.
+        """Interrupt samples, then prepare engines to receive tensors.
 
         Args:
             version: the weight version to push.
             only_stale: push only to engines without current weights; with `members`: a later round of a rolling push.
-            members: URLs of the engines of one round of a rolling push, which also updates engines without current
-                weights. The gate does not change, and the requests of `members` continue on other engines.
+            members: URLs of the engines of one round of a rolling push; the round also updates engines without
+                current weights. The gate does not change, and the requests of `members` continue on other engines.
 
         Returns:
             the engines that are ready; see WeightPush.begin.
@@ -394,7 +415,7 @@ class Router:
         return await self._push.begin(version, only_stale=only_stale, members=members)
 
     async def _prepare_members(self, members: Collection[str]) -> None:
-        """Send no requests to these engines until their push has begun, and abort or pause their current ones."""
+        """Exclude these engines from new requests until their push has begun, and abort or pause their requests."""
         engines = [e for e in self._pool.engines if e.url in members]
         for engine in engines:
             engine.update_pending = True
@@ -418,6 +439,9 @@ class Router:
         dead engine gets the next push after its restart.
 
         Args:
+            version: the pushed weight version.
+            canaries: sequences with the trainer's log-probs under this version.
+            checksums: see WeightPush.end.
             excluded: URL -> reason, for engines that did not get all tensors; they get the next push to stale
                 engines.
 
@@ -432,7 +456,7 @@ class Router:
         """Add an engine. It serves after the next push to stale engines.
 
         Raises:
-            UserError: it is already in the pool.
+            UserError: an engine with this URL is already in the pool.
         """
         try:
             self._pool.add(client)
@@ -443,19 +467,19 @@ class Router:
         """Drain an engine: it gets no new requests and is removed when it is empty.
 
         Raises:
-            UserError: it is not in the pool.
+            UserError: the pool has no engine with this URL.
         """
         engine = self._pool.find(url)
         if engine is None:
             raise UserError(
-                f"{url}: no such engine in the pool; its engines: {describe_states(self._pool.states)}"
+                f"{url}: no such engine in the pool; expected one of: {describe_states(self._pool.states)}"
             )
         engine.draining = True
 
     async def evict_engine(self, url: str) -> None:
-        """Abort the samples of an engine, which continue on others, and remove it; a running evaluation may finish.
+        """Drain an engine and abort its samples, which continue on other engines. A running evaluation may finish.
 
-        Does nothing if the engine is not in the pool.
+        If the pool has no engine with this URL, do nothing.
         """
         if (engine := self._pool.find(url)) is not None:
             engine.draining = True
@@ -472,11 +496,11 @@ class Router:
         return self._pool.all_quarantined
 
     def set_expected_version(self, version: int) -> None:
-        """Set the expected weight version. Used by a router that replaces a dead one."""
+        """Set the expected weight version, in a router that replaces a dead one."""
         self._pool.version = version
 
     async def watch(self) -> None:
-        """Probe the engines forever, to detect those that died, came back or were restarted."""
+        """Probe the engines forever, to detect dead, recovered and restarted ones, and start copies of weights."""
         while True:
             await self._pool.probe()
             self._dispatcher.wake()  # an engine may be new, or the last one for exploration may have died
@@ -490,26 +514,37 @@ class Router:
     def engine_metrics(self) -> dict[str, dict[str, object]]:
         """Return URL -> metrics of an engine.
 
-        `serving`: whether it has the current weights and may get samples now, or after the current push or
-        train step. `weight_version`: None if unknown. `prefill_tokens_per_s` and `decode_tokens_per_s`:
-        measured speed of prompts and of one response; None if unknown.
+        - state: description for users.
+        - serving: whether it has the current weights and may get samples now, or after the current push or train
+          step.
+        - requests, tokens: requests in flight, and their prompt and response tokens.
+        - weight_version: None if unknown.
+        - alive, deaths, rank_seconds: whether it is alive, how often it died, and see Pool.totals.
+        - prefill_tokens_per_s, decode_tokens_per_s: measured speed of prompts and of one response; None if unknown.
+        - pool: name of its pool, if the config has pools.
         """
-        return self._pool.figures()
+        return self._pool.engine_metrics()
 
     def stats(self) -> dict[str, float]:
         """Return counts since the process started.
 
-        `received_tokens` include `evaluation_tokens`. `prefilled_tokens` are prompt tokens, of which
-        `cached_tokens` came from a cache. `engine_tokens` (the engines' own count) and `lost` (tokens that
-        never arrived) are as of the last interrupt. `cache_share_*` is the cached share by the reason why the
-        prefix could be cached: `sibling`, another sample of the group had the prompt; `resume` and `turn`, the
-        sample itself was in the engine under the same weights; `update`, it was there before a push, which
-        empties caches unless they are kept.
+        - received_tokens: tokens that arrived, including evaluation_tokens.
+        - prefilled_tokens: prompt tokens of all requests, including cached_tokens, which came from a cache.
+        - engine_tokens, lost: the engines' own count of generated tokens, and the tokens of them that never arrived,
+          as of the last interrupt.
+        - cache_share_REASON: cached share of the prompt tokens, by the reason why the prefix could be cached:
+            sibling: another sample of the group had the prompt.
+            resume, turn: the sample was in the engine under the same weights, before an interruption or an
+              observation.
+            update: the sample was in the engine before a push, which empties caches unless they are kept.
         """
         return with_cache_shares(*self.tally())
 
     def tally(self) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
-        """Return the counts that `stats` is computed from. They can be summed over several routers."""
+        """Return counts and prompt tokens, from which with_cache_shares computes `stats`.
+
+        The values of several routers can be summed.
+        """
         counts, prefills = self._response_handler.tally()
         counts |= {
             "resumes": self._sender.resumes,

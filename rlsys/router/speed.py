@@ -1,8 +1,10 @@
 """Speed: an engine's prefill and decode speed, measured on its requests. Pure: times are arguments.
 
 An engine prefills prompts one after another and decodes nothing meanwhile. Then each pass decodes one token of every
-response, and its time grows with their number. So the model of prefill is a rate, and that of decoding a line:
-seconds from one token of a response to the next = base + per_request * (requests in the engine).
+response, and the time of a pass grows with the number of responses. The model of both:
+
+    prefill: seconds per prompt token = constant
+    decode: seconds from one token of a response to the next = base + per_request * (requests in the engine)
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 DECAY = 0.98
-"""Factor on the weight of earlier measurements per second of work: one half after 34 seconds."""
+"""Factor on the weight of earlier measurements per second of work; the weight halves in 34 seconds."""
 MIN_PREFILLED_TOKENS, MIN_DECODED_TOKENS = 64.0, 16.0
 """Smallest numbers of tokens for an estimate."""
 MIN_PREFILL_TOKENS = 16
@@ -18,13 +20,16 @@ MIN_PREFILL_TOKENS = 16
 PRIOR_WEIGHT = 0.01
 """Weight of the prior that half of a pass's time is fixed and half is proportional to its responses.
 
-Measurements of which the load varies by a tenth of its mean have the same weight.
+The prior weighs as much as measurements whose load has a standard deviation of a tenth of its mean.
 """
 
 
 @dataclass
 class _Line:
-    """Weighted least squares of seconds per token over the number of requests in the engine."""
+    """Weighted least squares of seconds per token over the number of requests in the engine.
+
+    The attributes are sums over tokens: 1, load, seconds, load squared, and load times seconds.
+    """
 
     tokens: float = 0.0
     load: float = 0.0
@@ -49,10 +54,11 @@ class _Line:
     def fit(self) -> tuple[float, float]:
         """Return (base, per_request), both non-negative."""
         load, seconds = self.load / self.tokens, self.seconds / self.tokens
-        guess, doubt = 0.5 * seconds / load, PRIOR_WEIGHT * load * load
+        prior = 0.5 * seconds / load
+        prior_variance = PRIOR_WEIGHT * load * load
         variance = self.load_squared / self.tokens - load * load
         covariance = self.load_seconds / self.tokens - load * seconds
-        per_request = (covariance + doubt * guess) / (variance + doubt)
+        per_request = (covariance + prior_variance * prior) / (variance + prior_variance)
         per_request = min(max(per_request, 0.0), seconds / load)
         return seconds - per_request * load, per_request
 
@@ -67,17 +73,17 @@ class Speed:
     prefill: float | None = None
     """Seconds per prompt token; None: unknown."""
     decode: tuple[float, float] | None = None
-    """(base, per_request), see above; None: unknown."""
+    """(base, per_request) of the module docstring, in seconds; None: unknown."""
     _prefill_tokens: float = 0.0
     _prefill_seconds: float = 0.0
     _line: _Line = field(default_factory=_Line)
     _last: float = 0.0  # time of the end of the last prefill
 
     def record_prefill(self, tokens: int, start: float | None, time: float) -> None:
-        """Record a request's first token.
+        """Record the prefill of a request when its first token arrives.
 
-        Its prefill began when the request was sent, or when the previous prefill ended: engines prefill before they
-        continue decoding.
+        Engines prefill waiting prompts before they continue decoding. So the prefill began when the request was sent,
+        or when the previous prefill ended, if that was later.
 
         Args:
             tokens: number of prompt tokens that were not cached.
@@ -95,7 +101,7 @@ class Speed:
         """Record later tokens of a request.
 
         Args:
-            tokens: their number.
+            tokens: number of these tokens.
             load: number of requests in the engine.
             start: time of the previous tokens; None: unknown.
             time: time of these tokens.
@@ -104,11 +110,11 @@ class Speed:
             self._line.add(tokens, time - start, load)
 
     def update(self, *, fade: bool) -> None:
-        """Update the estimates.
+        """Update the estimates. Called once per second.
 
         Args:
-            fade: reduce the weight of older measurements, after one second of work, so that a slow engine is
-                used again at some time.
+            fade: whether the engines worked in this second. The weight of older measurements then decreases, so that
+                a slow engine is eventually used again.
         """
         if fade:
             self._prefill_tokens *= DECAY

@@ -32,9 +32,14 @@ SLACK lets up to 16 siblings start together on an idle engine. IMBALANCE tolerat
 class Candidate(Protocol):
     """An engine that may serve now.
 
-    `load`: requests in the engine; `tokens`: their prompt and response tokens; `pending_prefill`: prompt tokens
-    that it has still to process; `slots`: requests that it decodes concurrently. `prefill_seconds` and
-    `decode_seconds`: the measured `prefill` and `decode` of speed.py; None: unknown.
+    Attributes:
+        load: number of requests in the engine.
+        tokens: number of prompt and response tokens of these requests.
+        version: weight version of the engine.
+        pending_prefill: number of prompt tokens that the engine has not processed yet.
+        slots: number of requests that the engine decodes concurrently.
+        prefill_seconds: see Speed.prefill.
+        decode_seconds: see Speed.decode.
     """
 
     @property
@@ -62,10 +67,13 @@ Engine = TypeVar("Engine", bound=Candidate)
 class RoutingRequest:
     """Properties of a request that matter for routing.
 
-    `prefer`: URL of the engine with its cached prefix; `version`: weight version of its last token, None before
-    the first; `key`: a number that stays the same for a sample; `avoid`: engines that failed on it, excluded
-    while there are others; `prompt_tokens`: of prompt and response so far; `expected_tokens`: the number of
-    tokens it is expected to generate.
+    Attributes:
+        prefer: URL of the engine that has the prefix in its cache; None: unknown.
+        version: weight version of the sample's last token; None: it has no token.
+        key: a number that stays the same for a sample.
+        avoid: URLs of the engines that failed on the request. They are excluded unless no other engine serves.
+        prompt_tokens: number of tokens of the prompt and of the response so far.
+        expected_tokens: number of tokens that the request is expected to generate.
     """
 
     prefer: str | None = None
@@ -91,9 +99,9 @@ def least_loaded(candidates: Sequence[Engine]) -> Engine:
 
 
 def is_hot(candidate: Candidate, candidates: Sequence[Candidate]) -> bool:
-    """Return whether the load exceeds IMBALANCE times the smallest load plus SLACK.
+    """Return whether the candidate's load exceeds IMBALANCE times the smallest load plus SLACK.
 
-    Recomputing a prefix on another engine then costs less than waiting.
+    If it does, recomputing a prefix on another engine costs less than waiting.
     """
     return candidate.load > SLACK and candidate.load > IMBALANCE * min(map(_LOAD, candidates)) + SLACK
 
@@ -123,14 +131,13 @@ def power_of_two(candidates: Sequence[Engine], request: RoutingRequest) -> Engin
 
 
 def version_aware(candidates: Sequence[Engine], request: RoutingRequest) -> Engine:
-    """Apply prefix affinity to the engines with the sample's weight version, for a new sample the newest version.
+    """Apply prefix affinity to the engines with the sample's weight version. A new sample has the newest version.
 
-    If the chosen engine is a hot spot, all engines are candidates.
+    If there is no such engine, or the chosen one is a hot spot, apply prefix affinity to all engines.
     """
     newest = max(c.version for c in candidates)
-    same_version = [
-        c for c in candidates if c.version == (newest if request.version is None else request.version)
-    ]
+    version = newest if request.version is None else request.version
+    same_version = [c for c in candidates if c.version == version]
     if same_version:
         engine = prefix_affinity(same_version, request)
         if not is_hot(engine, candidates):
@@ -163,9 +170,8 @@ def hardware_affinity(candidates: Sequence[Engine], request: RoutingRequest) -> 
         prefill = c.pending_prefill + prompt_tokens * (1 + c.load)
         # Its own passes with load + 1 requests, and the delay of the `load` other requests.
         decode = base + per_request * (1 + 2 * c.load)
-        return seconds_per_prompt_token * prefill + decode * request.expected_tokens * max(
-            1.0, (1 + c.load) / c.slots
-        )
+        oversubscription = max(1.0, (1 + c.load) / c.slots)
+        return seconds_per_prompt_token * prefill + decode * request.expected_tokens * oversubscription
 
     return min(candidates, key=seconds)
 

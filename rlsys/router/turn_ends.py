@@ -1,7 +1,7 @@
 """TurnEnds: the stop condition of a turn: stop ids, and the texts of `rollout.stop` in any tokenization.
 
 An engine detects a text only within the last tokens of its own request. The router therefore also checks the
-tokens that arrive, so that a text that an interruption splits ends the turn at the same token.
+tokens that arrive: a text that an interruption splits ends the turn at the same token as without the interruption.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from rlsys.config import Config
-from rlsys.core.spans import truncate_spans
+from rlsys.core.spans import RouteSpan, truncate_spans
 from rlsys.core.types import Segment, TokenSequence
 from rlsys.data import Tokenizer
 
@@ -39,7 +39,7 @@ class TurnEnds:
         self.texts = tuple(dict.fromkeys(texts))
         self._decode = decode
         self.reach = LONGEST_CHARACTER * max(map(len, self.texts), default=0)
-        """Number of last tokens that can contain the start of an incomplete text."""
+        """Largest number of tokens at the end of a turn that may belong to an incomplete text."""
 
     def with_texts(self, texts: Sequence[str]) -> TurnEnds:
         """Return a copy with additional texts."""
@@ -48,10 +48,13 @@ class TurnEnds:
         return TurnEnds(self.ids, (*self.texts, *texts), self._decode, ignores_eos=self.ignores_eos)
 
     def text_ends_after(self, previous: Sequence[int], new: Sequence[int]) -> int | None:
-        """Return the number of `new` ids up to the first complete text; None if no text is complete.
+        """Return the number of `new` ids up to the end of the first text.
 
         Args:
             previous: ids of the turn before `new`.
+
+        Returns:
+            None if `new` completes no text, or `previous` already contains one.
         """
         if not self.texts or not new:
             return None
@@ -76,7 +79,7 @@ class TurnEnds:
         return turn[-1] in self.ids or self.text_ends_after(turn[:-1], turn[-1:]) is not None
 
     def first_end(self, turn: Sequence[int]) -> int | None:
-        """Return the number of ids up to and including the first end of the turn; None if it does not end."""
+        """Return the number of ids up to and including the first end of the turn; None if the turn does not end."""
         id_end = next((i + 1 for i, token in enumerate(turn) if token in self.ids), None)
         text_end = self.text_ends_after([], turn)
         return min((end for end in (id_end, text_end) if end is not None), default=None)
@@ -87,35 +90,37 @@ class TurnEnds:
 
 
 def truncate_segment(segment: Segment, tokens: int, dropped: int) -> Segment:
-    """Truncate a segment to the tokens up to the end of the turn.
+    """Return the segment up to the end of the turn.
 
     Args:
         tokens: number of the segment's tokens to keep.
         dropped: number of tokens after the end in the whole request. The routes, stored in the request's last
             segment, and the call spans cover these tokens, too.
     """
-    routes = segment.routes
-    if routes is not None:
-        rows_kept = max(0, routes.end - dropped - routes.start)
-        row = len(routes.experts) // (routes.end - routes.start)  # 0 if the engine wrote them to a file
-        routes = (
-            replace(routes, end=routes.start + rows_kept, experts=routes.experts[: rows_kept * row])
-            if rows_kept
-            else None
-        )
-    rows = [] if segment.support is None else segment.support.split(b"\0")[:tokens]
+    call_spans, support = segment.call_spans, segment.support
+    if call_spans is not None:
+        call_spans = truncate_spans(call_spans, call_spans[-1].end - dropped)
+    if support is not None:
+        support = b"".join(row + b"\0" for row in support.split(b"\0")[:tokens])
     return replace(
         segment,
         ids=segment.ids[:tokens],
         mu=segment.mu[:tokens],
         spans=truncate_spans(segment.spans, tokens),
         finish="stop" if dropped and segment.finish else segment.finish,
-        routes=routes,
-        call_spans=None
-        if (call := segment.call_spans) is None
-        else truncate_spans(call, call[-1].end - dropped),
-        support=None if segment.support is None else b"".join(row + b"\0" for row in rows),
+        routes=None if segment.routes is None else _truncate_routes(segment.routes, dropped),
+        call_spans=call_spans,
+        support=support,
     )
+
+
+def _truncate_routes(routes: RouteSpan, dropped: int) -> RouteSpan | None:
+    """Return the routes without those of the last `dropped` tokens; None if no token is left."""
+    tokens = max(0, routes.end - dropped - routes.start)
+    if not tokens:
+        return None
+    token_bytes = len(routes.experts) // (routes.end - routes.start)  # 0 if the engine wrote them to a file
+    return replace(routes, end=routes.start + tokens, experts=routes.experts[: tokens * token_bytes])
 
 
 def stop_ids(config: Config, tokenizer: Tokenizer) -> frozenset[int]:
