@@ -1,9 +1,9 @@
-"""BiasMonitor: compares the length of trained with generated responses.
+"""BiasMonitor: compares the lengths of trained and generated responses.
 
 APRIL trains the first groups to finish, which are the short ones. In the long run every group is trained unless
 it expires, so the bias is temporary: the first steps train too many short responses, and long ones expire. The
-monitor compares the mean length of trained responses with an estimate of the generated ones that includes
-running responses.
+monitor compares the mean length of trained responses with an estimated mean of all generated responses, including
+those that still run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rlsys.core.types import Sample, SampleGroup, Status
 from rlsys.ledger.buffer import RolloutBuffer
 
 WINDOW_STEPS = 8
-"""Train steps that the comparison covers."""
+"""Number of train steps that the comparison covers."""
 WARM_UP_STEPS = 2 * WINDOW_STEPS
-"""Initial steps without an alarm: they cannot contain long responses, and must leave the window first."""
+"""Number of initial steps without an alarm. The first steps lack long responses, and must have left the window."""
 QUARTERS = 4
 MAX_RESUMES = 3
 _TERMINAL = ", ".join(f"'{s}'" for s in Status if s.terminal)
@@ -36,10 +36,15 @@ class BiasMonitor:
         self._alarm = False
 
     def metrics(self, train_step: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
-        """Return the metrics of the groups that this step took and of the window that ends with it.
+        """Return the metrics of the step's groups and of the window that ends with the step.
 
-        `length_bias` is the mean trained length divided by the mean generated length, minus 1. `bias_alarm`
-        is 1 while `length_bias` is below -rollout.length_bias_bound.
+        - generated_len_mean: estimated mean length of generated responses, in tokens.
+        - length_bias: mean trained length divided by generated_len_mean, minus 1.
+        - bias_alarm: 1 while length_bias is below -rollout.length_bias_bound.
+        - length_*, reward_*: see by_rank and by_resumes.
+
+        Args:
+            groups: the groups that the step took.
         """
         window = (train_step - WINDOW_STEPS + 1, train_step)
         trained = [n for n, _ in self._lengths("train_step BETWEEN ? AND ?", *window)]
@@ -50,7 +55,7 @@ class BiasMonitor:
         if alarm and not self._alarm:
             log.warning(
                 "trained responses are %.0f %% shorter than generated ones over %d steps "
-                "(rollout.length_bias_bound = %g): raise max_staleness, or lower over_provision",
+                "(rollout.length_bias_bound = %g): raise rollout.max_staleness, or lower rollout.over_provision",
                 -100 * bias, WINDOW_STEPS, self._bound,
             )  # fmt: skip
         self._alarm = alarm
@@ -63,7 +68,7 @@ class BiasMonitor:
         }
 
     def _lengths(self, condition: str, *values: int) -> list[tuple[int, bool]]:
-        """Return (tokens so far, whether complete) of samples, except those refused before their first token."""
+        """Return (tokens so far, whether complete) of samples, except those censored before their first token."""
         query = (
             f"SELECT tokens, status IN ({_TERMINAL}) FROM samples JOIN groups USING (group_id) "
             f"WHERE {condition} AND (tokens > 0 OR status != '{Status.CENSORED}')"
@@ -79,10 +84,13 @@ class BiasMonitor:
 
 
 def mean_length(lengths: Iterable[tuple[int, bool]]) -> float:
-    """Estimate the mean length from pairs `(length, complete)` (Kaplan and Meier 1958).
+    """Estimate the mean length with the estimator of Kaplan and Meier (1958), restricted to the largest length.
 
-    Incomplete lengths are censored observations, and the mean is restricted to the largest length.
-    Without lengths the estimate is 0.
+    Args:
+        lengths: length of each response, and whether it is complete; an incomplete length is a censored observation.
+
+    Returns:
+        0 if `lengths` is empty.
     """
     by_length = sorted(lengths, key=lambda x: (x[0], not x[1]))  # complete ones first among equals
     survival, mean, last = 1.0, 0.0, 0
@@ -108,7 +116,7 @@ def by_rank(ranked: Sequence[SampleGroup]) -> dict[str, float]:
 
 
 def by_resumes(samples: Iterable[Sample]) -> dict[str, float]:
-    """Return mean length and reward by the number of resumes; MAX_RESUMES stands for all larger numbers."""
+    """Return mean length and reward by the number of resumes; the last bin is MAX_RESUMES and more."""
     binned: dict[int, list[Sample]] = {}
     for sample in samples:
         binned.setdefault(min(sample.resumes, MAX_RESUMES), []).append(sample)

@@ -45,9 +45,10 @@ class RolloutComponents:
         """Create all components.
 
         Args:
-            urls: the engines.
-            reference: URL of the server with reference weights, for prompt scores.
-            teacher: URL of the server with the teacher's weights.
+            urls: URLs of the engines that the launch starts, by engine index.
+            reference: URL of the server with reference weights, for prompt scores; None: there is none.
+            teacher: URL of the server with the teacher's weights; None: there is none.
+            owner: the launch; authorizes requests to its engines.
         """
         client = client_maker(config, session)
 
@@ -85,10 +86,6 @@ class RolloutComponents:
             self.references.append(engine_teacher.client)
         ask_model = partial(ask_engines, engines, self.tokenizer, config.rollout.max_response_tokens)
         judge = build_judge(config, ask_model, lambda: engines.open)
-        repairs = None
-        if (process_judge := build_process_judge(config)) is not None:
-            seconds, budget = config.data.judge_timeout, config.rollout.max_response_tokens
-            repairs = Repairs(process_judge, self.tokenizer, seconds, budget)
         explorer = None
         if config.engine.explorers:
             assert config.rollout.workers == 1, "the config refuses it with several workers"
@@ -96,10 +93,24 @@ class RolloutComponents:
             generate = build_generator(config, self.tokenizer, generate_turn)
             explorer = Explorer(generate, self.scorer, config.run.seed)
         self.planning = Planning(
-            config, self.source, self.tokenizer, judge, prompt_scores, repairs, explorer, engine_teacher
+            config,
+            self.source,
+            self.tokenizer,
+            judge,
+            prompt_scores,
+            _build_repairs(config, self.tokenizer),
+            explorer,
+            engine_teacher,
         )
 
     @property
     def reward_hung(self) -> bool:
         """Whether a cancelled reward function may still be running."""
         return bool(self.scorer.timeouts or self.planning.has_timeouts)
+
+
+def _build_repairs(config: Config, tokenizer: Tokenizer) -> Repairs | None:
+    process_judge = build_process_judge(config)
+    if process_judge is None:
+        return None
+    return Repairs(process_judge, tokenizer, config.data.judge_timeout, config.rollout.max_response_tokens)

@@ -12,13 +12,13 @@ from rlsys.engine_requests import Limits
 from rlsys.generators.censoring import train_prompt
 
 CANARIES = 4
-"""Number of prompts, and of responses."""
+"""Largest number of prompts, and of responses with their prompts."""
 CANDIDATES = 16 * CANARIES
-"""Prompts among which the canaries are chosen."""
+"""Number of prompts from which the canary prompts are chosen."""
 CANARY_TOKENS = 512
-"""Compared tokens of a prompt, and of a response with its prompt.
+"""Largest number of tokens of a canary.
 
-Wrong weights show on any token, and the comparison delays the next token after every push.
+A few tokens suffice, because wrong weights change all log-probs. More tokens would delay generation after every push.
 """
 
 
@@ -29,8 +29,8 @@ class Canaries:
         """Create the canaries of a run.
 
         Args:
-            heldout: number of held-out prompts that the run uses (eval.prompts); None: all of the source. With
-                0, the canaries are training prompts.
+            heldout: number of held-out prompts that the run uses (eval.prompts); None: all held-out prompts of the
+                source; 0: the canaries are training prompts.
             limits: returns the engines' limits of prompts.
         """
         self._source, self._limits = source, limits
@@ -52,7 +52,7 @@ class Canaries:
     def sequences(self) -> list[list[int]]:
         """Return the prompts, short ones first, and the longest responses of the last step with their prompts.
 
-        Engines accept all of them: a refused canary verifies nothing.
+        All of them fit the engines' limits, because a refused canary verifies nothing.
         """
         return [*self._prompts, *map(self._truncate, self._responses)]
 

@@ -43,7 +43,11 @@ class ConnectionBroken(Exception):
 
 
 class Request(NamedTuple):
-    """An HTTP request. `timeout`: seconds without data on the connection; None: unlimited."""
+    """An HTTP request.
+
+    Attributes:
+        timeout: largest number of seconds without data on the connection; None: unlimited.
+    """
 
     method: str
     path: str
@@ -58,19 +62,23 @@ STATUS = Request("GET", "/status", timeout=PROBE_TIMEOUT)
 class RolloutClient:
     """Sends commands to the rollout process.
 
-    Every method raises UserError or RunError as the rollout process did, and RunError when it is gone. Calls
-    may take as long as a step: only `wait_ready` and `status` have a time limit. Each call uses a new
-    connection, because the server would close an idle one while the trainer works. A broken connection is
-    retried for RECONNECT_SECONDS; the command keeps its id, by which the rollout process detects the repetition
+    Calls may take as long as a step: only `wait_ready` and `status` have a time limit. Each call uses a new
+    connection, because the server would close an idle one while the trainer works. A command whose connection breaks
+    is sent again with the same id for RECONNECT_SECONDS; by the id, the rollout process detects the repetition
     (command_dedup.py).
+
+    Every method raises:
+
+    - the UserError or RunError that the command raised in the rollout process;
+    - RunError if there is no connection for RECONNECT_SECONDS.
     """
 
     def __init__(self, socket: Path, key: str, start: int = 1) -> None:
         """Create a client.
 
         Args:
-            socket: the socket of the rollout process.
-            key: key of the launch that owns the run.
+            socket: path of the rollout process's Unix socket.
+            key: secret of the launch that owns the run.
             start: number of this start of the trainer, from 1.
         """
         self._headers = {"Connection": "close", KEY_HEADER: key, START_HEADER: str(start)}
@@ -79,13 +87,17 @@ class RolloutClient:
     def wait_ready(self, timeout: float) -> None:
         """Wait until the rollout process and its engines are ready.
 
-        Every progress restarts the timeout: an engine becomes ready or is excluded, or more of the ledger
-        has been read.
+        Any progress restarts the timeout: an engine becomes ready or is excluded, or the rollout process reads more
+        of the ledger.
+
+        Args:
+            timeout: largest number of seconds without progress.
 
         Raises:
             RunError: there was no progress for `timeout` seconds.
         """
-        deadline, missing, previous = time.monotonic() + timeout, "it does not respond", ""
+        deadline = time.monotonic() + timeout
+        missing, previous = "it does not respond", ""
         while time.monotonic() < deadline:
             try:
                 code, body = self._http(STATUS)
@@ -107,47 +119,56 @@ class RolloutClient:
         self._command("restore", StepRequest(train_step), type(None))
 
     def early(self, train_step: int) -> TrainBatch | None:
-        """Return groups of the next `take` as soon as they fill a micro-batch of every rank.
+        """Wait for groups of the next `take` that fill a micro-batch of every rank. Each group is returned once.
 
-        Each group is returned once. None: call `take`, which returns all groups of the step or None.
+        Args:
+            train_step: the step to train, from 1.
+
+        Returns:
+            the groups; None if the trainer should call `take` instead.
         """
         return self._command(
             "early", StepRequest(train_step), cast("type[TrainBatch | None]", TrainBatch | None)
         )
 
     def take(self, train_step: int) -> TrainBatch | None:
-        """Return all groups of a train step, by group id. A repeated call returns the same groups.
-
-        None: an engine needs the current weights (push, then call again), or the run is `leaving`.
+        """Wait for all groups of a train step. A repeated call returns the same groups.
 
         Args:
             train_step: the step to train, from 1.
+
+        Returns:
+            the groups by group id; None if an engine needs the current weights (push, then call again), or if the
+                run is `leaving`.
         """
         return self._command(
             "take", StepRequest(train_step), cast("type[TrainBatch | None]", TrainBatch | None)
         )
 
     def unscored(self, train_step: int) -> list[LogProbRequest]:
-        """Return live samples that lack log-probs of the weights that sampled their last tokens.
+        """Return live samples that lack log-probs under the weights that sampled their last tokens.
 
-        Call between `take` and the next push.
+        Call it between `take` and the next push.
         """
         return self._command("unscored", StepRequest(train_step), list[LogProbRequest])
 
     def store_scores(self, scores: list[LogProbResult]) -> None:
-        """Store log-probs durably: a later step trains on the tokens of these samples."""
+        """Store log-probs durably, for the later step that trains on the tokens of these samples."""
         self._command("store_scores", ScoresRequest(scores), type(None))
 
     def leaving(self) -> float | None:
-        """Return the seconds left to save and exit before the machines are taken away; None: no limit."""
+        """Return the number of seconds in which the trainer must save its state and exit; None: unlimited.
+
+        A number means that the machines will be taken away.
+        """
         seconds_left: float | None = self.status()["leaving"]
         return seconds_left
 
     def begin_push(self, mismatch_kept: float | None = None) -> WeightUpdate:
-        """Return the engines to update and their new version.
+        """Begin a weight push. Return the engines to update and their new version.
 
         Args:
-            mismatch_kept: see KeepBudget.steer.
+            mismatch_kept: see KeepBudget.steer; None: unknown.
         """
         return self._command("begin_push", BeginPushRequest(mismatch_kept), WeightUpdate)
 
@@ -161,9 +182,12 @@ class RolloutClient:
         """Report that all tensors were sent, except to the engines of `excluded` (URL -> reason).
 
         Returns:
-            Metrics of the push: push_canary_mean and push_canary_p999 (nats), push_tensors_equal and
-                push_tensors_unknown (tensors that are equal, or cannot be compared), and time_checksums
-                (comparison time of the slowest engine, in seconds).
+            metrics of the push, among them:
+
+            - push_canary_mean, push_canary_p999: gap between trainer and engine, in nats.
+            - push_tensors_equal, push_tensors_unknown: number of tensors that are equal, or cannot be compared.
+            - time_checksums: comparison time of the slowest engine, in seconds.
+            - push_left: number of engines that still serve the previous weights.
         """
         request = EndPushRequest(update, canaries, checksums, excluded or {})
         return self._command("end_push", request, dict[str, float])
@@ -209,10 +233,10 @@ class RolloutClient:
         )
 
     def _request(self, request: Request) -> tuple[int, bytes]:
-        """Return status and body, retrying broken connections.
+        """Send the request, again if its connection breaks. Return status and body.
 
         Raises:
-            RunError: no connection for RECONNECT_SECONDS.
+            RunError: there is no connection for RECONNECT_SECONDS.
         """
         deadline = None
         while True:
@@ -221,19 +245,18 @@ class RolloutClient:
                 return self._http(request)
             except ConnectionBroken as e:
                 time_now = time.monotonic()
-                if (
-                    deadline is None or time_now - start > RECONNECT_SECONDS
-                ):  # the connection worked for a while: another fault
+                # A connection that worked for so long has met a new fault.
+                if deadline is None or time_now - start > RECONNECT_SECONDS:
                     deadline = time_now + RECONNECT_SECONDS
                     log.warning("rollout process: %s in %s; retrying", e, request.path[1:])
                 if time_now >= deadline:
                     raise RunError(
-                        f"rollout process is gone ({e} in {request.path[1:]}, for {RECONNECT_SECONDS:g} s)"
+                        f"rollout process: {request.path[1:]}: no connection for {RECONNECT_SECONDS:g} s: {e}"
                     ) from None
             time.sleep(POLL_SECONDS)
 
     def _http(self, request: Request) -> tuple[int, bytes]:
-        """Return status and body.
+        """Send the request once. Return status and body.
 
         Raises:
             ConnectionBroken: no complete response.

@@ -11,35 +11,37 @@ from rlsys.rollout.protocol import RECONNECT_SECONDS, Result
 class CommandDedup:
     """Executes commands. Owns the id of the last command, and its task or result.
 
-    The trainer sends one command at a time, with a unique id (an idempotency key). If its connection breaks,
-    the task continues, and a request with the same id gets the same result or error. The task is cancelled when
-    another command arrives, because its trainer was then replaced, and when no connection returns within
-    RECONNECT_SECONDS: a take would otherwise wait for a trainer that no longer exists.
+    The trainer sends one command at a time, with a unique id (an idempotency key). If the connection of a command
+    breaks, its task continues, and a request with the same id gets the same result or error. The task is cancelled
+
+    - when another command arrives, because this means that its trainer was replaced;
+    - when no connection returns within RECONNECT_SECONDS, because its trainer no longer exists.
     """
 
     def __init__(self) -> None:
-        self._name = ""
+        self._request_id = ""
         self._task: asyncio.Future[Result] | None = None
         self._waiting = 0
         """Number of connections that wait for the task."""
-        self._beginning = asyncio.Lock()
+        self._start_lock = asyncio.Lock()
         """Held while the previous task ends, so that a second connection with the same id shares the new task."""
         self._expiry: asyncio.TimerHandle | None = None
+        """Cancels a task for which no connection waits."""
 
-    async def run_once(self, name: str, run: Callable[[], Awaitable[Result]]) -> Result:
+    async def run_once(self, request_id: str, run: Callable[[], Awaitable[Result]]) -> Result:
         """Call `run` for the first request with an id, and return its result to all requests with this id.
 
         Args:
-            name: id of the request; empty: always call `run`.
+            request_id: id of the request; empty: always call `run`.
         """
-        if not name:
+        if not request_id:
             return await run()
-        async with self._beginning:
+        async with self._start_lock:
             task = self._task
-            if task is None or name != self._name or task.cancelled():
+            if task is None or request_id != self._request_id or task.cancelled():
                 await self.close()
                 task = asyncio.ensure_future(run())
-                self._name, self._task = name, task
+                self._request_id, self._task = request_id, task
         if self._expiry is not None:
             self._expiry.cancel()
         self._waiting += 1
@@ -52,7 +54,7 @@ class CommandDedup:
 
     async def close(self) -> None:
         """Cancel the current task and discard its result."""
-        task, self._task, self._name = self._task, None, ""
+        task, self._task, self._request_id = self._task, None, ""
         if self._expiry is not None:
             self._expiry.cancel()
         if task is not None and not task.done():

@@ -1,7 +1,8 @@
 """OverProvision: the number of samples in flight, constant or controlled (over_provision: auto).
 
-With N'/N samples in flight a group waits N'/N - 1 steps on average (Little's law), so the factor trades age for
-speed. The gain flattens while the off-policy share keeps rising; hence a target.
+The factor is the number of samples in flight divided by the number of samples of a step (N'/N). A group waits
+N'/N - 1 steps on average (Little's law), so a larger factor makes steps faster and tokens older. The speed saturates,
+but the off-policy share keeps rising; `auto` therefore controls the off-policy share.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.rollout.runner import SampleRunner
 
 GAIN = 0.5
-"""Fraction of the computed correction applied per step: its effect is visible only steps later."""
+"""Fraction of the computed correction that one step applies: a correction takes effect only some steps later."""
 LARGEST_CHANGE = 1.1
 """Largest ratio of the factors of two consecutive steps."""
 
@@ -20,13 +21,12 @@ LARGEST_CHANGE = 1.1
 def next_factor(factor: float, target_share: float, measured_share: float, ceiling: float) -> float:
     """Return the over-provision factor of the next step, in [1, ceiling].
 
-    A share is the fraction of trained tokens that older weights sampled: about 1 - 1 / factor**2 for
-    long-tailed lengths.
+    The rule assumes an off-policy share of about 1 - 1 / factor**2, as measured with long-tailed lengths.
 
     Args:
         factor: factor of the last step.
-        target_share: desired share.
-        measured_share: share in the last step.
+        target_share: desired fraction of trained tokens that older weights sampled.
+        measured_share: this fraction in the last step.
         ceiling: largest factor.
     """
     ratio = (max(1 - measured_share, 0.01) / max(1 - target_share, 0.01)) ** (GAIN / 2)
@@ -48,7 +48,11 @@ class OverProvision:
         """Metrics of the last step."""
 
     def steer(self, off_policy_share: float) -> None:
-        """Update the number of samples in flight after a step was taken."""
+        """Update factor, slots and metrics after a step was taken.
+
+        Args:
+            off_policy_share: fraction of the step's trained tokens that older weights sampled.
+        """
         self.metrics = self._current_metrics(self._runner.occupancy.idle_share())
         r = self._config.rollout
         if r.over_provision == "auto":

@@ -2,8 +2,8 @@
 
     prompt source -> first prompt -> chat template and tokenizer -> generator -> reward -> group reward -> planners
 
-All components are those of the run. Responses of engines and other servers are replaced by constants: a turn
-of the model, a judge's verdict, the scores of a prompt. The dry run writes nothing and contacts no server.
+All components are those of the run. Constants replace the responses of engines and other servers: a turn of the
+model, a judge's verdict, the scores of a prompt. The dry run writes nothing and contacts no server.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from rlsys.worker.assembly import build_scorer, prompt_limits
 from rlsys.worker.scoring import Scorer
 
 RESPONSE = "<answer>0</answer>"
-"""Response that stands in for the model's."""
+"""The model's response in a dry run."""
 VERDICT = r"\boxed{-1}"
-"""Response that stands in for a judge's."""
+"""A judge's response in a dry run."""
 GENERATOR_SECONDS = 90.0
 """Time limit for a generator to end a response. The dry run's model answers each turn at once."""
 TRAINING_PROMPTS = 64
-"""Training prompts to read."""
+"""Number of first training prompts that are checked."""
 LONGEST_PROMPTS = 32
-"""Training prompts with the longest texts, checked against the engines' limits."""
+"""Number of longest training prompts that are checked, too."""
 LISTED_ROWS = 3
-"""Rows that one line names; it gives the number of the others."""
+"""Largest number of rows that a line lists; it only counts the others."""
 CHECKED_ROWS = 2000
-"""Largest table of which all rows are checked before a run; larger ones are checked during its first steps."""
+"""Largest number of rows of a table that are all checked before the run, not during its first steps."""
 TRIAL_PROMPTS = 3
-"""Prompts that get a response and a reward."""
+"""Number of prompts that get a response and a reward."""
 PLANNER_ROUNDS = 64
-"""Rounds within which the planners must accept or drop a group."""
+"""Number of rounds within which the planners must accept or drop a group."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def dry_run(config: Config) -> DryRunResult:
     """Run every component once.
 
     Raises:
-        UserError: one line with the field that would stop the run at its first prompt.
+        UserError: a component would stop the run at its first prompt; the message is one line and names the field.
     """
     inputs = build_inputs(config)
     if inputs is None:
@@ -102,7 +102,11 @@ def dry_run(config: Config) -> DryRunResult:
 
 
 def build_inputs(config: Config) -> tuple[Tokenizer, PromptSource] | None:
-    """Create tokenizer and prompt source with enough held-out prompts; None if the folder has no tokenizer."""
+    """Create the tokenizer and the prompt source; None if the model folder has no tokenizer.
+
+    Raises:
+        UserError: the source is invalid, or has fewer held-out prompts than the config needs.
+    """
     if not vocabulary_files(config.model.path):
         _build_without_tokenizer(config)
         return None
@@ -110,7 +114,7 @@ def build_inputs(config: Config) -> tuple[Tokenizer, PromptSource] | None:
     with one_line_errors(f"data.source = {config.data.source!r}"):
         source = build_source(config, tokenizer)
         check_teachers(config, source)
-        draw_heldout(source, config.eval.prompts)  # too few of them would end the run
+        draw_heldout(source, config.eval.prompts)  # raises an error if there are too few
     return tokenizer, source
 
 
@@ -142,7 +146,7 @@ async def _run(config: Config, tokenizer: Tokenizer, source: PromptSource) -> Dr
 async def _first_success(
     prompts: Sequence[Prompt], attempt: Callable[[Prompt], Awaitable[T]]
 ) -> tuple[T, list[str]]:
-    """Return the first successful result, and one line for each prompt that failed before it.
+    """Return the result of the first prompt that succeeds, and one line for each prompt that failed before it.
 
     Raises:
         UserError: all prompts failed; the error is that of the first prompt.
@@ -150,11 +154,11 @@ async def _first_success(
     errors: list[UserError] = []
     for prompt in prompts:
         try:
-            return await attempt(prompt), [
-                f"{prompt_name(p)}: {e}" for p, e in zip(prompts, errors, strict=False)
-            ]
+            result = await attempt(prompt)
         except UserError as e:
             errors.append(e)
+        else:
+            return result, [f"{prompt_name(p)}: {e}" for p, e in zip(prompts, errors, strict=False)]
     raise errors[0]
 
 
@@ -175,37 +179,47 @@ def _check_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource) -
     lines += [line for table_counts in counts if table_counts is not None for line in table_counts.lines()]
     if any(table.held_is_trained for table in tables):
         lines.append("too few different prompts to hold any out: evaluations use the training prompts")
-    all_checked = bool(counts) and None not in counts
     if None in counts:
         rows = sum(len(table.rows) for table in tables)
         lines.append(
             f"{rows:,} rows: all are checked during the first steps (rollout.log, rows_* of metrics.jsonl)"
         )
-    for kind, prompts, consequence in (
-        ("training prompts", [*train, *longest], "their samples will be censored"),
-        ("held-out prompts", heldout, "evaluations leave them out"),
-    ):
-        bad = {prompt_name(p): reason for p in prompts if (reason := unusable_reason(p, limits)) is not None}
-        if prompts and all(prompt_name(p) in bad for p in prompts):
-            raise UserError(
-                f"data.source = {config.data.source!r}: none of {len(bad)} {kind} can be used; "
-                f"{_summarize([*bad.values()])}"
-            )
-        unreported = [] if all_checked else [*bad.values()]
-        if unreported:
-            scope = (
-                ""
-                if kind != "training prompts"
-                else f" of the first {TRAINING_PROMPTS} and the longest {LONGEST_PROMPTS}"
-            )
-            lines.append(
-                f"{len(unreported)} {kind}{scope} cannot be used, and {consequence}: {_summarize(unreported)}"
-            )
+    bad_training = _unusable(config, "training prompts", [*train, *longest], limits)
+    bad_heldout = _unusable(config, "held-out prompts", heldout, limits)
+    all_rows_checked = bool(counts) and None not in counts
+    if bad_training and not all_rows_checked:
+        lines.append(
+            f"{len(bad_training)} training prompts of the first {TRAINING_PROMPTS} and the longest "
+            f"{LONGEST_PROMPTS} cannot be used, and their samples will be censored: {_summarize(bad_training)}"
+        )
+    if bad_heldout and not all_rows_checked:
+        lines.append(
+            f"{len(bad_heldout)} held-out prompts cannot be used, and evaluations leave them out: "
+            f"{_summarize(bad_heldout)}"
+        )
     return [*lines, *_unreadable_characters(tokenizer, [*train, *heldout])]
 
 
+def _unusable(config: Config, kind: str, prompts: Sequence[Prompt], limits: Limits) -> list[str]:
+    """Return the reasons why prompts are unusable, one for each different prompt.
+
+    Args:
+        kind: name of the prompts in the error.
+
+    Raises:
+        UserError: all prompts are unusable.
+    """
+    reasons = {prompt_name(p): reason for p in prompts if (reason := unusable_reason(p, limits)) is not None}
+    if prompts and all(prompt_name(p) in reasons for p in prompts):
+        raise UserError(
+            f"data.source = {config.data.source!r}: none of {len(reasons)} {kind} can be used; "
+            f"{_summarize([*reasons.values()])}"
+        )
+    return [*reasons.values()]
+
+
 def _check_teacher_context(config: Config, limits: Limits, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Yield a warning if the context of the teacher's engine is shorter than the longest possible sample."""
+    """Yield a warning if a sample may be too long for the context of the teacher's engine."""
     if config.algo.teacher is None or config.algo.teacher.engine is None:
         return
     teacher_limits = prompt_limits(teacher_config(config))
@@ -219,7 +233,7 @@ def _check_teacher_context(config: Config, limits: Limits, prompts: Sequence[Pro
 
 
 def unusable_reason(prompt: Prompt, limits: Limits) -> str | None:
-    """Return the reason, with the prompt's location, if no engine accepts the prompt; None: it is usable."""
+    """Return why no engine accepts the prompt, with the prompt's name; None: the prompt is usable."""
     if prompt.refusal:
         return prompt.refusal
     try:
@@ -251,6 +265,9 @@ async def _check_eval_set(config: Config, eval_set: EvalSet, tokenizer: Tokenize
 
     Returns:
         remarks for the user, one line each.
+
+    Raises:
+        UserError: no prompt is usable, or the reward fails for all trial prompts.
     """
     set_config, limits = eval_set_config(config, eval_set), prompt_limits(config)
     with one_line_errors(f"eval.sets {eval_set.name}"):
@@ -258,7 +275,7 @@ async def _check_eval_set(config: Config, eval_set: EvalSet, tokenizer: Tokenize
     bad = {p.index: reason for p in prompts if (reason := unusable_reason(p, limits)) is not None}
     try:
         if len(bad) == len(prompts):
-            raise UserError(f"none of its prompts can be used; {_summarize([*bad.values()])}")
+            raise UserError(f"none of {len(bad)} prompts can be used; {_summarize([*bad.values()])}")
         rewards = Rewards(set_config)
         try:
             scorer = build_scorer(set_config, rewards, tokenizer)
@@ -281,33 +298,41 @@ async def conclude_groups(config: Config, tokenizer: Tokenizer, source: PromptSo
     """Run three groups from the prompt to the planners' decision: with mixed rewards, all 1, and all 0.
 
     Returns:
-        their prompts, beginning with the first prompt to which the generator generated a response.
-    """
+        the prompts of these groups, without those before the first one to which the generator responds.
 
-    async def verdict(question: str) -> str:
-        return VERDICT
+    Raises:
+        UserError: a component fails, or cannot restore its own state.
+    """
 
     async def prompt_scores(ids: list[int]) -> tuple[list[float], list[bool]]:
         return [float(i) for i in range(len(ids))], [i in tokenizer.special_ids for i in ids]
 
-    with one_line_errors(f"data.judge = {config.data.judge!r}"):
-        is_local = config.data.judge is None or "://" not in config.data.judge
-        judge = (
-            build_judge(config, verdict) if is_local else JudgeWithTimeout(verdict, config.data.judge_timeout)
-        )
+    judge = _build_judge(config)
     planning = Planning(config, source, tokenizer, judge, prompt_scores)
     prompts = first_prompts(config, planning)
-    answer, notes = await _first_success(
+    response, failures = await _first_success(
         [*prompts.values()], lambda prompt: _respond(config, tokenizer, prompt)
     )
     for (group_id, prompt), rewards in zip(prompts.items(), ((1.0, 0.0), (1.0,), (0.0,)), strict=True):
-        await _conclude(planning, prompt, answer, rewards, group_id)
+        await _conclude(planning, prompt, response, rewards, group_id)
     with one_line_errors("algo: the state of prompt, planners or group_reward"):
         try:
             Planning(config, source, tokenizer, judge, prompt_scores).restore(planning.state())
         except RunError as e:
             raise UserError(str(e)) from None
-    return [*prompts.values()][len(notes) :]
+    return [*prompts.values()][len(failures) :]
+
+
+def _build_judge(config: Config) -> JudgeWithTimeout | None:
+    """Create the run's judge with VERDICT as the response of its model or server."""
+
+    async def verdict(question: str) -> str:
+        return VERDICT
+
+    with one_line_errors(f"data.judge = {config.data.judge!r}"):
+        if config.data.judge is not None and "://" in config.data.judge:
+            return JudgeWithTimeout(verdict, config.data.judge_timeout)
+        return build_judge(config, verdict)
 
 
 def first_prompts(config: Config, planning: Planning) -> dict[int, Prompt]:
@@ -324,7 +349,7 @@ def first_prompts(config: Config, planning: Planning) -> dict[int, Prompt]:
             prompt = planning.prompt(group_id)
         if not isinstance(prompt, Prompt):
             raise UserError(
-                f"{field}: prompt {group_id} is a {type(prompt).__name__}, expected rlsys.core.types.Prompt"
+                f"{field}: prompt {group_id} is a {type(prompt).__name__}; expected a rlsys.core.types.Prompt"
             )
         unusable = unusable_reason(prompt, limits)
         if unusable is None:
@@ -348,8 +373,8 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
     async def generate_turn(
         sample: TokenSequence, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
     ) -> None:
-        room = limit_tokens(config.rollout.max_response_tokens, max_tokens) - sample.tokens
-        ids = response_ids[: max(room, 0)]
+        remaining = limit_tokens(config.rollout.max_response_tokens, max_tokens) - sample.tokens
+        ids = response_ids[: max(remaining, 0)]
         sample.append(Segment(ids, [-0.5] * len(ids), [VersionSpan(0, 0, len(ids))]))
         sample.status = Status.FINISHED if ids == response_ids else Status.TRUNCATED
 
@@ -365,8 +390,8 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
                     await generate(sample, prompt)
         except TimeoutError:
             raise UserError(
-                f"{field}: it did not end a response within {GENERATOR_SECONDS:g} s, although the dry run's model "
-                "answers each turn at once"
+                f"{field}: no response within {GENERATOR_SECONDS:g} s; expected one earlier, because the dry run's "
+                "model answers each turn at once"
             ) from None
         except ToolFailed as e:
             raise UserError(f"{field}: {e}") from None
@@ -384,29 +409,45 @@ async def _respond(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Samp
 async def _score(
     config: Config, scorer: Scorer, prompt: Prompt, tokenizer: Tokenizer
 ) -> tuple[str, ...] | None:
-    """Return the names of the reward's parts; None if the reward is a service, which is not contacted."""
+    """Score RESPONSE to the prompt.
+
+    Returns:
+        the names of the reward's parts, empty for a plain number; None if the reward is a service, which is not
+            contacted.
+
+    Raises:
+        UserError: the response gets no reward.
+    """
     if any(is_url(spec.name) for spec in config.data.reward):
         return None
     turn_rewards = any(spec.name == "agent" for spec in config.data.reward)
     if turn_rewards or config.rollout.generator in ("environment", "replayed"):
         prompt = replace(prompt, entry={**prompt.entry, TURNS: [0.0]})
-    answer = Sample(0, 0, 0, list(prompt.ids), seed=0, status=Status.FINISHED)
-    answer.response_ids.extend([*tokenizer.encode(RESPONSE), tokenizer.turn_end_id])
-    verdict = await scorer.score(prompt, answer)
+    response = Sample(0, 0, 0, list(prompt.ids), seed=0, status=Status.FINISHED)
+    response.response_ids.extend([*tokenizer.encode(RESPONSE), tokenizer.turn_end_id])
+    verdict = await scorer.score(prompt, response)
     if verdict.reward is None:
         raise UserError(
-            f"data.reward = {config.data.reward_name!r}: no reward for the response {RESPONSE} to the first "
-            f"prompt: {verdict.reason}"
+            f"data.reward = {config.data.reward_name!r}: no reward for the response {RESPONSE} to "
+            f"{prompt_name(prompt)}: {verdict.reason}"
         )
     return tuple(verdict.parts or ())
 
 
 async def _conclude(
-    planning: Planning, prompt: Prompt, answer: Sample, rewards: Sequence[float], group_id: int
+    planning: Planning, prompt: Prompt, response: Sample, rewards: Sequence[float], group_id: int
 ) -> None:
-    """Run a group until the planners accept or drop it. Its samples get `rewards` in turn."""
+    """Run a group until the planners accept or drop it.
+
+    Args:
+        response: every sample gets its tokens.
+        rewards: sample i gets rewards[i % len(rewards)].
+
+    Raises:
+        UserError: the group gets no rewards, or the planners fail or do not decide.
+    """
     group = SampleGroup(group_id, prompt.index, [])
-    _grow(group, prompt.ids, answer, rewards, planning.size)
+    _grow(group, prompt.ids, response, rewards, planning.size)
     for _ in range(PLANNER_ROUNDS):
         with one_line_errors("algo.group_reward"):
             if reason := await planning.reward(prompt, group):
@@ -416,22 +457,27 @@ async def _conclude(
             decision = planning.decide(group)
         if not isinstance(decision, AddSamples):
             break
-        _grow(group, list(decision.prompt_ids or prompt.ids), answer, rewards, decision.samples)
+        _grow(group, list(decision.prompt_ids or prompt.ids), response, rewards, decision.samples)
         if len(group.samples) > planning.largest:
             raise UserError(
                 f"algo.planners: a group grew to {len(group.samples)} samples; expected at most the planners' own "
                 f"limit of {planning.largest}"
             )
     else:
-        raise UserError(f"algo.planners: a group was neither accepted nor dropped in {PLANNER_ROUNDS} rounds")
+        raise UserError(
+            f"algo.planners: {PLANNER_ROUNDS} rounds without a decision on a group; expected that the planners "
+            "accept or drop it"
+        )
     with one_line_errors("algo.prompt"):
         planning.close(group, rewarded=isinstance(decision, Accept))
 
 
-def _grow(group: SampleGroup, ids: list[int], answer: Sample, rewards: Sequence[float], count: int) -> None:
-    """Add `count` samples with the tokens of `answer` to the group."""
+def _grow(group: SampleGroup, ids: list[int], response: Sample, rewards: Sequence[float], count: int) -> None:
+    """Add `count` samples with the prompt `ids` and the tokens of `response` to the group."""
     for index in range(len(group.samples), len(group.samples) + count):
         sample = Sample(index, group.group_id, index, ids, seed=index, status=Status.FINISHED, answer="0")
-        sample.response_ids, sample.mu = answer.response_ids[:], answer.mu[:]
-        sample.spans, sample.reward = list(answer.spans), rewards[index % len(rewards)]
+        sample.response_ids = response.response_ids[:]
+        sample.mu = response.mu[:]
+        sample.spans = list(response.spans)
+        sample.reward = rewards[index % len(rewards)]
         group.samples.append(sample)

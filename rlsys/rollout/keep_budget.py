@@ -1,9 +1,8 @@
 """KeepBudget: chooses the samples that keep their KV cache across a push (rollout.keep_budget).
 
 With keys and values of older weights, log-probs differ from those of the new weights. The trainer measures the
-error: the mean |log-prob - mu| of tokens in responses that older weights started. The longest responses are
-kept first: their prefill costs most, and they have the fewest tokens left. All others are returned and
-prefilled again.
+error: the mean |log-prob - mu| of tokens in responses that older weights started. The longest responses keep their
+cache first, because their prefill costs most. All others return to the router and are prefilled again.
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ from rlsys.ledger.buffer import RolloutBuffer
 
 FIRST_SHARE = 0.25
 """Share of the samples in flight that keep their cache before the first measurement."""
-
 GROWTH = 1.25
 LARGEST_CUT = 4.0
 
 
 def next_share(share: float, budget: float, error: float) -> float:
-    """Return the next share of samples to keep, in [0, 1].
+    """Return the next share of samples that keep their cache, in [0, 1].
 
-    Above the budget the share is divided by error / budget, at most by LARGEST_CUT. Otherwise it is
-    multiplied by GROWTH, and at least 1/20.
+    - error above budget: the share divided by error / budget, at most by LARGEST_CUT.
+    - otherwise: the share multiplied by GROWTH, at least 0.05.
 
     Args:
         share: the current share.
@@ -38,9 +36,9 @@ def next_share(share: float, budget: float, error: float) -> float:
 
 
 class KeepBudget:
-    """Chooses samples to keep. Owns their share, which the buffer stores across restarts.
+    """Chooses samples that keep their cache. Owns their share, which the buffer stores across restarts.
 
-    Without a budget all samples are kept.
+    Without rollout.keep_budget, all samples keep their cache.
     """
 
     def __init__(self, config: Config, buffer: RolloutBuffer) -> None:
@@ -64,7 +62,11 @@ class KeepBudget:
             self._buffer.set_note("keep_share", repr(self._share))
 
     def choose(self, in_flight: Iterable[TokenSequence]) -> Callable[[TokenSequence], bool]:
-        """Return a predicate that is true for samples to keep in their engine."""
+        """Return a predicate that is true for samples that keep their cache, and record their number.
+
+        Args:
+            in_flight: all samples in engines.
+        """
         if self._budget is None:
             return lambda _: True
         longest = sorted(in_flight, key=lambda s: (-s.tokens, s.sample_id))

@@ -2,8 +2,8 @@
 
     restore -> begin_push -> end_push -> [early ->] take -> (train) -> begin_push -> end_push -> take -> ...
 
-Commands run one at a time, under a lock, and are flushed before they return. When the trainer repeats steps
-after a restart, their groups come from the journal, and no sample runs until it has caught up.
+Commands run one at a time, under a lock, and flush the ledger before they return. When the trainer repeats steps
+after a restart, the groups of these steps come from the journal, and no sample runs until the trainer has caught up.
 """
 
 from __future__ import annotations
@@ -75,10 +75,13 @@ class RolloutManager:
         """Create the manager.
 
         Args:
+            source: provides held-out prompts and canaries.
+            scorer: scores the responses of evaluations.
+            planning: decides on groups; its state is restored from the buffer.
             tokenizer: required by generators with several turns.
             eval_sets: additional evaluations; the caller closes them.
             spans: tracing of samples; the manager stops it.
-            rows: the check of all rows, whose metrics the steps include.
+            rows: the check of all rows; its metrics become metrics of the steps.
         """
         self._spans = spans or SampleSpans(None)
         self._rows = rows
@@ -107,16 +110,17 @@ class RolloutManager:
         self._colocated = config.launch.placement == "colocated"
         self._command = asyncio.Lock()
         self._done_steps = 0
-        """Train steps that have their groups: up to the last one taken, or that of the restored checkpoint."""
+        """Number of train steps that have their groups: the last step taken, or that of the restored checkpoint."""
         self._trained_steps: int | None = None
-        """Train steps contained in the engines' weights; None before the first push."""
+        """Number of train steps in the engines' weights; None before the first push."""
         self._push_due = True
+        """Whether the trainer must push before it takes the next step."""
         self._rolling = False
-        """A rolling push is under way: some engines have the new weights, the others wait for their round."""
+        """Whether a rolling push is under way: some engines have the new weights, the others wait for their round."""
         self._take_seconds = Phases("time_take", TAKE_PHASES).metrics
-        """Phases of the last take that was not a repetition."""
+        """Durations of the phases of the last take that was not a repetition."""
         self._parts: list[list[int]] = []
-        """Portions of the next step: ids of the groups that the trainer received before its take."""
+        """Portions of the next step: ids of the groups that `early` has returned since the last take."""
         self._leave_by: float | None = None
         """Loop time by which the trainer must have left; None: no request to leave."""
 
@@ -126,7 +130,7 @@ class RolloutManager:
         """Set the trainer's position to its checkpoint, and interrupt all samples. A push must follow.
 
         Args:
-            train_step: train steps in the checkpoint.
+            train_step: number of train steps in the checkpoint.
         """
         async with self._command:
             await self._evaluator.stop()
@@ -135,16 +139,20 @@ class RolloutManager:
             self._buffer.restore(train_step)
             check_conservation(self._buffer.ledger())
             self._commits.flush()
-            self._done_steps, self._trained_steps, self._push_due = train_step, None, True
+            self._done_steps = train_step
+            self._trained_steps = None
+            self._push_due = True
             self._rolling = False
             self._parts = []
 
     async def early(self, train_step: int) -> TrainBatch | None:
-        """Return groups that `take(train_step)` will return, as soon as they fill a micro-batch of every rank.
+        """Wait for groups of `take(train_step)` that fill a micro-batch of every rank. Each group is returned once.
 
-        Each group is returned once. None when all groups of the step are ready or the wait is preempted: call
-        `take`. Portions are only in memory until the take: if the trainer dies before, its successor receives
-        the groups again. A repeated step has the same portions.
+        Portions are only in memory until the take: if the trainer dies earlier, its successor receives the groups
+        again. A repeated step has the same portions.
+
+        Returns:
+            the next portion of groups; None if all groups of the step are ready, or the wait is preempted.
         """
         async with self._command:
             trained_steps = self._steps_before(train_step)
@@ -153,8 +161,8 @@ class RolloutManager:
                 part: list[int] = []
                 if self._selection.groups(trained_steps) is None:
                     self._generate(trained_steps)
-                    earlier = {i for part in self._parts for i in part}
-                    part = await self._progress_watch.wait_for_part(trained_steps, earlier)
+                    returned = {group_id for portion in self._parts for group_id in portion}
+                    part = await self._progress_watch.wait_for_part(trained_steps, returned)
             else:
                 version, _ = self._buffer.read_step(train_step)
                 part = next(iter(self._buffer.parts(train_step)[len(self._parts) :]), [])
@@ -168,10 +176,10 @@ class RolloutManager:
             return TrainBatch(train_step, version, groups, {}, self._planning.sources(groups))
 
     def _steps_before(self, train_step: int) -> int:
-        """Return the number of train steps in the weights that this step updates.
+        """Return the number of train steps in the weights that the engines have before this step.
 
         Raises:
-            RunError: `train_step` is neither the next step nor, before a push, the last one.
+            RunError: `train_step` is neither the next step nor the last one, or a push is missing.
         """
         next_step = self._done_steps + (not self._push_due)
         if self._trained_steps is None or train_step not in (self._done_steps, next_step):
@@ -181,8 +189,9 @@ class RolloutManager:
     async def take(self, train_step: int) -> TrainBatch | None:
         """Wait for the groups of this step and return them. A repeated call returns the same groups.
 
-        None if an engine came back without the current weights (push, then call again), or if the run is
-        leaving (`status`) and there will be no more groups.
+        Returns:
+            None if an engine came back without the current weights (push, then call again), or if the run is
+                leaving (`status`), so that there are no more groups.
         """
         async with self._command:
             if self._leave_by is not None:
@@ -190,27 +199,13 @@ class RolloutManager:
             trained_steps = self._steps_before(train_step)
             new = train_step > self._buffer.last_taken_step
             phases = Phases("time_take", TAKE_PHASES)
-            if new:
-                if self._selection.groups(trained_steps) is None:
-                    self._generate(trained_steps)
-                    with phases.add("wait"):
-                        await self._progress_watch.wait_for_groups(trained_steps)
-                selected = None if self._leave_by is not None else self._selection.groups(trained_steps)
-                if selected is None:
-                    return None
-                self._buffer.take(train_step, selected, self._parts)
-                self._runner.begin_step()
+            if new and not await self._take_new(train_step, trained_steps, phases):
+                return None
             counts = self._metrics.counts()
             version, groups = self._buffer.read_step(train_step)
             self._tool_penalties.set_penalties(groups)
             if self._colocated:
-                with phases.add("interrupt"):
-                    await self._interrupt_all(
-                        keep=self._keep_predicate(train_step), wait_for_max_resumes=True
-                    )
-                if self._config.launch.release_memory:
-                    with phases.add("sleep"):
-                        await self._engines.release_memory()
+                await self._free_devices(train_step, phases)
             masked = self._selection.mask_old(groups, self._buffer.versions.trained_steps(version))
             metrics = self._metrics.step_metrics(train_step, version, groups)
             if new:
@@ -240,8 +235,37 @@ class RolloutManager:
                 self._planning.sources(groups),
             )
 
+    async def _take_new(self, train_step: int, trained_steps: int, phases: Phases) -> bool:
+        """Wait for the groups of a step that was not taken before, and assign them to it.
+
+        Returns:
+            False if the wait was preempted.
+        """
+        if self._selection.groups(trained_steps) is None:
+            self._generate(trained_steps)
+            with phases.add("wait"):
+                await self._progress_watch.wait_for_groups(trained_steps)
+        selected = None if self._leave_by is not None else self._selection.groups(trained_steps)
+        if selected is None:
+            return False
+        self._buffer.take(train_step, selected, self._parts)
+        self._runner.begin_step()
+        return True
+
+    async def _free_devices(self, train_step: int, phases: Phases) -> None:
+        """Interrupt generation on the trainer's devices, and release the engines' memory if the config says so."""
+        with phases.add("interrupt"):
+            await self._interrupt_all(keep=self._keep_predicate(train_step), wait_for_max_resumes=True)
+        if self._config.launch.release_memory:
+            with phases.add("sleep"):
+                await self._engines.release_memory()
+
     async def unscored(self, train_step: int) -> list[LogProbRequest]:
-        """Return live samples with tokens sampled by the trainer's resident weights. Call after `take`."""
+        """Return live samples with tokens sampled by the trainer's resident weights.
+
+        Raises:
+            RunError: the call is not between the take of this step and its push, or engines are disaggregated.
+        """
         async with self._command:
             if train_step != self._done_steps or not self._push_due or not self._colocated:
                 raise RunError(
@@ -252,22 +276,24 @@ class RolloutManager:
             return requests
 
     async def store_scores(self, scores: list[LogProbResult]) -> None:
+        """Store log-probs durably, for the later step that trains on the tokens of these samples."""
         async with self._command:
             self._buffer.store_scores(scores)
             self._commits.flush()
 
     async def begin_push(self, mismatch_kept: float | None = None) -> WeightUpdate:
-        """Interrupt samples, create a new weight version, and drop groups that become too old by it.
+        """Interrupt samples, create a new weight version, and drop groups that are too old for it.
 
-        Without a new train step, push to stale engines only. With `weights.rolling` each call is one round:
+        Without a new train step, push to stale engines only. With `weights.rolling`, each call is one round:
         the engines of the update pause, the others continue.
 
         Args:
-            mismatch_kept: of the trained step, see KeepBudget.steer.
+            mismatch_kept: see KeepBudget.steer.
         """
         async with self._command:
             self._runner.raise_failure()
-            first, members = self._push_due and not self._rolling, self._next_members()
+            first = self._push_due and not self._rolling
+            members = self._next_members()
             if (members or (first and not self._colocated)) and self._trained_steps is not None:
                 await self._progress_watch.wait_until_interruptible(self._trained_steps, members or None)
             if first:
@@ -285,11 +311,11 @@ class RolloutManager:
         """Create the next weight version, and drop the groups that are too old for every later step (invariant 7).
 
         Args:
-            rolls: engines continue with the other groups. Otherwise no sample is in flight afterwards.
+            rolls: whether the push is rolling, so that engines continue with the other groups. Otherwise the samples
+                of these groups are interrupted.
         """
-        if not self._colocated and (
-            not rolls or self._selection.too_old(self._done_steps)
-        ):  # otherwise `take` has interrupted
+        # `take` has already interrupted colocated engines.
+        if not self._colocated and (not rolls or self._selection.too_old(self._done_steps)):
             await self._interrupt_all(
                 keep=self._keep_predicate(self._done_steps), keep_serving=rolls, wait_for_max_resumes=True
             )
@@ -304,17 +330,21 @@ class RolloutManager:
         """Return a predicate that is true for samples that may stay in their engine during the next push.
 
         Args:
-            done_steps: train steps in the weights of that push.
+            done_steps: number of train steps in the weights of the next push.
         """
         in_flight = (s for g in self._buffer.active() for s in g.samples if s.status is Status.IN_FLIGHT)
         within_budget = self._keep_budget.choose(in_flight)
         return lambda sample: within_budget(sample) and self._selection.stays_young(sample, done_steps)
 
     def _next_members(self) -> list[str]:
-        """Return the URLs of the engines of the next round; empty without `weights.rolling` and after a restart."""
-        at_once = self._config.weights.rolling
-        may_roll = at_once is not None and self._trained_steps is not None and self._push_due
-        return self._engines.next_members(at_once or 0) if may_roll else []
+        """Return the URLs of the engines of the next round of a rolling push.
+
+        The list is empty without `weights.rolling`, before the first push, and without a new train step.
+        """
+        round_size = self._config.weights.rolling
+        if round_size is None or self._trained_steps is None or not self._push_due:
+            return []
+        return self._engines.next_members(round_size)
 
     async def end_push(
         self,
@@ -323,18 +353,27 @@ class RolloutManager:
         checksums: Sequence[dict[str, str]] = (),
         excluded: Mapping[str, str] = {},
     ) -> dict[str, float]:
-        """Attest the engines of the update except `excluded` (URL -> reason), then continue generation.
+        """Attest the engines of the update, then continue generation.
 
-        Until the last round, admission counts with the oldest served weights.
+        Until the last round of a rolling push, groups are admitted by the age of the oldest served weights.
+
+        Args:
+            update: the result of begin_push.
+            canaries: sequences with the trainer's log-probs.
+            checksums: see WeightPush.end.
+            excluded: URL -> reason, for engines that did not get all tensors.
 
         Returns:
             metrics of the push; while `push_left` is not 0, the trainer starts another round.
+
+        Raises:
+            RunError: `update` is not that of the last begin_push.
         """
         async with self._command:
             version = self._buffer.versions.newest
             if update.weight_version != version:
                 raise RunError(
-                    f"end_push of weight version {update.weight_version}, but version {version} was begun"
+                    f"end_push: weight version {update.weight_version}; expected {version}, that of begin_push"
                 )
             metrics = await self._engines.end_push(version, canaries, checksums, excluded)
             if not metrics["push_left"]:
@@ -348,7 +387,11 @@ class RolloutManager:
             return await self._evaluator.measure(self._progress_watch.watch, self._done_steps)
 
     async def begin_evaluation(self) -> bool:
-        """Start a background evaluation on a pinned engine. Returns False if no engine can be pinned now."""
+        """Start a background evaluation on a pinned engine.
+
+        Returns:
+            False if no engine can be pinned now.
+        """
         async with self._command:
             return self._evaluator.begin(self._done_steps)
 
@@ -358,7 +401,7 @@ class RolloutManager:
             return await self._evaluator.poll(wait, self._progress_watch.watch)
 
     async def commit(self, train_step: int) -> None:
-        """Delete tokens that no kept checkpoint needs. Called when a checkpoint of this step is on disk.
+        """Delete tokens that no kept checkpoint needs, after a checkpoint of this step was saved.
 
         Raises:
             RunError: the step has not been taken, so it cannot have a checkpoint.
@@ -410,7 +453,13 @@ class RolloutManager:
         return self._buffer.samples(query)
 
     def status(self) -> dict[str, object]:
-        """Return the status for the live display. `leaving`: seconds left; None: no request to leave."""
+        """Return the status for the live display.
+
+        - train_step: number of train steps that have their groups.
+        - leaving: number of seconds in which the trainer must have left; None: no request to leave.
+        - waiting_for: description of unfinished groups.
+        - others: see RunMetrics.status.
+        """
         seconds_left = None if self._leave_by is None else self._leave_by - asyncio.get_running_loop().time()
         own_status = {
             "train_step": self._done_steps,
@@ -428,6 +477,7 @@ class RolloutManager:
     # Order of operations
 
     async def _censor_overdue(self, late: Collection[SampleGroup], trained_steps: int) -> None:
+        """Interrupt all samples, censor late groups, and continue generation."""
         await self._interrupt_all()
         await self._runner.censor_overdue(late)
         self._generate(trained_steps)
@@ -444,9 +494,8 @@ class RolloutManager:
     def _continue_generation(self) -> None:
         """Continue generation on disaggregated engines, unless the trainer repeats steps that have their groups.
 
-        Colocated engines generate only during a take. Samples generated during an evaluation or a checkpoint
-        would be surplus and grow old, and samples interrupted by a take that has enough groups would be
-        prefilled for nothing.
+        Colocated engines generate only during a take: samples generated during an evaluation or a checkpoint would
+        only grow old, and samples interrupted by a take that has enough groups would be prefilled for nothing.
         """
         caught_up = self._done_steps >= self._buffer.last_taken_step
         if not self._colocated and caught_up and self._leave_by is None and self._trained_steps is not None:
@@ -459,12 +508,11 @@ class RolloutManager:
         keep_serving: bool = False,
         wait_for_max_resumes: bool = False,
     ) -> None:
-        """Interrupt all samples except those to `keep` in engines that hold them.
-
-        Afterwards every token that arrived is in the buffer, and lost tokens are counted.
+        """Interrupt samples. On return, every token that arrived is in the buffer, and lost tokens are counted.
 
         Args:
-            keep_serving: engines continue with samples to keep.
+            keep: returns whether a sample stays in its engine, if the engine keeps samples; None: no sample stays.
+            keep_serving: the engines continue with the samples that stay.
             wait_for_max_resumes: first wait for samples that rollout.max_resumes protects, unless preempted.
         """
         wait_for_max_resumes = wait_for_max_resumes and not self._is_preempted()

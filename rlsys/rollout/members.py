@@ -20,7 +20,7 @@ log = logging.getLogger("rlsys.rollout")
 
 
 class Members:
-    """Owns the list of joined engines; WorkerEngines the engines. Belongs to one event loop.
+    """Owns the list of joined engines; WorkerEngines owns the engines. Belongs to one event loop.
 
     Args:
         make_client: creates a client from URL, number of ranks and pool.
@@ -39,8 +39,10 @@ class Members:
         self._owner, self._engines, self._make_client = owner, engines, make_client
         self._launch_clients = {client.url: client for client in launch_clients}
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        self._warned: set[str] = set()  # URLs of members about whose wait a warning was logged
+        self._warned: set[str] = set()
+        """URLs of members whose wait to join or leave was logged."""
         self._dead_since: dict[str, float] = {}
+        """URL of a dead joined engine -> loop time at which it was first seen dead."""
 
     async def watch(self) -> None:
         """Update the engines forever."""
@@ -64,6 +66,7 @@ class Members:
         self._remove_dead({member.url for member in members})
 
     def _add(self, member: Member, engine_count: int) -> None:
+        """Add the member's engine, unless the run already has launch.max_engines engines."""
         if self._max_engines is not None and engine_count >= self._max_engines:
             self._warn_once(member, f"waits: the run has launch.max_engines = {self._max_engines}")
             return
@@ -76,6 +79,7 @@ class Members:
         log.info("%s joined; it serves once it has the current weights", member.url)
 
     def _evict(self, member: Member) -> None:
+        """Start the eviction of the member's engine, unless too few engines would serve."""
         if member.url in self._leaving:
             return
         metrics = self._engines.engine_metrics()
@@ -83,7 +87,9 @@ class Members:
         serves = member.url in metrics and metrics[member.url]["serving"]
         if serves and remaining < self._min_engines:
             self._warn_once(
-                member, f"stays: without it {remaining} engines would serve, fewer than {self._min_engines}"
+                member,
+                f"stays: number of engines that would serve without it: {remaining}; expected at least "
+                f"{self._min_engines} (launch.min_engines)",
             )
             return
         log.info("%s is leaving; its samples continue on other engines", member.url)
@@ -93,7 +99,7 @@ class Members:
     def _remove_dead(self, member_urls: Collection[str]) -> None:
         """Remove joined engines that are dead, if they are unlisted or have not answered for LOST_SECONDS.
 
-        Otherwise their removal is left to the process that started them.
+        The process that started a joined engine removes it in other cases.
 
         Args:
             member_urls: URLs of the engines listed in RUN/engines.

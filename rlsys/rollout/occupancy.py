@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Occupancy:
-    """Integrates the share of `slots` without a sample over time, while it is on."""
+    """Measures the share of `slots` without a sample, averaged over the time in which the measurement is on."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
@@ -13,7 +13,12 @@ class Occupancy:
         self._time = self._idle_time = 0.0
 
     def update(self, time: float, busy: int | None) -> None:
-        """Set the number of samples in flight from now on; None: off."""
+        """Set the number of samples in flight from now on.
+
+        Args:
+            time: current time of any clock, in seconds.
+            busy: number of samples in flight; None: turn the measurement off.
+        """
         if self._updated_at is not None:
             self._time += time - self._updated_at
             self._idle_time += (time - self._updated_at) * max(0.0, 1 - self._busy / self._slots)

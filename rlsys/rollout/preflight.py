@@ -1,4 +1,4 @@
-"""Preflight: detects plug-ins of the rollout process that do not exist, before anything starts."""
+"""Preflight: detects missing plug-ins and invalid URLs of the rollout process before anything starts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rlsys.rewards.repairs import build_process_judge
 
 
 def check_names(config: Config) -> None:
-    """Check that all names and import paths exist. Creates none of the plug-ins except the process judge.
+    """Check that all names and import paths exist, and that URLs are valid. Create only the process judge.
 
     Raises:
-        UserError: one does not exist.
+        UserError: a name or import path does not exist, or a URL is invalid.
     """
     resolve("data.source", config.data.source, SOURCES)
     for spec in config.data.reward:
@@ -38,10 +38,10 @@ def check_names(config: Config) -> None:
 
 
 def _check_url(field: str, url: str) -> None:
-    """Check that a value is the URL of a server. Credentials are not allowed in it, because configs are stored.
+    """Check that a value is the URL of a server, without credentials, because configs are stored.
 
     Raises:
-        UserError: the value is another text, or has credentials.
+        UserError: the value is no URL, or has credentials.
     """
     try:
         parts = urlsplit(url)

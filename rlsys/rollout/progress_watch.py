@@ -42,7 +42,7 @@ class ProgressWatch:
 
         Args:
             is_preempted: returns whether to end a wait early.
-            censor_overdue: called with overdue groups and the train steps contained in the weights.
+            censor_overdue: censors groups; called with them and the number of train steps in the engines' weights.
         """
         self._config = config
         self._buffer = buffer
@@ -57,31 +57,36 @@ class ProgressWatch:
         """Tokens of a full micro-batch on every trainer rank."""
 
     async def wait_for_groups(self, trained_steps: int) -> None:
-        """Wait until there are enough groups for a step, or the wait is preempted."""
+        """Wait until there are enough groups for the step after `trained_steps`, or the wait is preempted."""
         count = self._config.rollout.groups_per_step
         self._filtered = self._buffer.counts[GroupState.FILTERED]
         await self.watch(self._poll_groups(trained_steps), f"{count} groups of a train step")
 
     async def _poll_groups(self, trained_steps: int) -> None:
         loop = asyncio.get_running_loop()
-        logged, next_line = 0, loop.time() + LOG_SECONDS
+        logged = 0
+        next_line = loop.time() + LOG_SECONDS
         while self._selection.groups(trained_steps) is None and not self._is_preempted():
             await self._poll_overdue(trained_steps)
             filtered = self._buffer.counts[GroupState.FILTERED] - self._filtered
             if filtered > logged and loop.time() >= next_line:
-                logged, next_line = filtered, loop.time() + LOG_SECONDS
+                logged = filtered
+                next_line = loop.time() + LOG_SECONDS
                 log.warning(
-                    "step %d waits for its groups: %d groups were filtered meanwhile (algo.planners keep none whose "
-                    "rewards are all equal): prompts are too hard or too easy, or the reward ignores the answer",
-                    trained_steps,
+                    "step %d: algo.planners filtered %d groups during the wait for groups, such as those with equal "
+                    "rewards: prompts are too hard or too easy, or the reward ignores the response",
+                    trained_steps + 1,
                     filtered,
                 )
 
     async def wait_for_part(self, trained_steps: int, excluded: Collection[int]) -> list[int]:
-        """Wait for groups that fill a micro-batch of every trainer rank, without those in `excluded`.
+        """Wait for groups of the next step that fill a micro-batch of every trainer rank.
+
+        Args:
+            excluded: ids of groups that do not count.
 
         Returns:
-            their ids; empty if a take need not wait.
+            the ids of the groups; empty if the wait is preempted, or all groups of the step are ready.
         """
         return await self.watch(self._poll_part(trained_steps, excluded), "groups of a train step")
 
@@ -98,7 +103,7 @@ class ProgressWatch:
         """Wait until no sample is protected from interruption, or the wait is preempted.
 
         Args:
-            members: URLs of the engines to check; None: all.
+            members: URLs of the engines whose samples count; None: all.
         """
         await self.watch(self._poll_protected(trained_steps, members), "samples that must not be interrupted")
 
@@ -112,7 +117,7 @@ class ProgressWatch:
         await self._poll()
 
     async def _poll(self) -> None:
-        """Wait for a decision on a group, at most POLL_SECONDS: deadlines and stale engines set no event."""
+        """Wait for a decision on a group, at most POLL_SECONDS, because deadlines and stale engines set no event."""
         self._runner.raise_failure()
         self._runner.wake.clear()
         with suppress(TimeoutError):
@@ -121,33 +126,41 @@ class ProgressWatch:
     async def watch(self, work: Awaitable[T], description: str) -> T:
         """Return the result of `work`.
 
+        Args:
+            description: what the work waits for, for the error.
+
         Raises:
             RunError: a sample failed, or neither a token nor a reward arrived for rollout.stall_timeout (plus
                 the start time of an engine while none serves).
         """
         task = asyncio.ensure_future(work)
-        loop, stall = asyncio.get_running_loop(), self._config.rollout.stall_timeout
-        start_seconds = self._config.start_seconds
+        loop = asyncio.get_running_loop()
+        stall_timeout = self._config.rollout.stall_timeout
         progress, last_progress = self._progress(), loop.time()
         try:
             while not task.done():
                 self._runner.raise_failure()
-                await asyncio.wait({task}, timeout=min(POLL_SECONDS, stall / 4))
+                await asyncio.wait({task}, timeout=min(POLL_SECONDS, stall_timeout / 4))
                 no_engine = not self._engines.stats()["engines_serving"]
-                limit = stall + (start_seconds if no_engine else 0.0)
-                if (current := self._progress()) != progress:
+                limit = stall_timeout + (self._config.start_seconds if no_engine else 0.0)
+                current = self._progress()
+                if current != progress:
                     progress, last_progress = current, loop.time()
                 elif not task.done() and loop.time() - last_progress > limit:
-                    engines = ", ".join(f"{u} {state}" for u, state in self._engines.engine_states().items())
-                    raise RunError(
-                        f"no token and no reward for rollout.stall_timeout = {stall:g} s"
-                        f"{f' and engine.start_timeout = {limit - stall:g} s' * no_engine}; "
-                        f"waiting for {description}: {self.missing()}; engines: {engines}"
-                    )
+                    raise self._stall_error(description, no_engine=no_engine)
             self._runner.raise_failure()
             return task.result()
         finally:
             task.cancel()
+
+    def _stall_error(self, description: str, *, no_engine: bool) -> RunError:
+        limit = f"rollout.stall_timeout = {self._config.rollout.stall_timeout:g} s"
+        if no_engine:
+            limit += f" and engine.start_timeout = {self._config.start_seconds:g} s"
+        engines = ", ".join(f"{url} {state}" for url, state in self._engines.engine_states().items())
+        return RunError(
+            f"no token and no reward for {limit}; waiting for {description}: {self.missing()}; engines: {engines}"
+        )
 
     def _progress(self) -> tuple[float, int]:
         """Return a value that changes with any progress."""

@@ -1,10 +1,14 @@
 """Protocol between trainer rank 0 and the rollout process: msgpack of dataclasses over HTTP on a Unix socket.
 
-A command is `POST /<name>` with its request as body; the response is 200 with the result, or an error status
-with an `ErrorAnswer`. Each command has a unique id (REQUEST_HEADER): a command that is repeated after a
-connection broke is executed once. `GET /status` returns JSON for users and the supervisor. `GET /ledger`
-returns a Ledger, and `GET /samples?query=...` a SamplesAnswer, for readers. Until the ledger is open, every
-response has the status 503 and describes the progress.
+    POST /NAME               a command of the trainer, with its request as body
+    POST /leave?seconds=S    a command of the supervisor: park all samples; returns the status
+    GET /status              JSON for users and the supervisor
+    GET /ledger              a Ledger, for readers
+    GET /samples?query=Q     a SamplesAnswer, for readers
+
+The response of a command is 200 with the result, or an error status with an `ErrorAnswer`. Each command has a unique
+id (REQUEST_HEADER), so that a command that is sent again after its connection broke is executed once. Until the
+ledger is open, every response has the status 503 and describes the progress.
 """
 
 from __future__ import annotations
@@ -49,43 +53,50 @@ class StepRequest:
 
 @dataclass
 class BeginPushRequest:
+    """Request of `begin_push`."""
+
     mismatch_kept: float | None = None
-    """Mean mismatch of the trained step, see rlsys.rollout.keep_budget."""
+    """See KeepBudget.steer."""
 
 
 @dataclass
 class EndPushRequest:
+    """Request of `end_push`."""
+
     update: WeightUpdate
     canaries: list[Canary]
     checksums: list[dict[str, str]] = field(default_factory=list)
-    """Expected checksums per engine rank, by the engine's name of the tensor."""
+    """For each engine rank: the engine's name of a tensor -> expected checksum."""
     excluded: dict[str, str] = field(default_factory=dict)
     """URL -> reason, for engines that did not get all tensors."""
 
 
 @dataclass
 class ScoresRequest:
+    """Request of `store_scores`."""
+
     scores: list[LogProbResult]
 
 
 @dataclass
 class ErrorAnswer:
+    """Response of a command that failed."""
+
     error: str
     """UserError or RunError."""
     message: str
 
 
 def encode_error(error: RlsysError) -> tuple[int, bytes]:
-    """Return HTTP status and body."""
-    user = isinstance(error, UserError)
-    name = "UserError" if user else "RunError"
-    return (USER_ERROR_STATUS if user else RUN_ERROR_STATUS), encode(
-        ErrorAnswer(name, valid_text(str(error)))
+    """Return the HTTP status and the body of the response to a command that failed."""
+    status, name = (
+        (USER_ERROR_STATUS, "UserError") if isinstance(error, UserError) else (RUN_ERROR_STATUS, "RunError")
     )
+    return status, encode(ErrorAnswer(name, valid_text(str(error))))
 
 
 def decode_error(body: bytes) -> RlsysError | None:
-    """Decode the error of a command; None if the body is not an ErrorAnswer, such as the text of an HTTP 500."""
+    """Return the error of a command; None if the body is no ErrorAnswer, such as the text of an HTTP 500."""
     try:
         answer = decode(body, ErrorAnswer)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""RewardMetrics: means of the additional metrics that reward functions return, as verl's dictionaries do."""
+"""RewardMetrics: means of the additional metrics that reward functions return, as in verl."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class RewardMetrics:
         self._counts: dict[str, int] = defaultdict(int)
 
     def add(self, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of one sample."""
         for name, value in metrics.items():
             self._sums[name] += value
             self._counts[name] += 1

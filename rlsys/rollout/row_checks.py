@@ -24,7 +24,7 @@ log = logging.getLogger("rlsys.rollout")
 
 
 async def check_same_rows(source: PromptSource, buffer: RolloutBuffer) -> None:
-    """Store digests of the run's tables at its first start, and compare them at later ones.
+    """Store digests of the run's tables at the first start of the run, and compare them at each later start.
 
     Raises:
         UserError: the data changed, so held-out prompts and the prompts of started groups would differ.
@@ -80,7 +80,7 @@ class RowChecks:
             raise
         if self._process.returncode:
             last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-            log.warning("the check of all rows failed with %s: %s", self._process.returncode, last)
+            log.warning("the check of all rows failed with exit code %d: %s", self._process.returncode, last)
             return
         counts = RowCounts(**json.loads(out))
         log.info("all %d rows are checked", counts.rows)

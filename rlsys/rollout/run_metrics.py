@@ -15,8 +15,8 @@ from rlsys.rollout.bias import BiasMonitor
 from rlsys.worker.scoring import Scorer
 from rlsys.worker.worker_engines import WorkerEngines
 
-_BUSIEST = sorted(Status, key=lambda status: (status is not Status.IN_FLIGHT, status.terminal))
-"""The status of a sample with several sequences is that of its busiest one."""
+_BUSIEST_FIRST = sorted(Status, key=lambda status: (status is not Status.IN_FLIGHT, status.terminal))
+"""A sample with several sequences has the first of these statuses that one of its sequences has."""
 
 
 class RunMetrics:
@@ -45,17 +45,24 @@ class RunMetrics:
         self._missing_protections = missing_protections(config)
 
     def step_metrics(self, train_step: int, version: int, groups: Sequence[SampleGroup]) -> dict[str, float]:
-        """Return the metrics of a step that took these groups and starts from the weights of `version`."""
+        """Return the metrics of a train step.
+
+        Args:
+            version: weight version that the step updates.
+            groups: the groups that the step took.
+        """
         trained_steps = self._buffer.versions.trained_steps(version)
         metrics = step_metrics(groups, lambda v: trained_steps - self._buffer.versions.trained_steps(v))
         return {**metrics, **self._bias.metrics(train_step, groups)}
 
     def counts(self) -> dict[str, float]:
-        """Return counts by state: of samples for `in_flight` and `parked`, otherwise of groups."""
+        """Return the number of samples that are `in_flight` or `parked`, and the number of groups by state."""
         samples = [s for g in self._buffer.active() for s in g.samples]
         statuses = Counter(s.status for s in samples if not s.extra_sequences)
         statuses.update(
-            min((q.status for q in s.sequences), key=_BUSIEST.index) for s in samples if s.extra_sequences
+            min((q.status for q in s.sequences), key=_BUSIEST_FIRST.index)
+            for s in samples
+            if s.extra_sequences
         )
         return {
             "in_flight": statuses[Status.IN_FLIGHT],
@@ -80,23 +87,19 @@ class RunMetrics:
         exported = (
             "received_tokens", "engine_tokens", "engines_serving", "engine_deaths", "engine_rank_seconds"
         )  # fmt: skip
+        totals: dict[str, float] = {"lost": self._buffer.lost_tokens}
+        if stats["draft_checks"]:
+            totals["tokens_per_check"] = stats["checked_tokens"] / stats["draft_checks"]
+        if rounded := stats.get("rounded_log_probs", 0):
+            totals["rounded_log_probs"] = rounded
+        totals["cache_share"] = stats["cached_tokens"] / max(1, stats["prefilled_tokens"])
+        totals["resumes_total"] = stats["resumes"]
+        totals["reward_hung"] = self._scorer.timeouts + stats.get("reward_hung", 0)
+        totals["reward_failed"] = self._scorer.failures + stats.get("reward_failed", 0)
+        if self._missing_protections is not None:
+            totals["sandbox_missing"] = len(self._missing_protections)
         return {
-            "lost": self._buffer.lost_tokens,
-            **(
-                {"tokens_per_check": stats["checked_tokens"] / checks}
-                if (checks := stats["draft_checks"])
-                else {}
-            ),
-            **({"rounded_log_probs": rounded} if (rounded := stats.get("rounded_log_probs", 0)) else {}),
-            "cache_share": stats["cached_tokens"] / max(1, stats["prefilled_tokens"]),
-            "resumes_total": stats["resumes"],
-            "reward_hung": self._scorer.timeouts + stats.get("reward_hung", 0),
-            "reward_failed": self._scorer.failures + stats.get("reward_failed", 0),
-            **(
-                {"sandbox_missing": len(self._missing_protections)}
-                if self._missing_protections is not None
-                else {}
-            ),
+            **totals,
             **self._planning.counts,
             **self._counts(),
             **{k: v for k, v in stats.items() if k in exported or k.startswith(("cache_share_", "pool_"))},
@@ -106,14 +109,19 @@ class RunMetrics:
 def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> dict[str, float]:
     """Return the metrics of taken groups.
 
-    Lengths are in tokens and count all sequences of a sample. `staleness_*`: age of a group's oldest token, in train
-    steps.
-    `off_policy_share`: share of trained tokens sampled by other than the current weights. `sampled_entropy`:
-    mean of -mu over sampled tokens, in nats, an unbiased estimate of the mean entropy of their distributions.
-    `sequences`: trained sequences, if samples have several.
+    - reward, reward_part_NAME: mean over samples.
+    - response_len_*: tokens of all sequences of a sample.
+    - tokens: number of trained tokens.
+    - sampled_entropy: mean of -mu over sampled tokens, in nats: an unbiased estimate of the mean entropy of their
+      distributions.
+    - off_policy_share: fraction of trained tokens that older than the current weights sampled.
+    - staleness_*: age of a group's oldest token, in train steps.
+    - resumed_samples: number of samples that were interrupted and resumed.
+    - sequences: number of trained sequences, if samples have several.
+    - truncated_share: fraction of samples that ended at a token limit.
 
     Args:
-        age: returns the train steps between the weights of a version and the current ones.
+        age: returns the number of train steps between the weights of a version and the current weights.
     """
     samples = [s for g in groups for s in g.samples]
     sequences = [q for s in samples for q in s.trained_sequences]
@@ -152,6 +160,6 @@ def step_metrics(groups: Sequence[SampleGroup], age: Callable[[int], int]) -> di
 def quantile(values: Sequence[int], q: float) -> int:
     """Return the `q`-quantile of sorted values by the nearest-rank method.
 
-    It is the smallest value that at least the share `q` of the values does not exceed.
+    At least the fraction `q` of the values is less than or equal to the result, the smallest such value.
     """
     return values[max(0, math.ceil(q * len(values)) - 1)]

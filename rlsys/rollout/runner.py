@@ -1,8 +1,8 @@
 """SampleRunner: runs the tasks of samples, from the first token to the reward, and limits their number.
 
-A sample has one task: it waits in the router (at the gate, in an engine, again at the gate), then for its
-score. An interrupt does not end the task: the router parks the sample inside it. Slots limit the samples that
-are generating; admission limits the groups by age (schedule.py).
+Each sample has one task. The task waits in the router until the sample has ended, then for its score. An interrupt
+does not end the task: the router parks the sample, and the task waits. Slots limit the number of generating samples;
+admission limits the groups by age (schedule.py).
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from rlsys.worker.scoring import set_turn_rewards
 from rlsys.worker.workers import Workers
 
 CENSORED_STEPS = 2
-"""Consecutive censored groups that stop the run, in multiples of groups_per_step."""
-
+"""The run stops after this number of consecutive censored groups, in multiples of groups_per_step."""
 MAX_STARTS_PER_ITERATION = 512
-"""Samples that start in one iteration of the event loop.
+"""Largest number of samples that start in one iteration of the event loop.
 
 With 50,000 slots a step starts tens of thousands of samples, which takes seconds. Between iterations the loop
 handles other events, and the first samples generate.
@@ -50,8 +49,8 @@ log = logging.getLogger("rlsys.rollout")
 class SampleRunner:
     """Runs samples. Owns their tasks and the slots; the buffer owns groups and their states.
 
-    `wake` is set when a group is decided and when a task fails. The first failure is stored and raised to the
-    trainer by `raise_failure`, so no background error is lost.
+    `wake` is set when a group is decided and when a task fails. The first failure is stored, and `raise_failure`
+    raises it in a command of the trainer.
     """
 
     def __init__(
@@ -86,27 +85,36 @@ class SampleRunner:
         """Number of samples without a reward, by cause."""
         self._failures = FailedSamples(config.rollout.max_failed_share, config.samples_per_step)
         self._failure: BaseException | None = None
-        self._trained_steps: int | None = None  # train steps in the engines' weights; None: start nothing
-        self._unadmitted: deque[SampleGroup] = (
-            deque()
-        )  # active since before a restart, not admitted again yet
-        self._pending: deque[tuple[SampleGroup, Sample]] = deque()  # admitted, waiting for a slot
+        self._trained_steps: int | None = None
+        """Number of train steps in the engines' weights; None: start no sample."""
+        self._unadmitted: deque[SampleGroup] = deque()
+        """Active groups from before a restart that were not admitted again yet."""
+        self._pending: deque[tuple[SampleGroup, Sample]] = deque()
+        """Samples of admitted groups that wait for a slot."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._generating: set[int] = set()  # ids of samples that hold a slot
-        self._fill_handle: asyncio.Handle | None = None  # the callback that starts more of them
-        self._prompts: dict[int, Prompt] = {}  # of admitted groups
-        self._concluding: set[int] = (
-            set()
-        )  # ids of groups whose samples are all settled, until they are decided
+        """Sample id, or key of an exploration (_exploring) -> running task."""
+        self._generating: set[int] = set()
+        """Ids of the samples that hold a slot."""
+        self._fill_handle: asyncio.Handle | None = None
+        """Scheduled call that starts more samples."""
+        self._prompts: dict[int, Prompt] = {}
+        """Group id -> prompt, for admitted groups."""
+        self._concluding: set[int] = set()
+        """Ids of groups whose samples are all settled, while their decision is under way."""
         self._censored_in_row = 0
-        self._admitted_at: dict[int, float] = {}  # of admitted groups, on the loop's clock
+        self._admitted_at: dict[int, float] = {}
+        """Group id -> loop time of its admission, for admitted groups."""
         self.slots = config.slots
-        """Limit of concurrently generating samples; a lower limit takes effect as samples finish."""
+        """Largest number of concurrently generating samples. A lower value takes effect as samples finish."""
         self.occupancy = Occupancy(config.samples_per_step)
         commits.on_failure = self._fail
 
     def advance(self, trained_steps: int) -> None:
-        """Start samples as admission and slots allow, with weights of this many train steps in the engines."""
+        """Start samples as admission and slots allow.
+
+        Args:
+            trained_steps: number of train steps in the engines' weights.
+        """
         self._trained_steps = trained_steps
         if self._replay is not None:
             self._replay.advance(trained_steps)
@@ -115,11 +123,11 @@ class SampleRunner:
         self._update_occupancy()
 
     def pause(self) -> None:
-        """Stop counting idle slots until the next `advance`: no samples are needed."""
+        """Stop counting idle slots until the next `advance`, because no samples are needed."""
         self.occupancy.update(asyncio.get_running_loop().time(), None)
 
     async def reset(self) -> None:
-        """End all tasks after an interrupt; active groups must be admitted again. Nothing starts before `advance`."""
+        """End all tasks after an interrupt. No sample starts before `advance`, which admits active groups again."""
         self._trained_steps = None
         await self.stop(_tasks_of(self._buffer.active()))
         self._pending.clear()
@@ -131,7 +139,7 @@ class SampleRunner:
     async def drop(self, groups: Collection[SampleGroup], state: GroupState) -> None:
         """End the tasks of these groups, and move the groups to a state that is never trained.
 
-        Call after an interrupt.
+        Call it after an interrupt.
         """
         await self.stop(_tasks_of(groups))
         for group in groups:
@@ -148,7 +156,7 @@ class SampleRunner:
         self._unadmitted = deque(g for g in self._unadmitted if g.state is GroupState.ACTIVE)
 
     async def censor_overdue(self, groups: Collection[SampleGroup]) -> None:
-        """Censor the groups that are still unfinished. Call after an interrupt."""
+        """Censor those of the groups that are still active. Call it after an interrupt."""
         reason = f"not finished within rollout.group_deadline = {self._config.rollout.group_deadline:g} s"
         late = [g for g in groups if g.state is GroupState.ACTIVE]
         for sample in (s for g in late for s in g.samples if not is_settled(s)):
@@ -160,7 +168,7 @@ class SampleRunner:
             self._count_censored(group, prompts[group.group_id], reason)
 
     async def stop(self, sample_ids: Collection[int]) -> None:
-        """Cancel the tasks of these samples. Call after an interrupt, when no sample is in an engine."""
+        """Cancel the tasks of these samples. Call it after an interrupt, when no sample is in an engine."""
         tasks = [self._tasks[i] for i in sample_ids if i in self._tasks]
         for task in tasks:
             task.cancel()
@@ -168,13 +176,15 @@ class SampleRunner:
         self._generating.difference_update(sample_ids)
 
     def overdue(self) -> list[SampleGroup]:
-        """Return unfinished groups that have run for rollout.group_deadline seconds."""
+        """Return unfinished groups that were admitted more than rollout.group_deadline seconds ago."""
         limit = self._config.rollout.group_deadline
         if limit is None:
             return []
         time = asyncio.get_running_loop().time()
-        late = [g for g, start in self._admitted_at.items() if time - start > limit]
-        return [self._buffer.groups[g] for g in late if g not in self._planning.waiting()]
+        late = [group_id for group_id, start in self._admitted_at.items() if time - start > limit]
+        return [
+            self._buffer.groups[group_id] for group_id in late if group_id not in self._planning.waiting()
+        ]
 
     def _update_occupancy(self) -> None:
         self.occupancy.update(asyncio.get_running_loop().time(), len(self._generating))
@@ -217,10 +227,10 @@ class SampleRunner:
             self._update_occupancy()
 
     def _may_admit(self, trained_steps: int) -> bool:
+        """Return whether the age limit, or the record of a replayed run, allows another group."""
         if self._replay is not None:
-            return self._replay.admits(
-                self._unadmitted[0].group_id if self._unadmitted else self._buffer.next_group_id
-            )
+            next_id = self._unadmitted[0].group_id if self._unadmitted else self._buffer.next_group_id
+            return self._replay.admits(next_id)
         dead = sum(self._buffer.counts[state] for state in DEAD)
         accepted = self._buffer.next_group_id - dead - len(self._unadmitted)
         capacity = admission_capacity(
@@ -232,7 +242,7 @@ class SampleRunner:
         return capacity > 0
 
     def _admit(self, trained_steps: int) -> bool:
-        """Admit one group, unadmitted groups from before a restart first. Returns whether a group was admitted."""
+        """Admit one group, groups from before a restart first. Return whether a group was admitted."""
         if not self._may_admit(trained_steps):
             return False
         if self._unadmitted:
@@ -253,7 +263,7 @@ class SampleRunner:
         self._refuse(group, item.censored)
         waiting = [s for s in group.samples if not is_settled(s)]
         self._pending.extend((group, s) for s in waiting)
-        if not waiting:  # restarted between its last reward and its decision
+        if not waiting:  # a restart occurred between its last reward and its decision
             self._start_task(group.samples[-1].sample_id, self._conclude(group))
         return True
 
@@ -261,12 +271,12 @@ class SampleRunner:
         return [sample_seed(self._config.run.seed, group_id, i) for i in indices]
 
     def _save_planning(self) -> None:
-        """Save the state of planning: the flush that commits a decision also commits the state it led to."""
+        """Save the state of planning, so that the flush that commits a decision also commits this state."""
         if state := self._planning.state():
             self._buffer.set_note("planning", state)
 
     def _start_next(self) -> None:
-        """Start the next sample; with gang start its whole group, regardless of slots."""
+        """Start the next pending sample; with gang start, all pending samples of its group, regardless of slots."""
         group, sample = self._pending.popleft()
         self._start(group, sample)
         while self._workers.gang_start and self._pending and self._pending[0][0] is group:
@@ -278,12 +288,13 @@ class SampleRunner:
         self._start_task(sample.sample_id, self._run(group, sample))
 
     def _start_task(self, sample_id: int, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work, name=f"sample {sample_id}")
+        name = f"sample {sample_id}" if sample_id >= 0 else f"exploration of group {-1 - sample_id}"
+        task = asyncio.create_task(work, name=name)
         self._tasks[sample_id] = task
         task.add_done_callback(lambda t: self._on_task_done(sample_id, t))
 
     async def _run(self, group: SampleGroup, sample: Sample) -> None:
-        """Run one sample until it has a reward or is censored."""
+        """Run one sample until it has a reward or is censored. The last sample of a group decides on the group."""
         prompt = self._prompts[group.group_id]
         self._spans.begin(sample)
         if not sample.status.terminal:
@@ -296,21 +307,25 @@ class SampleRunner:
         if sample.status is not Status.CENSORED and self._planning.teacher is not None:
             await self._score_with_teacher(self._planning.teacher, sample)
         if sample.status is not Status.CENSORED:
-            verdict = await self._workers.score(sample, prompt)
-            reason = verdict.reason
-            if reason is None and verdict.turns is not None:
-                reason = set_turn_rewards(sample, verdict.turns)
-            if reason is None:
-                sample.reward, sample.named_rewards = verdict.reward, verdict.parts
-                sample.answer = verdict.answer
-                self.reward_metrics.add(verdict.metrics)
-            else:
-                sample.censor(verdict.cause, reason)
+            await self._score(sample, prompt)
         self.settled_samples += 1
         self._settle_sample(group, sample)
         self._spans.end(sample, sample.censor_reason)
         if all(is_settled(s) for s in group.samples):
             await self._conclude(group)
+
+    async def _score(self, sample: Sample, prompt: Prompt) -> None:
+        """Set the sample's rewards, or censor it if scoring fails."""
+        verdict = await self._workers.score(sample, prompt)
+        reason = verdict.reason
+        if reason is None and verdict.turns is not None:
+            reason = set_turn_rewards(sample, verdict.turns)
+        if reason is not None:
+            sample.censor(verdict.cause, reason)
+            return
+        sample.reward, sample.named_rewards = verdict.reward, verdict.parts
+        sample.answer = verdict.answer
+        self.reward_metrics.add(verdict.metrics)
 
     def _settle_sample(self, group: SampleGroup, sample: Sample) -> None:
         """Count a finished sample.
@@ -326,7 +341,7 @@ class SampleRunner:
                 self._failures.add(1, group.prompt_index, sample.censor_reason or "")
 
     def begin_step(self) -> None:
-        """Start a new window of failed samples. Called when a train step has taken its groups."""
+        """Start a new window of failed samples, when a train step has taken its groups."""
         self._failures.begin_step()
 
     def _name(self, group: SampleGroup) -> str:
@@ -339,9 +354,12 @@ class SampleRunner:
         return f"{self._name(group)}, group {group.group_id}"
 
     def _refuse(self, group: SampleGroup, censored: Censored | None) -> None:
-        """Set the prompt's refusal if the group is to be censored.
+        """Record the failure of a group in its prompt, so that the group is censored.
 
-        Samples that have not started are then censored at once, the others when the group is decided.
+        Samples that have not started are censored at once, the others when the group is decided.
+
+        Args:
+            censored: the failure; None: the group has not failed.
         """
         if censored is not None and (prompt := self._prompts.get(group.group_id)) is not None:
             self._prompts[group.group_id] = replace(
@@ -349,7 +367,7 @@ class SampleRunner:
             )
 
     def _count_failure(self, group: SampleGroup, censored: Censored) -> str:
-        """Count all samples of a group as censored. Returns the reason.
+        """Count all samples of a group as censored. Return the reason.
 
         Raises:
             RunError: too many samples failed with unexpected errors.
@@ -373,15 +391,15 @@ class SampleRunner:
             self._commits.flush_soon()
 
     async def _wait_explored(self, group: SampleGroup) -> bool:
-        """Wait until the group's size is known. Returns whether all of its samples are settled."""
+        """Wait until exploration has determined the group's size. Return whether all of its samples are settled."""
         if (task := self._tasks.get(_exploring(group))) is not None:
             await asyncio.wait({task})
-            if task.cancelled() or task.exception() is not None:  # its error ends the run
+            if task.cancelled() or task.exception() is not None:  # the error ends the run
                 return False
         return all(is_settled(s) for s in group.samples)
 
     async def _score_with_teacher(self, teacher: EngineTeacher, sample: Sample) -> None:
-        """Request and save the teacher's log-probs. A restart between this and the reward does not repeat it."""
+        """Request the teacher's log-probs, and save them at once, so that a restart does not repeat the request."""
         with boundary(f"{prompt_name(self._prompts[sample.group_id])}, sample {sample.sample_id}") as item:
             reason = await teacher.score(sample)
         if item.censored is not None:
@@ -393,7 +411,7 @@ class SampleRunner:
             self._commits.flush_soon()
 
     async def _conclude(self, group: SampleGroup) -> None:
-        """Decide on a group whose samples are all settled. The tasks of several samples may call this."""
+        """Decide on a group whose samples are all settled. Tasks of several samples may call it; one decides."""
         if group.group_id in self._concluding or group.group_id not in self._prompts:
             return
         self._concluding.add(group.group_id)
@@ -403,6 +421,7 @@ class SampleRunner:
             self._concluding.remove(group.group_id)
 
     async def _decide_complete(self, group: SampleGroup) -> None:
+        """Reward the group and apply the planners' decision, or censor the group if a sample is censored."""
         if not await self._wait_explored(group):
             return
         reason = next((s.censor_reason for s in group.samples if s.status is Status.CENSORED), None)
@@ -435,12 +454,12 @@ class SampleRunner:
 
     def _decide_released(self) -> None:
         """Decide on the held groups that the planners have released."""
-        last = None
+        last_id = None
         while released := self._planning.released():
             group_id = released[0]
-            if group_id not in self._prompts or group_id == last:
+            if group_id not in self._prompts or group_id == last_id:
                 raise self._planning.released_error(group_id)
-            last = group_id
+            last_id = group_id
             self._decide(self._buffer.groups[group_id])
 
     def _decide(self, group: SampleGroup) -> None:
@@ -456,7 +475,11 @@ class SampleRunner:
             self._settle(group, GroupState.CENSORED, self._count_failure(group, item.censored))
 
     def _apply(self, group: SampleGroup, decision: Decision, samples: Sequence[Sample]) -> None:
-        """Apply a decision. `samples`: those that an AddSamples decision has added."""
+        """Apply a decision.
+
+        Args:
+            samples: samples that an AddSamples decision has added to the group, but that have not started.
+        """
         if isinstance(decision, AddSamples):
             self._start_added(group, samples)
         elif isinstance(decision, Hold):
@@ -465,7 +488,11 @@ class SampleRunner:
             self._settle(group, GroupState.READY if isinstance(decision, Accept) else GroupState.FILTERED)
 
     def _settle(self, group: SampleGroup, state: GroupState, reason: str | None = None) -> None:
-        """Apply the final decision on a group. `reason`: why it is censored."""
+        """Apply the final decision on a group.
+
+        Args:
+            reason: why the group is censored; None: it is not.
+        """
         name = self._name(group)
         with boundary(self._group_name(group)) as item:
             self._planning.close(group, rewarded=reason is None, accepted=state is GroupState.READY)
@@ -486,28 +513,33 @@ class SampleRunner:
         return self._buffer.grow(group, seeds, growth.prompt_ids, growth.prefixes)
 
     def _start_added(self, group: SampleGroup, samples: Sequence[Sample]) -> None:
-        """Start added samples before all pending ones: the tokens of their siblings are growing old."""
+        """Start added samples before all pending ones, because the tokens of their siblings are growing old."""
         self._save_planning()
         self._commits.flush_soon()
         self._pending.extendleft((group, s) for s in reversed(samples))
         self._fill()
 
     def _count_censored(self, group: SampleGroup, name: str, reason: str | None) -> None:
-        """Count consecutive censored groups, and stop the run at too many.
+        """Count consecutive censored groups.
 
         Groups that are censored because the teacher is unreachable do not count: the teacher may come back.
 
         Args:
             name: name of the group's prompt.
+            reason: why the group is censored; None: it is not, which resets the count.
+
+        Raises:
+            UserError: there are too many, and the last one has a refused prompt.
+            RunError: there are too many, and the last one has another reason.
         """
-        if reason is not None:
-            reason = shorten(valid_text(reason), LONGEST_REASON)
-            log.warning("group %d (%s) is censored: %s", group.group_id, name, reason)
-            if reason.startswith(UNAVAILABLE):
-                return
-        self._censored_in_row = 0 if reason is None else self._censored_in_row + 1
         if reason is None:
+            self._censored_in_row = 0
             return
+        reason = shorten(valid_text(reason), LONGEST_REASON)
+        log.warning("group %d (%s) is censored: %s", group.group_id, name, reason)
+        if reason.startswith(UNAVAILABLE):
+            return
+        self._censored_in_row += 1
         if self._censored_in_row >= CENSORED_STEPS * self._config.rollout.groups_per_step:
             kind = UserError if reason.startswith(PROMPT_REFUSED) else RunError
             description = reason if name in reason else f"{reason} ({name})"
@@ -519,7 +551,7 @@ class SampleRunner:
         self._tasks.pop(sample_id, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             if not isinstance(error, RlsysError):
-                log.error("sample %d", sample_id, exc_info=error)
+                log.error("%s failed", task.get_name(), exc_info=error)
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -529,7 +561,7 @@ class SampleRunner:
 
 
 def _exploring(group: SampleGroup) -> int:
-    """Return the key of the task that explores the group's prompt; other keys are sample ids."""
+    """Return the key of the task that explores the group's prompt. It is negative, unlike sample ids."""
     return -1 - group.group_id
 
 

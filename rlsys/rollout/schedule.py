@@ -13,13 +13,15 @@ def admission_capacity(*, max_staleness: int, trained_steps: int, groups_per_ste
 
         (max_staleness + trained_steps + 1) * groups_per_step - accepted
 
-    With max_staleness 0, exactly the groups of the next train step may run. After a restart, `trained_steps` is that
-    of the checkpoint, while groups that later steps took before the crash count as accepted: no group is admitted
-    until the trainer has caught up.
+    With max_staleness 0, exactly the groups of the next train step may run. After a restart from an earlier
+    checkpoint, no group is admitted until the trainer has caught up: `trained_steps` is that of the checkpoint, but
+    `accepted` includes the groups that later steps took before the crash.
 
     Args:
-        trained_steps: train steps contained in the engines' weights.
-        accepted: groups trained, ready or running; expired, filtered and censored ones do not count.
+        max_staleness: largest age of a trained token in train steps.
+        trained_steps: number of train steps in the engines' weights.
+        groups_per_step: number of groups that a train step takes.
+        accepted: number of trained, ready and running groups, without expired, filtered and censored ones.
     """
     return (max_staleness + trained_steps + 1) * groups_per_step - accepted
 
@@ -46,9 +48,9 @@ def choose_in_time(
         count: groups of a train step.
         slack: returns the number of later steps that may take the group; 0: only this step may.
 
-        Returns:
-            the chosen groups; None if the step must wait, because too few groups are ready, or because a running
-                group would become too old.
+    Returns:
+        the chosen groups; None if the step must wait, because too few groups are ready, or because a running group
+            would become too old.
     """
     if len(ready) < count:
         return None

@@ -14,10 +14,10 @@ from rlsys.worker.run_replay import ReplaySchedule
 
 
 class Selection:
-    """Stateless: reads the buffer.
+    """Chooses groups of the buffer. Has no state of its own.
 
     Args:
-        replay: the schedule of a replayed run, which decides instead.
+        replay: the schedule of a replayed run, which then chooses the groups; None: the run is no replay.
         at_max_resumes: see Streams.at_max_resumes.
     """
 
@@ -31,12 +31,12 @@ class Selection:
         self._at_max_resumes = at_max_resumes
         self._rollout = config.rollout
         self._colocated = config.launch.placement == "colocated"
-        self._keeps = config.router.interruption != "abort"
+        self._engines_keep_samples = config.router.interruption != "abort"
         self._buffer = buffer
         self._replay = replay
 
     def groups(self, trained_steps: int) -> list[SampleGroup] | None:
-        """Return the groups for the step after `trained_steps`; None if the step must wait for others."""
+        """Return the groups for the step after `trained_steps`; None if the step must wait."""
         if self._replay is not None:
             return self._replay.groups(trained_steps)
         if self._colocated and self.has_protected_samples(trained_steps):  # a take interrupts
@@ -55,32 +55,31 @@ class Selection:
     def certain(self) -> list[SampleGroup]:
         """Return the ready groups that the next step will take, regardless of which groups finish next.
 
-        Valid only where steps take groups in the order of completion: not with the staleness policy `wait`, and not
-        in a replay.
+        The result is wrong with the staleness policy `wait` and in a replay, because steps then do not take groups
+        in the order of completion.
         """
         return self._buffer.ready()[: self._rollout.groups_per_step]
 
     def has_protected_samples(self, trained_steps: int, members: Collection[str] | None = None) -> bool:
         """Return whether a sample in an engine must not be interrupted.
 
-        Protected are samples that were resumed rollout.max_resumes times and, in a replay, samples of which the
-        record has more tokens of these weights.
+        These are the samples that were resumed rollout.max_resumes times. In a replay, they are instead the samples
+        for which the record has more tokens of the current weights.
 
         Args:
-            trained_steps: train steps contained in the engines' weights.
-            members: URLs of the engines to check; None: all.
+            trained_steps: number of train steps in the engines' weights.
+            members: URLs of the engines whose samples count; None: all.
         """
         if self._replay is not None:
             return self._replay.is_behind(trained_steps)
-        if self._keeps:  # engines that keep their samples interrupt none
+        if self._engines_keep_samples:  # they pause without an interruption
             return False
         return any(members is None or url in members for url in self._at_max_resumes())
 
     def stays_young(self, sample: TokenSequence, done_steps: int) -> bool:
         """Return whether the sample's group will not be too old after `done_steps` train steps.
 
-        A sample without tokens counts as having tokens of the newest version: it may get some before its engine
-        pauses.
+        A group without tokens has the age of the newest version, because it may get tokens before its engine pauses.
         """
         if self._rollout.staleness_policy == "mask":
             return True
@@ -98,7 +97,11 @@ class Selection:
         return [g for g in self._buffer.groups.values() if self._buffer.versions.age(g, done_steps) > limit]
 
     def mask_old(self, groups: list[SampleGroup], trained_steps: int) -> int:
-        """Mask old tokens of taken groups if the staleness policy is `mask`. Returns the number of masked tokens."""
+        """Mask old tokens of taken groups if the staleness policy is `mask`.
+
+        Returns:
+            the number of masked tokens.
+        """
         if self._rollout.staleness_policy != "mask":
             return 0
         sequences = [q for g in groups for s in g.samples for q in s.trained_sequences]
@@ -112,23 +115,31 @@ class Selection:
 
     def unscored(self, trained_steps: int) -> list[LogProbRequest]:
         """Return live sequences whose last tokens lack log-probs and were sampled after `trained_steps` steps."""
-        live = [q for g in self._buffer.groups.values() for s in g.samples for q in s.trained_sequences]
-        starts = {(q.sample_id, q.sequence): self._first_unscored(q, trained_steps) for q in live}
-        group_ids = {q.group_id: None for q in live if starts[q.sample_id, q.sequence] is not None}
+        starts: dict[tuple[int, int], int] = {}
+        group_ids: dict[int, None] = {}
+        for group in self._buffer.groups.values():
+            for sequence in (q for s in group.samples for q in s.trained_sequences):
+                start = self._first_unscored(sequence, trained_steps)
+                if start is not None:
+                    starts[sequence.sample_id, sequence.sequence] = start
+                    group_ids[sequence.group_id] = None
         sequences = [
             q for g in self._buffer.read_groups(group_ids) for s in g.samples for q in s.trained_sequences
         ]
         return [
-            LogProbRequest(
-                TokenSequence(**{f.name: getattr(q, f.name) for f in fields(TokenSequence)}), start
-            )
+            LogProbRequest(_as_sequence(q), starts[q.sample_id, q.sequence])
             for q in sequences
-            if (start := starts.get((q.sample_id, q.sequence))) is not None
+            if (q.sample_id, q.sequence) in starts
         ]
 
     def _first_unscored(self, sample: TokenSequence, trained_steps: int) -> int | None:
-        """Return the first token without log-probs among the last tokens, if these weights sampled them."""
-        if sample.trained_prompt is not None:  # it is trained under another prompt than it was sampled under
+        """Return the index of the sequence's first token without a log-prob under the weights that sampled its end.
+
+        None if the sequence has no such token, or if its last tokens were not sampled after `trained_steps` steps.
+        """
+        if (
+            sample.trained_prompt is not None
+        ):  # trained under another prompt than the tokens were sampled under
             return None
         if not sample.spans or self._buffer.versions.trained_steps(sample.spans[-1].version) != trained_steps:
             return None
@@ -137,3 +148,8 @@ class Selection:
         )
         start = max(min(span.start for span in same_weights), len(sample.behaviour))
         return start if start < sample.tokens else None
+
+
+def _as_sequence(sequence: TokenSequence) -> TokenSequence:
+    """Return a plain TokenSequence with the fields of `sequence`, which may be a Sample."""
+    return TokenSequence(**{f.name: getattr(sequence, f.name) for f in fields(TokenSequence)})

@@ -136,10 +136,10 @@ def make_app(manager: RolloutManager, ready: Callable[[], bool], owner: Owner) -
 
 
 class Access:
-    """Access control: only the launch that owns the run, by its key, and only its latest trainer.
+    """Access control: accepts requests of the launch that owns the run, and commands of its latest trainer only.
 
-    A trainer registers with `restore`. An older one that comes back after a pause is refused from then on: its
-    push would send old weights under a new version, and its take would train a step twice.
+    A trainer registers with `restore`. Commands of earlier trainers are refused from then on: a push would send old
+    weights under a new version, and a take would train a step twice.
     """
 
     def __init__(self, owner: Owner) -> None:
@@ -151,7 +151,7 @@ class Access:
         """Check that a request carries the owner's key.
 
         Raises:
-            Refusal: it does not (403).
+            Refusal: the request carries no or another key (status 403).
         """
         if not same_secret(request.headers.get(KEY_HEADER, ""), self._owner.key):
             raise Refusal(
@@ -163,25 +163,24 @@ class Access:
         """Check that a command comes from the latest trainer.
 
         Raises:
-            RunError: another trainer has replaced it, or it has not registered with `restore`.
+            RunError: another trainer has replaced the sender, or the sender has not registered with `restore`.
         """
         start = int(request.headers.get(START_HEADER, "0"))
-        if request.path == "/restore" and start >= self._start:
+        command = request.path[1:]
+        if command == "restore" and start >= self._start:
             self._start = start
-        if start != self._start or not start:
-            raise RunError(
-                f"{request.path[1:]}: start {start} of the trainer was replaced by start {self._start}"
-                if self._start
-                else f"{request.path[1:]}: the trainer must call restore first"
-            )
+        if not self._start:
+            raise RunError(f"{command}: the trainer must call restore first")
+        if start != self._start:
+            raise RunError(f"{command}: start {start} of the trainer was replaced by start {self._start}")
 
 
 def _command(
     access: Access, dedup: CommandDedup, kind: type[R], run: Callable[[R], Awaitable[Result]]
 ) -> Handler:
-    """Create a handler that decodes a request of type `kind` and encodes the result or error.
+    """Create a handler that decodes a request of type `kind`, calls `run`, and encodes the result or error.
 
-    An error ends the run. For an unexpected exception, the message has its type and location, and the log its
+    The error ends the run. An unexpected exception becomes a RunError with its type and location; the log has its
     traceback.
     """
 
@@ -191,12 +190,14 @@ def _command(
             access.check_trainer(request)  # after the body: another trainer may have restored meanwhile
             message = decode(body, kind)
         except msgspec.DecodeError as e:
-            return web.Response(status=400, text=f"not a request of {request.path}: {e}")
+            return web.Response(status=400, text=f"{request.path}: the body is no valid request: {e}")
         except RunError as e:
             code, body = encode_error(e)
             return web.Response(status=code, body=body)
-        name = request.headers.get(REQUEST_HEADER, "")
-        (outcome,) = await asyncio.gather(dedup.run_once(name, lambda: run(message)), return_exceptions=True)
+        request_id = request.headers.get(REQUEST_HEADER, "")
+        (outcome,) = await asyncio.gather(
+            dedup.run_once(request_id, lambda: run(message)), return_exceptions=True
+        )
         if not isinstance(outcome, BaseException):
             return web.Response(body=encode(outcome))
         if not isinstance(outcome, Exception):
@@ -227,9 +228,9 @@ class EngineWatch:
         """Create a watch.
 
         Args:
-            engines: the engines that count.
+            engines: engines of which `min_engines` must respond.
             references: servers with reference or teacher weights; all must respond.
-            min_engines: number of `engines` that must respond.
+            min_engines: see `engines`.
             workers: the workers of the run, whose engines are watched afterwards.
             members: engines that join and leave the run.
         """
@@ -239,6 +240,7 @@ class EngineWatch:
         self._logged = False
 
     async def run(self) -> None:
+        """Wait, set `ready`, then watch the engines forever."""
         while not await self._is_ready():
             await asyncio.sleep(PROBE_SECONDS)
         self.ready = True
@@ -268,12 +270,14 @@ async def serve(
     """Run the rollout process until SIGTERM or SIGINT.
 
     Args:
-        urls: the engines.
-        reference: URL of the server with reference weights, if a planner needs it.
-        teacher: URL of the server with the teacher's weights.
+        urls: URLs of the engines that the launch starts, by engine index.
+        reference: URL of the server with reference weights; None: the config needs none.
+        owner: the launch that owns the run.
+        teacher: URL of the server with the teacher's weights; None: the config needs none.
 
     Raises:
-        UserError: the ledger file is unusable, or the data section is invalid.
+        UserError: the ledger file is unusable, the data section is invalid, or an option that the config requires
+            is missing.
     """
     if config.engine.reference is not None and reference is None:
         raise UserError(f"engine.reference = {config.engine.reference}: expected the option --reference URL")
@@ -287,9 +291,8 @@ async def serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with make_session() as session, contextlib.AsyncExitStack() as stack:
         components = RolloutComponents(config, urls, reference, teacher, owner, session)
-        stack.push_async_callback(
-            components.rewards.close
-        )  # else asyncio waits forever for a process that just starts
+        # Otherwise asyncio would wait forever for a reward process that is just starting.
+        stack.push_async_callback(components.rewards.close)
         components.rewards.begin()  # while the engines start
         path = config.run.dir / FILE_NAME
 
@@ -316,7 +319,7 @@ async def serve(
 async def _manage(
     config: Config, components: RolloutComponents, buffer: RolloutBuffer, owner: Owner, stop: asyncio.Event
 ) -> None:
-    """Serve the trainer's commands until `stop`; then park samples in flight."""
+    """Serve the trainer's commands until `stop` is set, then park samples in flight."""
 
     def rewards_in_flight() -> str:
         prompts = ", ".join(str(p.index) for p in components.scorer.scoring) or "none"
@@ -362,7 +365,7 @@ async def _manage(
 async def _serve_until(
     stop: asyncio.Event, app: web.Application, owner: Owner, *background: Coroutine[Any, Any, None]
 ) -> None:
-    """Serve until `stop`. An error of a `background` task ends the service."""
+    """Serve until `stop` is set. An error of a `background` task ends the service and is raised."""
     stop_task = asyncio.ensure_future(stop.wait())
     tasks: set[asyncio.Future[Any]] = {stop_task, *map(asyncio.ensure_future, background)}
     # Cancelled handlers: the take of a trainer that no longer exists must not keep waiting.

@@ -1,4 +1,4 @@
-"""Opening the ledger while the service reports the progress: a large ledger takes minutes."""
+"""Opens the ledger while the service reports the progress, because a large ledger takes minutes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ async def open_with_progress(path: Path, open_ledger: Callable[[], T], owner: Ow
     """Run `open_ledger` in a thread and return its result. Meanwhile, answer every request with the progress.
 
     Args:
-        path: file of the ledger.
-        owner: launch whose rollout socket is served.
+        path: file of the ledger, for its size.
+        owner: the launch; requests arrive at its rollout socket.
     """
     start_bytes = _bytes_read()
 

@@ -16,12 +16,12 @@ class TokenReconciliation:
         self._lost_reported = 0
 
     def reconcile(self) -> None:
-        """Check that every received token is in the ledger, and add the lost tokens to its count.
+        """Check that every received token is in the ledger, and add new lost tokens to the ledger's count.
 
-        Call after an interrupt.
+        Call it after an interrupt.
 
         Raises:
-            RunError: the ledger has another number of tokens than engines sent.
+            RunError: the number of saved tokens differs from the number of tokens that engines sent.
         """
         received, saved_tokens = self._engines.counts_at_save()
         if received != saved_tokens:

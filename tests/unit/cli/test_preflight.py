@@ -113,7 +113,7 @@ def no_number(samples: Samples) -> torch.Tensor:
         (["data.reward=exact_answr"], "^data.reward = 'exact_answr': unknown name; did you mean exact_answer"),
         (
             [f"data.reward={__name__}:endless_reward"],
-            "^data.reward = .*: no reward for the response <answer>0</answer> to the first prompt: reward raised Key",
+            "^data.reward = .*: no reward for the response <answer>0</answer> to prompt 0: reward raised Key",
         ),
         (
             [f"rollout.generator={__name__}:slimes_generate"],

@@ -109,7 +109,7 @@ async def test_min_engines_and_max_engines_limit_leaving_and_joining(
             await asyncio.sleep(5)
         assert list(rig.router.engine_states()) == [A, B, C]
         assert [r.getMessage() for r in caplog.records] == [
-            f"{B} stays: without it 1 engines would serve, fewer than 2",
+            f"{B} stays: number of engines that would serve without it: 1; expected at least 2 (launch.min_engines)",
             f"{D} waits: the run has launch.max_engines = 3",
         ]
         await rig.push(only_stale=True)  # now there are three
