@@ -17,14 +17,14 @@ from rlsys.segments import support
 from rlsys.segments.route_records import read_pointer
 
 ROUNDING = 1e-4
-"""Largest positive log-prob that is a rounding error: under a sampling mask, log-probs are quotients of sums."""
+"""Positive log-probs up to this value are rounding errors of the quotients of sums under a sampling mask."""
 
 VersionOf = Callable[[str], int]
 """Weight label -> version."""
 
 
 class LogProb(msgspec.Struct, array_like=True, gc=False):
-    """The log-prob of one entry. `output_ids` has its id; its text is not used."""
+    """The first element of SGLang's (log-prob, id, text) of a token. `output_ids` has the id; the text is unused."""
 
     value: float
 
@@ -85,7 +85,7 @@ def decode_chunk(event: bytes | memoryview) -> Chunk:
     """Decode the JSON of an event.
 
     Raises:
-        ValueError: The event is not a chunk of SGLang.
+        ValueError: The event is no chunk of SGLang.
     """
     return _CHUNK.decode(event)
 
@@ -97,43 +97,15 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
         chunk: A decoded event.
         received: Number of tokens that earlier chunks of the stream contained.
         version_of: Maps a weight label to a version.
-        truncated: The engine returns a sampling mask, and `mu` is the log-prob under this mask.
+        truncated: Whether the engine returns a sampling mask, so that `mu` is the log-prob under this mask.
 
     Raises:
         RequestRefused: The engine reports an error.
         ValueError: The chunk lacks values that SGLang always sends, or a value is not a log-prob.
     """
-    meta = chunk.meta_info
-    if meta is None:
-        error = chunk.error
-        if error is None:
-            raise ValueError("a chunk without meta_info and error")
-        code = error.get("code") if isinstance(error, dict) else None
-        raise RequestRefused(f"{error}", code if isinstance(code, int) else 400)
+    meta = _meta_of(chunk)
     reason = meta.finish_reason
-    if reason is not None and reason.type == "abort" and reason.status_code:
-        raise RequestRefused(f"{reason.status_code} {reason.message}", reason.status_code)
-    ids = chunk.output_ids
-    if truncated:
-        mu, masks = meta.output_token_sampling_logprobs or [], meta.output_token_sampling_mask or []
-    else:
-        mu, masks = [entry.value for entry in meta.output_token_logprobs or []], []
-    if meta.completion_tokens and len(ids) > meta.completion_tokens - received >= 0:
-        # Without --incremental-streaming-output a server repeats all earlier tokens, and may append tokens whose
-        # log-probs are in the next chunk.
-        new_tokens = slice(received, meta.completion_tokens)
-        ids, mu = ids[new_tokens], mu[new_tokens]
-        masks[:] = masks[new_tokens]
-        if meta.output_top_logprobs is not None:
-            meta.output_top_logprobs = meta.output_top_logprobs[new_tokens]
-    if not meta.prompt_tokens:
-        # The request was aborted in the queue, where a retracted request waits for memory. Its last chunk then
-        # repeats the last token and all log-probs; `completion_tokens` determines how many tokens are new.
-        new = meta.completion_tokens - received
-        ids, mu, masks = ids[:new], mu[:new], masks[:new]
-    tops = None
-    if meta.output_top_logprobs is not None:
-        tops = [_alternatives(entries) for entries in meta.output_top_logprobs[: len(ids)]]
+    ids, mu, masks, tops = _new_tokens(chunk.output_ids, meta, received, truncated)
     if len(ids) != len(mu) or meta.weight_version is None or (tops is not None and len(tops) != len(ids)):
         raise ValueError(
             f"a chunk with {len(ids)} ids, {len(mu)} log-probs and weight version {meta.weight_version}; expected "
@@ -158,6 +130,51 @@ def read_chunk(chunk: Chunk, received: int, version_of: VersionOf, truncated: bo
     )
 
 
+def _meta_of(chunk: Chunk) -> Meta:
+    """Return the chunk's `meta_info`.
+
+    Raises:
+        RequestRefused: The engine reports an error.
+        ValueError: The chunk has neither `meta_info` nor an error.
+    """
+    meta, error = chunk.meta_info, chunk.error
+    if meta is None and error is None:
+        raise ValueError("the chunk has no meta_info and no error; expected one of them")
+    if meta is None:
+        code = error.get("code") if isinstance(error, dict) else None
+        raise RequestRefused(f"{error}", code if isinstance(code, int) else 400)
+    reason = meta.finish_reason
+    if reason is not None and reason.type == "abort" and reason.status_code:
+        raise RequestRefused(f"HTTP {reason.status_code}: {reason.message}", reason.status_code)
+    return meta
+
+
+def _new_tokens(
+    ids: list[int], meta: Meta, received: int, truncated: bool
+) -> tuple[list[int], list[float], list[list[int]], list[list[tuple[float, int]]] | None]:
+    """Return ids, log-probs, sampling masks and most probable ids of the tokens that are new in this chunk."""
+    mu: list[float]
+    masks: list[list[int]]
+    if truncated:
+        mu, masks = meta.output_token_sampling_logprobs or [], meta.output_token_sampling_mask or []
+    else:
+        mu, masks = [entry.value for entry in meta.output_token_logprobs or []], []
+    top_entries = meta.output_top_logprobs
+    if meta.completion_tokens and len(ids) > meta.completion_tokens - received >= 0:
+        # Without --incremental-streaming-output a server repeats all earlier tokens, and may append tokens whose
+        # log-probs are in the next chunk.
+        new = slice(received, meta.completion_tokens)
+        ids, mu, masks = ids[new], mu[new], masks[new]
+        top_entries = None if top_entries is None else top_entries[new]
+    if not meta.prompt_tokens:
+        # The request was aborted in the queue, where a retracted request waits for memory. Its last chunk then
+        # repeats the last token and all log-probs; `completion_tokens` determines how many tokens are new.
+        count = meta.completion_tokens - received
+        ids, mu, masks = ids[:count], mu[:count], masks[:count]
+    tops = None if top_entries is None else [_alternatives(entries) for entries in top_entries[: len(ids)]]
+    return ids, mu, masks, tops
+
+
 def check_log_probs(values: Iterable[float]) -> tuple[list[float], int]:
     """Check log-probs, and set those in (0, ROUNDING] to 0.
 
@@ -170,7 +187,7 @@ def check_log_probs(values: Iterable[float]) -> tuple[list[float], int]:
     log_probs, rounded = list(values), 0
     for i, value in enumerate(log_probs):
         if not -math.inf < value <= ROUNDING:
-            raise ValueError(f"log-prob {value!r}, expected a finite value of at most 0")
+            raise ValueError(f"log-prob {value!r}; expected a finite value of at most 0")
         if value > 0:
             log_probs[i] = 0.0
             rounded += 1
@@ -178,14 +195,20 @@ def check_log_probs(values: Iterable[float]) -> tuple[list[float], int]:
 
 
 def _alternatives(entries: list[tuple[float | None, int, Any]]) -> list[tuple[float, int]]:
-    """Return (log-prob, id) of the entries, without those whose log-prob is null: it stands for -inf."""
+    """Return (log-prob, id) of the entries, without those whose log-prob is null, which means -inf."""
     pairs = [(value, i) for value, i, _ in entries if value is not None]
     values, _ = check_log_probs(value for value, _ in pairs)
     return [(value, i) for value, (_, i) in zip(values, pairs, strict=True)]
 
 
 def _call_spans(meta: Meta, tokens: int, version_of: VersionOf) -> list[VersionSpan] | None:
-    """Return the version spans of a finished request of `tokens` tokens; None if there is only one version.
+    """Return the version spans of a finished request.
+
+    Args:
+        tokens: Number of generated tokens.
+
+    Returns:
+        None if all tokens have one version.
 
     Raises:
         ValueError: The spans do not cover the tokens without gaps.
@@ -205,7 +228,7 @@ def _call_spans(meta: Meta, tokens: int, version_of: VersionOf) -> list[VersionS
 
 
 def read_routes(meta: Meta, prompt: int, received: int, first: int) -> RouteSpan | None:
-    """Return the routed experts of a request's sequence from position `first` on; None if the engine has none.
+    """Return the routed experts of a request's sequence from position `first` on.
 
     If the weights changed during the request, the result starts at the first position of the newest weights, because
     the prefill of the prefix replaced the earlier experts.
@@ -215,6 +238,9 @@ def read_routes(meta: Meta, prompt: int, received: int, first: int) -> RouteSpan
         prompt: Number of prompt tokens.
         received: Number of tokens that the request has generated.
         first: First position whose experts were requested.
+
+    Returns:
+        None if the engine returned no experts, or the weights changed after the last token.
 
     Raises:
         ValueError: The weights changed outside of the requested positions.
@@ -228,7 +254,8 @@ def read_routes(meta: Meta, prompt: int, received: int, first: int) -> RouteSpan
     start = prompt + versions[-1].start - 1 if len(versions) > 1 else first
     if not first <= start <= end:
         raise ValueError(
-            f"weights changed at position {start}, outside of the requested positions [{first}, {end})"
+            f"the weights changed at position {start}; expected a position in [{first}, {end}], because the experts "
+            "of these positions were requested"
         )
     if start == end:  # the weights changed after the last token
         return None

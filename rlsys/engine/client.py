@@ -45,7 +45,10 @@ class Aborted(Exception):
 
 
 class EngineClient(Wire):
-    """Client of one engine. Methods raise EngineError for a refusal, and one of `DeadEngine` without a response."""
+    """Client of one engine.
+
+    Methods raise EngineError if the engine refuses a request, and an error of `DeadEngine` if it does not respond.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class EngineClient(Wire):
             session: Session of make_session().
             tp: Tensor-parallel size of the engine.
             index: Number of the engine in the run's layout; None for an engine that joined during the run.
-            identity: Owner that the engine must have.
+            identity: Owner that the engine must have, and its keys.
             limits: Time limits of responses.
             adapter: Name of the adapter that generates; None for the base model.
             pool: Name of the pool in engine.pools that the engine joined.
@@ -106,7 +109,7 @@ class EngineClient(Wire):
             temperature: Sampling temperature.
             seed: Sampling seed; None on an engine that is not deterministic.
             stop_ids: Token ids that end the response.
-            routes_from: First position of which routed experts are returned; None for none. The prefill of a
+            routes_from: First position whose routed experts are returned; None for no experts. The prefill of a
                 prefix may select other experts than the passes that sampled it.
             cache_key: Requests share cached prefixes only with requests of the same key.
             truncation: top_k, top_p and min_p. `mu` is then the log-prob under the sampling mask, which segments
@@ -141,14 +144,14 @@ class EngineClient(Wire):
         async with self.request("POST", "/generate", json=body) as answer:
             if answer.status != 200:
                 text = (await answer.text())[:300]
-                raise EngineError(f"{self.url}/generate: {answer.status} {text}", answer.status)
+                raise EngineError(f"{self.url}/generate: HTTP {answer.status}: {text}", answer.status)
             received = 0
             async for event in events(answer.content.iter_any()):
                 if event.startswith(b"data: ") and not event.startswith(b"data: [DONE]"):
                     segment = self._segment(event, truncation is not None, received, len(ids), routes_from)
                     received += len(segment.ids)
                     if received > max_new_tokens:  # an endless stream would block an interrupt forever
-                        error = f"{received} tokens, expected at most {max_new_tokens}"
+                        error = f"{received} tokens; expected at most {max_new_tokens}"
                         raise EngineError(f"{self.url}/generate: malformed response: {error}", BAD_ANSWER)
                     yield segment
                     if segment.finish is not None:
@@ -160,7 +163,14 @@ class EngineClient(Wire):
     def _segment(
         self, event: bytes, truncated: bool, received: int, prompt: int, routes_from: int | None
     ) -> Segment:
-        """Decode an event. `prompt`, `received`: numbers of prompt tokens and of earlier generated tokens."""
+        """Decode an event.
+
+        Args:
+            truncated: Whether the engine returns a sampling mask.
+            received: Number of tokens that earlier events contained.
+            prompt: Number of prompt tokens.
+            routes_from: See `generate`.
+        """
         with self.translate_errors("/generate"):
             chunk = decode_chunk(memoryview(event)[6:])
             segment = read_chunk(chunk, received, self._version_of, truncated)
@@ -170,9 +180,12 @@ class EngineClient(Wire):
         return segment
 
     async def abort(self, rid: str | None) -> None:
-        """Abort one request, or with `rid` None all. `generate` then ends with finish "abort" and all tokens so far.
+        """Abort one request. Its `generate` then ends with the finish reason "abort" and all tokens so far.
 
         SGLang ignores an abort that arrives before its request is registered, so the caller must repeat it.
+
+        Args:
+            rid: Request id; None to abort all requests.
         """
         await self.post("/abort_request", {"rid": rid} if rid is not None else {"abort_all": True})
 
@@ -186,13 +199,13 @@ class EngineClient(Wire):
         await self.post("/pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:
-        """Resume generation; does nothing if the engine is not paused."""
+        """Resume generation. Do nothing if the engine is not paused."""
         await self.post("/continue_generation", {"torch_empty_cache": False})
 
     async def begin_weight_update(self) -> None:
-        """Begin a weight update under a new `epoch`. The engine then accepts only tensors with this epoch (fence.py).
+        """Begin a weight update under a new `epoch`, after ending an update that an earlier trainer did not end.
 
-        Also end an earlier update that its trainer did not end.
+        The engine then accepts only tensors with this epoch (fence.py).
         """
         self.epoch = time.time_ns()  # larger than the epochs of earlier processes
         try:
@@ -202,13 +215,13 @@ class EngineClient(Wire):
             await self.post("/begin_weight_update", {})
 
     async def end_weight_update(self) -> None:
-        """End a weight update. The engine then converts the layout of the tensors, if its kernels need it."""
+        """End a weight update. The engine then converts the tensors to the layout that its kernels need."""
         await self.post("/end_weight_update", {}, self.limits.work)
 
     async def release_memory(self) -> None:
         """Release the memory of weights, KV cache and CUDA graphs of an idle engine.
 
-        The contents of weights and cache are lost. Call it again only after resume_memory.
+        The contents of weights and cache are lost. Do not call it again before `resume_memory`.
         """
         tags = {"tags": ["kv_cache", "weights", "cuda_graph"]}
         await self.post("/release_memory_occupation", tags, self.limits.work)
@@ -269,8 +282,8 @@ class EngineClient(Wire):
         """Empty the prefix cache when the engine is idle.
 
         Args:
-            paused: The engine is paused. With retracted requests it never becomes idle, but can be flushed at once.
-
+            paused: Whether the engine is paused. With retracted requests it never becomes idle, but can be flushed
+                at once.
 
         Raises:
             EngineError: The engine is not idle within IDLE_SECONDS.
@@ -295,7 +308,7 @@ class EngineClient(Wire):
             return False
 
     async def weight_version(self) -> int:
-        """Return the weight version that the server reports; -1 if its label is not a number, as before a push."""
+        """Return the weight version that the server reports; -1 if its label is no number, as before a push."""
         return _version(await self.weight_label())
 
     async def weight_label(self) -> str:
@@ -324,9 +337,9 @@ class EngineClient(Wire):
         return version
 
     async def generated_tokens(self) -> int:
-        """Return the number of generated tokens of all requests that ended, including aborted ones, since the start.
+        """Return the engine's Prometheus counter of generated tokens.
 
-        It is the engine's Prometheus counter.
+        It includes all requests that have ended since the engine's start, also aborted ones.
         """
         lines = (await self.get("/metrics")).splitlines()
         with self.translate_errors("/metrics"):
@@ -356,7 +369,7 @@ class EngineClient(Wire):
             self._version_label(str(meta.get("weight_version")))
             log_probs, _ = check_log_probs(float(entry[0]) for entry in meta["input_token_logprobs"][1:])
             if len(log_probs) != len(ids) - 1:
-                raise ValueError(f"{len(log_probs)} log-probs, expected {len(ids) - 1}")
+                raise ValueError(f"{len(log_probs)} log-probs; expected {len(ids) - 1}")
             return log_probs
 
     async def most_probable(
@@ -369,7 +382,7 @@ class EngineClient(Wire):
         Args:
             prompt_ids: Token ids of the prompt.
             response_ids: Token ids of the response.
-            top_k: Number of ids; 0 for the ids of the response itself.
+            top_k: Number of ids at each position; 0 for the ids of the response itself.
 
         Returns:
             Ids int32 and log-probs float32, both `[len(response_ids), max(top_k, 1)]`.
@@ -388,13 +401,13 @@ class EngineClient(Wire):
             logp = np.array([[entry[0] for entry in row] for row in rows], np.float32)
             ids = np.array([[entry[1] for entry in row] for row in rows], np.int32)
             if ids.shape != (shape := (len(response_ids), max(top_k, 1))):
-                raise ValueError(f"log-probs of shape {list(ids.shape)}, expected {list(shape)}")
+                raise ValueError(f"log-probs of shape {list(ids.shape)}; expected {list(shape)}")
             if not top_k:
                 sampled_ids = np.array(response_ids, np.int32)[:, None]
                 different = ids != sampled_ids
                 # SGLang 0.5.23 reports the last id of the vocabulary as 0, with its correct log-prob.
                 if ids[different].any() or len(np.unique(sampled_ids[different])) > 1:
-                    raise ValueError("log-probs of other ids, expected those of the response")
+                    raise ValueError("log-probs of other ids; expected those of the response")
                 ids = sampled_ids
             check_log_probs(logp.ravel().tolist())
             return ids, np.minimum(logp, 0)
@@ -406,4 +419,5 @@ class EngineClient(Wire):
 
 
 def _version(text: str) -> int:
+    """Return the version of a label without its owner; -1 if the label is no number."""
     return int(text) if text.isdecimal() and len(text) <= _VERSION_DIGITS else _UNKNOWN

@@ -3,8 +3,8 @@
 A trainer that was suspended during a push, and resumes after it was replaced, still has its WeightUpdate and
 the keys of the engines. Its tensors would mix with those of its successor. Therefore each push has an epoch for
 each engine: `begin_weight_update` sets it, the WeightUpdate contains it, and calls with another epoch are
-refused (HTTP 409). Calls without an epoch pass, because they belong to no run (`rlsys router`, or a user with
-curl).
+refused (HTTP 409). Calls without an epoch are accepted, because they belong to no run (`rlsys router`, or a user
+with curl).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FENCED = (
     "/unload_lora_adapter",
     "/relay/",
 )
-"""Prefixes of fenced paths. Leaving a group is always allowed, because NCCL closes a communicator on both sides."""
+"""Prefixes of fenced paths. A call to leave a group is never fenced: NCCL closes a communicator on both sides."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Scope]]
@@ -52,6 +52,7 @@ class Fence:
 
 
 async def _refuse(send: Send, reason: str) -> None:
+    """Send an error response in SGLang's format."""
     body = json.dumps({"success": False, "message": reason}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 409, "headers": headers})

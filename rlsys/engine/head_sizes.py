@@ -25,8 +25,8 @@ def check_head_size(path: Path, backend: str | None) -> None:
 
     Args:
         path: Model folder; a missing folder is not checked.
-        backend: SGLang's attention backend; None if SGLang selects it by the GPU. Then one of the backends must
-            support the head size.
+        backend: SGLang's attention backend; None if SGLang selects it by the GPU, so that it is enough if one backend
+            supports the head size.
 
     Raises:
         UserError: The head size is not supported.
@@ -44,10 +44,11 @@ def check_head_size(path: Path, backend: str | None) -> None:
 
 
 def head_size(path: Path) -> int | None:
-    """Read the head size from the model's config.json.
+    """Return the size of the attention heads according to the model's config.json.
 
     Returns:
-        None without a config.json, and for latent attention, which has separate kernels.
+        None if the folder has no config.json or the file no head size, and for latent attention, which has separate
+            kernels.
     """
     try:
         fields = read_fields(path)

@@ -1,4 +1,4 @@
-"""Command line and environment of one SGLang server. Without side effects; reads which GPUs are visible."""
+"""Command line and environment variables of one SGLang server. Has no side effects; reads which GPUs are visible."""
 
 from __future__ import annotations
 
@@ -17,25 +17,31 @@ from rlsys.engine.warm_up import NAME as WARM_UP
 
 
 def uses_peer_weights(config: Config) -> bool:
-    """Return whether an engine may load its weights from another engine.
+    """Return whether an engine may load its weights from another engine. Conditions:
 
-    This requires that engines serve while the trainer works, that they have the trainer's precision, and that
-    one rollout worker controls them, because all transfers use one folder.
+    - Engines serve while the trainer works.
+    - Engines have the trainer's precision.
+    - One rollout worker controls all engines, because all transfers use one folder.
     """
     full_precision = not config.model.fp8_engines and config.weights.method != "adapter"
     return full_precision and config.launch.placement == "disaggregated" and config.rollout.workers == 1
 
 
 def _on_cuda(config: Config) -> bool:
-    """Return whether engines run on CUDA, as launch/environment.py decides for all roles.
+    """Return whether engines run on CUDA, by the rule of launch/environment.py.
 
-    This process may run on a host without a GPU, such as the head node of a Ray cluster.
+    The config decides first, because this process may run on a host without a GPU, such as the head node of a Ray
+    cluster.
     """
     return config.launch.gpus_per_node > 0 or have_cuda()
 
 
 def engine_command(config: Config, index: int, port: int) -> tuple[list[str], dict[str, str]]:
-    """Build the command line and the additional environment variables of engine `index` on `port`.
+    """Return the command line and the additional environment variables of an engine.
+
+    Args:
+        index: Index of the engine in the launch.
+        port: Port of its HTTP server.
 
     Raises:
         UserError: SGLang's kernels do not support the model's attention heads.
@@ -60,6 +66,16 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # a health probe must not wait for a forward pass
         "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,  # convolution state of a gated delta net; default bfloat16
     }
+    feature_argv, feature_env = _feature_args(config)
+    device_argv, device_env = _device_args(config, index)
+    return [*argv, *feature_argv, *device_argv, *e.extra_args], env | feature_env | device_env
+
+
+def _feature_args(config: Config) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and environment variables of optional features."""
+    e = config.engine
+    argv: list[str] = []
+    env: dict[str, str] = {}
     if (tokens := config.fixed_pool_tokens) is not None:
         argv += ["--max-total-tokens", str(tokens)]
     if config.model.trust_remote_code:
@@ -70,10 +86,8 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         argv += ["--custom-weight-loader", WRITE_LOADER, READ_LOADER]
     argv += engine_args(config)
     if config.model.fp8_engines or (config.model.path / ".metadata").is_file():
-        argv += [
-            "--load-format",
-            "dummy",
-        ]  # the folder has another format; the first push loads the weights
+        # The folder has another format than the engine; the first push loads the weights.
+        argv += ["--load-format", "dummy"]
     if changes := language_model_overrides(config.model.path):
         argv += ["--json-model-override-args", json.dumps(changes)]
     if config.weights.method == "adapter" and (lora := config.trainer.lora) is not None:
@@ -91,14 +105,15 @@ def engine_command(config: Config, index: int, port: int) -> tuple[list[str], di
         argv += ["--tool-call-parser", e.tool_call_parser]
     if e.reasoning_parser is not None:
         argv += ["--reasoning-parser", e.reasoning_parser]
-    device_argv, device_env = _device_args(config, index)
-    return [*argv, *device_argv, *e.extra_args], env | device_env
+    return argv, env
 
 
 def _attention_backend(config: Config) -> str | None:
     """Return the attention backend of an engine on CUDA; None if SGLang selects it by the GPU."""
     arguments = [*config.engine.extra_args, ""]
-    for arg, following in reversed(list(itertools.pairwise(arguments))):
+    for arg, following in reversed(
+        list(itertools.pairwise(arguments))
+    ):  # the last of equal arguments has effect
         name, equals, value = arg.partition("=")
         if name == "--attention-backend":
             return value if equals else following
@@ -119,7 +134,7 @@ def attention_notes(config: Config) -> list[str]:
 
 
 def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]:
-    """Build the arguments and variables that depend on the device, CUDA or CPU."""
+    """Return the arguments and environment variables that depend on the device, CUDA or CPU."""
     tp = config.engine.tp_of(index)
     argv: list[str] = []
     env: dict[str, str] = {}
@@ -128,9 +143,8 @@ def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]
         argv += ["--mem-fraction-static", str(config.engine.memory_fraction)]
         if config.launch.release_memory:
             argv.append("--enable-memory-saver")
-            env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = (
-                "1"  # otherwise graphs keep gigabytes while the trainer works
-            )
+            # Otherwise CUDA graphs keep gigabytes while the trainer works.
+            env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
         env[VARIABLE] = ",".join(_devices(config, index))
         backend = _attention_backend(config)
         check_head_size(config.model.path, backend)
@@ -153,10 +167,13 @@ def _device_args(config: Config, index: int) -> tuple[list[str], dict[str, str]]
 
 
 def _devices(config: Config, index: int) -> list[str]:
-    """Return the GPUs of engine `index`: by the launch plan, otherwise the next GPUs visible to this process.
+    """Return the CUDA_VISIBLE_DEVICES of engine `index`.
+
+    With a launch plan, these are indices of the GPUs of the engine's node. Otherwise they are the next of the GPUs
+    that are visible to this process, after those of engines with a smaller index.
 
     Raises:
-        UserError: CUDA_VISIBLE_DEVICES has too few GPUs.
+        UserError: CUDA_VISIBLE_DEVICES of this process has too few GPUs.
     """
     tp = config.engine.tp_of(index)
     first = sum(config.engine.tp_of(i) for i in range(index))

@@ -18,7 +18,7 @@ _LISTS = {
 def check_parsers(config: Config) -> None:
     """Check that the installed SGLang has the parsers of `config.engine`.
 
-    Without SGLang, as on a login node, nothing is checked.
+    On a host without SGLang, such as a login node, nothing is checked.
 
     Raises:
         UserError: SGLang does not have a parser.
@@ -36,7 +36,7 @@ def check_parsers(config: Config) -> None:
 def parser_names(field: str) -> list[str]:
     """Return the names of SGLang's parsers for a config field; empty without SGLang.
 
-    Only the file with the names is imported: the package would take seconds, and load torch.
+    Import only the file with the names, because the package takes seconds and imports torch.
 
     Args:
         field: `tool_call_parser` or `reasoning_parser`.

@@ -1,15 +1,19 @@
 """SGLang's server with a fence, a relay and a faster start: `python -m rlsys.engine.server ARGUMENTS`.
 
-The arguments are those of sglang.launch_server. For a model folder without tokenizer.json the engine uses the same
-conversion as all other processes (tokenizer_files.py).
-Before the start, sockets.py restricts access to the engine to its HTTP server. The fence (fence.py) refuses weights
-of an outdated push. The relay (rlsys/weights_relay) receives weights in pieces and forwards them to another host.
+The arguments are those of sglang.launch_server. The server differs from SGLang's own in these parts:
+
+- sockets.py restricts access to the engine to its HTTP server.
+- The fence (fence.py) refuses weights of an outdated push.
+- The relay (rlsys/weights_relay) receives weights in pieces and forwards them to another host.
+- For a model folder without tokenizer.json, the engine uses the same conversion as all other processes
+  (tokenizer_files.py).
 
 A small engine spends most of its start importing 7,000 modules, one after another on one core. Two measures reduce
 this time by a fifth, without an effect on serving:
+
 - The garbage collector is disabled during the imports. It would scan all imported objects repeatedly.
-- megatron-core is hidden. If it is installed, SGLang imports it for a debugging tool (debug_utils/dumper.py) that
-    reads a trainer's ranks; the tool is optional.
+- megatron-core is hidden. If it is installed, SGLang imports it for an optional debugging tool
+  (debug_utils/dumper.py) that reads a trainer's ranks.
 
 Delete both when SGLang's own start needs neither; checked with 0.5.23.
 """
@@ -33,7 +37,7 @@ from rlsys.weights_relay.install import install
 
 
 def preload_modules() -> None:
-    """Load SGLang's plug-ins, whose hooks import most of SGLang. The server would also load them first."""
+    """Load SGLang's plug-ins, whose hooks import most of SGLang, and check that their hooks are applied."""
     modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment]
     modules["megatron"] = None  # importing it raises ModuleNotFoundError
     gc.disable()

@@ -1,4 +1,4 @@
-"""Splitting a byte stream into server-sent events, without parsing.
+"""Splits a byte stream into server-sent events, without parsing them.
 
 Events have no size limit: the last event of a request may contain megabytes of routed experts.
 """

@@ -1,8 +1,12 @@
 """A process that parses the model's turns as SGLang's server does: `python -m rlsys.engine.turn_parser`.
 
-Messages are JSON objects. The first one has the keys "tool_call_parser", "reasoning_parser", "model" and
-"trust_remote_code", each later one "text", "before" and "tools". Only this process imports SGLang's parsers and
-torch, which takes seconds and half a GB of memory.
+Messages are JSON objects with these keys:
+
+    first message       tool_call_parser, reasoning_parser, model, trust_remote_code
+    each later message  text, before, tools
+    each response       text, reasoning, calls
+
+Only this process imports SGLang's parsers and torch, which takes seconds and half a GB of memory.
 """
 
 from __future__ import annotations
@@ -45,7 +49,10 @@ def prepare(message: bytes) -> Callable[[bytes], dict[str, Any]]:
         return {"text": text, "reasoning": reasoning or "", "calls": calls}
 
     def separate(text: str, prompt: str, *, calls: bool) -> tuple[str, str | None]:
-        """Split a turn into answer and reasoning. If the prompt ends with the start token, the turn lacks it."""
+        """Split a turn into answer and reasoning.
+
+        If the prompt ends with the token that starts reasoning, the turn begins with reasoning, without this token.
+        """
 
         def parser(force: bool | None) -> ReasoningParser:
             return ReasoningParser(

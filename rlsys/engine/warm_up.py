@@ -1,8 +1,9 @@
 """Warm-up of an engine on a GPU. SGLang runs it after the model is loaded and before the server listens.
 
-Kernels are compiled at their first use, which takes 9 to 24 s each. During the start, a time limit allows for this.
-The warm-up therefore makes each call of a push and of a rollout once: log-probs of a canary, seeded sampling, and
-checksums of all weights. Later starts load the kernels from the folder of launch/environment.py: kernel_folder().
+Kernels are compiled at their first use, which takes 9 to 24 s each. The time limit of the start includes this time;
+those of pushes and rollouts do not. The warm-up therefore makes each call of a push and of a rollout once: log-probs
+of a canary, seeded sampling, and checksums of all weights. Later starts load the kernels from the folder
+`kernel_folder` of launch/environment.py.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from rlsys.core.errors import RunError
 NAME = "rlsys"
 """Value of SGLang's argument --warmups."""
 _LENGTHS = (1, 17, 64, 256)
-"""Prompt lengths in tokens: kernels are compiled separately for length 1 and for multiples of 16."""
+"""Prompt lengths in tokens. Kernels are compiled separately for length 1 and for multiples of 16."""
 _RESPONSE_TOKENS = 4
 
 log = logging.getLogger(__name__)
 
 
 class StartTimes:
-    """Durations of the phases of this process's start, in seconds."""
+    """Measures the durations of the phases of this process's start, in seconds."""
 
     def __init__(self) -> None:
         self._last = psutil.Process().create_time()
@@ -53,11 +54,11 @@ def register() -> None:
 
 
 def warm_up_requests(vocabulary: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Build the bodies of requests like those of EngineClient.token_logprobs and EngineClient.generate.
+    """Return the bodies of requests like those of EngineClient.token_logprobs and EngineClient.generate.
 
     Args:
         vocabulary: Number of token ids.
-        max_tokens: Limit of prompt and response together.
+        max_tokens: Largest number of tokens of prompt and response together.
     """
     bodies = []
     for length in _LENGTHS:

@@ -1,6 +1,7 @@
-"""Requests by which a trainer sends weights to an engine: path and body of each POST. No I/O, no torch.
+"""Requests by which a trainer sends weights to an engine: path and body of each POST.
 
-The engine responds when it has loaded the weights. All other requests to SGLang are in client.py.
+The engine responds when it has loaded the weights. All other requests to SGLang are in client.py. This module sends
+nothing and does not import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Call(NamedTuple):
 
 
 def load_from_memory(handles: Sequence[bytes]) -> Call:
-    """Load one flattened bucket from shared memory.
+    """Make the engine load one flattened bucket from shared memory.
 
     Args:
         handles: The bucket for each tensor-parallel rank of the engine, in SGLang's own serialization.
@@ -36,7 +37,12 @@ def load_from_memory(handles: Sequence[bytes]) -> Call:
 
 
 def load_from_group(group: str, tensors: Sequence[tuple[str, str, list[int]]]) -> Call:
-    """Load a flattened bucket that rank 0 of the group broadcasts. `tensors`: name, dtype and shape of each."""
+    """Make the engine load a flattened bucket that rank 0 of a process group broadcasts.
+
+    Args:
+        group: Name of the process group.
+        tensors: Name, dtype and shape of each tensor.
+    """
     names, dtypes, shapes = map(list, zip(*tensors, strict=True))
     body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group}
     load = {"load_format": "flattened_bucket", "flush_cache": False}
@@ -44,7 +50,12 @@ def load_from_group(group: str, tensors: Sequence[tuple[str, str, list[int]]]) -
 
 
 def load_from_senders(group: str, buckets: Buckets) -> Call:
-    """Load all buckets of a sharded push, which the senders of the group send concurrently (bucket_hooks.py)."""
+    """Make the engine load all buckets of a sharded push (bucket_hooks.py).
+
+    Args:
+        group: Name of the process group. Its senders send concurrently.
+        buckets: Sizes and order of the buckets.
+    """
     body = {"names": [buckets.encode()], "dtypes": [], "shapes": [], "group_name": group}
     return Call("/update_weights_from_distributed", {**body, "load_format": FORMAT, "flush_cache": False})
 
@@ -65,7 +76,12 @@ def open_relay(token: str, chain: RelayChain, seconds: float) -> Call:
 
 
 def declare_to_relay(first: int, files: Sequence[list[Any]]) -> Call:
-    """Declare sizes and digests of files (rlsys.weights_relay.pieces.FileSpec). `first`: index of the first file."""
+    """Declare sizes and digests of files.
+
+    Args:
+        first: Index of the first file.
+        files: Fields of each file's rlsys.weights_relay.pieces.FileSpec.
+    """
     return Call("/relay/declare", {"first": first, "files": list(files)})
 
 
@@ -75,7 +91,7 @@ def renew_relay(token: str) -> Call:
 
 
 def relay_state(files: int) -> Call:
-    """Query whether a host has all pieces of `files` files, and their folder."""
+    """Query whether a host has all pieces of the first `files` files, and in which folder."""
     return Call("/relay/state", {"files": files})
 
 
@@ -90,13 +106,18 @@ def feed_from_relay(chain: RelayChain, seconds: float) -> Call:
 
 
 def load_relayed(folder: str) -> Call:
-    """Load the safetensors files that a relay has written to `folder`, regardless of the engine's load format."""
+    """Make the engine load the safetensors files in the folder of a relay, regardless of the engine's load format."""
     call = load_from_disk(folder)
     return Call(call.path, {**call.body, "load_format": "safetensors"})
 
 
 def load_from_disk(folder: str, label: str | None = None) -> Call:
-    """Load a safetensors folder. `label`: new label of the weights; None keeps the label."""
+    """Make the engine load a safetensors folder.
+
+    Args:
+        folder: Path of the folder on the engine's host.
+        label: New label of the weights; None to keep the label.
+    """
     body: dict[str, Any] = {"model_path": folder, "flush_cache": False}
     return Call("/update_weights_from_disk", body if label is None else {**body, "weight_version": label})
 
@@ -106,7 +127,7 @@ ADAPTER = "policy"
 
 
 def load_adapter(config: Mapping[str, Any], handles: Sequence[bytes], sums: Mapping[str, str]) -> Call:
-    """Load an adapter from shared memory.
+    """Make the engine load the run's adapter from shared memory.
 
     Args:
         config: Contents of adapter_config.json.
@@ -120,19 +141,24 @@ def load_adapter(config: Mapping[str, Any], handles: Sequence[bytes], sums: Mapp
 
 
 def unload_adapter() -> Call:
-    """Unload the adapter. An engine without an adapter refuses."""
+    """Make the engine unload the run's adapter. An engine without it refuses."""
     return Call("/unload_lora_adapter", {"lora_name": ADAPTER})
 
 
 def run_loader(loader: str, ranks: int) -> Call:
-    """Run a loader that the engine was started with (`--custom-weight-loader`); the request contains no tensors."""
+    """Make the engine run one of the loaders of its argument `--custom-weight-loader`, without tensors.
+
+    Args:
+        loader: Import path of the loader.
+        ranks: Tensor-parallel size of the engine.
+    """
     empty = base64.b64encode(pickle.dumps([])).decode()
     body = {"serialized_named_tensors": [empty] * ranks, "load_format": loader, "flush_cache": False}
     return Call("/update_weights_from_tensor", body)
 
 
 def join_group(group: str, host: str, port: int, rank: int, world_size: int, backend: str) -> Call:
-    """Join a process group with the trainer.
+    """Make the engine join a process group with the trainer.
 
     Args:
         group: Name of the group.
@@ -147,5 +173,5 @@ def join_group(group: str, host: str, port: int, rank: int, world_size: int, bac
 
 
 def leave_group(group: str) -> Call:
-    """Leave a process group with the trainer."""
+    """Make the engine leave a process group with the trainer."""
     return Call("/destroy_weights_update_group", {"group_name": group})

@@ -24,20 +24,22 @@ _JSON = {"Content-Type": "application/json"}
 
 DeadEngine = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError)
 """aiohttp's errors for a server that has exited or does not respond."""
-
-
 PortClosed = aiohttp.ClientConnectorError
 """The error of DeadEngine that proves that the server has exited: no process listens on the port."""
-
-
 _LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 """Errors of this machine, not of the server."""
 BAD_ANSWER = 502
+"""Status of an EngineError for a malformed response."""
 _NO_KEY = (401, 403)
+"""HTTP statuses that refuse a key."""
 
 
 class EngineError(Exception):
-    """Raised when the server refuses a request. `status`: the HTTP status; from 500 on the server is at fault."""
+    """Raised when the server refuses a request, or its response is malformed.
+
+    Attributes:
+        status: HTTP status; from 500 on, the server is at fault.
+    """
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -74,7 +76,10 @@ def make_session() -> aiohttp.ClientSession:
 
 
 class Wire:
-    """HTTP client of one server. Raises EngineError for a refusal, and one of `DeadEngine` without a response."""
+    """HTTP client of one server.
+
+    Methods raise EngineError if the server refuses a request, and an error of `DeadEngine` if it does not respond.
+    """
 
     def __init__(
         self,
@@ -83,7 +88,11 @@ class Wire:
         identity: Identity = ANONYMOUS,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        """Create a client without sending a request. `identity`: the owner that the server must have."""
+        """Create a client without sending a request.
+
+        Args:
+            identity: Owner that the server must have, and its keys.
+        """
         self.url = url.rstrip("/")
         self.identity = identity
         self.limits = limits
@@ -92,12 +101,12 @@ class Wire:
         """Epoch of the last weight update that this client began (fence.py)."""
 
     def open(self, path: str, body: bytes) -> Any:
-        """Send an encoded JSON body by POST. Returns aiohttp's context manager of the response."""
+        """Return aiohttp's context manager that sends an encoded JSON body by POST and yields the response."""
         headers = {**_JSON, **self.identity.headers(path)}
         return self._session.post(self.url + path, data=body, headers=headers, allow_redirects=False)
 
     async def fetch(self, path: str) -> tuple[int, bytes]:
-        """Send a GET request. Returns status and body, also of an error."""
+        """Send a GET request. Return status and body, also of an error."""
         async with self.request("GET", path, timeout=self._timeout()) as answer:
             return answer.status, await answer.read()
 
@@ -115,7 +124,7 @@ class Wire:
     async def request(
         self, method: str, path: str, **options: Any
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """Send a request and yield its response, regardless of its status. Redirects are not followed.
+        """Send a request and yield the response, regardless of its status. Do not follow redirects.
 
         Args:
             method: HTTP method.
@@ -159,9 +168,12 @@ class Wire:
         """
         async with self.request("GET", path, timeout=self._timeout()) as answer:
             text = await answer.text()
-        if answer.status != 200:
-            raise EngineError(f"{self.url}{path}: {answer.status} {text[:300]}", answer.status)
+        self._check_status(path, answer.status, text)
         return text
+
+    def _check_status(self, path: str, status: int, text: str) -> None:
+        if status != 200:
+            raise EngineError(f"{self.url}{path}: HTTP {status}: {text[:300]}", status)
 
     def _timeout(self, seconds: float | None = None) -> aiohttp.ClientTimeout:
         return aiohttp.ClientTimeout(total=self.limits.answer if seconds is None else seconds)
@@ -179,8 +191,7 @@ class Wire:
         """
         async with self.request("POST", path, json=body, timeout=self._timeout(seconds)) as answer:
             text = await answer.text()
-        if answer.status != 200:
-            raise EngineError(f"{self.url}{path}: {answer.status} {text[:300]}", answer.status)
+        self._check_status(path, answer.status, text)
         data = parse(text)
         if isinstance(data, dict) and data.get("success") is False:
             raise EngineError(f"{self.url}{path}: {data.get('message')}")
@@ -188,12 +199,12 @@ class Wire:
 
 
 def _body(body: Any) -> str:
-    """Encode JSON with msgspec. The standard library is slow for the thousands of ids of a resumed prompt."""
+    """Encode JSON with msgspec, because the standard library is slow for the thousands of ids of a resumed prompt."""
     return msgspec.json.encode(body).decode()
 
 
 def parse(text: str) -> Any:
-    """Decode JSON. None for other text: some endpoints return an empty body or plain text."""
+    """Decode JSON. Return None for other text, because some endpoints return an empty body or plain text."""
     try:
         return json.loads(text)
     except ValueError:

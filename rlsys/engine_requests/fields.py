@@ -17,13 +17,13 @@ Rule = Callable[[Limits, str, Any], None]
 MAX_NAME_LENGTH = 1024
 """Largest length in characters of a name, such as the key of a cache, an adapter or a session."""
 MAX_DEPTH = 64
-"""Largest depth of nested lists and objects. At 1,000 Python's JSON parser fails, in the engine's event loop."""
+"""Largest depth of nested lists and objects. At 1,000, Python's JSON parser fails in the engine's event loop."""
 MAX_IDS = 1024
-"""Largest number of token ids in a field other than the prompt: each becomes a column of a tensor."""
+"""Largest number of token ids in a field other than the prompt. Each id becomes a column of a tensor."""
 
 
 def short(value: Any) -> str:
-    """Return a value for a message, shortened: a client's value may have megabytes."""
+    """Return at most 80 characters of a value for a message, because a client's value may have megabytes."""
     try:
         return repr(value)[:80]
     except ValueError:  # more digits than Python converts
@@ -39,7 +39,12 @@ def finite(value: float) -> bool:
 
 
 def refuse(name: str, value: Any, expected: str) -> RefusedPrompt:
-    """Return the error for a value of field `name`. `expected`: description of valid values."""
+    """Return the error for a value.
+
+    Args:
+        name: name of the field.
+        expected: description of valid values.
+    """
     return RefusedPrompt(f"{name} = {short(value)}: expected {expected}", name)
 
 
@@ -70,14 +75,16 @@ def text(limits: Limits, name: str, value: Any) -> None:
         raise refuse(name, value, "text")
     if len(value) > MAX_NAME_LENGTH:
         raise RefusedPrompt(
-            f"{name}: a text of {len(value)} characters, expected at most {MAX_NAME_LENGTH}", name
+            f"{name}: a text of {len(value)} characters; expected at most {MAX_NAME_LENGTH}", name
         )
 
 
 def texts(max_count: int, max_length: int) -> Rule:
-    """Return the rule for one text, or a list of at most `max_count` texts. None may be empty.
+    """Return the rule for one text or a list of texts. An empty text, which ends a response at once, is refused.
 
-    An empty text would end a response at its first token.
+    Args:
+        max_count: largest number of texts.
+        max_length: largest length of a text, in characters.
     """
 
     def check(limits: Limits, name: str, value: Any) -> None:
@@ -85,12 +92,12 @@ def texts(max_count: int, max_length: int) -> Rule:
         if not all(isinstance(item, str) for item in items):
             raise refuse(name, value, "text, or a list of texts")
         if len(items) > max_count:
-            raise RefusedPrompt(f"{name}: {len(items)} texts, expected at most {max_count}", name)
+            raise RefusedPrompt(f"{name}: {len(items)} texts; expected at most {max_count}", name)
         if (length := max(map(len, items), default=0)) > max_length:
-            raise RefusedPrompt(f"{name}: a text of {length} characters, expected at most {max_length}", name)
+            raise RefusedPrompt(f"{name}: a text of {length} characters; expected at most {max_length}", name)
         if "" in items:
             raise RefusedPrompt(
-                f"{name} = {short(value)}: an empty text, expected at least one character", name
+                f"{name} = {short(value)}: an empty text; expected at least one character", name
             )
 
     return check
@@ -101,12 +108,12 @@ def token_ids(limits: Limits, name: str, value: Any) -> None:
     if not isinstance(value, list) or any(type(i) is not int for i in value):
         raise refuse(name, value, "whole numbers")
     if len(value) > MAX_IDS:
-        raise RefusedPrompt(f"{name}: {len(value)} token ids, expected at most {MAX_IDS}", name)
+        raise RefusedPrompt(f"{name}: {len(value)} token ids; expected at most {MAX_IDS}", name)
     limits.check_ids(value)
 
 
 def most_probable(limits: Limits, name: str, value: Any) -> None:
-    """Check a number of most probable ids per token: an engine does not compare it with the vocabulary."""
+    """Check a number of most probable ids per token, which an engine does not compare with the vocabulary."""
     if isinstance(value, bool) or type(value) is not int:
         raise refuse(name, value, "a whole number")
     if not 0 <= value <= limits.vocab_size:
@@ -116,7 +123,7 @@ def most_probable(limits: Limits, name: str, value: Any) -> None:
 
 
 def not_served(reason: str, *neutral: Any) -> Rule:
-    """Return the rule for a field that is not supported: it accepts only values that have no effect.
+    """Return the rule for a field that is not supported. It accepts only values without effect.
 
     Args:
         reason: why the field is not supported.
@@ -124,16 +131,14 @@ def not_served(reason: str, *neutral: Any) -> Rule:
     """
 
     def check(limits: Limits, name: str, value: Any) -> None:
-        if not any(
-            value == neutral_value and type(value) is type(neutral_value) for neutral_value in neutral
-        ):
+        if not any(value == item and type(value) is type(item) for item in neutral):
             raise RefusedPrompt(f"{name} = {short(value)}: not served: {reason}", name)
 
     return check
 
 
 def any_of(*rules: Rule) -> Rule:
-    """Return a rule that accepts a value if one of `rules` does, and otherwise raises the error of the first."""
+    """Return the rule for values that one of `rules` accepts. It raises the error of the first rule."""
 
     def check(limits: Limits, name: str, value: Any) -> None:
         refusals = []
@@ -148,7 +153,7 @@ def any_of(*rules: Rule) -> Rule:
 
 
 def json_value(kind: type, expected: str) -> Rule:
-    """Return the rule for an object or a list of at most MAX_DEPTH levels, which the engine parses itself.
+    """Return the rule for an object or a list of at most MAX_DEPTH levels, whose content the engine checks.
 
     Args:
         kind: dict or list.
@@ -164,7 +169,7 @@ def json_value(kind: type, expected: str) -> Rule:
 
 
 def inert(limits: Limits, name: str, value: Any) -> None:
-    """Accept any value: the field has no effect on sampling, and engines do not get it."""
+    """Accept any value of a field that has no effect on sampling. Engines do not get the field."""
 
 
 def check_depth(name: str, value: Any) -> None:
@@ -174,7 +179,8 @@ def check_depth(name: str, value: Any) -> None:
         depth += 1
         if depth > MAX_DEPTH:
             raise RefusedPrompt(
-                f"{name}: nested lists and objects, expected at most {MAX_DEPTH} levels", name
+                f"{name}: more than {MAX_DEPTH} levels of nested lists and objects; expected at most {MAX_DEPTH}",
+                name,
             )
         level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
 
@@ -201,7 +207,12 @@ def check_fields(
 
 
 def unknown(name: str, rules: Mapping[str, Rule], prefix: str = "") -> RefusedPrompt:
-    """Return the error for an unknown field; it lists the known ones."""
+    """Return the error for an unknown field, which lists the known ones.
+
+    Args:
+        rules: field -> rule.
+        prefix: prefix of the field's name in the message.
+    """
     return RefusedPrompt(
         f"{prefix}{short(name)[1:-1]}: unknown field; accepted: {', '.join(sorted(rules))}", name
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 RESERVED_TOKENS = 6
 """Number of tokens of the context, or of the KV pool, that SGLang does not give to prompt and response."""
 DEATHS_POISONOUS = 2
-"""Engine deaths during a client's request after which it is refused.
+"""A client's request is refused after this number of engine deaths during it.
 
 The number is lower than for a sample of a run (router/failure_policy.py), because the checks may miss a harmful
 request of a client.
@@ -16,7 +16,11 @@ request of a client.
 
 
 class RefusedPrompt(ValueError):
-    """Raised for a request that must not reach an engine. `param`: the field of the request."""
+    """Raised for a request that must not reach an engine.
+
+    Attributes:
+        param: the field of the request that is at fault, if it is known.
+    """
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -66,14 +70,14 @@ class Limits:
         """Check that all ids are in the vocabulary.
 
         Raises:
-            RefusedPrompt: An id is not.
+            RefusedPrompt: An id is negative, or not below `vocab_size`.
         """
         if min(ids, default=0) < 0 or max(ids, default=0) >= self.vocab_size:
             bad = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise RefusedPrompt(f"token id {bad} is outside the vocabulary of {self.vocab_size} ids")
 
     def strictest(self, limits: Limits) -> Limits:
-        """Return limits that satisfy both these and the given ones."""
+        """Return the largest limits that exceed neither these nor the given ones."""
         return Limits(
             min(self.vocab_size, limits.vocab_size),
             min(self.context_length, limits.context_length),

@@ -1,7 +1,7 @@
 """Rules for the requests of SGLang's /generate and of OpenAI's two APIs, as SGLang 0.5.23 parses them.
 
-Fields without a rule are refused. Fields of disaggregated serving, of sessions in an engine, of images and of
-embeddings have none: engines of rlsys do not support them, and some of them end SGLang's scheduler.
+Fields without a rule are refused, such as those of disaggregated serving, of sessions in an engine, of images and of
+embeddings: engines of rlsys do not support them, and some of them end SGLang's scheduler.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from rlsys.engine_requests.sampling import (
 
 _INT32 = 2**31 - 1
 _NO_MEDIA = "the model reads text only"
-_NO_SESSION = "the whole prompt is to be sent"
-_NO_PROCESSOR = "a logit processor is code"
+_NO_SESSION = "each request must contain its whole prompt"
+_NO_PROCESSOR = "a logit processor is code, which clients must not send"
 _NO_ADAPTER = "the engines' model is served, without adapters"
 
 
 def _model(limits: Limits, name: str, value: Any) -> None:
-    """Check the name of a model. It may not have a colon, because SGLang's `model:adapter` selects an adapter."""
+    """Check the name of a model. A colon is refused, because SGLang's `model:adapter` selects an adapter."""
     text(limits, name, value)
     if ":" in value:
         raise refuse(name, value, f"a name without ':': {_NO_ADAPTER}")
 
 
 def _start(limits: Limits, name: str, value: Any) -> None:
+    """Check the first position with log-probs; -1: that of the response."""
     number(-1, limits.context_length, integer=True)(limits, name, value)
 
 
@@ -62,7 +63,7 @@ _TEMPLATE_SWITCHES: Mapping[str, Rule] = dict.fromkeys(
     ),
     any_of(flag, text, number(-_INT32, _INT32)),
 )  # fmt: skip
-"""Variables of published chat templates. Other names could replace arguments of the tokenizer."""
+"""Rules for variables of published chat templates. Other names could replace arguments of the tokenizer."""
 
 
 def _template_switches(limits: Limits, name: str, value: Any) -> None:
@@ -78,7 +79,7 @@ def _stream_options(limits: Limits, name: str, value: Any) -> None:
 
 
 _FOR_ROUTING: Mapping[str, Rule] = dict.fromkeys(("session_id", "routing_key", "conversation_id"), text)
-"""Texts that group requests."""
+"""Rules for fields that assign a request to a group, for routing."""
 
 INERT = frozenset(
     {
@@ -96,21 +97,21 @@ _NOT_SERVED: Mapping[str, Rule] = {
     "session_params": not_served(_NO_SESSION, {}),
     "custom_logit_processor": not_served(_NO_PROCESSOR, ""),
     "return_hidden_states": not_served("engines return no hidden states", False),
-    "return_sampling_mask": not_served("masks are for a run's own samples", False),
-    "sampling_logprobs_mode": not_served("masks are for a run's own samples"),
+    "return_sampling_mask": not_served("only samples of a run have sampling masks", False),
+    "sampling_logprobs_mode": not_served("only samples of a run have sampling masks"),
     "lora_path": not_served(_NO_ADAPTER, ""),
     **dict.fromkeys(("extra_key", "cache_salt"), not_served("all requests share the engines' caches", "")),
     "custom_params": SAMPLING["custom_params"],
     "watermark": SAMPLING["watermark"],
 }
-"""Fields of SGLang that are not supported."""
+"""Rules for fields of SGLang that are not supported."""
 
 _PER_PROMPT: Mapping[str, Rule] = {
     "return_logprob": flag,
     "logprob_start_len": _start,
     "top_logprobs_num": most_probable,
 }
-"""Fields of /generate whose value is for all prompts, or a list with one value per prompt."""
+"""Rules for fields of /generate with one value for all prompts, or a list of one value per prompt."""
 
 GENERATE: Mapping[str, Rule] = {
     **_FOR_ROUTING,
@@ -156,9 +157,9 @@ COMPLETIONS: Mapping[str, Rule] = {
     **_OPENAI,
     "prompt": _ids,
     "best_of": number(1, MAX_CHOICES, integer=True),
-    "echo": not_served("an answer is the response alone", False),
+    "echo": not_served("the prompt is not returned", False),
     "logprobs": most_probable,
-    "suffix": not_served("a response follows its prompt", ""),
+    "suffix": not_served("a response is not inserted before a text", ""),
     "json_schema": SAMPLING["json_schema"],
 }
 
@@ -173,7 +174,7 @@ CHAT: Mapping[str, Rule] = {
     "top_logprobs": most_probable,
     "reasoning_effort": any_of(text, number(0, 0.99)),
     "chat_template_kwargs": _template_switches,
-    "continue_final_message": not_served("a response is a turn of its own", False),
+    "continue_final_message": not_served("a response begins a new turn", False),
     "separate_reasoning": flag,
     "stream_reasoning": flag,
     **dict.fromkeys(
@@ -183,8 +184,8 @@ CHAT: Mapping[str, Rule] = {
     "functions": not_served("use tools", []),
     "function_call": not_served("use tool_choice"),
     "audio": not_served(_NO_MEDIA),
-    "prediction": not_served("no predicted output"),
-    "web_search_options": not_served("no search"),
+    "prediction": not_served("predicted outputs are not used"),
+    "web_search_options": not_served("there is no web search"),
 }
 
 API_FIELDS: Mapping[str, Mapping[str, Rule]] = {
@@ -192,13 +193,13 @@ API_FIELDS: Mapping[str, Mapping[str, Rule]] = {
     "/v1/completions": COMPLETIONS,
     "/v1/chat/completions": CHAT,
 }
-"""Path -> rules of its fields."""
+"""Path -> rules for the fields of a request to it."""
 
 _ANY_API: Mapping[str, Rule] = {**CHAT, **COMPLETIONS, **GENERATE}
 
 
 def check_request(limits: Limits, path: str, body: Mapping[str, Any]) -> None:
-    """Check a request. The engine's own tokenizer checks the length of prompts as text; its refusal is also a 400.
+    """Check a request. The engine itself checks the length of prompts that are texts, and also responds with 400.
 
     Args:
         limits: limits of the model and the engines.
@@ -226,9 +227,13 @@ def check_request(limits: Limits, path: str, body: Mapping[str, Any]) -> None:
 def _check_values(
     limits: Limits, body: Mapping[str, Any], rules: Mapping[str, Rule], prompts: int | None
 ) -> None:
-    """Check the values of all known fields, also those of other APIs.
+    """Check the values of all known fields, also of fields that belong to another API.
 
-    This comes before the check of field names, because a wrong value gives the better message.
+    Call it before the check of field names, because the message about a wrong value is more helpful.
+
+    Args:
+        rules: field -> rule.
+        prompts: see prompt_count.
     """
     for name, value in body.items():
         if value is None or name not in rules or name == "sampling_params":
@@ -241,29 +246,38 @@ def _check_values(
             if item is not None:
                 rules[name](limits, name, item)
         _check_length(name, value, prompts)
-    sampling = body.get("sampling_params")
+    if body.get("sampling_params") is not None:
+        _check_sampling_params(limits, body["sampling_params"], prompts)
+    check_together({ALIASES.get(name, name): value for name, value in body.items()})
+
+
+def _check_sampling_params(limits: Limits, value: Any, prompts: int | None) -> None:
+    """Check sampling_params: one object for all prompts, or a list of one object per prompt."""
     choices = set()
-    for params in sampling if isinstance(sampling, list) else [{} if sampling is None else sampling]:
+    for params in value if isinstance(value, list) else [value]:
         if not isinstance(params, Mapping):
             raise RefusedPrompt(
                 f"sampling_params = {str(params)[:80]!r}: expected an object", "sampling_params"
             )
         check_sampling(limits, params)
         choices.add(params.get("n") or 1)
-    if isinstance(sampling, list):
-        _check_length("sampling_params", sampling, prompts)
+    if isinstance(value, list):
+        _check_length("sampling_params", value, prompts)
     if len(choices) > 1:
-        raise RefusedPrompt("sampling_params: expected the same n for all prompts", "sampling_params")
-    check_together({ALIASES.get(name, name): value for name, value in body.items()})
+        raise RefusedPrompt(
+            f"sampling_params: n = {', '.join(map(str, sorted(choices)))}; expected the same n for all prompts",
+            "sampling_params",
+        )
 
 
 def _check_length(name: str, values: list[Any], prompts: int | None) -> None:
+    """Check that a list has one value for each prompt. `prompts`: see prompt_count."""
     if prompts is None:
         raise RefusedPrompt(
-            f"{name}: a list, expected one value, because the request has a single prompt", name
+            f"{name}: a list; expected one value, because the request has a single prompt", name
         )
     if len(values) != prompts:
-        raise RefusedPrompt(f"{name}: {len(values)} values, expected {prompts}, one for each prompt", name)
+        raise RefusedPrompt(f"{name}: {len(values)} values; expected {prompts}, one for each prompt", name)
 
 
 def prompt_count(body: Mapping[str, Any]) -> int | None:
@@ -276,6 +290,7 @@ def prompt_count(body: Mapping[str, Any]) -> int | None:
 
 
 def _check_texts(name: str, value: Any) -> None:
+    """Check the value of field `text` or `prompt`, except for token ids."""
     if value == "" or (isinstance(value, list) and (not value or "" in value)):
         raise RefusedPrompt("the prompt is empty", name)  # a prompt without tokens kills SGLang's scheduler
     if name == "text" and value is not None:
@@ -290,17 +305,16 @@ def _prompts_of_ids(body: Mapping[str, Any]) -> Iterator[list[int]]:
     """Yield every prompt that a request has as token ids."""
     for name in ("input_ids", "prompt"):
         value = body.get(name)
-        if name == "input_ids" and value is not None and not isinstance(value, list):
-            raise refuse(name, value, "whole numbers")
-        if not isinstance(value, list) or not value:
-            if value == []:
-                yield []
+        if not isinstance(value, list):
+            if name == "input_ids" and value is not None:
+                raise refuse(name, value, "whole numbers")
             continue
+        if name == "prompt" and value and all(isinstance(item, str) for item in value):
+            continue  # a list of texts
         rows = value if any(isinstance(row, list) for row in value) else [value]
         for row in rows:
             if not isinstance(row, list):
                 raise RefusedPrompt(f"{name}: expected lists of whole numbers, or one list of them", name)
-            if all(type(i) is int for i in row):
-                yield row
-            elif name == "input_ids" or any(not isinstance(i, str) for i in row) or row is not value:
+            if any(type(i) is not int for i in row):
                 raise RefusedPrompt(f"{name}: expected whole numbers", name)
+            yield row

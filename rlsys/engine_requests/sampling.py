@@ -1,7 +1,7 @@
 """Sampling parameters by SGLang's names (0.5.23: sampling/sampling_params.py), with their ranges.
 
-The ranges are those that SGLang verifies. Where it verifies none, they prevent overflows of 32 and 64 bits, divisions
-by zero, and unlimited lists.
+The ranges are those that SGLang verifies. For parameters that it does not verify, they prevent overflows of 32 and 64
+bits, divisions by zero, and unlimited lists.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ MAX_STOP_LENGTH = 1024
 """Largest length of a stop text, in characters."""
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _ID_DIGITS = 18
-NO_GRAMMAR = "no grammars or patterns: an interrupted response continues from its tokens, without their state"
+NO_GRAMMAR = (
+    "grammars and patterns are not supported, because an interrupted response continues from its tokens, without the "
+    "state of a grammar"
+)
 
 
 def min_p(limits: Limits, name: str, value: Any) -> None:
@@ -59,7 +62,7 @@ def logit_bias(limits: Limits, name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
         raise refuse(name, value, "an object of token id -> number")
     if len(value) > MAX_IDS:
-        raise RefusedPrompt(f"{name}: {len(value)} token ids, expected at most {MAX_IDS}", name)
+        raise RefusedPrompt(f"{name}: {len(value)} token ids; expected at most {MAX_IDS}", name)
     for key, bias in value.items():
         digits = str(key).removeprefix("-")
         if not (digits.isascii() and digits.isdecimal() and len(digits) <= _ID_DIGITS):
@@ -96,9 +99,9 @@ SAMPLING: Mapping[str, Rule] = {
     "spaces_between_special_tokens": flag,
     "no_stop_trim": flag,
     "stream_interval": number(1, _INT32, integer=True),
-    "beam_width": not_served("no beam search", 1),
-    "custom_params": not_served("parameters of logit processors, of which clients may bring none", {}),
-    "watermark": not_served("no watermarks"),
+    "beam_width": not_served("there is no beam search", 1),
+    "custom_params": not_served("these parameters are for logit processors, which clients must not send", {}),
+    "watermark": not_served("there are no watermarks"),
 }
 """Sampling parameter -> rule."""
 
@@ -114,6 +117,11 @@ ALIASES: Mapping[str, str] = {
 def check_sampling(limits: Limits, params: Mapping[str, Any], prefix: str = "sampling_params.") -> None:
     """Check sampling parameters.
 
+    Args:
+        limits: Limits of the model and the engines.
+        params: Sampling parameter by SGLang's name -> value.
+        prefix: Prefix of the parameters' names in messages.
+
     Raises:
         RefusedPrompt: A parameter is unknown, out of range, or contradicts another one.
     """
@@ -122,10 +130,13 @@ def check_sampling(limits: Limits, params: Mapping[str, Any], prefix: str = "sam
 
 
 def check_together(params: Mapping[str, Any]) -> None:
-    """Check sampling parameters that depend on each other, by SGLang's names.
+    """Check that sampling parameters do not contradict each other.
+
+    Args:
+        params: Sampling parameter by SGLang's name -> value; other keys are ignored.
 
     Raises:
-        RefusedPrompt: They contradict each other.
+        RefusedPrompt: min_new_tokens exceeds max_new_tokens.
     """
     min_tokens, max_tokens = params.get("min_new_tokens"), params.get("max_new_tokens")
     if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
@@ -136,6 +147,10 @@ def check_together(params: Mapping[str, Any]) -> None:
 
 def check_stop(value: Any, name: str = "stop") -> tuple[str, ...]:
     """Check a value of `stop`, and return it as a tuple of texts.
+
+    Args:
+        value: A text, a list of texts, or None.
+        name: Name of the field in messages.
 
     Raises:
         RefusedPrompt: The value is invalid.

@@ -1,4 +1,4 @@
-"""Creation of scorer, router and engine clients from a config, for every process that uses engines."""
+"""Creates scorer, router and engine clients from a config, for every process that uses engines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build_scorer(config: Config, rewards: Rewards, tokenizer: Tokenizer) -> Scor
 
 
 class ClientMaker(Protocol):
-    """Creates the client of an engine."""
+    """Creates the client of an engine. The arguments are those of EngineClient; `owner` is its `identity`."""
 
     def __call__(
         self,
@@ -54,7 +54,7 @@ class ClientMaker(Protocol):
 
 
 def client_maker(config: Config, session: ClientSession) -> ClientMaker:
-    """Return a factory for clients of a run's engines, with its limits and its adapter."""
+    """Return a factory for clients of a run's engines. The default of `adapter` is the run's own adapter, if any."""
     limits = Limits(config.answer_seconds, config.work_seconds)
     own_adapter = ADAPTER if config.weights.method == "adapter" else None
 
@@ -92,7 +92,7 @@ def build_router(
     vocab_size, context_length = _sizes(config)
     if unknown_ids := [i for i in config.rollout.stop_ids if i >= vocab_size]:
         raise UserError(
-            f"rollout.stop_ids has {unknown_ids[0]}: expected ids below {vocab_size}, the size of the vocabulary of "
+            f"rollout.stop_ids has {unknown_ids[0]}; expected ids below {vocab_size}, the size of the vocabulary of "
             f"{config.model.path}"
         )
     return Router(
@@ -129,21 +129,21 @@ def _sizes(config: Config) -> tuple[int, int]:
 
 
 async def ask_engines(router: Engines, tokenizer: Tokenizer, max_new_tokens: int, question: str) -> str:
-    """Return the greedy answer of the run's own model to a question.
+    """Return the greedy response of the run's own model to a question.
 
-    The answer is not in the ledger. Interruptions do not affect it.
+    The response is not in the ledger, and continues after interruptions.
     """
     ids = tokenizer.encode(tokenizer.apply_chat([{"role": "user", "content": question}]))
     return tokenizer.decode((await router.greedy(ids, max_new_tokens)).ids)
 
 
 def read_model_limits(path: Path) -> tuple[int, int]:
-    """Read the vocabulary size and the context length from config.json.
+    """Return the vocabulary size and the context length of the config.json in a model folder.
 
     The tokenizer may have fewer ids than the model.
 
     Raises:
-        UserError: the file does not have them.
+        UserError: the file is unreadable, or lacks one of the two numbers.
     """
     file = path / "config.json"
     try:

@@ -21,7 +21,7 @@ from rlsys.worker.streams import Streams, build_streams
 class DirectWorker:
     """A worker that calls its router and its streams directly. RemoteWorker describes the methods.
 
-    It shares the samples with the coordinator, and the ledger saves their tokens.
+    The coordinator uses the same sample objects, and the ledger saves their tokens.
     """
 
     grows_trees = False  # no gang start: the coordinator has all samples of each group
@@ -57,19 +57,22 @@ class DirectWorker:
         """Do nothing: every call raises its own error."""
 
     def load(self, group_id: int) -> tuple[float, ...]:
+        """See RemoteWorker.load. All keys are equal, because there is only one worker."""
         return ()
 
     async def interrupt(
         self, keep: Callable[[TokenSequence], bool] | None, *, keep_serving: bool, wait_for_max_resumes: bool
     ) -> list[TokenSequence]:
-        """See Streams.interrupt. The coordinator has waited already: it reads the same state."""
+        """See Streams.interrupt. `wait_for_max_resumes` has no effect, because the coordinator has already waited."""
         return await self._streams.interrupt(keep, keep_serving=keep_serving)
 
     async def call(self, name: str, **arguments: Any) -> Any:
+        """Call a method of the router."""
         return await call_method(self._router, name, arguments)
 
     @property
     def limits(self) -> Limits:
+        """Limits of prompts in the router."""
         return self._router.limits
 
     @property

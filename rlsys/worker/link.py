@@ -3,8 +3,8 @@
     to a worker         run a sample; cancel samples; execute a call
     to the coordinator  rows of samples with the location of new tokens; verdicts; failures; results of calls; status
 
-Arguments and results of calls are pickles: the two processes trust each other, since one started the other. The
-streamed messages, rows and verdicts, are typed.
+Arguments and results of calls are pickles: the two processes trust each other, because one started the other. Rows
+and verdicts are typed msgpack.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlsys.worker.streams import Streams
 
 _LENGTH = struct.Struct("<I")
 MAX_BATCH_MESSAGES = 512
-"""Messages per batch. A receiver handles one batch while the sender produces the next."""
+"""Largest number of messages in a batch. A receiver handles one batch while the sender produces the next."""
 
 
 class RunSample(msgspec.Struct, tag=True, array_like=True):
@@ -48,7 +48,7 @@ class RunSample(msgspec.Struct, tag=True, array_like=True):
 
 
 class CancelSamples(msgspec.Struct, tag=True, array_like=True):
-    """Request to cancel samples that the coordinator no longer waits for. Sent only after an interrupt."""
+    """Request to cancel samples for which the coordinator no longer waits. It is sent only after an interrupt."""
 
     sample_ids: list[int]
 
@@ -66,9 +66,9 @@ class SequenceRow(msgspec.Struct, array_like=True):
     """State of a sequence, and its new tokens since the last report.
 
     Args:
-        prompt_ids: its prompt if it differs from the group's.
-        pieces: locations of the new tokens, which are written to segments.
-        routes: new routes that an engine wrote.
+        prompt_ids: prompt of the sequence; None: the group's prompt.
+        pieces: locations of the new tokens in segments.
+        routes: new routes that an engine wrote to files.
         rewritten: whether `pieces` replace all earlier tokens, because the sequence lost some.
     """
 
@@ -79,14 +79,14 @@ class SequenceRow(msgspec.Struct, array_like=True):
     rewritten: bool
 
     def apply(self, sequence: TokenSequence) -> None:
-        """Update the coordinator's copy, except for its pieces."""
+        """Update the coordinator's copy of the sequence, except for its pieces."""
         apply_state(self.state, sequence)
         if self.prompt_ids is not None:
             sequence.prompt_ids = self.prompt_ids
 
 
 class LaterSequenceRow(SequenceRow, array_like=True):
-    """State of a sequence after the first."""
+    """State of one of the later sequences of a sample, whose number is above 0."""
 
     number: int
     parent: int | None
@@ -112,7 +112,11 @@ class SampleRow(SequenceRow, tag=True, array_like=True):
     extra_sequences: list[LaterSequenceRow]
 
     def apply_to(self, sample: Sample) -> list[SequenceUpdate]:
-        """Update the coordinator's sample. Returns the new tokens of each sequence."""
+        """Update the coordinator's sample.
+
+        Returns:
+            the new tokens of each reported sequence.
+        """
         self.apply(sample)
         sample.own_prompt |= self.prompt_ids is not None
         for name in _REPORTED_FIELDS:
@@ -126,7 +130,13 @@ class SampleRow(SequenceRow, tag=True, array_like=True):
 
 
 def sample_row(sample: Sample, done: bool, first: NewTokens, later: Mapping[int, NewTokens]) -> SampleRow:
-    """Create the row of a sample from the new tokens of its first sequence and of later ones, by number."""
+    """Create the row of a sample.
+
+    Args:
+        done: whether generation has finished.
+        first: new tokens of the first sequence.
+        later: number of a later sequence that changed -> its new tokens.
+    """
     return SampleRow(
         **_sequence_fields(sample, first, has_prompt=sample.own_prompt), sample_id=sample.sample_id, done=done,
         **{name: getattr(sample, name) for name in _REPORTED_FIELDS},
@@ -141,7 +151,11 @@ def sample_row(sample: Sample, done: bool, first: NewTokens, later: Mapping[int,
 
 
 def _sequence_fields(q: TokenSequence, new: NewTokens, *, has_prompt: bool) -> dict[str, Any]:
-    """Return the fields of a SequenceRow. `has_prompt`: whether its prompt differs from the group's."""
+    """Return the fields of a SequenceRow.
+
+    Args:
+        has_prompt: whether the row contains the prompt, because it differs from the group's.
+    """
     pieces, routes, rewritten = new
     prompt_ids = list(q.prompt_ids) if has_prompt else None
     return {
@@ -175,8 +189,16 @@ class CallResult(msgspec.Struct, tag=True, array_like=True):
 class WorkerStatus(msgspec.Struct, tag=True, array_like=True):
     """Report of a worker process.
 
-    The fields are Router.tally, engine_states, engine_metrics, stale_engines, next_members, is_rolling,
-    all_quarantined, and Streams.at_max_resumes and counts.
+    Attributes:
+        counts, prefills: see Router.tally.
+        states: see Router.engine_states.
+        engines: see Router.engine_metrics.
+        stale: see Router.stale_engines.
+        next_members: see Router.next_members.
+        is_rolling: see Router.is_rolling.
+        all_quarantined: see Router.all_quarantined.
+        at_max_resumes: see Streams.at_max_resumes.
+        generated: see Streams.counts.
     """
 
     counts: dict[str, float] = {}
@@ -216,7 +238,11 @@ class LiveStatus:
         return self._readers[name]()
 
     def report(self, counts: Mapping[str, float]) -> WorkerStatus:
-        """Return a report of the current state, with `counts` in addition to the router's."""
+        """Return a report of the current state.
+
+        Args:
+            counts: added to the counts of the router.
+        """
         router_counts, prefills = self.tally()
         fields = {name: read() for name, read in self._readers.items()}
         return WorkerStatus(router_counts | dict(counts), prefills, **fields)
@@ -224,7 +250,7 @@ class LiveStatus:
 
 ToWorker = RunSample | CancelSamples | Call
 JoinedEngine = tuple[str, int, str | None]
-"""An engine that joined the run: URL, ranks, and pool, if any."""
+"""An engine that joined the run: URL, number of ranks, and pool; None: the default pool."""
 SampleMessage = SampleRow | SampleVerdict | Failure
 ToCoordinator = SampleMessage | CallResult | WorkerStatus
 
@@ -254,6 +280,7 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     async def open(self, end: socket.socket) -> None:
+        """Connect this end through a connected socket, which it then owns."""
         end.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=end)
 
@@ -273,6 +300,7 @@ class Link(asyncio.Protocol):
         self._out.clear()
 
     def close(self) -> None:
+        """Send all queued messages and close the connection."""
         self.flush()
         if self._transport is not None:
             self._transport.close()
@@ -307,8 +335,10 @@ async def call_method(target: object, name: str, arguments: Mapping[str, Any]) -
 
 
 def pack(value: object) -> bytes:
+    """Return the pickle of a value."""
     return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
 
 def unpack(data: bytes) -> Any:
+    """Return the value of a pickle. It must come from the other end of a link."""
     return pickle.loads(data)

@@ -25,13 +25,14 @@ _LIBRARIES = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
 
 
 class StallDetector:
-    """Detects a stalled pulse. It counts checks instead of seconds: a suspended process is not stalled."""
+    """Detects a counter that no longer changes. It counts checks, not seconds: a suspended process is not stalled."""
 
     def __init__(self) -> None:
-        self._last_pulse, self._unchanged = -1, 0
+        self._last_pulse = -1
+        self._unchanged = 0
 
     def stalled(self, pulse: int) -> bool:
-        """Return whether the pulse has not changed for CHECKS checks."""
+        """Check the counter once. Return whether it has not changed for CHECKS checks."""
         self._unchanged = self._unchanged + 1 if pulse == self._last_pulse else 0
         self._last_pulse = pulse
         return self._unchanged >= CHECKS
@@ -41,15 +42,18 @@ class StallDetector:
 def loop_watch(limit: float, in_flight: Callable[[], str]) -> Iterator[None]:
     """Watch the running event loop while the context is active.
 
-    If the loop is blocked for `limit` seconds, end the process with one line. Uncommitted state is lost, as in a
-    crash.
+    If the loop is blocked for `limit` seconds, print an error of one line and end the process. Uncommitted state is
+    lost, as in a crash.
 
     Args:
-        limit: seconds.
-        in_flight: returns a description of the current work for that line.
+        limit: largest number of seconds for which the loop may be blocked.
+        in_flight: returns a description of the current work for the error.
     """
-    loop, finished = asyncio.get_running_loop(), threading.Event()
-    thread_id, pulse, step = threading.get_ident(), [0], limit / CHECKS
+    loop = asyncio.get_running_loop()
+    finished = threading.Event()
+    thread_id = threading.get_ident()
+    pulse = [0]
+    step = limit / CHECKS
 
     def beat() -> None:
         pulse[0] += 1

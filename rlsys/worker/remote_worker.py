@@ -1,8 +1,8 @@
 """RemoteWorker: a rollout worker in its own process (`rollout.workers` > 1), and the samples that it runs.
 
-The coordinator holds the row and the pieces of each running sample; only the process holds its tokens. When a
-process dies, it is restarted. Unreported tokens are lost as in a crash, its samples continue from their rows, and
-its engines get the weights in a separate push.
+The coordinator holds the row and the pieces of each running sample; only the process holds its tokens. A process
+that dies is restarted. Its unreported tokens are lost as in a crash, its samples continue from their rows, and its
+engines get the weights in a separate push.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from rlsys.worker.worker_calls import WorkerGone
 from rlsys.worker.worker_process import WorkerProcess
 
 MAX_DEATHS = 5
-"""Consecutive deaths of a worker, without a token or a reward in between, that stop the run."""
+"""The run stops after this number of deaths of a worker without a token or a reward in between."""
 POLL_SECONDS = 1.0
 log = logging.getLogger("rlsys.rollout")
 
 
 @dataclass
 class RunningSample:
-    """A sample that the process runs."""
+    """A sample that the process runs. `finished` is done when generation has ended, `verdict` with the reward."""
 
     sample: Sample
     prompt: Prompt
@@ -58,6 +58,7 @@ class RunningSample:
     )
 
     def fail(self, error: BaseException) -> None:
+        """Raise the error in the callers that wait for the sample."""
         for future in (self.finished, self.verdict):
             if not future.done():
                 future.set_exception(error)
@@ -95,14 +96,14 @@ class RemoteWorker(WorkerProcess):
         """Start the process.
 
         Args:
-            engine_state: returns the arguments of Worker.do_begin about engines, also for a process that replaces
-                a dead one.
+            engine_state: returns the arguments of Worker.do_begin about engines. It is called for each process, also
+                for one that replaces a dead one.
             on_death: called when a process has died, with its last status and the number of tokens that it
                 reported.
             fail: called with an error for which no caller waits.
 
-            Raises:
-                RunError: the process did not start.
+        Raises:
+            RunError: the process did not start.
         """
         self._buffer, self._engine_state = buffer, engine_state
         self._on_death, self._fail = on_death, fail
@@ -119,13 +120,13 @@ class RemoteWorker(WorkerProcess):
         self._commits, self._spans = commits, spans
 
     async def close(self) -> None:
-        """Stop the process. Call after an interrupt."""
+        """Stop the process. Call it after an interrupt."""
         if self._supervision is not None:
             self._supervision.cancel()
         await super().close()
 
     def fail_all(self, error: str) -> None:
-        """Raise this error in every call and every sample: the process will not be restarted."""
+        """Raise this error in every call and every sample, because the process will not be restarted."""
         super().fail_all(error)
         for run in self._running.values():
             run.fail(RunError(error))
@@ -135,16 +136,7 @@ class RemoteWorker(WorkerProcess):
     def _on_sample_messages(self, messages: list[SampleMessage]) -> None:
         rows = [m for m in messages if isinstance(m, SampleRow)]
         if rows:
-            tokens_before = self._buffer.added_tokens
-            self._buffer.save_from_workers(self._updates(rows))
-            if new := self._buffer.added_tokens - tokens_before:
-                self.reported_tokens += new
-                self.deaths = 0
-            self._commits.flush_soon()
-        for row in rows:
-            run = self._running.get(row.sample_id)
-            if row.done and run is not None and not run.finished.done():
-                run.finished.set_result(None)
+            self._save_rows(rows)
         for message in messages:
             if isinstance(message, Failure):
                 self._on_failure(message)
@@ -153,6 +145,19 @@ class RemoteWorker(WorkerProcess):
                 if run is not None and not run.verdict.done():
                     self.deaths = 0
                     run.verdict.set_result(message.verdict)
+
+    def _save_rows(self, rows: list[SampleRow]) -> None:
+        """Save the rows, then wake the callers that wait for the end of generation."""
+        tokens_before = self._buffer.added_tokens
+        self._buffer.save_from_workers(self._updates(rows))
+        if new_tokens := self._buffer.added_tokens - tokens_before:
+            self.reported_tokens += new_tokens
+            self.deaths = 0
+        self._commits.flush_soon()
+        for row in rows:
+            run = self._running.get(row.sample_id)
+            if row.done and run is not None and not run.finished.done():
+                run.finished.set_result(None)
 
     def _updates(self, rows: list[SampleRow]) -> Iterator[WorkerUpdate]:
         """Apply rows to their samples, and yield the updates. A sample may occur several times."""
@@ -181,17 +186,17 @@ class RemoteWorker(WorkerProcess):
     # Supervision
 
     async def watch(self) -> None:
-        """Wait forever.
+        """Wait until the supervision, which `open` starts, has failed.
 
         Raises:
-            RunError: the supervision, which `open` starts, has failed.
+            RunError: always, with the error of the supervision.
         """
         assert self._supervision is not None
         await self._supervision
         raise RunError(self.error or "")
 
     async def _supervise(self) -> None:
-        """Restart the process whenever it dies, and kill it when it sends no message for too long."""
+        """Restart the process whenever it dies; kill it after rollout.stall_timeout without a message."""
         try:
             while True:
                 if await self.wait_gone(POLL_SECONDS):
@@ -240,10 +245,10 @@ class RemoteWorker(WorkerProcess):
     # Samples
 
     def load(self, group_id: int) -> tuple[float, ...]:
-        """Return a sort key: a new sample of the group runs in the worker with the smallest key.
+        """Return a sort key; a new sample of the group runs in the worker with the smallest key.
 
-        That is a worker with other samples of the group, because they share a prefix, otherwise the worker with
-        the fewest samples per serving engine.
+        A worker that runs other samples of the group has the smallest key, because the samples share a prefix. The
+        others are sorted by their number of samples per serving engine; those without one are last.
         """
         if group_id in self._groups:
             return (-1.0,)
@@ -306,10 +311,15 @@ class RemoteWorker(WorkerProcess):
     async def interrupt(
         self, keep: Callable[[TokenSequence], bool] | None, *, keep_serving: bool, wait_for_max_resumes: bool
     ) -> list[TokenSequence]:
-        """Interrupt all samples, see Streams.interrupt. If the process dies meanwhile, no sample is in flight.
+        """Interrupt all samples of this worker. If the process dies meanwhile, all of them are parked.
 
         Args:
-            wait_for_max_resumes: first wait until none of its samples is at rollout.max_resumes.
+            keep: see Router.interrupt.
+            keep_serving: see Router.interrupt.
+            wait_for_max_resumes: first wait until no sample of this worker is at rollout.max_resumes.
+
+        Returns:
+            the sequences that were in an engine and are parked now.
         """
         live = [r.sample for r in self._running.values() if not r.finished.done()]
         kept_ids = None if keep is None else frozenset(s.sample_id for s in live if keep(s))
@@ -333,7 +343,7 @@ class RemoteWorker(WorkerProcess):
     # Engines
 
     def _post(self, call: str, **arguments: Any) -> None:
-        """Call the process without waiting for the result. The call is void if the process dies."""
+        """Call the process without waiting for the result. If the process dies, the call is dropped."""
         task = asyncio.create_task(self.call(call, **arguments))
         self._posts.add(task)
         task.add_done_callback(self._on_post_done)

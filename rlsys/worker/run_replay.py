@@ -1,11 +1,15 @@
-"""Replay of a run (`rollout.repeat`): timing-dependent decisions are taken from its record, so all tokens are equal.
+"""Replay of a run (`rollout.repeat`): the record determines timing-dependent decisions, so all tokens are equal.
 
-With over_provision 1 no result depends on timing. With a larger factor, timing determines when groups are admitted,
-at how many tokens a sample is interrupted, which weights sample which tokens, and which groups a step takes. These
-four are in rollouts.sqlite; everything else follows from seeds, weights and order.
+With over_provision 1 no result depends on timing. With a larger factor, timing determines four decisions, which
+rollouts.sqlite records:
 
-NOT replayed: deadlines, rewards that time out, the order of an agent's parallel requests, and plug-ins whose
-state depends on the order of rewards.
+- when a group is admitted;
+- at how many tokens a sample is interrupted;
+- which weights sample which tokens;
+- which groups a step takes.
+
+Everything else follows from seeds, weights and order. NOT replayed: deadlines, rewards that time out, the order of an
+agent's parallel requests, and plug-ins whose state depends on the order of rewards.
 """
 
 from __future__ import annotations
@@ -29,19 +33,24 @@ from rlsys.router.router import Router
 
 
 class Stop(NamedTuple):
-    """Weights after `trained_steps` steps sampled a sequence up to token `end`, where it was interrupted or ended."""
+    """A number of tokens at which a sequence was interrupted, got other weights, or ended."""
 
     trained_steps: int
+    """Number of train steps in the weights that sampled the last token before the stop."""
     end: int
+    """Number of response tokens of the sequence at the stop."""
     last: bool
-    """Whether the sequence ended there."""
+    """Whether the sequence ended at the stop."""
 
 
 class RunRecord:
     """Recorded decisions of the run in `folder`.
 
+    Args:
+        config: config of the replaying run.
+
     Raises:
-        UserError: there is no such run, its config differs, or it cannot be replayed.
+        UserError: the folder has no run, the run's config differs, or the run cannot be replayed.
     """
 
     def __init__(self, folder: Path, config: Config) -> None:
@@ -55,12 +64,13 @@ class RunRecord:
             steps: dict[int, int] = dict(db.execute("SELECT weight_version, train_step FROM pushes"))
             self.largest_group = int(meta["largest_group"])
             self.admission_steps = _admission_steps(db, steps)
-            """Group id -> train steps contained in the weights under which it was admitted."""
+            """Group id -> number of train steps in the weights under which the group was admitted."""
             self.takes: dict[int, list[int]] = {
                 step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")
             }
+            """Train step -> ids of the groups that it took."""
             self.stops = _stops(db, steps)
-            """(sample id, sequence) -> its stops in order, for sequences with tokens."""
+            """(sample id, sequence) -> stops in order, for sequences with tokens."""
             terminal = ", ".join(f"'{s}'" for s in Status if s.terminal)
             terminal_rows = db.execute(f"SELECT sample_id FROM samples WHERE status IN ({terminal})")
             self.terminal_samples = {row[0] for row in terminal_rows}
@@ -73,7 +83,7 @@ class RunRecord:
 
 
 def _admission_steps(db: sqlite3.Connection, steps: dict[int, int]) -> dict[int, int]:
-    """Return group id -> train steps in the weights under which it was first admitted."""
+    """Return group id -> number of train steps in the weights under which the group was first admitted."""
     admission_steps: dict[int, int] = {}
     for group_id, version in db.execute("SELECT group_id, weight_version FROM admissions ORDER BY place"):
         admission_steps.setdefault(group_id, steps[version])
@@ -81,6 +91,11 @@ def _admission_steps(db: sqlite3.Connection, steps: dict[int, int]) -> dict[int,
 
 
 def _stops(db: sqlite3.Connection, steps: dict[int, int]) -> dict[tuple[int, int], list[Stop]]:
+    """Return (sample id, sequence) -> stops in order, for sequences with tokens.
+
+    Args:
+        steps: weight version -> number of train steps in its weights.
+    """
     interrupts: dict[tuple[int, int], set[int]] = defaultdict(set)
     for sample_id, sequence, tokens in db.execute("SELECT sample_id, sequence, tokens FROM interrupts"):
         interrupts[sample_id, sequence].add(tokens)
@@ -112,17 +127,14 @@ def load_record(config: Config) -> RunRecord | None:
 
 
 class ReplayStops:
-    """Limits the samples of this process to the record.
-
-    Owns the number of train steps in the current weights. `on_stop` is called with each sample that waits for later
-    weights.
-    """
+    """Stops the samples of this process where the record says. Owns the number of train steps in the weights."""
 
     def __init__(self, record: RunRecord) -> None:
         self._record = record
         self._trained_steps = -1
         self._advanced = asyncio.Event()
         self.on_stop: Callable[[TokenSequence], None] = lambda sample: None
+        """Called with each sequence that waits for later weights."""
 
     def advance(self, trained_steps: int) -> None:
         """Report that the engines have weights of this many train steps."""
@@ -131,7 +143,7 @@ class ReplayStops:
         advanced.set()
 
     async def next_stop(self, sample: TokenSequence) -> Stop:
-        """Wait for the weights of the sample's next stop, and return it. Never returns after the last stop."""
+        """Wait for the weights of the sample's next stop, and return the stop. After the last stop, wait forever."""
         stops = self._record.stops.get((sample.sample_id, sample.sequence), [])
         stop = next((s for s in stops if s.end > sample.tokens), None)
         while stop is None or stop.trained_steps > self._trained_steps:
@@ -139,7 +151,7 @@ class ReplayStops:
         return stop
 
     def turns(self, router: Router, config: Config) -> GenerateTurn:
-        """Return a function that generates turns up to their stops; it replaces turns.sampling_turns."""
+        """Return a function that generates turns up to their stops. It replaces that of turns.sampling_turns."""
         r = config.rollout
 
         async def generate_turn(
@@ -171,7 +183,8 @@ class ReplaySchedule:
         self._record = record
         self._buffer = buffer
         self._trained_steps = -1
-        self._sequences: dict[int, dict[int, list[Stop]]] = defaultdict(dict)  # by sample id
+        self._sequences: dict[int, dict[int, list[Stop]]] = defaultdict(dict)
+        """Sample id -> number of the sequence -> stops in order."""
         for (sample_id, sequence), stops in record.stops.items():
             self._sequences[sample_id][sequence] = stops
 
@@ -180,21 +193,26 @@ class ReplaySchedule:
         self._trained_steps = trained_steps
 
     def admits(self, group_id: int) -> bool:
+        """Return whether the record admits the group under the current or earlier weights."""
         return self._record.admission_steps.get(group_id, self._trained_steps + 1) <= self._trained_steps
 
     def is_behind(self, trained_steps: int) -> bool:
-        """Return whether a sample has fewer tokens than the record has of weights up to this many train steps."""
+        """Return whether a sample lacks tokens that the record has.
+
+        Args:
+            trained_steps: only tokens count that weights with at most this number of train steps sampled.
+        """
         return any(self._is_behind(i, sequences, trained_steps) for i, sequences in self._sequences.items())
 
     def _is_behind(self, sample_id: int, sequences: Mapping[int, list[Stop]], trained_steps: int) -> bool:
         due = {k: [s for s in stops if s.trained_steps <= trained_steps] for k, stops in sequences.items()}
-        group_id, index = divmod(sample_id, self._record.largest_group)
-        if not any(due.values()) or (
-            group_id not in self._buffer.groups and group_id < self._buffer.next_group_id
-        ):
+        if not any(due.values()):
             return False
+        group_id, index = divmod(sample_id, self._record.largest_group)
         group = self._buffer.groups.get(group_id)
-        if group is None or index >= len(group.samples):
+        if group is None:  # either concluded, or not admitted yet
+            return group_id >= self._buffer.next_group_id
+        if index >= len(group.samples):
             return True
         sample = group.samples[index]
         if sample.status.terminal:
@@ -205,10 +223,10 @@ class ReplaySchedule:
         return any(stops and tokens.get(k, 0) < stops[-1].end for k, stops in due.items())
 
     def groups(self, trained_steps: int) -> list[SampleGroup] | None:
-        """Return the groups that the step after `trained_steps` took.
+        """Return the groups that the step after `trained_steps` took in the record.
 
         Returns:
-            None while one of them is not ready, or `is_behind`.
+            None while one of the groups is not ready, or a sample is behind the record (`is_behind`).
 
         Raises:
             RunError: the record has no such step.
@@ -216,7 +234,8 @@ class ReplaySchedule:
         train_step = trained_steps + 1
         if train_step not in self._record.takes:
             raise RunError(
-                f"rollout.repeat: the record ends with train step {max(self._record.takes, default=0)}"
+                f"rollout.repeat: no record of train step {train_step}; the record ends with train step "
+                f"{max(self._record.takes, default=0)}"
             )
         ready = {g.group_id: g for g in self._buffer.ready()}
         group_ids = self._record.takes[train_step]

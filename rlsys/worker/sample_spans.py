@@ -17,7 +17,14 @@ from rlsys.obs.spans import Span, Value, child_of, sample_span
 
 @dataclass
 class SampleTimeline:
-    """Events of a sample in this process. `version`: weight version of its last token, None before the first."""
+    """Events of a sample in this process.
+
+    Attributes:
+        start: time at which the sample began to wait for an engine, in seconds since the epoch.
+        version: weight version of the sample's last token; None: it has no token.
+        parked: whether the sample has tokens, but none since its last interrupt or restart.
+        events: time, name and attributes of each event.
+    """
 
     start: float
     version: int | None
@@ -26,7 +33,12 @@ class SampleTimeline:
 
 
 class SampleSpans:
-    """Records spans. Owns the timelines of samples that have no reward yet. Does nothing without a sender."""
+    """Records and sends spans of samples. Owns the timelines of samples that have no reward yet.
+
+    Args:
+        sender: sends the spans; None: record nothing.
+        clock: returns the time in seconds since the epoch.
+    """
 
     def __init__(self, sender: SpanSender | None, clock: Callable[[], float] = time.time) -> None:
         self._sender = sender
@@ -34,7 +46,7 @@ class SampleSpans:
         self._timelines: dict[int, SampleTimeline] = {}
 
     def begin(self, sample: Sample) -> None:
-        """Start the timeline of a sample that waits for an engine, unless it has one."""
+        """Start the timeline of a sample that waits for an engine, unless the sample has a timeline."""
         if self._sender is not None and sample.sample_id not in self._timelines:
             version = sample.spans[-1].version if sample.spans else None
             self._timelines[sample.sample_id] = SampleTimeline(
@@ -57,6 +69,7 @@ class SampleSpans:
         timeline.version, timeline.parked = version, False
 
     def on_interrupt(self, samples: Iterable[TokenSequence]) -> None:
+        """Record that these samples were interrupted."""
         for sample in samples:
             if (timeline := self._timelines.get(sample.sample_id)) is not None:
                 self._note(timeline, "interrupt", {"rlsys.tokens": sample.tokens})
@@ -66,7 +79,11 @@ class SampleSpans:
         timeline.events.append((self._clock(), name, attributes))
 
     def end(self, sample: Sample, reason: str | None = None) -> None:
-        """Send the span of a sample that has its reward or, with `reason`, was censored."""
+        """Send the span of a sample that has its reward or was censored.
+
+        Args:
+            reason: why the sample was censored; None: it was not.
+        """
         if (timeline := self._timelines.pop(sample.sample_id, None)) is None:
             return
         if sample.reward is not None:

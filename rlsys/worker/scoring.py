@@ -20,11 +20,15 @@ from rlsys.rewards.workers import RewardError, Row, contained, location_and_row
 class Verdict:
     """A reward, or the reason why there is none; exactly one of the two is set.
 
-    Args:
-        parts: the summands of the reward, in the order of the run's first reward.
+    Attributes:
+        reward: the reward of the response.
+        reason: why there is no reward.
+        parts: the summands of the reward, in the order of the run's first reward; None: a plain number.
         answer: the canonical answer of the response, if it has one.
         right: whether an evaluation counts the response as correct.
         metrics: additional metrics of the reward function.
+        turns: reward of each turn, if the reward function returns them.
+        cause: cause that is counted if there is no reward.
     """
 
     reward: float | None = None
@@ -34,28 +38,27 @@ class Verdict:
     right: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     turns: list[float] | None = None
-    """Reward of each turn, if the reward function returns them."""
     cause: CensorCause = CensorCause.REWARD
-    """Cause that is counted if there is no reward."""
 
 
 class Scorer:
     """Runs the reward function with limited concurrency and time. Waiting for a slot is not limited.
 
     A reward function is user code: an exception censors its sample, is counted and reported, and affects no other
-    sample. The stop id is not part of the text that is scored.
+    sample. The text that is scored does not include the stop id.
 
     Args:
         open_reward: provides the reward function for one score.
         decode: decodes token ids.
-        timeout: seconds that one score may take.
-        answer: returns the canonical answer of a response, if it has one.
-        concurrency: number of concurrent scores.
+        timeout: largest number of seconds of one score.
+        answer: returns the canonical answer of a response; None: it has none.
+        concurrency: largest number of concurrent scores.
         stop_ids: ids that end a response.
 
     Attributes:
-        timeouts: number of scores beyond the time limit.
-        failures: number of scores that raised, were not a number, or had other parts than the first reward.
+        timeouts: number of scores that exceeded `timeout`.
+        failures: number of scores that raised an error, returned no valid reward, or returned other parts than the
+            run's first reward.
     """
 
     def __init__(
@@ -79,18 +82,19 @@ class Scorer:
 
     async def score(self, prompt: Prompt, sample: Sample) -> Verdict:
         """Score a terminal sample."""
-        prompt, response = with_turn_rewards(prompt, sample), self._response(prompt, sample)
+        prompt = with_turn_rewards(prompt, sample)
+        response = self._response(prompt, sample)
         tracked_prompt = replace(prompt, entry=Row(prompt))
         async with self._semaphore, self._open_reward() as reward_fn:
             task = asyncio.ensure_future(contained(reward_fn(tracked_prompt, response)))
             self.scoring.append(prompt)
             try:
-                # Not wait_for, which waits for the cancelled task: a hung one may never end.
-                done, _ = await asyncio.wait({task}, timeout=self._timeout)
+                # asyncio.wait_for would wait for the cancelled task, which may never end.
+                ended, _ = await asyncio.wait({task}, timeout=self._timeout)
             finally:
                 self.scoring.remove(prompt)
                 task.cancel()
-        if not done:
+        if not ended:
             self.timeouts += 1
             return Verdict(reason=f"reward took longer than rollout.reward_timeout = {self._timeout:g} s")
         verdict = self._verdict(task, prompt, response)
@@ -98,7 +102,7 @@ class Scorer:
         return verdict
 
     async def verdict(self, prompt: Prompt, sample: Sample, name: str) -> Verdict:
-        """Score a response. Errors outside the reward function also become reasons.
+        """Score a terminal sample. Errors outside the reward function also become the reason of the verdict.
 
         Args:
             name: name of the sample in messages.
@@ -126,9 +130,9 @@ class Scorer:
         if (error := task.exception()) is not None:
             if isinstance(error, InvalidReward):
                 return Verdict(reason=f"reward {error}")
-            is_reward_error = isinstance(error, RewardError)
-            text = shorten(error_text(error), LONGEST_REASON // 2)
-            message = text if is_reward_error else f"{type(error).__name__}: {text}{location_and_row(error)}"
+            message = shorten(error_text(error), LONGEST_REASON // 2)
+            if not isinstance(error, RewardError):
+                message = f"{type(error).__name__}: {message}{location_and_row(error)}"
             return Verdict(reason=f"reward raised {message}")
         try:
             result = parse_reward(task.result())
@@ -146,13 +150,16 @@ class Scorer:
 
 
 class RewardParts:
-    """Checks the parts of rewards. Owns the part names of the run's first reward; empty for a plain number."""
+    """Checks the parts of rewards. Owns the part names of the run's first reward; a plain number has none."""
 
     def __init__(self) -> None:
         self._names: list[str] | None = None
 
     def conform(self, verdict: Verdict) -> Verdict:
-        """Return the verdict with parts in the order of the first one, without a reward if the parts differ."""
+        """Return the verdict with its parts in the order of the run's first reward.
+
+        If the part names differ, return a verdict without a reward.
+        """
         if verdict.reward is None:
             return verdict
         names = list(verdict.parts or ())
@@ -168,7 +175,7 @@ class RewardParts:
 
 
 def with_turn_rewards(prompt: Prompt, sample: Sample) -> Prompt:
-    """Return the prompt with the environment's `turn_rewards`, if there are any, in its row."""
+    """Return the prompt with the sample's turn rewards as row entry TURNS, if the environment gave any."""
     if sample.turn_rewards is None:
         return prompt
     return replace(prompt, entry={**prompt.entry, TURNS: [result.reward for result in sample.turn_rewards]})

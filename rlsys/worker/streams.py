@@ -36,12 +36,13 @@ class SampleStore(Protocol):
         """Return whether the sample has tokens that are not saved."""
 
     def flush(self) -> None:
-        """Make saved tokens survive this process."""
+        """Make saved tokens durable now."""
 
-    def flush_soon(self) -> None: ...
+    def flush_soon(self) -> None:
+        """Schedule a flush."""
 
     async def wait_for_commit(self) -> None:
-        """Wait for the next flush, which is soon."""
+        """Schedule a flush and wait for it."""
 
 
 class Streams:
@@ -63,8 +64,9 @@ class Streams:
         """Create streams.
 
         Args:
+            group_of: returns the group of a sequence, with those of its samples that run in this process.
             flush_tokens: number of unsaved tokens of all running samples at which they are saved.
-            stops: stops of a replayed run.
+            stops: stops of a replayed run; None: the run is no replay.
             siblings_of: see Family.siblings; None: `group_of` returns the whole group.
         """
         self._config = config
@@ -81,9 +83,11 @@ class Streams:
         self._spans = spans
         self._flush_tokens = flush_tokens
         self._running: dict[int, Sample] = {}
-        self._branches: dict[int, Sample] = {}  # branches of growing trees; some also run on their own
+        self._branches: dict[int, Sample] = {}
+        """Sample id -> branch of a growing tree. A branch may also be in `_running`."""
         self._received = ReceivedTokens()
-        self._unsaved_tokens = 0  # upper bound: tokens since running samples were saved
+        self._unsaved_tokens = 0
+        """Number of tokens since all running samples were saved: an upper bound of their unsaved tokens."""
         self.counts: Mapping[str, int] = (
             generator.counts
             if isinstance(generator, AgentGenerator | EnvironmentGenerator | TreeGenerator)
@@ -107,13 +111,13 @@ class Streams:
 
     async def siblings(self, sample: Sample) -> Sequence[Sample]:
         """See Family."""
-        return (
-            self._group_of(sample).samples if self._siblings_of is None else await self._siblings_of(sample)
-        )
+        if self._siblings_of is None:
+            return self._group_of(sample).samples
+        return await self._siblings_of(sample)
 
     @contextmanager
     def growing(self, samples: Iterable[Sample]) -> Iterator[None]:
-        """Save the tokens of these branches of a tree while the context is active."""
+        """Include these branches of a tree in the running samples while the context is active."""
         branches = {s.sample_id: s for s in samples}
         self._branches |= branches
         for sample in branches.values():
@@ -131,7 +135,7 @@ class Streams:
         return list((self._branches | self._running).values())
 
     def keep(self, samples: Iterable[Sample]) -> None:
-        """Save samples that were forked or truncated. Call before they get other tokens."""
+        """Save samples that were forked or truncated. Call it before they get new tokens."""
         samples = list(samples)
         for sample in samples:
             self._received.rebase(sample)
@@ -139,6 +143,7 @@ class Streams:
         self._store.flush_soon()
 
     def _save(self, samples: Iterable[Sample]) -> None:
+        """Check the tokens of samples against the received ones, and save them."""
         samples = list(samples)
         for sample in samples:
             self._received.reconcile(sample)
@@ -148,7 +153,7 @@ class Streams:
         """Check that the sequence belongs to a running sample, so that its tokens are saved.
 
         Raises:
-            GeneratorError: it does not, for example because it is a copy.
+            GeneratorError: the sequence belongs to no running sample, for example because it is a copy.
         """
         sample = self._running.get(sequence.sample_id) or self._branches.get(sequence.sample_id)
         if sample is None or not any(q is sequence for q in sample.sequences):
@@ -158,7 +163,7 @@ class Streams:
             )
 
     async def generate(self, sample: Sample, prompt: Prompt) -> None:
-        """Generate until the sample is terminal and saved. An interrupt parks it inside this call.
+        """Generate until the sample is terminal and saved. An interrupt parks the sample, and this call waits.
 
         Cancel this call only after an interrupt.
         """
@@ -178,6 +183,7 @@ class Streams:
         self._store.flush_soon()
 
     async def _run_to_completion(self, sample: Sample, prompt: Prompt) -> None:
+        """Run the generator and check its response."""
         await self._generator(sample, prompt)
         check_response(sample, self._router.limits, self._config.rollout.max_response_tokens)
         if sample.status is not Status.CENSORED:
@@ -193,7 +199,7 @@ class Streams:
         return await self._scorer.verdict(prompt, sample, f"{prompt_name(prompt)}, sample {sample.sample_id}")
 
     def advance(self, trained_steps: int) -> None:
-        """Report the train steps in the engines' weights. Replayed samples continue to their next stop."""
+        """Report the number of train steps in the engines' weights. Replayed samples continue to their next stop."""
         if self._stops is not None:
             self._stops.advance(trained_steps)
 
@@ -206,19 +212,24 @@ class Streams:
         return [q.engine for q in live if q.resumes >= limit and q.engine is not None]
 
     async def wait_until_interruptible(self, members: Collection[str] | None = None) -> None:
-        """Wait until no engine, or none of `members`, has a sample at rollout.max_resumes.
+        """Wait until no sample at rollout.max_resumes is in an engine.
+
+        Args:
+            members: URLs of the engines whose samples count; None: all.
 
         Raises:
             RunError: no token arrived for rollout.stall_timeout.
         """
-        loop, stall = asyncio.get_running_loop(), self._config.rollout.stall_timeout
-        tokens, last_progress = -1.0, 0.0
-        while [url for url in self.at_max_resumes() if members is None or url in members]:
-            if (received := self._router.stats()["received_tokens"]) != tokens:
-                tokens, last_progress = received, loop.time()
-            elif loop.time() - last_progress > stall:
+        loop = asyncio.get_running_loop()
+        stall_timeout = self._config.rollout.stall_timeout
+        received, last_progress = -1.0, 0.0
+        while any(members is None or url in members for url in self.at_max_resumes()):
+            current = self._router.stats()["received_tokens"]
+            if current != received:
+                received, last_progress = current, loop.time()
+            elif loop.time() - last_progress > stall_timeout:
                 raise RunError(
-                    f"no token for rollout.stall_timeout = {stall:g} s, while samples that were resumed "
+                    f"no token for rollout.stall_timeout = {stall_timeout:g} s, while samples that were resumed "
                     f"rollout.max_resumes = {self._config.rollout.max_resumes} times must not be interrupted"
                 )
             await asyncio.sleep(POLL_SECONDS)
@@ -229,7 +240,7 @@ class Streams:
         *,
         keep_serving: bool = False,
     ) -> list[TokenSequence]:
-        """Interrupt and save all running samples. Afterwards none is in flight, except those to `keep`.
+        """Interrupt and save all running samples. On return, only samples that stay in their engine are in flight.
 
         Args:
             keep: see Router.interrupt.
@@ -267,11 +278,11 @@ class Streams:
             self._store.flush()
 
     def _save_soon(self, sample: TokenSequence) -> None:
-        """Save a sample that waits at a stop of a replay, or whose engine failed.
+        """Save the sample of a sequence that waits at a stop of a replay, or whose engine failed.
 
-        The saved failure count survives this process. Otherwise the sample could be retried forever.
+        After a failure, the sample has a new failure count. It must be durable, because the sample could otherwise be
+        retried forever.
         """
-        # The whole sample, not only this sequence.
         self._save([self._running.get(sample.sample_id) or self._branches[sample.sample_id]])
         self._store.flush_soon()
 
@@ -290,6 +301,7 @@ def build_streams(
 
     Args:
         tokenizer: required by generators with several turns.
+        group_of: see Streams.
         siblings_of: see Streams.
     """
     record = load_record(config)

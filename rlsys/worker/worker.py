@@ -4,7 +4,7 @@
 
 The coordinator, which is the rollout process, starts a worker with a socket as standard input. The worker writes
 tokens to its own segments and reports their location to the coordinator, which commits them. If the worker is
-killed, the coordinator drops unreported bytes.
+killed, the coordinator drops the bytes that were not reported.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from rlsys.worker.streams import build_streams
 from rlsys.worker.worker_groups import WorkerGroups
 
 BATCH_SECONDS = 0.02
-"""Interval at which rows are sent. It delays the reuse of a finished sample's slot."""
+"""Longest delay of a row, and so of the reuse of a finished sample's slot."""
 STATUS_SECONDS = 0.5
 
 log = logging.getLogger("rlsys.rollout")
@@ -112,14 +112,17 @@ class Worker(FlushScheduler):
         self._folder = parts.config.run.dir
         self._link = Link(ToWorker, self._on_messages, end)
         self._file: SegmentFile | None = None
-        self._stored_lengths: dict[int, list[StoredLengths]] = {}  # sample id -> lengths by sequence
-        self._reported_fields: dict[
-            tuple[int, int], object
-        ] = {}  # (sample id, sequence) -> fields known to the coordinator
+        self._stored_lengths: dict[int, list[StoredLengths]] = {}
+        """Sample id -> lengths in segments, by number of the sequence."""
+        self._reported_fields: dict[tuple[int, int], object] = {}
+        """(sample id, sequence) -> fields known to the coordinator, for later sequences."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._cancelling: set[asyncio.Task[None]] = set()  # cancelled, not ended yet
+        """Sample id -> task that runs the sample."""
+        self._cancelling: set[asyncio.Task[None]] = set()
+        """Tasks of samples that were cancelled, but have not ended yet."""
         self._calls: set[asyncio.Task[None]] = set()
         self._rows: list[SampleRow] = []
+        """Rows to send with the next flush."""
 
     async def serve(self, end: socket.socket) -> None:
         """Serve the coordinator forever."""
@@ -143,30 +146,31 @@ class Worker(FlushScheduler):
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, RunSample):
             work = self._run(unpack(message.sample), unpack(message.prompt), message.tree_samples)
-            run = self._tasks[message.sample_id] = asyncio.create_task(work)
-            run.add_done_callback(lambda t: self._on_task_done(message.sample_id, t))
+            task = self._tasks[message.sample_id] = asyncio.create_task(work)
+            task.add_done_callback(lambda t: self._on_task_done(message.sample_id, t))
         elif isinstance(message, CancelSamples):
             for sample_id in message.sample_ids:
-                if (task := self._tasks.get(sample_id)) is not None:
-                    task.cancel()
-                    self._cancelling.add(task)
-                    task.add_done_callback(self._cancelling.discard)
+                if (sample_task := self._tasks.get(sample_id)) is not None:
+                    sample_task.cancel()
+                    self._cancelling.add(sample_task)
+                    sample_task.add_done_callback(self._cancelling.discard)
         else:
-            call = asyncio.create_task(self._answer(message))
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
+            task = asyncio.create_task(self._answer(message))
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
 
     async def _answer(self, call: Call) -> None:
         """Execute a call and send its result, or the exception that the coordinator will raise."""
         result, error = b"", b""
-        target, name = (
-            (self, f"do_{call.name}") if hasattr(self, f"do_{call.name}") else (self._router, call.name)
-        )
-        work = call_method(target, name, unpack(call.arguments))
+        own_method = f"do_{call.name}"
+        if hasattr(self, own_method):
+            work = call_method(self, own_method, unpack(call.arguments))
+        else:
+            work = call_method(self._router, call.name, unpack(call.arguments))
         outcome: Any = (await asyncio.gather(work, return_exceptions=True))[0]
         if isinstance(outcome, Exception):
             if not isinstance(outcome, RlsysError | RefusedPrompt):
-                log.error("%s", call.name, exc_info=outcome)
+                log.error("call of %s failed", call.name, exc_info=outcome)
             error = pack(outcome)
         elif isinstance(outcome, BaseException):
             raise outcome
@@ -191,11 +195,10 @@ class Worker(FlushScheduler):
             version: expected weight version of the engines; 0: unknown.
             opened: whether samples may go to engines.
             joined_engines: engines to add.
-            trained_steps: train steps that the weights contain.
+            trained_steps: number of train steps in the engines' weights.
 
         Returns:
-            URLs of the engines before `joined_engines`, whether the generator grows trees, and the limits of
-                prompts.
+            URLs of the engines on the command line, whether the generator grows trees, and the limits of prompts.
         """
         launch_engines = list(self._router.engine_states())
         self._file = SegmentFile(self._folder, writer)
@@ -215,7 +218,8 @@ class Worker(FlushScheduler):
         """Interrupt all samples, see Streams.interrupt.
 
         Args:
-            keep: ids of the samples to keep; None: keep none.
+            keep: ids of the samples that stay in their engines; None: no sample stays.
+            wait_for_max_resumes: first wait until no sample is at rollout.max_resumes.
 
         Returns:
             (sample id, sequence) of the sequences that were parked.
@@ -227,15 +231,19 @@ class Worker(FlushScheduler):
         return [(q.sample_id, q.sequence) for q in parked]
 
     async def do_save(self) -> None:
+        """See Streams.save_running."""
         await self._streams.save_running()
 
     async def do_advance(self, trained_steps: int) -> None:
+        """See Streams.advance."""
         self._streams.advance(trained_steps)
 
     async def do_add_engine(self, url: str, tp: int, pool: str | None) -> None:
+        """See Router.add_engine."""
         self._router.add_engine(self._parts.client(url, tp, pool))
 
     async def do_begin_push(self, version: int, only_stale: bool, members: Collection[str]) -> Any:
+        """Wait until no sample in `members` is at rollout.max_resumes, then see Router.begin_push."""
         if members:
             await self._streams.wait_until_interruptible(members)
         return await self._router.begin_push(version, only_stale=only_stale, members=members)
@@ -243,6 +251,7 @@ class Worker(FlushScheduler):
     # Samples
 
     async def _run(self, sample: Sample, prompt: Prompt, tree_samples: int) -> None:
+        """Run a sample until it has a reward or is censored. The arguments are those of RunSample."""
         if self._cancelling:  # an earlier task of this sample or of its group may still be ending
             await asyncio.wait(set(self._cancelling))
         with SegmentReader(self._folder) as reader:
@@ -271,12 +280,13 @@ class Worker(FlushScheduler):
             del self._tasks[sample_id]
         if not task.cancelled() and (error := task.exception()) is not None:
             if not isinstance(error, RlsysError):
-                log.error("sample %d", sample_id, exc_info=error)
+                log.error("sample %d failed", sample_id, exc_info=error)
             self._link.send(Failure(sample_id, pack(error)))
 
     # SampleStore of Streams
 
     def save(self, samples: Iterable[Sample]) -> None:
+        """Append unsaved tokens to the segment file, and queue the rows of the samples."""
         assert self._file is not None, "the coordinator calls `begin` first"
         for sample in samples:
             later = {}
@@ -297,12 +307,12 @@ class Worker(FlushScheduler):
         rewritten = sequence.tokens < previous.tokens
         if rewritten:
             previous = StoredLengths()
-        new = sequence.routes[previous.routes :]
-        stored_routes = [span for span in new if span.location is not None]
-        routes = [span for span in new if span.location is None]
-        pieces = append_tokens(file, sequence, previous, routes)
+        new_routes = sequence.routes[previous.routes :]
+        routes_in_files = [span for span in new_routes if span.location is not None]
+        routes_in_memory = [span for span in new_routes if span.location is None]
+        pieces = append_tokens(file, sequence, previous, routes_in_memory)
         lengths[sequence.sequence] = StoredLengths.of(sequence)
-        return pieces, stored_routes, rewritten
+        return pieces, routes_in_files, rewritten
 
     def unsaved(self, sample: Sample) -> bool:
         """Return whether the sample has tokens that are not saved."""
@@ -322,7 +332,7 @@ async def serve(config: Config, number: int, urls: list[str], end: socket.socket
 
     Args:
         number: index of the worker, from 0.
-        urls: all engines of the run; the worker uses each `rollout.workers`-th from `number` on.
+        urls: URLs of all engines of the launch; the worker uses each `rollout.workers`-th from `number` on.
         end: the worker's end of the socket pair.
 
     Raises:
@@ -335,7 +345,8 @@ async def serve(config: Config, number: int, urls: list[str], end: socket.socket
     scorer = build_scorer(config, rewards, tokenizer)
     workers = config.rollout.workers
     async with make_session() as session, contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(rewards.close)  # else asyncio waits forever for a process that just starts
+        # Otherwise asyncio would wait forever for a reward process that is just starting.
+        stack.push_async_callback(rewards.close)
         rewards.begin()
         client = client_maker(config, session)
         engines = [
@@ -358,15 +369,15 @@ async def serve(config: Config, number: int, urls: list[str], end: socket.socket
 
 
 def exit_now() -> None:
-    """Exit without cleanup. Called when the coordinator has ended: unreported state is never needed."""
+    """Exit without cleanup when the coordinator has ended, because unreported state is never needed."""
     logging.shutdown()
     os._exit(0)
 
 
 def standard_input() -> socket.socket:
-    """Return the coordinator's socket, which is standard input.
+    """Return the coordinator's socket, which is standard input, and ignore SIGTERM and SIGINT from now on.
 
-    Also ignore SIGTERM and SIGINT, because only the coordinator stops a worker.
+    Only the coordinator stops a worker.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Concurrent calls of several workers, some of which may die meanwhile."""
+"""Concurrent calls of several workers that may die during a call."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ class WorkerGone(PinLost):
 
 
 async def call_each(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Wait for the calls of all workers, and return the results of workers that did not die meanwhile.
+    """Wait for all calls, and return the results of those whose worker did not die.
 
     A single call is awaited directly, so that it starts at once and not in the next iteration of the event loop.
+
+    Raises:
+        Exception: the first exception of a call other than WorkerGone.
     """
     if len(calls) == 1:
         try:

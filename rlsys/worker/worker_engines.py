@@ -27,7 +27,7 @@ EXPORTED_COUNTS = (
     "received_tokens", "evaluation_tokens", "cached_tokens", "prefilled_tokens", "resumes", "lost", "engine_tokens",
     "engine_deaths", "engines_serving",
 )  # fmt: skip
-"""Counts that must exist even when no worker is running."""
+"""Counts of `stats` that must exist even if no worker runs."""
 
 
 class WorkerEngines:
@@ -45,16 +45,16 @@ class WorkerEngines:
         self._dead_generated: Counter[str] = Counter()
         self._dead_reported_tokens = 0
         self._worker_of: dict[str, RolloutWorker] = {}
-        """URL -> the worker of an engine that joined or was evicted; it returns to the same one."""
+        """URL of an engine that joined or was evicted -> its worker, to which it also returns."""
         self._joined_engines: dict[str, JoinedEngine] = {}
         """URL -> an engine that joined. Engines of the launch are on the workers' command lines."""
         self._rolling = False
-        """Whether a rolling push is under way. A worker whose engines are all updated reports that none is."""
+        """Whether a rolling push is under way, also if all engines of a worker are already updated."""
         self._pin: RolloutWorker | None = None
         self.open = False
         """Whether samples may go to engines. False between an interrupt and the next `resume`."""
         self.trained_steps = -1
-        """Train steps contained in the engines' weights, for replayed samples."""
+        """Number of train steps in the engines' weights, for replayed samples."""
 
     @property
     def limits(self) -> Limits:
@@ -62,7 +62,12 @@ class WorkerEngines:
         return self._workers[0].limits
 
     def on_worker_death(self, worker: RolloutWorker, status: WorkerStatus, reported_tokens: int) -> None:
-        """Add the last status of a dead worker, and the number of tokens that it reported, to the totals."""
+        """Add the counts of a dead worker to the totals, and end its pin.
+
+        Args:
+            status: last status of the worker.
+            reported_tokens: number of tokens that the worker reported.
+        """
         self._dead_counts.update(status.counts)
         self._dead_generated.update(status.generated)
         for source, (cached, prefilled) in status.prefills.items():
@@ -83,7 +88,7 @@ class WorkerEngines:
         return [engine for url, engine in self._joined_engines.items() if self._worker_of[url] is worker]
 
     async def call_all(self, call: str, **arguments: Any) -> list[Any]:
-        """Call all workers, and return the results of those that did not die meanwhile."""
+        """Call all workers, and return the results of those that did not die during the call."""
         return await call_each([w.call(call, **arguments) for w in self._workers])
 
     def resume(self) -> None:
@@ -105,13 +110,13 @@ class WorkerEngines:
     def next_members(self, at_most: int) -> list[str]:
         """See Router.next_members."""
         workers = [w for w in self._workers if w.status.is_rolling or not self._rolling]
-        rows = zip_longest(*(w.status.next_members for w in workers))  # round robin over workers
-        return [url for row in rows for url in row if url is not None][:at_most]
+        rounds = zip_longest(*(w.status.next_members for w in workers))  # round robin over workers
+        return [url for urls in rounds for url in urls if url is not None][:at_most]
 
     async def begin_push(
         self, version: int, *, only_stale: bool = False, members: Collection[str] = ()
     ) -> list[EngineAddress]:
-        """See Router.begin_push. Every worker takes part in each round, even if none of its engines does.
+        """See Router.begin_push. Each call involves all workers, also those without an engine in `members`.
 
         Raises:
             RunError: no worker had an engine ready within engine.start_timeout, or every engine is quarantined.
@@ -153,7 +158,7 @@ class WorkerEngines:
         return all(w.status.all_quarantined for w in self._workers)
 
     def add_engine(self, client: EngineClient) -> None:
-        """See Router.add_engine. A new engine is assigned to the worker with the fewest engines."""
+        """See Router.add_engine. The worker with the fewest engines gets a new engine."""
         url = client.url
         worker = self._worker_of.get(url) or min(self._workers, key=lambda w: len(self._engines_of(w)))
         worker.add_engine(client)
@@ -170,7 +175,7 @@ class WorkerEngines:
             self._joined_engines.pop(url, None)
 
     def _engines_of(self, worker: RolloutWorker) -> list[str]:
-        """Return the URLs of a worker's engines, including those just assigned to it."""
+        """Return the URLs of a worker's engines, including joined ones that its status does not list yet."""
         states = worker.status.states
         return [*states, *(url for url, *_ in self._joined_engines_of(worker) if url not in states)]
 
@@ -181,12 +186,11 @@ class WorkerEngines:
 
     def engine_states(self) -> dict[str, str]:
         """See Router.engine_states."""
-        return {
-            url: states.get(url, "joins")
-            for w in self._workers
-            for states in [w.status.states]
-            for url in self._engines_of(w)
-        }
+        states: dict[str, str] = {}
+        for worker in self._workers:
+            worker_states = worker.status.states
+            states |= {url: worker_states.get(url, "joins") for url in self._engines_of(worker)}
+        return states
 
     def generated(self) -> Mapping[str, int]:
         """Return the counts of generators, up to half a second old."""
@@ -196,15 +200,14 @@ class WorkerEngines:
         return totals
 
     def counts_at_save(self) -> tuple[int, int]:
-        """Return the received and the reported tokens as of each worker's last save of all samples.
+        """Return the numbers of received and of reported tokens, as of each worker's last save of all samples.
 
-        The two numbers must be equal.
+        If the numbers differ, tokens were lost between engines and ledger.
         """
-        pairs = [
-            (self._dead_reported_tokens, self._dead_reported_tokens),
-            *(w.counts_at_save for w in self._workers),
-        ]
-        return sum(received for received, _ in pairs), sum(reported for _, reported in pairs)
+        counts = [w.counts_at_save for w in self._workers]
+        received = self._dead_reported_tokens + sum(received for received, _ in counts)
+        reported = self._dead_reported_tokens + sum(reported for _, reported in counts)
+        return received, reported
 
     def engine_metrics(self) -> dict[str, dict[str, object]]:
         """See Router.engine_metrics; up to half a second old."""
@@ -213,22 +216,22 @@ class WorkerEngines:
     def stats(self) -> dict[str, float]:
         """See Router.stats; as of the last interrupt, otherwise up to half a second old.
 
-        `reward_*` counts the rewards that workers computed.
+        `reward_hung` and `reward_failed` count the rewards that worker processes computed.
         """
-        counts: dict[str, float] = dict.fromkeys(EXPORTED_COUNTS, 0)
+        totals: dict[str, float] = dict.fromkeys(EXPORTED_COUNTS, 0)
         prefills = Counter(self._dead_prefills)
         tallies = [w.status.tally() for w in self._workers]
-        sources: list[Mapping[str, float]] = [self._dead_counts, *(counts for counts, _ in tallies)]
-        for source_counts in sources:
-            for key, number in source_counts.items():
-                counts[key] = counts.get(key, 0) + number
-        for _, shares_by_source in tallies:
-            for source, shares in shares_by_source.items():
-                prefills.update({(source, i): n for i, n in enumerate(shares)})
-        counts["weight_version"] = max(counts.get("weight_version", 0) for counts, _ in tallies)
-        cache_sources = {source for source, _ in prefills}
+        all_counts: list[Mapping[str, float]] = [self._dead_counts, *(counts for counts, _ in tallies)]
+        for counts in all_counts:
+            for name, count in counts.items():
+                totals[name] = totals.get(name, 0) + count
+        for _, worker_prefills in tallies:
+            for source, (cached, prefilled) in worker_prefills.items():
+                prefills.update({(source, 0): cached, (source, 1): prefilled})
+        totals["weight_version"] = max(counts.get("weight_version", 0) for counts, _ in tallies)
+        sources = {source for source, _ in prefills}
         return with_cache_shares(
-            counts, {source: (prefills[source, 0], prefills[source, 1]) for source in cache_sources}
+            totals, {source: (prefills[source, 0], prefills[source, 1]) for source in sources}
         )
 
     # Outside the ledger: see Router
@@ -265,7 +268,14 @@ class WorkerEngines:
         return logprobs
 
     async def _call_any(self, worker: RolloutWorker | None, call: str, **arguments: Any) -> Any:
-        """Call `worker`; without one the least busy worker, and another one if it dies."""
+        """Call one worker.
+
+        Args:
+            worker: the worker to call; None: the least busy one, and another one if it dies during the call.
+
+        Raises:
+            WorkerGone: `worker` died.
+        """
         while True:
             target = worker or min(self._workers, key=lambda w: (not w.serving, w.pending_calls))
             try:
@@ -275,7 +285,7 @@ class WorkerEngines:
                     raise
 
     def pin(self) -> bool:
-        """See Router.pin. The engine belongs to the worker with the most serving engines."""
+        """See Router.pin. The worker with the most serving engines that can pin one provides the engine."""
         if self._pin is not None:
             return False
         by_size = sorted(self._workers, key=lambda w: -w.serving)

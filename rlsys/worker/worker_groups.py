@@ -11,7 +11,12 @@ from rlsys.core.types import Sample, SampleGroup, TokenSequence
 
 @dataclass
 class _LocalGroup:
-    """The samples of a group in this worker. `tree_samples`: number that form a tree; 0: no tree."""
+    """The samples of a group in this worker.
+
+    Attributes:
+        tree_samples: number of samples that form a tree; 0: no tree.
+        complete: set when all samples of the tree are in this worker.
+    """
 
     group: SampleGroup
     tree_samples: int = 0
@@ -19,12 +24,13 @@ class _LocalGroup:
 
 
 class WorkerGroups:
-    """The groups of the samples in this worker, which it owns."""
+    """Owns the groups of the samples in this worker."""
 
     def __init__(self) -> None:
         self._groups: dict[int, _LocalGroup] = {}
 
     def add(self, sample: Sample, prompt_index: int, tree_samples: int) -> None:
+        """Add a sample that starts in this worker. `tree_samples`: see RunSample."""
         entry = self._groups.setdefault(
             sample.group_id, _LocalGroup(SampleGroup(sample.group_id, prompt_index, []))
         )
@@ -34,6 +40,7 @@ class WorkerGroups:
             entry.complete.set()
 
     def remove(self, sample: Sample) -> None:
+        """Remove a sample that has ended, and its group with its last sample."""
         entry = self._groups[sample.group_id]
         entry.group.samples.remove(sample)
         if not entry.group.samples:
@@ -44,10 +51,10 @@ class WorkerGroups:
         return self._groups[sample.group_id].group
 
     async def complete(self, sample: Sample) -> Sequence[Sample]:
-        """Wait until all samples of the sample's tree are in this worker, and return them by index.
+        """Wait until all samples of the sample's tree are in this worker.
 
         Returns:
-            an empty sequence if the samples form no tree.
+            the samples by index; empty if they form no tree.
         """
         entry = self._groups[sample.group_id]
         await entry.complete.wait()

@@ -1,4 +1,4 @@
-"""WorkerProcess: the coordinator's end of a rollout worker: its process, its link, and pending calls."""
+"""WorkerProcess: owns the process of a rollout worker, the link to it, and its pending calls."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from rlsys.worker.link import Call, CallResult, Link, SampleMessage, ToCoordinat
 from rlsys.worker.worker_calls import WorkerGone
 
 START_SECONDS = 120.0
-"""Time limit of a start, most of which is imports."""
-
+"""Time limit for the start of a process. Most of the time is spent on imports."""
 END_SECONDS = 5.0
 """Time limit from the end of a process's link to the end of the process."""
-
 _GAUGE_SUFFIXES = ("in_flight", "waiting", "_serving", "weight_version")
 """Suffixes of the router's counts that are current values and not totals."""
 
 
 class WorkerProcess:
-    """Owns one worker process at a time; it can be started again after `reap`."""
+    """Owns one worker process at a time. After `reap`, `start` may start the next one."""
 
     def __init__(
         self,
@@ -52,34 +50,34 @@ class WorkerProcess:
         self._up = asyncio.Event()
         self._down = asyncio.Event()
         self.error: str | None = None
-        """Error for which the process will not be restarted."""
+        """Message of the error after which the process is not restarted; None: it is."""
         self.writer = ""
-        """Writer name of its segments."""
+        """Writer name of the process's segments."""
         self.status = WorkerStatus()
         self.counts_at_save = (0, 0)
         """Numbers of received and of reported tokens as of the last save of all samples."""
         self.launch_engines: list[str] = []
-        """URLs of the engines on its command line."""
+        """URLs of the engines on the worker's command line."""
         self.grows_trees = False
-        """Whether its generator generates all responses of a group together."""
+        """Whether the worker's generator generates all responses of a group together."""
         self.limits: Limits
-        """Limits of prompts in its router."""
+        """Limits of prompts in the worker's router."""
         self.reported_tokens = 0
-        """Number of sampled tokens that this process has reported."""
+        """Number of sampled tokens that the current process has reported."""
         self.deaths = 0
-        """Consecutive deaths without a token or a reward in between."""
+        """Number of deaths since the last token or reward."""
         self.last_message_at = 0.0
-        """Time of its last message on the monotonic clock."""
+        """Time of the last message on the monotonic clock."""
 
     async def start(self, writer: str, **state: Any) -> None:
         """Start the process.
 
         Args:
-            writer: name for its segments.
+            writer: name for the segments of the process.
             **state: other arguments of Worker.do_begin.
 
         Raises:
-            RunError: the process did not start within START_SECONDS.
+            RunError: the process died, or did not start within START_SECONDS.
         """
         self.writer, self.reported_tokens, self.last_message_at = writer, 0, time.monotonic()
         own_end, worker_end = socket.socketpair()
@@ -104,7 +102,7 @@ class WorkerProcess:
         return self._process.pid
 
     async def wait_gone(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the process to end. Returns whether it did."""
+        """Wait up to `seconds` for the end of the process's link. Return whether the link has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._down.wait()
@@ -121,13 +119,13 @@ class WorkerProcess:
         return len(self._calls)
 
     def take_status(self) -> WorkerStatus:
-        """Return the status of a dead process and reset it: the next process counts from 0."""
+        """Return the status of a dead process and reset it, because the next process counts from 0."""
         status, self.counts_at_save = self.status, (0, 0)
         self.status = WorkerStatus(states=status.states)
         return status
 
     def send(self, message: Any) -> None:
-        """Send a message. It is dropped without a running process: samples are sent again after its start."""
+        """Send a message. Without a running process it is dropped; the next process gets the samples again."""
         if self._link is not None and self._up.is_set():
             self._link.send(message)
 
@@ -135,8 +133,8 @@ class WorkerProcess:
         """Call a method of the worker, after its process has started.
 
         Raises:
-            RunError: the process will not be restarted.
-            WorkerGone: the process died.
+            RunError: the process has died and is not restarted.
+            WorkerGone: the process died during the call.
             Exception: the exception of the method.
         """
         await self._up.wait()
@@ -145,13 +143,13 @@ class WorkerProcess:
         return await self._request(name, arguments)
 
     def fail_all(self, error: str) -> None:
-        """Raise this error in every call: the process will not be restarted."""
+        """Raise this error in every call, because the process is not restarted."""
         self.error = self.error or error
         self._up.set()
 
     async def _request(self, name: str, arguments: dict[str, Any]) -> Any:
         if self._link is None:
-            raise WorkerGone(f"{self.name} is gone")
+            raise WorkerGone(f"{self.name} died before a call of {name}")
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = name, answer
@@ -162,7 +160,7 @@ class WorkerProcess:
             self._calls.pop(number, None)
 
     def _on_messages(self, messages: list[ToCoordinator]) -> None:
-        """Handle messages in order: the result of a call takes effect after the messages before it."""
+        """Handle messages in order, so that the result of a call takes effect after all earlier messages."""
         self.last_message_at = time.monotonic()
         samples: list[SampleMessage] = []
         for message in messages:
@@ -178,6 +176,7 @@ class WorkerProcess:
         self._on_samples(samples)
 
     def _on_result(self, message: CallResult) -> None:
+        """End a call. After a call that saves all samples, record the token counts."""
         name, answer = self._calls[message.number]
         if name in ("interrupt", "save"):
             counts = self.status.counts
@@ -193,20 +192,21 @@ class WorkerProcess:
             answer.set_result(unpack(message.result))
 
     def _on_link_lost(self) -> None:
-        """Reset the counts to the reported tokens: the unreported ones are lost with the process."""
+        """Set the counts to the reported tokens, because unreported ones are lost, and end all calls."""
         self._link = None
         counts = {k: v for k, v in self.status.counts.items() if not k.endswith(_GAUGE_SUFFIXES)}
         counts["received_tokens"] = counts.get("evaluation_tokens", 0) + self.reported_tokens
-        states = dict.fromkeys(self.status.states, "its rollout worker is gone")
+        states = dict.fromkeys(self.status.states, "unknown: its rollout worker died")
         self.status = WorkerStatus(counts, self.status.prefills, states, generated=self.status.generated)
         self._up.clear()
         self._down.set()
         self.counts_at_save = self.reported_tokens, self.reported_tokens
-        for _, answer in self._calls.values():
+        for name, answer in self._calls.values():
             if not answer.done():
-                answer.set_exception(WorkerGone(f"{self.name} is gone"))
+                answer.set_exception(WorkerGone(f"{self.name} died during a call of {name}"))
 
     def kill(self) -> None:
+        """Kill the process if it runs."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -217,7 +217,7 @@ class WorkerProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 return await self._process.wait()
-        self.kill()  # it closed its link but did not exit
+        self.kill()  # the process closed its link but did not exit
         return await self._process.wait()
 
     async def close(self) -> None:

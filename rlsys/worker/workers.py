@@ -1,7 +1,7 @@
 """Workers: the rollout workers of a run, as their coordinator uses them.
 
-Each worker has its own engines (worker_engines.py) and runs all samples of a group. A single worker is called
-directly in the coordinator's event loop (direct_worker.py); several workers are processes (remote_worker.py).
+Each worker has its own engines (worker_engines.py). All samples of a group run in one worker. A single worker runs in
+the coordinator's event loop (direct_worker.py); several workers are processes (remote_worker.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Workers:
         )
 
     def attach(self, buffer: RolloutBuffer, commits: CommitScheduler, spans: SampleSpans) -> None:
-        """Set the objects that save samples and trace them. Call before the first sample."""
+        """Set the objects that save and trace samples. Call it before the first sample."""
         self._on_failure = lambda error: commits.on_failure(error)
         for worker in self.workers:
             worker.attach(buffer, commits, spans)
@@ -61,7 +61,7 @@ class Workers:
         return [w.watch() for w in self.workers]
 
     async def close(self) -> None:
-        """Stop all workers. Call after an interrupt."""
+        """Stop all workers. Call it after an interrupt."""
         await call_each([w.close() for w in self.workers])
 
     def _fail(self, error: BaseException) -> None:
@@ -75,6 +75,7 @@ class Workers:
 
     @property
     def counts(self) -> Mapping[str, int]:
+        """See Streams.counts; the sum over workers."""
         return self.engines.generated()
 
     @property
@@ -135,12 +136,20 @@ def direct_workers(
 
 
 def remote_workers(config: Config, commands: Sequence[Sequence[str]]) -> Workers:
-    """Create workers in their own processes. `commands`: one per worker."""
+    """Create workers in their own processes.
+
+    Args:
+        commands: command line of each worker.
+    """
     return Workers(config, [RemoteWorker(config, i, command) for i, command in enumerate(commands)])
 
 
 def worker_commands(config: Config, urls: Sequence[str]) -> list[list[str]]:
-    """Return the commands that start the workers of a run. `urls`: all engines of the run."""
+    """Return the command lines that start the workers of a run.
+
+    Args:
+        urls: URLs of all engines of the launch.
+    """
     engines = [argument for url in urls for argument in ("--engine", url)]
     module = module_command("rlsys.worker.worker", "--config", str(config.run.dir / CONFIG_FILE))
     return [[*module, "--number", str(i), *engines] for i in range(config.rollout.workers)]

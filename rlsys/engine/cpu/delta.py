@@ -21,7 +21,7 @@ SILU = ("silu", "swish")
 
 
 def _check_argument(name: str, value: object, *expected: object) -> None:
-    """Refuse an argument whose effect the replacements do not compute.
+    """Check that the replacements compute the effect of an argument.
 
     Raises:
         ValueError: `value` is not one of `expected`.
@@ -127,7 +127,18 @@ def convolve_next(
 def decays(
     A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, beta: float = 1.0, threshold: float = 20.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute decays and write strengths: a and b `[T, H]` -> g and beta `[1, T, H]`."""
+    """Compute decays and write strengths.
+
+    Args:
+        A_log: Logarithm of the decay rate `[H]`.
+        a: Input of the decay `[T, H]`.
+        b: Input of the write strength `[T, H]`.
+        dt_bias: Added to `a` `[H]`.
+        beta: Parameter of softplus.
+        threshold: Parameter of softplus.
+
+    Returns: Logarithm of the decay `[1, T, H]` float32, and write strength `[1, T, H]` of b.dtype.
+    """
     g = -A_log.float().exp() * softplus(a.float() + dt_bias.float(), beta, threshold)
     return g[None], b.float().sigmoid().to(b.dtype)[None]
 
@@ -163,7 +174,8 @@ def prefill(
         ValueError: `use_qk_l2norm_in_kernel` is false.
     """
     _check_argument("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel, True)
-    repeats, out = v.shape[2] // k.shape[2], torch.empty_like(v)
+    repeats = v.shape[2] // k.shape[2]
+    out = torch.empty_like(v)
     q, k = (normalize(x.float()).repeat_interleave(repeats, dim=2) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
     ends = cu_seqlens.tolist()
@@ -257,7 +269,11 @@ def gated_norm(
     """
     _check_argument("activation", activation, *SILU)
     if bias is not None or residual is not None or prenorm:
-        raise ValueError("bias, residual, prenorm: expected None, None, False")
+        shapes = [None if x is None else list(x.shape) for x in (bias, residual)]
+        raise ValueError(
+            f"bias of shape {shapes[0]}, residual of shape {shapes[1]}, prenorm = {prenorm}: expected None, None, "
+            "False"
+        )
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * y.to(x.dtype) * silu(g.float())).to(x.dtype)

@@ -25,14 +25,14 @@ _MASK = 0xFFFFFFFF
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """Compute murmur3-32 of (seed 64 bit, position, column), equal to SGLang's Triton kernel.
+    """Compute the murmur3-32 hash of seed, position and column, equal to SGLang's Triton kernel.
 
     Args:
-        seed: `[rows]`.
-        positions: `[rows]`.
-        columns: `[columns]`.
+        seed: Seeds of 64 bits `[rows]`.
+        positions: Positions of 32 bits `[rows]`.
+        columns: Columns of 32 bits `[columns]`.
 
-    Returns: `[rows, columns]` int64.
+    Returns: `[rows, columns]` int64, in [0, 2**32).
     """
 
     def rotate(x: Tensor, r: int) -> Tensor:
@@ -51,14 +51,14 @@ def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
 
 
 def mask_keys(arguments: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Mask the keys in the server arguments that SGLang logs."""
+    """Return the server arguments that SGLang logs with masked keys."""
     return arguments | {name: "***" for name in ("api_key", "admin_api_key") if arguments.get(name)}
 
 
 def fork_children(result: None, *args: Any, **kwargs: Any) -> None:
-    """Fork the server's other processes from the first one, which saves 12 s of imports each.
+    """Make SGLang fork its other processes from the first one, which saves 12 s of imports for each.
 
-    With CUDA, whose state a fork cannot copy, SGLang spawns them.
+    With CUDA, whose state a fork cannot copy, SGLang spawns the processes.
     """
     multiprocessing.set_start_method("fork", force=True)
 
@@ -66,8 +66,8 @@ def fork_children(result: None, *args: Any, **kwargs: Any) -> None:
 class BucketMemory:
     """Memory for broadcast buckets of weights, which all buckets reuse.
 
-    The kernel clears new memory page by page, which takes twice as long as the broadcast. A bucket is not used
-    after it was loaded.
+    The operating system clears new memory page by page, which takes twice as long as the broadcast. Reuse is safe,
+    because an engine loads a bucket before it receives the next one.
     """
 
     def __init__(self) -> None:
@@ -82,13 +82,13 @@ class BucketMemory:
 
 
 def _reset_child() -> None:
-    """Reset the signal handler and the file of stacks of a forked child."""
+    """Set the signal handler and the file of stacks of a forked child, instead of those of its parent."""
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     dump_stack_on_signal(f"process{os.getpid()}")
 
 
 complete = False
-"""Whether `register` has completed in this process. SGLang logs its exceptions and continues."""
+"""Whether `register` has completed in this process. SGLang only logs an exception of `register`, and continues."""
 
 
 def register() -> None:
@@ -99,7 +99,7 @@ def register() -> None:
 
 
 def _register_hooks() -> None:
-    """Register the hooks of this host. Without CUDA they replace functions that need CUDA or Triton."""
+    """Register the hooks of all hosts, and those of a host with CUDA or of one without."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     dump_stack_on_signal(f"process{os.getpid()}")
@@ -112,7 +112,14 @@ def _register_hooks() -> None:
     HookRegistry.register(sampler_hooks.TARGET, sampler_hooks.draw_by_token_id, HookType.AROUND)
     if torch.cuda.is_available():
         HookRegistry.register(rope_hooks.TARGET, rope_hooks.check_fused_head_size, HookType.AFTER)
-        return
+    else:
+        _register_cpu_hooks()
+
+
+def _register_cpu_hooks() -> None:
+    """Register the hooks of a host without CUDA, which replace functions that need CUDA or Triton."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
     empty = "sglang.srt.weight_sync.tensor_bucket.FlattenedTensorBucket.empty"
     HookRegistry.register(empty, BucketMemory().reuse, HookType.AFTER)
@@ -151,8 +158,8 @@ def _register_hooks() -> None:
             HookRegistry.register(target, around, HookType.AROUND)
     for target, around in ops.AROUND.items():
         HookRegistry.register(target, around, HookType.AROUND)
-    # For SGLang's check of a model's attention backends only: gpt-oss refuses torch_native, which lacks
-    # attention sinks, but cpu/ops.py adds them.
+    # SGLang refuses torch_native for gpt-oss, because it lacks attention sinks, but cpu/ops.py adds them. This
+    # renames the backend only for SGLang's check of a model's attention backends.
     backends_of = model_hook.attention_backends_of
     model_hook.attention_backends_of = lambda view: tuple(
         "intel_amx" if name == "torch_native" else name for name in backends_of(view)

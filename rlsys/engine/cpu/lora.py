@@ -1,6 +1,6 @@
 """SGLang's LoRA adapters on a host without CUDA: no pinned memory, experts with adapters in plain torch.
 
-Registered only for an engine with --enable-lora.
+hooks.py registers these replacements only for an engine with --enable-lora.
 """
 
 from __future__ import annotations
@@ -40,10 +40,17 @@ def no_kernel_tables(*_: Any, **__: Any) -> tuple[None, None]:
 
 
 def experts_with_adapters(layer: Any, hidden_states: Tensor, topk_output: Any, **options: Any) -> Tensor:
-    """Compute the experts of a layer, each token with the adapter of its request: `[tokens, h]` -> `[tokens, h]`.
+    """Compute the experts of a layer, each token with the adapter of its request.
 
     For each slot and expert the pool has A `[2 R, h]` and B `[2 m, R]` of gate and up, A `[R, m]` and B `[h, R]` of
     down, where R is the largest rank. B is already scaled by alpha / rank.
+
+    Args:
+        layer: SGLang's FusedMoEWithLoRA.
+        hidden_states: `[tokens, h]`, ordered by request.
+        topk_output: Ids and weights of each token's experts.
+
+    Returns: `[tokens, h]`, combined over ranks.
     """
     batch = layer.lora_backend.batch_info
     base = layer.base_layer
@@ -70,6 +77,7 @@ def experts_with_adapters(layer: Any, hidden_states: Tensor, topk_output: Any, *
 
 
 def _expert(layer: Any, expert: int, slot: int, rank: int, x: Tensor) -> Tensor:
+    """Compute one expert with the adapter in `slot`; rank 0: no adapter. x `[t, h]` -> `[t, h]`."""
     base = layer.base_layer
     gate, up = (x @ base.w13_weight[expert].T).chunk(2, dim=1)
     if rank:

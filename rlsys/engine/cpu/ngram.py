@@ -2,10 +2,10 @@
 
 A draft is a tree of n tokens that followed earlier occurrences of the request's last n-gram. Its root, node 0, is the
 last verified token. The model verifies all nodes in one pass, in which a node attends only to its ancestors. The tree
-is then walked from the root as long as tokens are accepted. Registered only for an engine with
---speculative-algorithm.
+is then walked from the root as long as tokens are accepted. hooks.py registers these operators only for an engine
+with --speculative-algorithm.
 
-Shapes: b requests, n nodes of each, T tokens, V vocabulary.
+Shapes: b requests, n nodes of each request's tree, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,16 @@ def tree_links(
     b: int,
     n: int,
 ) -> None:
-    """Fill positions `[b n]`, index, first child and next sibling `[b, n]` from the mask of ancestors `[b n n]`."""
+    """Compute the links of each tree from the mask of ancestors.
+
+    Args:
+        mask: Whether a node attends to another node of its tree, `[b n n]`.
+        lengths: Number of cached tokens of each request, `[b]`.
+        positions: Position of each node in its sequence, `[b n]`, written in place.
+        index: Index of each node among all nodes, `[b, n]`, written in place.
+        child: First child of each node, or -1, `[b, n]`, written in place.
+        sibling: Next sibling of each node, or -1, `[b, n]`, written in place.
+    """
     from sglang.srt.speculative.ngram_worker import _derive_tree_links
 
     trees = mask[: b * n * n].view(b, n, n)
@@ -71,10 +80,14 @@ def _walk(
     sibling: Tensor,
     step: Step,
 ) -> None:
-    """Walk each tree.
+    """Walk each tree from its root, as long as `step` accepts a child.
 
-    Fills the token after each visited node `[b n]`, the accepted nodes `[b, depth]`, and their number without the
-    root `[b]`.
+    Args:
+        predicted: Token after each visited node, `[b n]`, written in place.
+        accepted: Indices of the accepted nodes, root first, `[b, depth]`, written in place.
+        counts: Number of accepted nodes without the root, `[b]`, written in place.
+        index, child, sibling: See tree_links.
+        step: Accepts a child of a node, or samples the token after the node.
     """
     for request in range(len(index)):
         node = depth = 0
@@ -97,7 +110,10 @@ def verify_greedy(
     predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, retrieve_index: Tensor,
     retrieve_next_token: Tensor, retrieve_next_sibling: Tensor, target_predict: Tensor, topk: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Accept the child that is the model's most probable token. candidates and target_predict `[b, n]`."""
+    """Accept the child whose token is the model's most probable one.
+
+    candidates (tokens of the nodes) and target_predict (most probable token after each node): `[b, n]`.
+    """
 
     def step(request: int, node: int, children: Sequence[int]) -> tuple[int | None, int]:
         token = int(target_predict[request, node])
@@ -122,12 +138,13 @@ def verify_sampled(
 ) -> None:  # fmt: skip
     """Accept a child with its probability under the model; otherwise sample from the model without rejected tokens.
 
-    Tokens have the same distribution and log-probs as without drafts. target_probs `[b, n, V]`.
+    The distribution and the log-probs of tokens are the same as without drafts. target_probs: `[b, n, V]`.
     """
 
     def step(request: int, node: int, children: Sequence[int]) -> tuple[int | None, int]:
         probs = target_probs[request, node].double().clone()
-        mass, coin = 0.0, float(uniform_samples[request, node])
+        mass = 0.0
+        coin = float(uniform_samples[request, node])
         for c in children:
             token = int(candidates[request, c])
             mass += float(probs[token])
@@ -168,9 +185,9 @@ def tree_attention(
     upstream: Callable[..., Tensor], backend: Any, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any,
     save_kv_cache: bool = True, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute attention as torch_native; in a verification, a node attends to cached tokens and its ancestors.
+    """Compute the attention of a verification pass, in which a node attends to cached tokens and its ancestors.
 
-    q `[b n, heads d]`.
+    All other passes use SGLang's function. q: `[b n, heads d]`.
     """
     if not batch.forward_mode.is_target_verify():
         return upstream(backend, q, k, v, layer, batch, save_kv_cache, **options)
@@ -197,7 +214,11 @@ def tree_attention(
 
 
 def worker(algorithm: str) -> Any:
-    """Return SGLang's worker class, after setting these operators in the modules that import them."""
+    """Set the operators of this module in SGLang's modules, and return SGLang's worker class.
+
+    Returns:
+        None for an algorithm other than NGRAM.
+    """
     if algorithm != "NGRAM":
         return None
     kernels = types.ModuleType("sgl_kernel.speculative")
@@ -217,9 +238,8 @@ def worker(algorithm: str) -> Any:
     verify_module.verify_tree_greedy_func = verify_greedy
     verify_module.tree_speculative_sampling_target_only = verify_sampled
     verify_module.sampling_softmax = lambda logits, temperatures: torch.softmax(logits / temperatures, -1)
-    verify_module.top_k_renorm_prob = verify_module.top_p_renorm_prob = lambda probs, _: (
-        probs
-    )  # no truncation
+    # The config refuses truncation (top_k, top_p) together with drafts.
+    verify_module.top_k_renorm_prob = verify_module.top_p_renorm_prob = lambda probs, _: probs
     location_module.fill_front_out_cache_loc_func = first_locations
     location_module.fill_accept_out_cache_loc_func = accepted_locations
 

@@ -15,9 +15,9 @@ from rlsys.engine.cpu import delta
 
 
 def add_gated(hidden: Tensor, gate: Tensor, shared: Tensor, output: Tensor) -> None:
-    """Add sigmoid(hidden @ gate) * shared to `output`, as Qwen2-MoE's gate of the shared experts does.
+    """Add sigmoid(hidden @ gate) * shared to `output` in place: Qwen2-MoE's gate of the shared experts.
 
-    hidden, shared and output `[tokens, h]`, gate `[h]` or `[1, h]`.
+    hidden, shared and output: `[tokens, h]`; gate: `[h]` or `[1, h]`.
     """
     output.add_(shared * (hidden @ gate.reshape(-1, 1)).sigmoid())
 
@@ -30,7 +30,7 @@ def sums_of_squares(queries: Tensor, keys: Tensor) -> Tensor:
         keys: `[tokens, width]`.
 
     Returns:
-        float32: sums of the queries, sums of the keys, and zeros up to a multiple of 4.
+        Sums of the queries, then sums of the keys, then zeros up to a multiple of 4; float32.
     """
     both = torch.cat([x.float().pow(2).sum(-1) for x in (queries, keys)])
     return torch.nn.functional.pad(both, (0, -len(both) % 4))
@@ -45,7 +45,17 @@ def norm_by_sums(
     tp_world: int = 1,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """Apply MiniMax-M2's norm to queries and keys, with sums of squares that are reduced over all ranks."""
+    """Apply MiniMax-M2's norm to queries and keys.
+
+    Args:
+        queries: `[tokens, width]`.
+        keys: `[tokens, width]`.
+        query_weight: `[width]`.
+        key_weight: `[width]`.
+        sums: Result of sums_of_squares, summed over all ranks.
+        tp_world: Number of ranks.
+        eps: Added to the mean of squares.
+    """
     tokens = len(queries)
 
     def norm(x: Tensor, weight: Tensor, squares: Tensor) -> Tensor:
@@ -59,7 +69,7 @@ def norm_by_sums(
 
 
 def general_rope(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Create a rotary embedding in plain torch. SGLang's CPU version supports only DeepSeek's YaRN."""
+    """Create a rotary embedding in plain torch, because SGLang's CPU version supports only DeepSeek's YaRN."""
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
     scaling = kwargs.get("rope_scaling", args[5] if len(args) > 5 else None)
@@ -93,7 +103,10 @@ def padded_linear(
 def padded_lm_head(
     upstream: Callable[..., Tensor], processor: Any, hidden: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Pad the product of the LM head like padded_linear: SGLang computes it with matmul. hidden `[tokens, h]`."""
+    """Pad the product of the LM head like padded_linear, because SGLang computes it with matmul.
+
+    hidden: `[tokens, h]`.
+    """
     if not 0 < len(hidden) < BLOCK:
         return upstream(processor, hidden, *args, **kwargs)
     padded = torch.nn.functional.pad(hidden, (0, 0, 0, BLOCK - len(hidden)))
@@ -112,9 +125,10 @@ def attention_with_sinks(
     sinks: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Compute attention with sinks in prefill and decode. A sink is one more key per head: a learnt logit, value 0.
+    """Compute attention with sinks in prefill and decode. Layers without sinks use SGLang's function.
 
-    SGLang's torch_native backend has no sinks, and reads windowed layers from the wrong pool. q `[tokens, n d]`.
+    A sink is an additional key of each head with a learnt logit and the value 0. SGLang's torch_native backend has no
+    sinks, and reads windowed layers from the wrong pool. q: `[tokens, n d]`.
     """
     if sinks is None:
         return upstream(backend, q, k, v, layer, batch, save_kv_cache, **options)
@@ -140,10 +154,17 @@ def attention_with_sinks(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor) -> Tensor:
-    """Compute causal attention of the last tokens of one sequence.
+    """Compute causal attention with sinks for the last tokens of one sequence.
 
-    q `[a, n, d]`, k and v `[b, g, d]`, sinks `[n]` -> `[a, n, d]`. `window`: number of earlier keys to which a query
-    attends; None for all.
+    Args:
+        q: Queries of the last tokens, `[a, n, d]`.
+        k: Keys of all tokens, `[b, g, d]`.
+        v: Values of all tokens, `[b, g, d]`.
+        scale: Factor of the scores.
+        window: Number of earlier keys to which a query attends; None for all.
+        sinks: Logit of each head's sink, `[n]`.
+
+    Returns: `[a, n, d]` of q.dtype.
     """
     tokens, length, groups = len(q), len(k), k.shape[1]
     position = torch.arange(length - tokens, length, device=q.device)[:, None]
@@ -176,12 +197,18 @@ def decode_batched(
 ) -> Tensor:
     """Compute attention of a decode step for requests of similar length together.
 
-    SGLang's torch_native backend computes one request at a time, which takes a third of an engine's time. Here
-    requests are padded to a multiple of WIDTH and batched with requests of the same width. Each has its own
-    products, so its result depends only on its length.
+    SGLang's torch_native backend computes one request at a time, which takes a third of an engine's time. This
+    function pads requests to a multiple of WIDTH tokens and batches those of the same width. The products of a
+    request are separate, so its result does not depend on the other requests.
 
-    query `[s, n, d]`, output `[s, n, e]`, keys `[slots, g, d]`, values `[slots, g, e]`; `table[r, i]`: the slot
-    of token i of request r; requests and lengths `[s]`.
+    Args:
+        query: `[s, n, d]`.
+        output: `[s, n, e]`, written in place and returned.
+        keys: `[slots, g, d]`.
+        values: `[slots, g, e]`.
+        table: `table[r, i]` is the slot of token i of request r.
+        requests: Row of each request in `table`, `[s]`.
+        lengths: Number of tokens of each request, `[s]`.
     """
     if encoder_lens is not None or sliding_window_size is not None:
         return upstream(
@@ -208,6 +235,7 @@ def decode_batched(
 
 
 WIDTH = 32
+"""decode_batched pads requests to a multiple of this number of tokens."""
 MAX_GATHERED = 2**22
 """Largest number of elements of keys that are gathered at once: 16 MB."""
 BLOCK = 4

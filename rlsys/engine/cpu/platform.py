@@ -18,7 +18,7 @@ FOLDER = "engine"
 
 
 def activate() -> str | None:
-    """Return the import path of the platform; with a CUDA device None, so that SGLang selects its own."""
+    """Return the import path of the platform class; None on a host with CUDA, where SGLang selects its own."""
     if torch.cuda.is_available():
         return None
     declare_torchvision_ops()
@@ -29,10 +29,11 @@ def declare_torchvision_ops() -> None:
     """Make torchvision importable with a CPU build of torch. SGLang imports it for models that rlsys does not serve.
 
     torchvision from the registry is linked against CUDA. Its compiled ops do not load, and its import fails on
-    the two ops that it registers with the compiler. This function declares them; they are never called. If the
-    ops load, as in a CPU build, nothing is declared. Set-up installs torchvision in a separate folder, which
-    only processes that import SGLang have on their path. Otherwise transformers would import it in all
-    processes, and fail without the declaration.
+    the two ops that it registers with the compiler. This function declares these ops, which are never called. If the
+    compiled ops load, as in a CPU build, nothing is declared.
+
+    launch/bootstrap.py installs torchvision in FOLDER, which only processes that import SGLang have on their path.
+    Otherwise transformers would import it in all processes, and fail without the declaration.
     """
     folder = Path(sys.prefix) / FOLDER
     if folder.is_dir() and str(folder) not in sys.path:

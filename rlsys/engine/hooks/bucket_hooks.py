@@ -1,8 +1,9 @@
 """Hooks into SGLang: one call receives all buckets of a sharded push from many trainer ranks (bucket_order.py).
 
 SGLang's own `update_weights_from_distributed` receives one bucket, which rank 0 of a process group broadcasts. With
-the load format FORMAT, a push calls it once, and SGLang's code then runs for each received bucket. An engine that
-fails on a bucket still receives the others, so that no sender blocks, and then reports the failure.
+the load format FORMAT, a push makes one such call for all buckets, and the hook runs SGLang's code for each received
+bucket. An engine that fails on a bucket still receives the others, so that no sender blocks, and then reports the
+failure.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class BucketReceiver:
         owner = receiver_rank(sender, self._tp)
         memory = self._next_bucket() if owner == self._rank else self._empty(size)
         if self._tp_group is not None:
-            # Also if it was not received: the other ranks wait for it, and zeros report the failure.
+            # Also after a failed transfer: the other ranks wait for the bucket, and zeros report the failure.
             dist.broadcast(memory, group=self._tp_group, group_src=owner)
         tensors = unpack(memory)
         if tensors is None:
@@ -78,7 +79,7 @@ class BucketReceiver:
         while self.remaining:
             try:
                 self.take()
-            except RuntimeError:  # already reported
+            except RuntimeError:  # the call already reports a failure
                 continue
 
     def _next_bucket(self) -> Tensor:
@@ -95,6 +96,7 @@ class BucketReceiver:
         return memory.zero_()
 
     def _prefetch(self) -> None:
+        """Start transfers until PREFETCH buckets are in flight."""
         while self._pending and len(self._in_flight) < PREFETCH:
             sender, size = self._pending.popleft()
             memory = self._empty(size)
@@ -126,11 +128,11 @@ def unpack(memory: Tensor) -> list[tuple[str, Tensor]] | None:
 
 
 _RECEIVERS: dict[str, BucketReceiver] = {}
-"""Group name -> receiver, during a call."""
+"""Group name -> receiver, for calls under way."""
 
 
 def update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Wrap the scheduler's weight update: run SGLang's own code once for each bucket, until one fails."""
+    """Wrap the scheduler's weight update: run SGLang's own code for each bucket, until it fails for one."""
     if request.load_format != FORMAT:
         return original(manager, request)
     receiver = _receiver(manager.tp_worker.model_runner.weight_updater, request)
@@ -146,21 +148,21 @@ def update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def receive(original: Callable[..., Any], updater: Any, **request: Any) -> Any:
-    """Wrap SGLang's receipt of one bucket. SGLang reports an exception as a refusal."""
+    """Wrap SGLang's receipt of one bucket: return the next one. SGLang reports an exception as a refusal."""
     if request.get("load_format") != FORMAT:
         return original(updater, **request)
     return _RECEIVERS[request["group_name"]].take()
 
 
 def _receiver(updater: Any, request: Any) -> BucketReceiver:
+    """Create the receiver of a call. Collective over the group of the push with NCCL."""
     from sglang.srt.distributed import get_tp_group
 
     engine_group = get_tp_group()
-    group, buckets = updater._model_update_group[request.group_name], Buckets.decode(request.names[0])
-    tp, tp_group = (
-        engine_group.world_size,
-        None if engine_group.world_size == 1 else engine_group.device_group,
-    )
+    group = updater._model_update_group[request.group_name]
+    buckets = Buckets.decode(request.names[0])
+    tp = engine_group.world_size
+    tp_group = None if tp == 1 else engine_group.device_group
     if dist.get_backend(group) == "nccl":
         # All ranks of the group: NCCL creates a communicator collectively.
         dist.all_reduce(torch.zeros(1, device=updater.device), group=group)

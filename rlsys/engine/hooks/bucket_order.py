@@ -1,15 +1,20 @@
 """Order and format of the buckets of a sharded push, for senders and engines.
 
 The sending trainer ranks work concurrently, each with its own tensors, bucket by bucket. In step `t` of round `r`,
-sender `p` sends its bucket `r` to engine `(p + t) % engines`. Both sides follow rounds and steps, so each waits only
-for the same or an earlier step of the other. There is no circular wait, even if a send returns only after it was
-received. In each step every sender sends to one engine, and an engine may receive from several senders.
+sender `p` sends its bucket `r` to engine `(p + t) % engines`. In each step every sender sends to one engine, and an
+engine may receive from several senders. Both sides follow rounds and steps, so each waits only for the same or an
+earlier step of the other. There is no circular wait, even if a send returns only after its bucket was received.
 
 One rank of an engine receives a bucket and broadcasts it to the others (`receiver_rank`), so each rank's link carries
 only a part of the model.
 
-A bucket consists of tensors, each at a multiple of 16 bytes; then a JSON list of name, dtype and shape of each; then
-the length of this list in 8 bytes. No torch.
+A bucket consists of
+
+1. the tensors, each at a multiple of 16 bytes;
+2. a JSON list of the name, dtype and shape of each tensor;
+3. the length of this list in 8 bytes.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 ALIGNMENT = 16
-"""Alignment of tensors in bytes. A tensor of any dtype may begin at a multiple of it."""
+"""Alignment of tensors in bytes; sufficient for any dtype."""
 _LENGTH = 8
 TensorSpec = tuple[str, str, tuple[int, ...]]
 """Name, torch's name of the dtype, shape."""
@@ -51,7 +56,7 @@ class Buckets:
         """Decode the JSON of `encode`.
 
         Raises:
-            ValueError: The text is something else.
+            ValueError: The text is not JSON, lacks a field, or has contradictory fields.
         """
         try:
             fields: dict[str, Any] = json.loads(text)
@@ -60,11 +65,13 @@ class Buckets:
                 tuple(map(int, fields["ranks"])), sizes, int(fields["engine"]), int(fields["engines"])
             )
         except (KeyError, TypeError) as e:
-            raise ValueError(f"not a description of buckets: {e!r}") from None
+            raise ValueError(
+                f"buckets: {e!r}; expected an object of ranks, sizes, engine and engines"
+            ) from None
         if len(buckets.ranks) != len(sizes) or not 0 <= buckets.engine < buckets.engines:
             raise ValueError(
-                f"inconsistent description of buckets: {len(buckets.ranks)} ranks, {len(sizes)} lists of sizes, "
-                f"engine {buckets.engine} of {buckets.engines}"
+                f"buckets: {len(buckets.ranks)} ranks, {len(sizes)} lists of sizes, engine {buckets.engine} of "
+                f"{buckets.engines}; expected as many lists as ranks, and an engine below the number of engines"
             )
         return buckets
 
@@ -101,7 +108,7 @@ def decode_description(data: bytes) -> list[TensorSpec]:
     """Decode the bytes of `encode_description`.
 
     Raises:
-        ValueError: The bytes are something else.
+        ValueError: The bytes are no description.
     """
     tensors = json.loads(data[:-_LENGTH])
     return [(str(name), str(dtype), tuple(map(int, shape))) for name, dtype, shape in tensors]

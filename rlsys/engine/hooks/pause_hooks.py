@@ -15,7 +15,7 @@ TARGET = "sglang.srt.managers.scheduler.Scheduler.pause_generation"
 
 
 def flush_streams(result: None, scheduler: Any, _request: Any) -> None:
-    """Send all generated tokens. SGLang calls this after a pause, with the requests queued or still running."""
+    """Send all generated tokens after a pause. The requests are then queued or still running."""
     requests = {*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue}
     requests |= {scheduler.chunked_req} - {None}
     waiting = [

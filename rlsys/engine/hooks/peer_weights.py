@@ -3,8 +3,8 @@
 `write` and `read` run in SGLang's scheduler on each rank, as its `--custom-weight-loader`: a call to
 `update_weights_from_tensor` names one of them as load format, and contains no tensors. Equal ranks of two
 engines have the same shards, names and order, so a rank's parameters are copied unchanged. The result is
-attested as after a push. An error is logged and not raised, because it would end the server. The attestation
-detects it.
+attested as after a push, which also detects failures: they are only logged, because an exception would end the
+server.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from rlsys.core.membership import WEIGHTS_VARIABLE
 
 WRITE_LOADER, READ_LOADER = "rlsys.engine.hooks.peer_weights.write", "rlsys.engine.hooks.peer_weights.read"
 FILE_BYTES = 2**30
+"""Size in bytes from which a file gets no more parameters."""
 log = logging.getLogger(__name__)
 
 
 def write(model: Any, _tensors: object) -> None:
-    """Write this rank's parameters to a folder, which appears atomically. The host holds one file at a time."""
+    """Write this rank's parameters to a folder, which appears atomically.
+
+    The host's memory holds the parameters of one file at a time.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -43,7 +47,7 @@ def write(model: Any, _tensors: object) -> None:
 
 
 def read(model: Any, _tensors: object) -> None:
-    """Load the parameters that the same rank of another engine wrote, and delete the folder."""
+    """Load the parameters that the same rank of another engine wrote, and delete their folder."""
     import torch
     from safetensors import SafetensorError, safe_open
     from sglang.srt.model_loader.loader import post_load_weights
@@ -63,13 +67,14 @@ def read(model: Any, _tensors: object) -> None:
 
 
 def _folder() -> Path:
+    """Return the folder of this rank's parameters."""
     import torch.distributed as dist
 
     return Path(os.environ[WEIGHTS_VARIABLE]) / f"rank-{dist.get_rank()}"
 
 
 def _files(model: Any) -> Iterator[dict[str, Any]]:
-    """Yield the model's parameters on the host, in dicts of at least FILE_BYTES, the last one smaller."""
+    """Yield the model's parameters on the host. All dicts but the last one have at least FILE_BYTES bytes."""
     tensors: dict[str, Any] = {}
     size = 0
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Hook into SGLang on CUDA: head sizes without a fused rope kernel store keys and values in the attention layer.
+"""Hook into SGLang on CUDA: for head sizes without a fused rope kernel, the attention layer stores keys and values.
 
 Symptom: `save kv cache is not supported for fallback_rotary_embedding` at the first forward pass in bfloat16. The
 fused kernel, which rotates and stores in one pass, supports head sizes of 64, 128, 256 and 512. For others SGLang
@@ -19,7 +19,11 @@ FUSED_HEAD_SIZES = (64, 128, 256, 512)
 
 
 def check_fused_head_size(enabled: bool, forward_batch: Any) -> bool:
-    """Return SGLang's result `enabled`, but False for head sizes that the fused kernel does not support."""
+    """Return whether the fused kernel stores keys and values: False if it does not support the head size.
+
+    Args:
+        enabled: SGLang's own result.
+    """
     if not enabled:
         return enabled
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool

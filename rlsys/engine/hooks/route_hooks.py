@@ -1,6 +1,6 @@
 """Hook into SGLang: write the routed experts of a finished request to the run's folder; the response has a pointer.
 
-Applies only to requests with rlsys.segments.route_records.ROUTES_PARAM; others get SGLang's own response.
+It applies to requests with rlsys.segments.route_records.ROUTES_PARAM. All others get SGLang's own response.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from rlsys.obs.filesystem import is_local
 from rlsys.segments.route_records import ROUTES_VARIABLE, RouteFile, encode, pointer
 
 SEGMENT_BYTES = 64 * 2**20
-"""Size in bytes from which a file gets no more records."""
+"""A file of at least this number of bytes gets no more records."""
 
 log = logging.getLogger("rlsys.engine")
 
@@ -40,7 +40,7 @@ class RouteWriter:
             unit: Name of the engine.
             start: Number of the engine's start.
             rank: Tensor-parallel rank of the process.
-            size: Size in bytes from which a file gets no more records.
+            size: A file of at least this number of bytes gets no more records.
         """
         self._folder = folder
         self._file = RouteFile(epoch, unit, start, rank, 0)
@@ -63,13 +63,16 @@ class RouteWriter:
         record = encode(experts, start)
         if self._fd < 0 or self._file_bytes >= self._max_bytes:
             self._open_next()
-        offset, data = self._file_bytes, memoryview(record)
+        offset = self._file_bytes
+        data = memoryview(record)
         try:
             while data:
-                done = os.write(self._fd, data)
-                self._file_bytes += done
-                data = data[done:]
-            if self._shared:  # other machines see it only then; on one machine the rollout process syncs
+                written = os.write(self._fd, data)
+                self._file_bytes += written
+                data = data[written:]
+            if (
+                self._shared
+            ):  # otherwise other machines do not see it; on one machine the rollout process syncs
                 os.fdatasync(self._fd)
         except OSError:
             self._truncate(offset)
@@ -77,8 +80,14 @@ class RouteWriter:
         return pointer(self._file.name, offset, record)
 
     def _truncate(self, offset: int) -> None:
-        """Remove the partial record, or the empty file, of a failed write, to free space on a full disk."""
-        with contextlib.suppress(OSError):  # the bytes then remain, and count towards the file's size
+        """Remove the partial record of a failed write, and an empty file, to free space on a full disk.
+
+        The file gets no more records.
+
+        Args:
+            offset: Size of the file in bytes before the write.
+        """
+        with contextlib.suppress(OSError):  # the partial record then remains, and no pointer refers to it
             if offset:
                 os.ftruncate(self._fd, offset)
             else:
@@ -86,6 +95,7 @@ class RouteWriter:
         self._file_bytes = self._max_bytes
 
     def _open_next(self) -> None:
+        """Close the current file, and create the next one durably."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -104,7 +114,11 @@ class RouteWriter:
 
 
 def route_writer(rank: int, environment: Mapping[str, str] = os.environ) -> RouteWriter | None:
-    """Create the writer of process `rank` of the engine with this environment.
+    """Create the writer of an engine process.
+
+    Args:
+        rank: Tensor-parallel rank of the process.
+        environment: Environment variables of the engine.
 
     Returns:
         None if no run started the engine, or its machine does not have the run's folder. Responses then contain the
@@ -114,9 +128,8 @@ def route_writer(rank: int, environment: Mapping[str, str] = os.environ) -> Rout
         return None
     path = Path(unit)
     try:
-        owner, start = owner_of_process(
-            path.parent.parent, environment
-        )  # fails if the folder is another one with the same name, on a disk of this machine
+        # Raises an error if the path is a folder on a disk of this machine that is not the run's.
+        owner, start = owner_of_process(path.parent.parent, environment)
         path.parent.mkdir(exist_ok=True)
     except (RlsysError, OSError) as e:
         log.warning(

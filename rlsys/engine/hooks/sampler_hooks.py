@@ -1,9 +1,12 @@
 """Hook into SGLang's sampler: a seeded sample does not depend on the other requests of its batch.
 
 Symptom: one greedy, `top_k` or `top_p` request in a batch changes the tokens of all other seeded samples, until the
-batch is empty. SGLang's deterministic inference adds noise to each log-probability, computed from the seed, the
-position and the column. The column is the token id if every request of the batch draws from the whole vocabulary, and
-otherwise the rank by probability. `min_p` ends the engine in an assertion.
+batch is empty. One with `min_p` ends the engine in an assertion.
+
+Cause: SGLang's deterministic inference adds noise to each log-probability, computed from the seed, the position and
+the column. The column is the token id if every request of the batch draws from the whole vocabulary, and otherwise
+the rank by probability.
+
 With this hook the column is always the token id: truncation sets the probability of the dropped ids to 0 without
 moving them. A request that draws from the whole vocabulary gets exactly the results of SGLang's own path for such
 batches.
@@ -32,12 +35,12 @@ def draw_by_token_id(
     positions: Tensor,
     simple_sampling_case: bool,
 ) -> Any:
-    """Draw one token for each row of `probs`, `[rows, vocabulary]`. Wraps SGLang's own function.
+    """Draw one token for each row of `probs`. This function wraps SGLang's own one.
 
     Args:
         upstream: SGLang's function.
         sampler: SGLang's sampler.
-        probs: `[rows, vocabulary]`.
+        probs: Probabilities of the next token, `[rows, vocabulary]`.
         info: SGLang's SamplingBatchInfo of the rows; `sampling_seed` is None on an engine that is not deterministic.
         positions: Positions of the tokens in their sequences, `[rows]`.
         simple_sampling_case: Whether every row draws from the whole vocabulary.
@@ -67,9 +70,13 @@ def draw_by_token_id(
 def truncate(probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor) -> Tensor:
     """Set the probabilities of dropped ids to 0, without renormalisation.
 
-    Ids are sorted by probability, equal ones by id. An id is kept if its rank is below `top_k`, the probability mass
-    before it is at most `top_p`, and its probability is at least `min_p` times the largest one. A row of the result
-    depends only on the same row of the arguments.
+    Ids are ranked by probability, equal ones by id. An id is kept if
+
+    - its rank, from 0, is below `top_k`;
+    - the probability mass of all ids before it is at most `top_p`;
+    - its probability is at least `min_p` times the largest one.
+
+    A row of the result depends only on the same row of the arguments.
 
     Args:
         probs: `[rows, vocabulary]`.

@@ -1,8 +1,10 @@
 """Sockets of an SGLang server: only its HTTP port is reachable for other users.
 
-By default SGLang creates Unix sockets under TMPDIR, where their paths may be too long. Its ranks rendezvous in a
-TCPStore that listens on all addresses, even with one rank. It binds its port in a way that lets other processes bind
-it too.
+By default, an SGLang server
+
+- creates Unix sockets under TMPDIR, where their paths may be too long;
+- lets its ranks rendezvous in a TCPStore that listens on all addresses, even with one rank;
+- binds its port so that other processes can bind it, too.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from rlsys.engine.cpu import hooks
 from rlsys.http_server.connections import ConnectionLimiter, ServerLimits
 
 _INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-"""SGLang's variable: init_method of its process group."""
+"""Environment variable with the init_method of SGLang's process group."""
 LIMITS = ServerLimits(connections=2**14, body_seconds=120.0)
 """Limits of the HTTP server. Request bodies may contain pieces of weights, over slow links."""
 PLUGINS = {
@@ -35,7 +37,7 @@ PLUGINS = {
 
 
 def restrict_access(arguments: Sequence[str]) -> None:
-    """Restrict the sockets of this process. Call this before importing SGLang.
+    """Restrict the sockets of this process. Call it before importing SGLang.
 
     Args:
         arguments: Command line of the server.
@@ -47,7 +49,7 @@ def restrict_access(arguments: Sequence[str]) -> None:
     tempfile.tempdir = None
     host = _value(arguments, "--host") or "127.0.0.1"
     choose_interface(host)
-    # SGLang's kernels for some CPUs derive names of shared memory from these: they must differ between engines.
+    # SGLang's kernels for some CPUs derive names of shared memory from these variables, so engines need other values.
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": _value(arguments, "--port") or "0"}
     init_address = _value(arguments, "--dist-init-addr")
     os.environ[_INIT_METHOD] = (
@@ -56,13 +58,12 @@ def restrict_access(arguments: Sequence[str]) -> None:
 
 
 def _value(arguments: Sequence[str], name: str) -> str | None:
+    """Return the argument after `name`, None without it."""
     return arguments[arguments.index(name) + 1] if name in arguments else None
 
 
 def check_plugins() -> None:
-    """Check that SGLang has found and completely run rlsys' plug-ins, on which the run relies.
-
-    SGLang itself ignores or only logs their absence.
+    """Check that SGLang has found and completed the plug-ins of rlsys. SGLang itself ignores or only logs a failure.
 
     Raises:
         UserError: A plug-in is missing or did not complete.
@@ -82,7 +83,7 @@ def check_plugins() -> None:
 
 
 def check_hooks() -> None:
-    """Check that SGLang has applied all hooks, on which the run relies. SGLang itself only logs a failure.
+    """Check that SGLang has applied all hooks. SGLang itself only logs a failure.
 
     Raises:
         RunError: A hook was not applied.
@@ -97,9 +98,10 @@ def check_hooks() -> None:
 
 
 def bind_exclusively() -> None:
-    """Restrict SGLang's HTTP server to a port that only the launcher shares, and limit its connections.
+    """Make SGLang's HTTP server listen on its port exclusively, and limit its connections.
 
-    The launcher, of the same user, reserves the port with SO_REUSEPORT (launch/ports.py).
+    Only the launcher, a process of the same user, shares the port: it reserves the port with SO_REUSEPORT
+    (launch/ports.py).
     """
     server = importlib.import_module("uvicorn").Server
     run = server.run
@@ -129,7 +131,7 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
     """Listen on a port.
 
     Raises:
-        OSError: A server listens there already. With SO_REUSEPORT both would share the requests.
+        OSError: A server already listens on the port. With SO_REUSEPORT both servers would share the requests.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         if probe.connect_ex(("127.0.0.1" if host == "0.0.0.0" else host, port)) == 0:

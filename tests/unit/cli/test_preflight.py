@@ -210,6 +210,6 @@ def test_a_reward_is_scored_in_its_own_process(tmp_path: Path, monkeypatch: pyte
     )
     config = load_config(QUICKSTART, ["data.reward=hanging:reward", "rollout.reward_timeout=0.2"])
     with pytest.raises(
-        UserError, match=r"first prompt: reward took longer than rollout\.reward_timeout = 0\.2 s"
+        UserError, match=r"prompt 0: reward took longer than rollout\.reward_timeout = 0\.2 s"
     ):
         check_start(config)

@@ -132,9 +132,12 @@ def test_a_gated_norm_is_a_norm_times_its_gate() -> None:
     ("arguments", "error"),
     [
         ({"activation": "sigmoid"}, "activation = 'sigmoid': expected 'silu' or 'swish'"),
-        ({"bias": torch.zeros(2)}, "bias, residual, prenorm: expected None, None, False"),
-        ({"residual": torch.zeros(1, 2)}, "bias, residual, prenorm: expected None, None, False"),
-        ({"prenorm": True}, "bias, residual, prenorm: expected None, None, False"),
+        (
+            {"bias": torch.zeros(2)},
+            r"bias of shape \[2\], residual of shape None, prenorm = False: expected .*",
+        ),
+        ({"residual": torch.zeros(1, 2)}, r"bias of shape None, residual of shape \[1, 2\], .*"),
+        ({"prenorm": True}, "bias of shape None, .*, prenorm = True: expected None, None, False"),
     ],
     ids=lambda value: None if isinstance(value, str) else next(iter(value)),
 )

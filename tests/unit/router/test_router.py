@@ -146,7 +146,7 @@ async def test_a_refusal_by_the_engine_stops_the_run() -> None:
     async with routing() as rig:
         await rig.push()
         rig.engine._generate_token = lambda request: {"type": "abort", "status_code": 400, "message": "no"}  # type: ignore
-        with pytest.raises(RunError, match=r"sample 0: http://a:1/generate: 400 no"):
+        with pytest.raises(RunError, match=r"sample 0: http://a:1/generate: HTTP 400: no"):
             await rig.start(sample())
 
 
