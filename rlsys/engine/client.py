@@ -246,7 +246,11 @@ class EngineClient(Wire):
             return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
     async def update_weights_from_disk(self, folder: str, version: int) -> None:
-        """Load a safetensors folder.
+        """Make the engine load a safetensors folder.
+
+        Args:
+            folder: Path of the folder on the engine's host.
+            version: Version of the weights.
 
         Raises:
             EngineError: The engine cannot read the folder; it keeps its weights.

@@ -52,7 +52,7 @@ class Limits(NamedTuple):
     answer: float = 60.0
     """Limit of a request that only waits in the queue."""
     work: float = 600.0
-    """Limit of a request that processes all weights, or runs the first pass with new ones, which may compile."""
+    """Limit of a request that processes all weights, or runs the first forward pass, which may compile kernels."""
 
 
 DEFAULT_LIMITS = Limits()

@@ -20,6 +20,7 @@ from rlsys.engine_requests.fields import (
     not_served,
     number,
     refuse,
+    short,
     text,
     unknown,
 )
@@ -314,7 +315,10 @@ def _prompts_of_ids(body: Mapping[str, Any]) -> Iterator[list[int]]:
         rows = value if any(isinstance(row, list) for row in value) else [value]
         for row in rows:
             if not isinstance(row, list):
-                raise RefusedPrompt(f"{name}: expected lists of whole numbers, or one list of them", name)
-            if any(type(i) is not int for i in row):
-                raise RefusedPrompt(f"{name}: expected whole numbers", name)
+                raise RefusedPrompt(
+                    f"{name} has {short(row)} among lists; expected lists of whole numbers", name
+                )
+            invalid = [item for item in row if type(item) is not int]
+            if invalid:
+                raise RefusedPrompt(f"{name} has {short(invalid[0])}; expected whole numbers", name)
             yield row

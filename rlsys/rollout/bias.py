@@ -51,6 +51,17 @@ class BiasMonitor:
         first = self._buffer.next_group_id - WINDOW_STEPS * self._groups_per_step
         generated = mean_length(self._lengths("group_id >= ?", first))
         bias = sum(trained) / len(trained) / generated - 1 if generated else 0.0
+        self._update_alarm(train_step, bias)
+        return {
+            "generated_len_mean": generated,
+            "length_bias": bias,
+            "bias_alarm": int(self._alarm),
+            **by_rank(self._by_completion(groups)),
+            **by_resumes(s for g in groups for s in g.samples),
+        }
+
+    def _update_alarm(self, train_step: int, bias: float) -> None:
+        """Set or reset the alarm. Log a warning when it is set."""
         alarm = train_step > WARM_UP_STEPS and bias < -self._bound
         if alarm and not self._alarm:
             log.warning(
@@ -59,13 +70,6 @@ class BiasMonitor:
                 -100 * bias, WINDOW_STEPS, self._bound,
             )  # fmt: skip
         self._alarm = alarm
-        return {
-            "generated_len_mean": generated,
-            "length_bias": bias,
-            "bias_alarm": int(alarm),
-            **by_rank(self._by_completion(groups)),
-            **by_resumes(s for g in groups for s in g.samples),
-        }
 
     def _lengths(self, condition: str, *values: int) -> list[tuple[int, bool]]:
         """Return (tokens so far, whether complete) of samples, except those censored before their first token."""

@@ -56,7 +56,7 @@ TAKE_PHASES = ("wait", "interrupt", "sleep", "commit")
 class RolloutManager:
     """Executes the trainer's commands. Owns the trainer's position.
 
-    The buffer owns groups, the runner samples, and the workers engines.
+    The buffer owns the groups, the runner owns the tasks of samples, and the workers own the engines.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class RolloutManager:
             the next portion of groups; None if all groups of the step are ready, or the wait is preempted.
         """
         async with self._command:
-            trained_steps = self._steps_before(train_step)
+            trained_steps = self._steps_before(train_step, "early")
             if train_step > self._buffer.last_taken_step:
                 version = self._buffer.versions.newest
                 part: list[int] = []
@@ -175,15 +175,21 @@ class RolloutManager:
             self._parts.append(part)
             return TrainBatch(train_step, version, groups, {}, self._planning.sources(groups))
 
-    def _steps_before(self, train_step: int) -> int:
+    def _steps_before(self, train_step: int, command: str) -> int:
         """Return the number of train steps in the weights that the engines have before this step.
+
+        Args:
+            command: name of the command, for errors.
 
         Raises:
             RunError: `train_step` is neither the next step nor the last one, or a push is missing.
         """
-        next_step = self._done_steps + (not self._push_due)
-        if self._trained_steps is None or train_step not in (self._done_steps, next_step):
-            raise RunError(f"take({train_step}) after {self._done_steps} steps: the trainer must push first")
+        call = f"{command}({train_step}) after {self._done_steps} steps"
+        next_step = self._done_steps + 1
+        if self._trained_steps is None or (self._push_due and train_step == next_step):
+            raise RunError(f"{call}: the trainer must push first")
+        if train_step not in (self._done_steps, next_step):
+            raise RunError(f"{call}: expected step {self._done_steps} or {next_step}")
         return self._trained_steps
 
     async def take(self, train_step: int) -> TrainBatch | None:
@@ -196,7 +202,7 @@ class RolloutManager:
         async with self._command:
             if self._leave_by is not None:
                 return None
-            trained_steps = self._steps_before(train_step)
+            trained_steps = self._steps_before(train_step, "take")
             new = train_step > self._buffer.last_taken_step
             phases = Phases("time_take", TAKE_PHASES)
             if new and not await self._take_new(train_step, trained_steps, phases):

@@ -54,7 +54,7 @@ class ProgressWatch:
         self._filtered = 0
         """Number of filtered groups when the wait for a step's groups started."""
         self._budget = config.trainer.token_budget * config.parallel.data_parallel
-        """Tokens of a full micro-batch on every trainer rank."""
+        """Number of tokens of a full micro-batch on every trainer rank."""
 
     async def wait_for_groups(self, trained_steps: int) -> None:
         """Wait until there are enough groups for the step after `trained_steps`, or the wait is preempted."""

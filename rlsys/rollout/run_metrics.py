@@ -1,4 +1,4 @@
-"""RunMetrics: metrics of train steps, and the status in the live display. Read-only."""
+"""RunMetrics: computes the metrics of train steps, and the status for the live display."""
 
 from __future__ import annotations
 

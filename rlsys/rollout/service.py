@@ -155,7 +155,7 @@ class Access:
         """
         if not same_secret(request.headers.get(KEY_HEADER, ""), self._owner.key):
             raise Refusal(
-                403, f"{request.path}: {KEY_HEADER} is not the key of the launch that owns this run"
+                403, f"{request.path}: wrong {KEY_HEADER}; expected the key of the launch that owns this run"
             )
         request[AUTHORIZED] = True
 

@@ -173,7 +173,7 @@ class Agreement:
             ValueError: the lengths differ.
         """
         if len(expected) != len(reported):
-            raise ValueError(f"got {len(reported)} canary log-probs, expected {len(expected)}")
+            raise ValueError(f"{len(reported)} canary log-probs; expected {len(expected)}")
         a, b = np.asarray(expected, dtype=np.float64), np.asarray(reported, dtype=np.float64)
         if not len(a):
             return cls(0.0, 0.0)

@@ -38,10 +38,9 @@ MAX_FAILED_PUSHES = 5
 UNBOUNDED = 2**31
 """Slots of an engine whose number of concurrent requests is unknown."""
 RELEASED_LABEL, RELEASED_CACHE_LABEL = "resting", "resting-cache"
-"""Weight labels of an engine that has released weights and cache, or the cache only.
+"""Weight labels of an engine that has released the memory of weights and cache, or of the cache only.
 
-The engine stores its label, so a new rollout process knows the state: resuming memory that was not released would
-kill the engine.
+An engine dies if memory is resumed that it has not released. A new rollout process reads the state from the label.
 """
 
 
@@ -264,7 +263,7 @@ class EngineState:
         self.counting = True
 
     async def release_memory(self) -> None:
-        """Release the memory of weights and cache while no request runs; the next push resumes it."""
+        """Release the memory of weights and cache until the next push. No request may run."""
         if self.version == NEVER:  # already released, or never had weights
             return
         await self.client.flush()

@@ -48,10 +48,10 @@ class PoisonLimits:
     """Numbers of failures after which a sample is isolated or dropped.
 
     Args:
-        suspect_deaths: deaths after which it is retried in isolation.
-        deaths: deaths after which it is dropped.
-        faults: server errors after which it is dropped.
-        reset_by_tokens: count deaths since its last token only; otherwise all of its deaths count.
+        suspect_deaths: number of engine deaths after which the sample is retried in isolation.
+        deaths: number of engine deaths after which the sample is dropped.
+        faults: number of server errors after which the sample is dropped.
+        reset_by_tokens: whether a new token resets the number of deaths.
     """
 
     suspect_deaths: int = DEATHS_SUSPECT
@@ -150,7 +150,7 @@ class PoisonDetector:
         """
         if sample.deaths >= self._limits.deaths:
             self.counts["poisonous"] += 1
-            raise PoisonRequest(f"{sample.deaths} engines died while they processed it")
+            raise PoisonRequest(f"{sample.deaths} engines died while they processed the request")
         if sample.faults >= self._limits.faults:
             self.counts["poisonous"] += 1
             last = f", the last one: {fault}" if fault else ""

@@ -125,7 +125,11 @@ class Speed:
         self.decode = self._line.fit() if self._line.tokens >= MIN_DECODED_TOKENS else None
 
     def metrics(self, load: int) -> dict[str, object]:
-        """Return tokens per second of prompts, and of one response with `load` requests in the engine."""
+        """Return the prefill speed, and the decode speed of one response, in tokens per second; None: unknown.
+
+        Args:
+            load: number of requests in the engine.
+        """
         decode_seconds = None if self.decode is None else self.decode[0] + self.decode[1] * max(1, load)
         return {
             "prefill_tokens_per_s": None if not self.prefill else 1.0 / self.prefill,

@@ -94,7 +94,7 @@ class LaterSequenceRow(SequenceRow, array_like=True):
 
 
 _REPORTED_FIELDS = ("censor_reason", "censor_cause", "turn_rewards", "fork", "inherited_tokens", "discarded")
-"""Fields of a sample that its row contains."""
+"""Fields of Sample that a SampleRow contains."""
 
 
 class SampleRow(SequenceRow, tag=True, array_like=True):

@@ -203,7 +203,7 @@ class RemoteWorker(WorkerProcess):
                     await self._replace()
                 elif time.monotonic() - self.last_message_at > self._stall_timeout:
                     log.warning(
-                        "%s: no message for rollout.stall_timeout = %g s; killing it",
+                        "%s: no message for rollout.stall_timeout = %g s; its process is killed",
                         self.name,
                         self._stall_timeout,
                     )

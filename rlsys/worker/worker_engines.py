@@ -38,7 +38,7 @@ class WorkerEngines:
 
     def __init__(self, config: Config, workers: Sequence[RolloutWorker]) -> None:
         self._timeout_s = config.start_seconds
-        """Time limit of a wait for an engine."""
+        """Time limit of a wait for an engine, in seconds."""
         self._workers = workers
         self._dead_counts: Counter[str] = Counter()
         self._dead_prefills: Counter[tuple[str, int]] = Counter()

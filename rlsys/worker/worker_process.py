@@ -90,9 +90,15 @@ class WorkerProcess:
             async with asyncio.timeout(START_SECONDS):
                 result = await self._request("begin", {"writer": writer, **state})
                 self.launch_engines, self.grows_trees, self.limits = result
-        except (TimeoutError, WorkerGone):
+        except TimeoutError:
             self.kill()
-            raise RunError(f"{self.name} did not start: {describe_exit(await self.reap())}") from None
+            await self.reap()
+            raise RunError(f"{self.name}: not ready {START_SECONDS:g} s after its start; killed") from None
+        except WorkerGone:
+            self.kill()
+            raise RunError(
+                f"{self.name}: died during its start: {describe_exit(await self.reap())}"
+            ) from None
         self._up.set()
 
     @property

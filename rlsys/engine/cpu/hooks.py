@@ -51,7 +51,7 @@ def murmur_hash32(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
 
 
 def mask_keys(arguments: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the server arguments that SGLang logs with masked keys."""
+    """Return the server arguments for SGLang's log, with masked keys."""
     return arguments | {name: "***" for name in ("api_key", "admin_api_key") if arguments.get(name)}
 
 

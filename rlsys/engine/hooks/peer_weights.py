@@ -59,7 +59,7 @@ def read(model: Any, _tensors: object) -> None:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     parameters.pop(name).copy_(file.get_tensor(name))
         if parameters:
-            raise KeyError(next(iter(parameters)))
+            raise KeyError(f"the files lack the parameter {next(iter(parameters))}")
         post_load_weights(model)  # recompute tensors that the model derives from them
     except (OSError, SafetensorError, KeyError, RuntimeError) as e:
         log.error("rlsys: cannot load weights of another engine from %s: %r", folder, e)

@@ -131,7 +131,7 @@ async def test_a_prompt_that_engines_die_of_censors_its_group(tmp_path: Path) ->
     """Before: it was asked about for ever, and its group's step waited."""
 
     async def scores(_: list[int]) -> tuple[list[float], list[bool]]:
-        raise PoisonRequest("4 engines died while they processed it")
+        raise PoisonRequest("4 engines died while they processed the request")
 
     config = config_of(tmp_path, planners=["lens"])
     async with rig(config, lambda s: 4 if s.group_id == 0 else 3, prompt_scores=scores) as r:

@@ -83,7 +83,7 @@ async def test_a_sample_that_kills_engines_is_given_up() -> None:
                 await stage.push(only_stale=True)
             if all(task.done() for task in tasks):
                 break
-        with pytest.raises(PoisonRequest, match="4 engines died while they processed it"):
+        with pytest.raises(PoisonRequest, match="4 engines died while they processed the request"):
             tasks[0].result()
         assert sum(e.killed for e in engines) == 4
         assert all(s.status.terminal for s in good), "its neighbours went on"
@@ -140,7 +140,7 @@ async def test_an_evaluation_skips_prompts_that_kill_engines(
 
     async def answer(of: Sample, prompt: Prompt) -> None:
         if prompt.index == 1:
-            raise PoisonRequest("4 engines died while they processed it")
+            raise PoisonRequest("4 engines died while they processed the request")
         if prompt.index == 3:
             raise ToolFailed("its agent raised KeyError")
 

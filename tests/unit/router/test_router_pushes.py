@@ -231,5 +231,5 @@ def test_canary_gaps_are_quantiles() -> None:
     assert near_tie.within(Bounds(1e-6, 1e-4))
     assert not Agreement.of([-1.0] * 100, [-1.0] * 99 + [float("nan")]).within(Bounds(1e-6, 1e-4))
     assert Agreement.of([-20.0], [-20.002]).mean == pytest.approx(1e-4)
-    with pytest.raises(ValueError, match="got 1 canary log-probs, expected 2"):
+    with pytest.raises(ValueError, match="1 canary log-probs; expected 2"):
         Agreement.of([0.0, 0.0], [0.0])
