@@ -49,7 +49,7 @@ def _model(limits: Limits, name: str, value: Any) -> None:
 
 
 def _start(limits: Limits, name: str, value: Any) -> None:
-    """Check the first position with log-probs; -1: that of the response."""
+    """Check the first position with log-probs; -1: the first position of the response."""
     number(-1, limits.context_length, integer=True)(limits, name, value)
 
 

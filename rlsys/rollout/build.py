@@ -22,7 +22,9 @@ from rlsys.planning.teacher import build_teacher
 from rlsys.rewards import Rewards
 from rlsys.rewards.judges import build_judge
 from rlsys.rewards.repairs import build_process_judge
+from rlsys.router.router import Router
 from rlsys.worker.assembly import ask_engines, build_router, build_scorer, client_maker
+from rlsys.worker.scoring import Scorer
 from rlsys.worker.workers import direct_workers, remote_workers, worker_commands
 
 
@@ -88,10 +90,8 @@ class RolloutComponents:
         judge = build_judge(config, ask_model, lambda: engines.open)
         explorer = None
         if config.engine.explorers:
-            assert config.rollout.workers == 1, "the config refuses it with several workers"
-            generate_turn = sampling_turns(config, router, explorers=True)
-            generate = build_generator(config, self.tokenizer, generate_turn)
-            explorer = Explorer(generate, self.scorer, config.run.seed)
+            assert config.rollout.workers == 1, "the config refuses explorers with several workers"
+            explorer = _build_explorer(config, router, self.tokenizer, self.scorer)
         self.planning = Planning(
             config,
             self.source,
@@ -107,6 +107,11 @@ class RolloutComponents:
     def reward_hung(self) -> bool:
         """Whether a cancelled reward function may still be running."""
         return bool(self.scorer.timeouts or self.planning.has_timeouts)
+
+
+def _build_explorer(config: Config, router: Router, tokenizer: Tokenizer, scorer: Scorer) -> Explorer:
+    generate_turn = sampling_turns(config, router, explorers=True)
+    return Explorer(build_generator(config, tokenizer, generate_turn), scorer, config.run.seed)
 
 
 def _build_repairs(config: Config, tokenizer: Tokenizer) -> Repairs | None:

@@ -110,7 +110,7 @@ class RolloutManager:
         self._colocated = config.launch.placement == "colocated"
         self._command = asyncio.Lock()
         self._done_steps = 0
-        """Number of train steps that have their groups: the last step taken, or that of the restored checkpoint."""
+        """The last train step whose groups were taken, or the step of the restored checkpoint."""
         self._trained_steps: int | None = None
         """Number of train steps in the engines' weights; None before the first push."""
         self._push_due = True
@@ -225,21 +225,9 @@ class RolloutManager:
             self._done_steps, self._push_due, self._parts = train_step, True, []
             self._canaries.update(groups, self._buffer.load)
             self._continue_generation()
-            reward_metrics = {f"reward_figure_{k}": v for k, v in self._runner.reward_metrics.take().items()}
-            return TrainBatch(
-                train_step,
-                version,
-                groups,
-                {
-                    **metrics,
-                    **reward_metrics,
-                    **counts,
-                    **self._metrics.totals(),
-                    **self._spans.metrics(),
-                    **self._take_seconds,
-                },
-                self._planning.sources(groups),
-            )
+            metrics |= {f"reward_figure_{k}": v for k, v in self._runner.reward_metrics.take().items()}
+            metrics |= counts | self._metrics.totals() | self._spans.metrics() | self._take_seconds
+            return TrainBatch(train_step, version, groups, metrics, self._planning.sources(groups))
 
     async def _take_new(self, train_step: int, trained_steps: int, phases: Phases) -> bool:
         """Wait for the groups of a step that was not taken before, and assign them to it.
@@ -373,13 +361,13 @@ class RolloutManager:
             metrics of the push; while `push_left` is not 0, the trainer starts another round.
 
         Raises:
-            RunError: `update` is not that of the last begin_push.
+            RunError: `update` does not belong to the last begin_push.
         """
         async with self._command:
             version = self._buffer.versions.newest
             if update.weight_version != version:
                 raise RunError(
-                    f"end_push: weight version {update.weight_version}; expected {version}, that of begin_push"
+                    f"end_push: weight version {update.weight_version}; expected {version}, as in begin_push"
                 )
             metrics = await self._engines.end_push(version, canaries, checksums, excluded)
             if not metrics["push_left"]:

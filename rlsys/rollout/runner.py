@@ -156,7 +156,7 @@ class SampleRunner:
         self._unadmitted = deque(g for g in self._unadmitted if g.state is GroupState.ACTIVE)
 
     async def censor_overdue(self, groups: Collection[SampleGroup]) -> None:
-        """Censor those of the groups that are still active. Call it after an interrupt."""
+        """Censor the groups, except those that are no longer active. Call it after an interrupt."""
         reason = f"not finished within rollout.group_deadline = {self._config.rollout.group_deadline:g} s"
         late = [g for g in groups if g.state is GroupState.ACTIVE]
         for sample in (s for g in late for s in g.samples if not is_settled(s)):

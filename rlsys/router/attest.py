@@ -210,7 +210,7 @@ def nearness(old: Sequence[float], new: Sequence[float], reported: Sequence[floa
 
     Returns:
         Mean and standard error of a score that is 1 at `new` and -1 at `old`; (1, 0) if the step changed no
-            log-prob. The score of a token is at most its own change in the step, which bounds the effect of rounding.
+            log-prob. Tokens are weighted by their change in the step, which limits the effect of rounding.
     """
     a, b, x = (np.asarray(values, dtype=np.float64) for values in (old, new, reported))
     movement = float(np.abs(b - a).mean()) if len(a) else 0.0

@@ -82,7 +82,7 @@ class WeightPush:
 
         Args:
             version: the weight version to push.
-            only_stale: push only to engines without current weights; with `members`: a later round of a rolling push.
+            only_stale: push only to engines without current weights. With `members`, continue a rolling push.
             members: URLs of the engines of this round of a rolling push.
 
         Returns:
@@ -332,7 +332,7 @@ class WeightPush:
         return WARNING_FACTOR if match is not None and match.equal and not self._bounds.exact else 1.0
 
     async def _compare(self, engine: EngineState, checksums: Sequence[dict[str, str]]) -> Match:
-        """Compare the engine's checksums with those of `end`."""
+        """Compare the engine's checksums with the expected ones. `checksums`: see `end`."""
         with self._metrics.phases.concurrent("checksums"):
             expected = checksums_of_size(checksums, self._tps, engine.client.tp)
             match = self._checksums.compare(engine.url, expected, await engine.client.checksums())

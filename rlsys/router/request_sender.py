@@ -152,12 +152,7 @@ class RequestSender:
             the message of the server error that ended the request, or an empty string.
         """
         flight = self._new_flight(engine, sample, pinned=turn.pinned)
-        if sample.sample_id != EVALUATION:
-            self._group_engine[sample.group_id] = engine.url
-            resumed = bool(sample.response_ids) and not sample.observed_last
-            sample.resumes += resumed
-            self.resumes += resumed
-        sample.engine, sample.status = engine.url, Status.IN_FLIGHT
+        self._assign(engine, sample)
         finish: str | None = None
         ids = [*sample.prompt_ids, *sample.response_ids]
         subject = f"sample {sample.sample_id}"
@@ -203,6 +198,16 @@ class RequestSender:
             cache_source=_cache_source(engine, sample),
             pending_prefill=0 if self._has_prefix(engine, sample) else tokens,
         )
+
+    def _assign(self, engine: EngineState, sample: TokenSequence) -> None:
+        """Mark the sample as in flight in the engine, and count a resumed sample."""
+        if sample.sample_id != EVALUATION:
+            self._group_engine[sample.group_id] = engine.url
+            resumed = bool(sample.response_ids) and not sample.observed_last
+            sample.resumes += resumed
+            self.resumes += resumed
+        sample.engine = engine.url
+        sample.status = Status.IN_FLIGHT
 
     def _record_turn_length(self, sample: TokenSequence) -> None:
         """Update the running mean of turn lengths."""

@@ -398,7 +398,7 @@ class Router:
 
         Args:
             version: the weight version to push.
-            only_stale: push only to engines without current weights; with `members`: a later round of a rolling push.
+            only_stale: push only to engines without current weights. With `members`, continue a rolling push.
             members: URLs of the engines of one round of a rolling push; the round also updates engines without
                 current weights. The gate does not change, and the requests of `members` continue on other engines.
 

@@ -115,7 +115,7 @@ def truncate_segment(segment: Segment, tokens: int, dropped: int) -> Segment:
 
 
 def _truncate_routes(routes: RouteSpan, dropped: int) -> RouteSpan | None:
-    """Return the routes without those of the last `dropped` tokens; None if no token is left."""
+    """Return the routes of all but the last `dropped` tokens; None if no token is left."""
     tokens = max(0, routes.end - dropped - routes.start)
     if not tokens:
         return None

@@ -151,7 +151,7 @@ class ReplayStops:
         return stop
 
     def turns(self, router: Router, config: Config) -> GenerateTurn:
-        """Return a function that generates turns up to their stops. It replaces that of turns.sampling_turns."""
+        """Return a function that generates turns up to their stops, instead of that of turns.sampling_turns."""
         r = config.rollout
 
         async def generate_turn(

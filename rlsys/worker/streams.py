@@ -64,7 +64,7 @@ class Streams:
         """Create streams.
 
         Args:
-            group_of: returns the group of a sequence, with those of its samples that run in this process.
+            group_of: returns the group of a sequence; it may lack samples that do not run in this process.
             flush_tokens: number of unsaved tokens of all running samples at which they are saved.
             stops: stops of a replayed run; None: the run is no replay.
             siblings_of: see Family.siblings; None: `group_of` returns the whole group.

@@ -47,7 +47,7 @@ class WorkerGroups:
             del self._groups[sample.group_id]
 
     def group_of(self, sample: TokenSequence) -> SampleGroup:
-        """Return the sample's group with those of its samples that run in this worker."""
+        """Return the sample's group, reduced to the samples that run in this worker."""
         return self._groups[sample.group_id].group
 
     async def complete(self, sample: Sample) -> Sequence[Sample]:

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def register() -> None:
 
 
 def _register_hooks() -> None:
-    """Register the hooks of all hosts, and those of a host with CUDA or of one without."""
+    """Register the hooks for all hosts, then the hooks for hosts with CUDA or for hosts without CUDA."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     dump_stack_on_signal(f"process{os.getpid()}")
@@ -124,40 +125,44 @@ def _register_cpu_hooks() -> None:
     empty = "sglang.srt.weight_sync.tensor_bucket.FlattenedTensorBucket.empty"
     HookRegistry.register(empty, BucketMemory().reuse, HookType.AFTER)
     os.register_at_fork(after_in_child=_reset_child)
-    from sglang.srt.arg_groups import choices, model_hook
+    _allow_torch_native()
 
     def no_op(*args: Any, **kwargs: Any) -> None: ...
 
-    # torch_native computes attention for each sequence separately. The Triton GEMMs that deterministic inference
-    # enables must stay disabled; ops.DETERMINISTIC replaces them.
+    replaced: dict[str, Callable[..., Any]] = {
+        "sglang.srt.mem_cache.pool_host.common._cuda_host_register": no_op,
+        # The Triton GEMMs that deterministic inference enables must stay disabled; ops.DETERMINISTIC replaces them.
+        "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode": no_op,
+        "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32": murmur_hash32,
+    }
+    hooks: list[tuple[dict[str, Callable[..., Any]], Any]] = [
+        (replaced, HookType.REPLACE),
+        (ops.REPLACED, HookType.REPLACE),
+    ]
+    if "--speculative-algorithm" in sys.argv:
+        hooks += [(ngram.REPLACED, HookType.REPLACE), (ngram.AROUND, HookType.AROUND)]
+    if "--enable-lora" in sys.argv:
+        lora.disable_pinned_memory()
+        hooks.append((lora.REPLACED, HookType.REPLACE))
+    if "--enable-deterministic-inference" in sys.argv:
+        hooks.append((ops.DETERMINISTIC, HookType.AROUND))
+    hooks.append((ops.AROUND, HookType.AROUND))
+    for functions, kind in hooks:
+        for target, function in functions.items():
+            HookRegistry.register(target, function, kind)
+
+
+def _allow_torch_native() -> None:
+    """Make SGLang accept the attention backend torch_native."""
+    from sglang.srt.arg_groups import choices, model_hook
+
+    # Deterministic inference: torch_native computes attention for each sequence separately.
     for names in (
         choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
         choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
     ):
         if "torch_native" not in names:
             names.append("torch_native")
-    for target, replacement in (
-        ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", no_op),
-        ("sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", no_op),
-        ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32),
-    ):
-        HookRegistry.register(target, replacement, HookType.REPLACE)
-    for target, replacement in ops.REPLACED.items():
-        HookRegistry.register(target, replacement, HookType.REPLACE)
-    if "--speculative-algorithm" in sys.argv:
-        for target, replacement in ngram.REPLACED.items():
-            HookRegistry.register(target, replacement, HookType.REPLACE)
-        for target, around in ngram.AROUND.items():
-            HookRegistry.register(target, around, HookType.AROUND)
-    if "--enable-lora" in sys.argv:
-        lora.disable_pinned_memory()
-        for target, replacement in lora.REPLACED.items():
-            HookRegistry.register(target, replacement, HookType.REPLACE)
-    if "--enable-deterministic-inference" in sys.argv:
-        for target, around in ops.DETERMINISTIC.items():
-            HookRegistry.register(target, around, HookType.AROUND)
-    for target, around in ops.AROUND.items():
-        HookRegistry.register(target, around, HookType.AROUND)
     # SGLang refuses torch_native for gpt-oss, because it lacks attention sinks, but cpu/ops.py adds them. This
     # renames the backend only for SGLang's check of a model's attention backends.
     backends_of = model_hook.attention_backends_of

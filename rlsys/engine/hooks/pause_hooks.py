@@ -1,8 +1,8 @@
 """Hook into SGLang: an engine that pauses sends its generated tokens before weights change.
 
-A stream sends tokens in chunks, and a chunk has one weight version, that of the time of sending. If a chunk
-contained tokens from before and after a push, its first tokens would have the wrong version. Only the request's
-last chunk lists all versions, and it is lost if the engine dies earlier.
+A stream sends tokens in chunks. A chunk has only the weight version at the time of sending, so it must not contain
+tokens from before and after a push. Only the request's last chunk lists all versions, and it is lost if the engine
+dies earlier.
 
 Delete this when SGLang does the same, or lists versions in each chunk; checked with 0.5.23.
 """

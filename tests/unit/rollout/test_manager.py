@@ -382,7 +382,7 @@ async def test_commands_out_of_order_are_refused(tmp_path: Path) -> None:
             await r.manager.take(2)
         ticket = await r.manager.begin_push()
         ticket.weight_version = 1
-        with pytest.raises(RunError, match="end_push: weight version 1; expected 2, that of begin_push"):
+        with pytest.raises(RunError, match="end_push: weight version 1; expected 2, as in begin_push"):
             await r.manager.end_push(ticket, [])
 
 
