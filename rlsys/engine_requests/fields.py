@@ -179,7 +179,7 @@ def check_depth(name: str, value: Any) -> None:
         depth += 1
         if depth > MAX_DEPTH:
             raise RefusedPrompt(
-                f"{name}: more than {MAX_DEPTH} levels of nested lists and objects; expected at most {MAX_DEPTH}",
+                f"{name}: lists and objects are nested too deeply; expected at most {MAX_DEPTH} levels",
                 name,
             )
         level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]

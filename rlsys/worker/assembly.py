@@ -31,10 +31,10 @@ def build_scorer(config: Config, rewards: Rewards, tokenizer: Tokenizer) -> Scor
     return Scorer(
         rewards.open,
         tokenizer.decode,
-        config.rollout.reward_timeout,
-        lambda prompt, response: canonical_answer(response, form_of(prompt)),
-        config.rollout.reward_concurrency,
-        stop_ids(config, tokenizer),
+        timeout=config.rollout.reward_timeout,
+        answer=lambda prompt, response: canonical_answer(response, form_of(prompt)),
+        concurrency=config.rollout.reward_concurrency,
+        stop_ids=stop_ids(config, tokenizer),
     )
 
 
@@ -110,8 +110,7 @@ def build_router(
         recompute_prefix=config.rollout.keep_budget is not None,
         push_timeout_s=config.start_seconds,
         skip_attestation=skip_attestation,
-        # Peer transfers share one folder of the run, which only one router may use.
-        peers=uses_peer_weights(config) and config.rollout.workers == 1,
+        peers=uses_peer_weights(config),
         slots=config.max_running_requests,
         engine_config=config.engine,
     )
