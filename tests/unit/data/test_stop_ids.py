@@ -169,7 +169,7 @@ def test_configured_stop_ids_extend_the_models_own(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="ignore_eos = true with stop_ids"):
         Config.model_validate({"model": {"path": tmp_path}, "rollout": {"ignore_eos": True, "stop_ids": [7]}})
     unknown = Config.model_validate({"model": {"path": tmp_path}, "rollout": {"stop_ids": [10**6]}})
-    with pytest.raises(UserError, match=r"rollout\.stop_ids has 1000000: expected ids below"):
+    with pytest.raises(UserError, match=r"rollout\.stop_ids has 1000000; expected ids below"):
         build_router(unknown, [], tokenizer)
 
 

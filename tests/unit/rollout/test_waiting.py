@@ -41,4 +41,4 @@ async def test_groups_filtered_during_a_wait_are_logged(
     with caplog.at_level(logging.WARNING):
         await wait.wait_for_groups(0)
     assert "640 filtered" in wait.missing()
-    assert "640 groups were filtered" in caplog.text
+    assert "step 1: algo.planners filtered 640 groups" in caplog.text
