@@ -1,8 +1,12 @@
 """Attention head sizes that SGLang's attention backends support on CUDA.
 
-From the sources of SGLang 0.5.23 and its kernel packages: Triton multiplies blocks of at least 16
-(kernels/ops/attention) and supports up to 512; FlashAttention 3 supports multiples of 8 up to 256; FlashInfer
-compiles four sizes. Other backends are not checked.
+The sizes come from the sources of SGLang 0.5.23 and its kernel packages:
+
+- Triton multiplies blocks of at least 16 (kernels/ops/attention), and supports sizes up to 512.
+- FlashAttention 3 supports multiples of 8 up to 256.
+- FlashInfer compiles kernels for four sizes.
+
+Other backends are not checked.
 """
 
 from __future__ import annotations

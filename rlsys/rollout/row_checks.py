@@ -18,7 +18,7 @@ from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.worker.assembly import prompt_limits
 
 NOTE = "data"
-"""The ledger's note with the tables that the run started with."""
+"""Name of the ledger's note with the row count and the digest of each table at the first start of the run."""
 
 log = logging.getLogger("rlsys.rollout")
 
@@ -60,7 +60,7 @@ class RowChecks:
         """`rows_checked` and the counts by kind; empty before the check ends, and if the source has no rows."""
 
     async def run(self) -> None:
-        """Run the check until it ends."""
+        """Run the check, log its result, and set `metrics`."""
         if not self._has_rows:
             return
         limits = prompt_limits(self._config)

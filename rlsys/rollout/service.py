@@ -228,9 +228,9 @@ class EngineWatch:
         """Create a watch.
 
         Args:
-            engines: engines of which `min_engines` must respond.
+            engines: engines that the run needs to generate samples.
             references: servers with reference or teacher weights; all must respond.
-            min_engines: see `engines`.
+            min_engines: number of `engines` that must respond.
             workers: the workers of the run, whose engines are watched afterwards.
             members: engines that join and leave the run.
         """

@@ -68,7 +68,7 @@ class RunningSample:
 class RemoteWorker(WorkerProcess):
     """Owns a worker process, its supervision, and the samples that it runs.
 
-    Workers and WorkerEngines use the same methods of RemoteWorker and DirectWorker.
+    DirectWorker has the same public methods.
     """
 
     def __init__(self, config: Config, number: int, command: Sequence[str]) -> None:

@@ -10,9 +10,9 @@ ResumeOrder = Literal["oldest", "nearest_done", "longest"]
 
 
 def resume_key(order: ResumeOrder, sample: TokenSequence, group: SampleGroup) -> tuple[int, ...]:
-    """Return the sort key of a waiting sample; smaller keys resume first, ties by age.
+    """Return the sort key of a waiting sample. Samples with smaller keys resume first, the older one among equals.
 
-    - oldest: no sample waits behind a younger one.
+    - oldest: the oldest sample first.
     - nearest_done: groups with the fewest unfinished samples first, because only complete groups are trained;
       within a group, the longest sample first.
     - longest: the longest sample first, so that the tail starts early.

@@ -21,7 +21,7 @@ SILU = ("silu", "swish")
 
 
 def _check_argument(name: str, value: object, *expected: object) -> None:
-    """Check that the replacements compute the effect of an argument.
+    """Check that an argument has a value that the replacements support.
 
     Raises:
         ValueError: `value` is not one of `expected`.

@@ -155,7 +155,7 @@ def receive(original: Callable[..., Any], updater: Any, **request: Any) -> Any:
 
 
 def _receiver(updater: Any, request: Any) -> BucketReceiver:
-    """Create the receiver of a call. Collective over the group of the push with NCCL."""
+    """Create the receiver of a call. With NCCL, this is a collective operation of the group of the push."""
     from sglang.srt.distributed import get_tp_group
 
     engine_group = get_tp_group()
