@@ -161,8 +161,8 @@ class RolloutManager:
                 part: list[int] = []
                 if self._selection.groups(trained_steps) is None:
                     self._generate(trained_steps)
-                    returned = {group_id for portion in self._parts for group_id in portion}
-                    part = await self._progress_watch.wait_for_part(trained_steps, returned)
+                    returned_ids = {group_id for portion in self._parts for group_id in portion}
+                    part = await self._progress_watch.wait_for_part(trained_steps, returned_ids)
             else:
                 version, _ = self._buffer.read_step(train_step)
                 part = next(iter(self._buffer.parts(train_step)[len(self._parts) :]), [])

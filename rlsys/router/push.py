@@ -201,17 +201,17 @@ class WeightPush:
         if checksums:  # while the engine is paused: later they would wait for a pass with many prefills
             engine.match = await self._compare(engine, checksums)
         await self._dispatcher.unpause(engine)
-        answered, logprobs = await self._measure_canaries(engine, canaries)
-        if canaries and not answered and (engine.match is None or engine.match.unknown):
+        answered_canaries, logprobs = await self._measure_canaries(engine, canaries)
+        if canaries and not answered_canaries and (engine.match is None or engine.match.unknown):
             self._quarantine(
                 engine, f"refused all {len(canaries)} canaries, and checksums do not cover all of its tensors"
             )
             return
         engine.agreement = Agreement.of(
-            [x for c in answered for x in c.logp], [x for values in logprobs for x in values]
+            [x for c in answered_canaries for x in c.logp], [x for values in logprobs for x in values]
         )
         self._metrics.add(engine)
-        objection = self._objection(engine, version, reported_version, answered, logprobs)
+        objection = self._objection(engine, version, reported_version, answered_canaries, logprobs)
         if objection is not None:
             self._quarantine(engine, objection)
             return
@@ -222,7 +222,7 @@ class WeightPush:
             log.warning(
                 "%s: its tensors equal the trainer's, but canary log-probs differ: %s", engine.url, gaps
             )
-        if answered and engine.match is not None and not engine.match.unknown:
+        if answered_canaries and engine.match is not None and not engine.match.unknown:
             self._first.setdefault(engine.url, engine.agreement)
         self._checksums.attest(engine.url)
         engine.set_version(version)
@@ -250,13 +250,13 @@ class WeightPush:
         engine.counting, engine.uncounted = False, True  # a failure below leaves uncounted tokens
         with self._metrics.phases.concurrent("canaries"):
             answers = await asyncio.gather(*(self._canary_logprobs(engine, c) for c in canaries))
-        answered = [c for c, answer in zip(canaries, answers, strict=True) if answer is not None]
+        answered_canaries = [c for c, answer in zip(canaries, answers, strict=True) if answer is not None]
         logprobs = [answer for answer in answers if answer is not None]
-        engine.received += len(answered)  # each canary generates one token
+        engine.received += len(answered_canaries)  # each canary generates one token
         engine.counting = counting
-        refusals = len(canaries) - len(answered)
+        refusals = len(canaries) - len(answered_canaries)
         self._metrics.refused_canaries = max(self._metrics.refused_canaries, refusals)
-        return answered, logprobs
+        return answered_canaries, logprobs
 
     async def _canary_logprobs(self, engine: EngineState, canary: Canary) -> list[float] | None:
         """Return the log-probs of a canary; None if the engine refuses it."""

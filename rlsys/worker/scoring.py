@@ -90,11 +90,11 @@ class Scorer:
             self.scoring.append(prompt)
             try:
                 # asyncio.wait_for would wait for the cancelled task, which may never end.
-                ended, _ = await asyncio.wait({task}, timeout=self._timeout)
+                finished_tasks, _ = await asyncio.wait({task}, timeout=self._timeout)
             finally:
                 self.scoring.remove(prompt)
                 task.cancel()
-        if not ended:
+        if not finished_tasks:
             self.timeouts += 1
             return Verdict(reason=f"reward took longer than rollout.reward_timeout = {self._timeout:g} s")
         verdict = self._verdict(task, prompt, response)

@@ -67,9 +67,9 @@ class RouteWriter:
         data = memoryview(record)
         try:
             while data:
-                written = os.write(self._fd, data)
-                self._file_bytes += written
-                data = data[written:]
+                size = os.write(self._fd, data)
+                self._file_bytes += size
+                data = data[size:]
             if (
                 self._shared
             ):  # otherwise other machines do not see it; on one machine the rollout process syncs
