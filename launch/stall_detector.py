@@ -1,4 +1,4 @@
-"""Stall detection: if nothing in a run changes, collect what every process waits for (launch/diagnosis.py)."""
+"""Stall detection: if nothing in a run changes, write a diagnosis (launch/diagnosis.py)."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ class StallDetector:
         nodes: Sequence[str],
         status: dict[str, Any] | None,
     ) -> None:
+        """Collect the stacks of all processes, and write the diagnosis. The arguments are those of `check`."""
         request_time = diagnosis.file_time(self._path)
         for process in processes:
             process.dump_stacks()

@@ -186,7 +186,7 @@ def supervise(
                 losses, last_step = (1, step) if step > last_step else (losses + 1, last_step)
                 if losses > config.launch.max_restarts:  # without a train step in between
                     raise
-                display.phase(f"{error.names} lost; replacing them")
+                display.phase(f"{error.event}; replacing them")
                 if not backend.replace_nodes(lambda: stop.count > 0):
                     request_requeue(config, run_dir.path, backend, display)
                     raise
