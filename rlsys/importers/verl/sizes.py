@@ -9,15 +9,19 @@ from rlsys.importers.verl.names import ACTOR, ASYNC_FLOW, FULLY_ASYNC, ONE_STEP_
 
 
 def layout_names(section: str) -> dict[str, tuple[str, ...]]:
-    """Return attribute of Sizes -> setting of a Megatron section."""
-    figures = {
+    """Return attribute of Sizes -> the setting that sets it, for the parallel sizes.
+
+    `section`: section of settings that has the sizes of a Megatron trainer.
+    """
+    attributes = {
         "tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context",
         "ep": "expert_model", "etp": "expert_tensor",
     }  # fmt: skip
-    return {figure: (f"{section}.{name}_parallel_size",) for figure, name in figures.items()}
+    return {attribute: (f"{section}.{name}_parallel_size",) for attribute, name in attributes.items()}
 
 
 def read_sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
+    """Return the sizes of the run, and attribute of Sizes -> the settings that set it."""
     m = f"{ACTOR}.megatron"
     names: dict[str, tuple[str, ...]] = {
         "groups": ("data.train_batch_size",), "group_size": (f"{ROLLOUT}.n",),
@@ -34,7 +38,7 @@ def read_sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
         and d.get_field("algo.advantage", "") in ("grpo", "dr_grpo", "rloo")
         and has_task_rewards(d)
     ):
-        d.mark_unresolved(f"{ROLLOUT}.n", "a group of one sample has no baseline")
+        d.mark_unresolved(f"{ROLLOUT}.n", "expected more than 1: a group of one sample has no baseline")
     engine_gpus = None
     if d.get(PROGRAM) in (*ONE_STEP_OFF, *FULLY_ASYNC, *ASYNC_FLOW):
         engine_gpus = d.integer("rollout.nnodes", 1) * d.integer("rollout.n_gpus_per_node", 8)
