@@ -85,7 +85,8 @@ def tp_size(config: Config, pool: str | None) -> int:
         return config.engine.tp
     if (joined_pool := config.engine.pool_of(None, pool)) is None:
         names = ", ".join(p.name for p in config.engine.pools)
-        raise UserError(f"--pool {pool}: expected one of engine.pools: {names or 'the run has none'}")
+        expected = f"expected one of {names}" if names else "the run has no pools"
+        raise UserError(f"--pool {pool}: {expected} (engine.pools)")
     return joined_pool.tp or config.engine.tp
 
 
@@ -130,15 +131,10 @@ def _running_engine(
     config: Config, owner: Owner, host: str, engine_command: EngineCommand, report: Report
 ) -> Iterator[tuple[RoleProcess, str]]:
     """Start the engine, yield its process and URL, and in the end stop the engine with all its descendants."""
-    engine_update = {
-        "host": host,
-        "port": 0,
-        "pools": [],
-    }  # the size of this engine is engine.tp, not a pool's
+    # The size of this engine is engine.tp, not that of a pool.
+    engine_update = {"host": host, "port": 0, "pools": []}
     local_config = config.model_copy(update={"engine": config.engine.model_copy(update=engine_update)})
-    null_fd = os.open(
-        os.devnull, os.O_RDONLY
-    )  # in place of the run's lock, which belongs to the run's launch
+    null_fd = os.open(os.devnull, os.O_RDONLY)  # in place of the run's lock, which belongs to another launch
     with contextlib.closing(LocalBackend(local_config, null_fd)) as backend:
         (port,) = backend.free_ports({0: 1})[0]
         name, url = unit_name(host, port), f"http://{host}:{port}"
@@ -148,18 +144,11 @@ def _running_engine(
             name, "engine", [*argv, "--config", str(keys)], env, ready_url=f"{url}/health",
             start_timeout=config.start_seconds, engine=url,
         )  # fmt: skip
-        plan = LaunchPlan(
-            [role],
-            run_dir=config.run.dir,
-            shared={"engine": environment(config, "engine", cuda=on_cuda(config))},
-        )
+        variables = {"engine": environment(config, "engine", cuda=on_cuda(config))}
+        plan = LaunchPlan([role], run_dir=config.run.dir, shared=variables)
         write_config(keys, engine_identity(owner, url))
-        process = RoleProcess(
-            backend,
-            role,
-            plan.environment(role) | owner.environment(1),
-            owner.run_dir / "logs" / role.log_name,
-        )
+        role_environment = plan.environment(role) | owner.environment(1)
+        process = RoleProcess(backend, role, role_environment, owner.run_dir / "logs" / role.log_name)
         report(f"{name} starts; its log: {process.log}")
         try:
             yield process, url

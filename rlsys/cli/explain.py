@@ -158,7 +158,7 @@ def describe_run(
     plan, layout = placeholder_plan(config), lay_out(config)  # the model has been checked against the layout
     warnings += describe_idle(config, plan) + allocator_notes(config) + attention_notes(config)
     if config.launch.release_memory and not (config.launch.gpus_per_node or have_cuda()):
-        warnings.append("no GPU: launch.release_memory frees nothing")
+        warnings.append("launch.release_memory = true: it frees nothing on a host without GPUs")
     other_roles = [r for r in plan.roles if r.kind != "trainer" and not r.unit.startswith("engine-")]
     return Screen(
         title=f"run {config.run.dir}",
@@ -209,7 +209,7 @@ def _missing_model_warning(config: Config, missing_model: str | None) -> str:
 
 
 def _machine_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
-    """Return a line for each problem with the memory of the GPUs, or without GPUs, with this machine."""
+    """Return a line for each problem of the GPUs' memory; for a run without GPUs, each problem of this machine."""
     if not (config.launch.gpus_per_node or have_cuda()):
         return host_memory_problems(config, hf, psutil.virtual_memory().total / GB) + slow_bfloat16(config)
     if config.fine_tunes:

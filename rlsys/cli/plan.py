@@ -192,7 +192,7 @@ def _check_options(args: argparse.Namespace, config: Config) -> None:
         if value is not None and value < minimum:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected {minimum} or more")
     if args.gpus is not None and args.gpus > PER_NODE and args.gpus % PER_NODE:
-        raise UserError(f"--gpus {args.gpus}: expected at most {PER_NODE}, or whole nodes of {PER_NODE}")
+        raise UserError(f"--gpus {args.gpus}: expected at most {PER_NODE}, or a multiple of {PER_NODE}")
     if args.gpus is not None and (pools := config.engine.pools):
         raise UserError(
             f"--gpus {args.gpus} and engine.pools = {', '.join(p.name for p in pools)}: --gpus lays out equal "

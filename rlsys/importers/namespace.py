@@ -201,26 +201,31 @@ def run_script(
         sealed = Path(folder)
         copied, texts = _copy_texts(root, script, sealed / "folder")
         command = [bwrap, *_mounts(sealed, _links(root, copied, texts)), "--clearenv"]
-        environment = {
-            "PATH": "/usr/local/bin:/usr/bin:/bin",
-            "HOME": _HOME,
-            "LANG": "C.UTF-8",
-            **({"USER": os.environ["USER"]} if "USER" in os.environ else {}),
-        }
-        environment |= dict(variables or {})
-        environment |= {"RLSYS_GPUS": str(gpus), "RLSYS_START": str(start)}
-        for name, value in environment.items():
+        for name, value in _environment(variables or {}, gpus, start).items():
             command += ["--setenv", name, value]
-        command += [
-            "--",
-            "/run/hidden/bash",
-            "/run/stubs/main.sh",
-            str(SECONDS),
-            str(root),
-            str(script),
-            *arguments,
-        ]
+        command += ["--", "/run/hidden/bash", "/run/stubs/main.sh"]
+        command += [str(SECONDS), str(root), str(script), *arguments]
         return replace(_parse(_output(command, sealed)), root=root)
+
+
+def _environment(variables: Mapping[str, str], gpus: int, start: Path) -> dict[str, str]:
+    """Return the environment of the namespace's first process.
+
+    Args:
+        variables: environment variables of the script.
+        gpus: number of GPUs that `nvidia-smi` prints.
+        start: working directory of the script, relative to the root.
+    """
+    user = {"USER": os.environ["USER"]} if "USER" in os.environ else {}
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": _HOME,
+        "LANG": "C.UTF-8",
+        **user,
+        **variables,
+        "RLSYS_GPUS": str(gpus),
+        "RLSYS_START": str(start),
+    }
 
 
 def _root_folder(script: Path) -> tuple[Path, Path]:
@@ -274,8 +279,7 @@ def _copy_texts(root: Path, script: Path, target: Path) -> tuple[set[str], str]:
         count += 1 + len(names)
         for name in names:
             path = str(relative / name)
-            is_hidden = name.startswith(".") and not name.startswith(".env")
-            if is_hidden or Path(name).suffix not in _TEXT_FILES or path in contents:
+            if not _is_text_name(name) or path in contents:
                 continue
             if os.path.islink(os.path.join(folder, name)):
                 links.append(path)
@@ -293,6 +297,12 @@ def _copy_texts(root: Path, script: Path, target: Path) -> tuple[set[str], str]:
         (target / path).write_bytes(content)
     scripts = [path for path in contents if path.endswith((".sh", ".bash")) or root / path == script]
     return set(contents), "\n".join(contents[path].decode(errors="replace") for path in scripts)
+
+
+def _is_text_name(name: str) -> bool:
+    """Return whether a file of this name is a text file for scripts. Of hidden files, only .env* is."""
+    is_hidden = name.startswith(".") and not name.startswith(".env")
+    return not is_hidden and Path(name).suffix in _TEXT_FILES
 
 
 def _read_file(path: str | Path, flags: int = 0, folder: int | None = None) -> bytes | None:

@@ -517,7 +517,7 @@ def _heldout_keys(d: Draft) -> None:
 
 
 def _rollout(d: Draft) -> None:
-    """Translate sampling, and which and how many groups a step generates and trains."""
+    """Translate sampling, and the choice of groups that a step generates and trains."""
     d.copy_setting("--rollout-temperature", float)
     d.copy_setting("--sglang-tool-call-parser")
     d.copy_setting("--sglang-reasoning-parser")
@@ -525,6 +525,25 @@ def _rollout(d: Draft) -> None:
     if stops := d.get("--rollout-stop"):
         d.set_field("rollout.stop", stops if isinstance(stops, list) else [str(stops)], "--rollout-stop")
     _stop_ids(d)
+    _over_provision(d)
+    if filter_path := d.text("--dynamic-sampling-filter-path"):
+        if not filter_path.endswith("check_reward_nonzero_std"):
+            d.reject(
+                "--dynamic-sampling-filter-path",
+                "no counterpart: write the filter as a planner (algo.planners)",
+            )
+        d.set_field("algo.planners", ["dapo"], "--dynamic-sampling-filter-path")
+    for name in (
+        "--custom-convert-samples-to-train-data-path", "--buffer-filter-path", "--rollout-sample-filter-path",
+        "--custom-reward-post-process-path", "--rollout-data-postprocess-path",
+    ):  # fmt: skip
+        if "on_policy_distillation" in d.text(name):
+            continue  # _losses translates this function
+        d.reject(name, "no counterpart: write the function as a planner, selector or shaping (algo)")
+
+
+def _over_provision(d: Draft) -> None:
+    """Translate the number of groups in flight, and the age of their tokens."""
     groups = max(1, d.integer("--rollout-batch-size", 1))
     over_provision = d.integer("--over-sampling-batch-size", groups) / groups
     if d.flag("--partial-rollout"):
@@ -546,20 +565,6 @@ def _rollout(d: Draft) -> None:
             "--over-sampling-batch-size",
             "no counterpart: without --partial-rollout slime discards the surplus",
         )
-    if filter_path := d.text("--dynamic-sampling-filter-path"):
-        if not filter_path.endswith("check_reward_nonzero_std"):
-            d.reject(
-                "--dynamic-sampling-filter-path",
-                "no counterpart: write the filter as a planner (algo.planners)",
-            )
-        d.set_field("algo.planners", ["dapo"], "--dynamic-sampling-filter-path")
-    for name in (
-        "--custom-convert-samples-to-train-data-path", "--buffer-filter-path", "--rollout-sample-filter-path",
-        "--custom-reward-post-process-path", "--rollout-data-postprocess-path",
-    ):  # fmt: skip
-        if "on_policy_distillation" in d.text(name):
-            continue  # _algorithm translates this function
-        d.reject(name, "no counterpart: write the function as a planner, selector or shaping (algo)")
 
 
 def _stop_ids(d: Draft) -> None:

@@ -1,4 +1,4 @@
-"""Cache of the process groups of one sending trainer rank with engines. Groups last from push to push."""
+"""Cache of the process groups of a sending trainer rank and engines, so that later pushes reuse them."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _advantage(d: Draft) -> str:
 
 
 def _policy_loss(d: Draft) -> tuple[dict[str, Any], list[str]]:
-    """Return the policy loss, and the settings of the actor that the loss terms depend on."""
+    """Return the policy loss, and the actor's settings on which the loss terms depend."""
     mode_setting = f"{ACTOR}.policy_loss.loss_mode"
     mode = d.text(mode_setting, "vanilla")
     loss: dict[str, Any] = {"name": LOSSES.get(mode, "clip")}
@@ -102,13 +102,7 @@ def _policy_loss(d: Draft) -> tuple[dict[str, Any], list[str]]:
                 "clip_ratio_low and clip_ratio_high, 0.2 by default, take precedence",
             )
         )
-    names = [
-        "policy_loss.loss_mode",
-        "clip_ratio_low",
-        "clip_ratio_high",
-        "use_kl_loss",
-        "entropy_coeff",
-    ]
+    names = ["policy_loss.loss_mode", "clip_ratio_low", "clip_ratio_high", "use_kl_loss", "entropy_coeff"]
     for name, parameter in LOSS_PARAMETERS.get(loss["name"], {}).items():
         setting = first_present(d, f"{ACTOR}.policy_loss.{name}", f"{ACTOR}.{name}")
         if d.is_present(setting):
