@@ -55,8 +55,8 @@ class StallDetector:
                 reason = f"nothing has changed for {seconds:.0f} s"
                 self._diagnose(reason, processes, nodes, status)
                 self._report(f"nothing has changed for {seconds:.0f} s; see {self._path / diagnosis.ANSWER}")
-        except OSError as e:  # a full disk: the run may still continue
-            self._report(f"cannot write a diagnosis: {e.strerror}")
+        except OSError as e:  # the run may continue on a full disk
+            self._report(f"cannot write {self._path / diagnosis.ANSWER}: {e.strerror}")
 
     def _diagnose(
         self,

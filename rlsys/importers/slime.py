@@ -136,6 +136,10 @@ FLAGS = (
 """Options without a value."""
 SEVERAL = ("--eval-prompt-data", "--rollout-stop", "--rollout-stop-token-ids", "--sglang-cuda-graph-bs")
 """Options whose value consists of several arguments."""
+EVAL_SAMPLING = (
+    "--n-samples-per-eval-prompt", "--eval-max-response-len", "--eval-temperature", "--eval-top-p", "--eval-top-k",
+)  # fmt: skip
+"""Options for the sampling of evaluations."""
 SFT_DEFAULTS = (
     (
         r"^--(calculate-per-token-loss|disable-compute-advantages-and-returns|debug-train-only|rollout-shuffle)$",
@@ -247,7 +251,9 @@ def read_settings(arguments: Arguments) -> Settings:
     settings.values["train"] = Path(arguments.argv[0]).stem
     _read_custom_config(arguments, settings)
     if any(_INT4.search(argument) for command in arguments.run.commands for argument in command):
-        settings.problems.append("OPEN_TRAINING_INT4_FAKE_QAT_FLAG = 1: weights are not trained in 4 bits")
+        settings.problems.append(
+            "OPEN_TRAINING_INT4_FAKE_QAT_FLAG = 1: rlsys does not train weights in 4 bits"
+        )
     for command in arguments.run.commands:
         if "sglang.launch_server" in command and "--model-path" in command[:-1]:
             settings.values.setdefault(TEACHER, command[command.index("--model-path") + 1])
@@ -464,20 +470,38 @@ def _generator(d: Draft) -> None:
 
 def _heldout(d: Draft) -> None:
     """Translate --eval-prompt-data NAME PATH [NAME PATH ...]. The first file has the run's held-out prompts."""
-    settings = ("--n-samples-per-eval-prompt", "--eval-max-response-len", "--eval-temperature")
-    arguments = d.get("--eval-prompt-data")
-    pairs = [arguments] if isinstance(arguments, str) else list(arguments or [])
-    if len(pairs) > 1 and len(pairs) % 2:
-        d.mark_unresolved("--eval-prompt-data", "expected pairs of a name and a file")
-    eval_files = [("eval", pairs[0])] if len(pairs) == 1 else list(zip(pairs[::2], pairs[1::2], strict=False))
+    eval_files = _eval_files(d)
     if not eval_files:
         if d.is_unresolved("--eval-prompt-data"):
             d.set_field("data.params.heldout_path", "", "--eval-prompt-data")
-        d.consumed |= {*settings, "--eval-top-p", "--eval-top-k"}
-        d.consumed |= {f"--eval-{key}-key" for key in ("input", "label", "tool")}
+        d.consumed |= {*EVAL_SAMPLING, *(f"--eval-{key}-key" for key in ("input", "label", "tool"))}
         return
     d.set_field("data.params.heldout_path", eval_files[0][1], "--eval-prompt-data")
     _heldout_keys(d)
+    sampling = _eval_sampling(d)
+    eval_sets: list[dict[str, Any]] = []
+    for index, (name, path) in enumerate(eval_files):
+        eval_set: dict[str, Any] = {"name": str(name).lower(), "prompts": 30, **sampling}
+        if index:
+            data = d.config["data"]
+            eval_set["data"] = data | {"params": data.get("params", {}) | {"heldout_path": path}}
+        eval_sets.append(eval_set)
+    d.set_field("eval.sets", eval_sets, *EVAL_SAMPLING)
+
+
+def _eval_files(d: Draft) -> list[tuple[str, str]]:
+    """Return (name, file) of each evaluation in --eval-prompt-data; a single file has the name `eval`."""
+    arguments = d.get("--eval-prompt-data")
+    words = [arguments] if isinstance(arguments, str) else list(arguments or [])
+    if len(words) == 1:
+        return [("eval", words[0])]
+    if len(words) % 2:
+        d.mark_unresolved("--eval-prompt-data", "expected pairs of a name and a file")
+    return list(zip(words[::2], words[1::2], strict=False))
+
+
+def _eval_sampling(d: Draft) -> dict[str, Any]:
+    """Return the fields of an evaluation set for the number of samples and their sampling."""
     samples = d.integer("--n-samples-per-eval-prompt", 1)
     max_tokens = d.integer("--eval-max-response-len", d.integer("--rollout-max-response-len", 1024))
     temperature = d.number("--eval-temperature", d.number("--rollout-temperature", 1.0))
@@ -490,15 +514,8 @@ def _heldout(d: Draft) -> None:
             f"eval.sets: one response per prompt, because the script's {samples} greedy responses are equal"
         )
         samples = 1
-    eval_sets: list[dict[str, Any]] = []
-    for index, (name, path) in enumerate(eval_files):
-        eval_set: dict[str, Any] = {"name": str(name).lower(), "prompts": 30, "samples": samples}
-        eval_set |= {"temperature": temperature, "max_response_tokens": max_tokens, **truncation}
-        if index:
-            data = d.config["data"]
-            eval_set["data"] = data | {"params": data.get("params", {}) | {"heldout_path": path}}
-        eval_sets.append(eval_set)
-    d.set_field("eval.sets", eval_sets, *settings, "--eval-top-p", "--eval-top-k")
+    sampling = {"samples": samples, "temperature": temperature, "max_response_tokens": max_tokens}
+    return sampling | truncation
 
 
 def _heldout_keys(d: Draft) -> None:
@@ -631,7 +648,10 @@ def _advantage(d: Draft, estimator: str) -> str:
     whitens = advantage_name in ("reinforce_pp", "reinforce_pp_baseline")
     if advantage_name != "gae" and d.flag("--normalize-advantages") != whitens:
         if whitens:
-            d.require("--normalize-advantages", "reinforce_pp always whitens the advantages")
+            d.require(
+                "--normalize-advantages",
+                "the script does not set it; reinforce_pp always whitens the advantages",
+            )
         d.reject("--normalize-advantages", "no counterpart: advantages of this estimator are not whitened")
     advantage: Any = advantage_name
     names = ["--advantage-estimator", "--disable-grpo-std-normalization"]

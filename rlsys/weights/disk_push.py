@@ -57,7 +57,8 @@ class DiskFolders:
         self._version = -1
         """Version of the last folder; -1 before the first push."""
         self._base: int | None = None
-        """Version that the last folder changes, which an engine must have to load it; None if it has all tensors."""
+        """Version that an engine must have to load the last folder, which has only the tensors that changed since
+        then. None if the folder has all tensors."""
 
     def push(self, tensors: Tensors, update: WeightUpdate, receivers: Receivers) -> int:
         """Write the tensors into a folder, unless the last folder suffices, and let the engines load it.

@@ -94,11 +94,11 @@ def _read_argument(arguments: Arguments, argument: str, settings: Settings) -> N
         return
     match = _SETTING.fullmatch(argument)
     if match is None or reason:
-        settings.problems.append(f"{text}: {reason or 'not a setting'}; it may be any setting")
+        settings.problems.append(f"{text}: {reason or 'expected NAME=VALUE'}; it may be any setting")
     elif match[1] == "~":
-        settings.problems.append(f"{text}: removes a setting; no counterpart is known")
+        settings.problems.append(f"{text}: no counterpart: the argument removes a setting")
     elif match[3] is None:
-        settings.problems.append(f"{text}: not a setting")
+        settings.problems.append(f"{text}: expected NAME=VALUE")
     else:
         settings.values[match[2]] = arguments.value([match[3]])
 
