@@ -2,16 +2,18 @@
 
     python3 launch/bootstrap.py [--dev] [--parity]
 
-RLSYS_DEVICE=cpu or cuda selects the kind of host; by default, a responding NVIDIA driver means cuda. On a
-login node without GPUs, set RLSYS_DEVICE=cuda. With RLSYS_LOCKED=1 every package has the version in
-requirements/*.lock; without it, the newest that pyproject.toml allows.
+Two environment variables change the set-up:
 
-The script starts on Python 3.8 and later, so that it can report an unsupported version. Running it again is
-free while pyproject.toml, this file and the Python are unchanged.
+    RLSYS_DEVICE    kind of host: cpu or cuda; by default cuda if an NVIDIA driver responds. On a login node without
+                    GPUs, set cuda.
+    RLSYS_LOCKED    1: install the versions in requirements/*.lock; by default the newest that pyproject.toml allows
 
-An interrupted set-up can be continued at any point: a state on disk counts as complete only when a file
-written after it exists. VENV_RECORD is written when the environment's pip works, STAMP when all packages are
-installed. A package without pip's INSTALLER, or without a file of its RECORD, is installed again.
+The script starts on Python 3.8 and later, so that it can report an unsupported version. It does nothing if an earlier
+set-up has finished and pyproject.toml, this file and the Python are unchanged.
+
+The same command continues an interrupted set-up. The script writes VENV_RECORD when the environment's pip works, and
+STAMP when all packages are installed. It installs a package again if the package lacks pip's INSTALLER or a file of
+its RECORD.
 """
 
 from __future__ import annotations
@@ -41,25 +43,28 @@ VENV_RECORD = "rlsys-venv.json"
 STAMP = VENV / "rlsys-setup.json"
 LOG = VENV / "rlsys-setup.log"
 REPORT_SECONDS = 30.0
-"""Seconds between two lines about a pip install, where the output is not a terminal."""
+"""Interval of the lines about a running pip install, if the output is not a terminal."""
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 DEVICE = "RLSYS_DEVICE"
-KINDS = {"cpu": "cpu", "cuda": "gpu"}  # value -> extra of pyproject.toml
+KINDS = {"cpu": "cpu", "cuda": "gpu"}
+"""Value of RLSYS_DEVICE -> kind of host, which is also the extra of pyproject.toml."""
 LOCKED = "RLSYS_LOCKED"
-LOCKS = {"cpu": ROOT / "requirements/cpu.lock", "gpu": ROOT / "requirements/cuda.lock"}  # by extra
+LOCKS = {"cpu": ROOT / "requirements/cpu.lock", "gpu": ROOT / "requirements/cuda.lock"}
+"""Kind of host -> file of pinned versions."""
 # torch for CUDA depends on CUDA's libraries: 6.3 GB installed, plus downloads.
 DISK_GB = {"cpu": 9, "gpu": 15}
-# Installed first, so that later packages find torch installed.
+# torch is installed first, so that later packages find it.
 TORCH = "torch==2.13.0"
-# Installed without dependencies, which need CUDA; those for a CPU are in pyproject.toml's extra `cpu`.
+# SGLang is installed without its dependencies, which need CUDA. The extra `cpu` of pyproject.toml has those for a
+# CPU.
 SGLANG = "sglang==0.5.23"
-# SGLang imports it at start. It is built for CUDA, and transformers, which imports any installed torchvision, would
-# fail with a CPU torch: only the engine's processes use this folder (rlsys/engine/cpu/platform.py).
+# SGLang imports torchvision, which is built for CUDA. transformers imports any installed torchvision, and would fail
+# with a CPU torch, so torchvision is in a folder that only the engine's processes use (rlsys/engine/cpu/platform.py).
 TORCHVISION = "torchvision==0.28.0"
 ENGINE_FOLDER = VENV / "engine"
 
-# Libraries that parity tests compare with, and their imports: in a separate folder, without dependencies, so that
-# neither the environment nor torch changes. Packages of the environment are omitted.
+# Libraries with which parity tests compare, and the packages that they import. They are in a separate folder, without
+# dependencies, so that neither the environment nor torch changes. Packages of the environment are not listed.
 PARITY_FOLDER = VENV / "parity"
 PARITY_STAMP = PARITY_FOLDER / "rlsys-parity.json"
 PARITY = {
@@ -75,17 +80,18 @@ CAUSES = (
     ("Network is unreachable", "no network: the package index cannot be reached"),
     ("ConnectTimeout", "no network: the package index cannot be reached"),
     ("CERTIFICATE_VERIFY_FAILED", "the package index's certificate is not trusted; see pip's option --cert"),
-    ("(from versions: none)", "the package index offers none of it; is there a network?"),
-    ("No matching distribution", "the package index has no fitting version for this Python and platform"),
+    ("(from versions: none)", "the package index has no version of the package; check the network"),
+    ("No matching distribution", "the package index has no version for this Python and platform"),
 )
+"""(text in pip's output, cause of the failure); the first match counts."""
 
 
 class SetupError(Exception):
-    """Set-up cannot continue; the message names what is missing."""
+    """The set-up cannot continue; the message says why."""
 
 
 def find_python() -> str:
-    """Return this Python if its version is supported, else one on PATH.
+    """Return the path of a supported Python: this one, or else one on PATH.
 
     Raises:
         SetupError: there is none.
@@ -94,11 +100,13 @@ def find_python() -> str:
         return os.path.realpath(sys.executable)
     for major, minor in PYTHONS:
         command = shutil.which(f"python{major}.{minor}")
-        # Run it: version managers create scripts of that name for versions that are not installed.
+        # real_python runs the command, because version managers create commands for versions that are not installed.
         if command and (path := real_python(command)):
             return path
     version = ".".join(map(str, sys.version_info[:3]))
-    raise SetupError(f"Python 3.11, 3.12 or 3.13 is needed; this is {version}, and no other is on PATH")
+    raise SetupError(
+        f"this is Python {version}, and PATH has no supported version; expected Python 3.11, 3.12 or 3.13"
+    )
 
 
 def real_python(command: str) -> str | None:
@@ -109,7 +117,7 @@ def real_python(command: str) -> str | None:
 
 
 def host_kind() -> str:
-    """Return `gpu` or `cpu`: from RLSYS_DEVICE, else by whether an NVIDIA driver answers.
+    """Return the kind of host, `gpu` or `cpu`: from RLSYS_DEVICE, or else by whether an NVIDIA driver responds.
 
     Raises:
         SetupError: RLSYS_DEVICE has another value.
@@ -123,23 +131,27 @@ def host_kind() -> str:
 
 
 def lock_file(kind: str) -> Path | None:
-    """Return the file of pinned versions, if RLSYS_LOCKED is 1.
+    """Return the file of pinned versions for a kind of host; None if RLSYS_LOCKED is not set.
 
     Raises:
-        SetupError: RLSYS_LOCKED has another value.
+        SetupError: RLSYS_LOCKED is neither 1 nor empty.
     """
     value = os.environ.get(LOCKED, "")
     if value not in ("", "1"):
-        raise SetupError(f"{LOCKED} = {value}: expected 1, or nothing")
+        raise SetupError(f"{LOCKED} = {value}: expected 1, or an unset variable")
     return LOCKS[kind] if value else None
 
 
-def fingerprint(python: str) -> str:
-    """Return a digest of packages, steps, Python and folder (scripts contain its path)."""
+def fingerprint(choices: str) -> str:
+    """Return a digest of all inputs of a set-up.
+
+    These are pyproject.toml, this file, `choices` (Python, kind of host and pinned versions), and ROOT, because
+    installed scripts contain its path.
+    """
     digest = hashlib.sha256()
     for part in (ROOT / "pyproject.toml", Path(__file__)):
         digest.update(part.read_bytes())
-    digest.update(f"{python} {ROOT}".encode())
+    digest.update(f"{choices} {ROOT}".encode())
     return digest.hexdigest()
 
 
@@ -153,25 +165,25 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically."""
-    half = path.with_suffix(".part")
-    half.write_text(json.dumps(value))
-    os.replace(half, path)
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(value))
+    os.replace(partial, path)
 
 
-def installed_extras(mark: str) -> list[str]:
-    """Return the extras that an earlier set-up with the same fingerprint installed."""
+def installed_extras(inputs: str) -> list[str]:
+    """Return the extras that earlier set-ups with the fingerprint `inputs` have installed."""
     stamp = read_json(STAMP) or {}
-    return list(stamp["extras"]) if stamp.get("fingerprint") == mark and PYTHON.exists() else []
+    return list(stamp["extras"]) if stamp.get("fingerprint") == inputs and PYTHON.exists() else []
 
 
 def venv_kind() -> str | None:
-    """Return the kind of host of a completely set-up .venv; None if no set-up has finished."""
+    """Return the kind of host for which .venv was set up; None if no set-up has finished."""
     extras = (read_json(STAMP) or {}).get("extras", [])
     return next((kind for kind in KINDS.values() if kind in extras), None)
 
 
 def venv_record() -> list[str | None] | None:
-    """Return Python and kind of host of a .venv whose pip works; None if it is missing or incomplete."""
+    """Return the Python and the kind of host of .venv; None if .venv is missing, or its pip does not work."""
     if not PYTHON.exists():
         return None
     if (record := read_json(VENV / VENV_RECORD)) is not None:
@@ -181,20 +193,25 @@ def venv_record() -> list[str | None] | None:
 
 
 def check_disk(kind: str) -> None:
-    """Check the free disk space.
+    """Check that the disk has enough free space for a kind of host.
 
     Raises:
-        SetupError: it is too small.
+        SetupError: it has not.
     """
     free = shutil.disk_usage(ROOT).free / 1e9
     if free < DISK_GB[kind]:
-        raise SetupError(f"{free:.1f} GB free on the disk of {ROOT}, {DISK_GB[kind]} GB are needed")
+        raise SetupError(
+            f"the disk of {ROOT} has {free:.1f} GB of free space; expected at least {DISK_GB[kind]} GB"
+        )
 
 
 def create_venv(python: str, kind: str) -> None:
     """Create .venv if it is missing, incomplete, of another Python, or for the other kind of host.
 
-    Afterwards pip sees no partly installed package.
+    Otherwise remove the packages that an interrupted set-up has installed only partly.
+
+    Raises:
+        SetupError: the user keeps the existing .venv, or Python cannot create it.
     """
     if venv_record() == [python, kind]:
         if read_json(STAMP) is None:
@@ -202,7 +219,8 @@ def create_venv(python: str, kind: str) -> None:
     else:
         if VENV.exists():
             confirm_replacement(python, kind)
-            for marker in (STAMP, VENV / VENV_RECORD):  # first: the rest is removed in any order
+            # Remove these files first, so that an interrupted removal does not leave a .venv that looks complete.
+            for marker in (STAMP, VENV / VENV_RECORD):
                 marker.unlink(missing_ok=True)
             shutil.rmtree(VENV)
         result = run([python, "-m", "venv", str(VENV)])
@@ -237,9 +255,9 @@ def confirm_replacement(python: str, kind: str) -> None:
 
 
 def remove_partial_packages() -> None:
-    """Remove the metadata of packages that an interrupted pip installed partly, so that pip installs them again.
+    """Remove the metadata of packages that an interrupted pip has installed partly, so that pip installs them again.
 
-    pip considers a package installed as soon as METADATA exists. `~name` is a package that it was replacing.
+    pip considers a package installed as soon as METADATA exists. It renames a package that it replaces to `~name`.
     """
     for leftover in VENV.glob("lib/python3*/site-packages/~*"):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -254,55 +272,68 @@ def remove_partial_packages() -> None:
 
 
 def die_with_parent() -> None:
-    """Kill this child process with its parent: a surviving pip would write concurrently with the next set-up's."""
+    """Make the kernel kill this child process with its parent, so that no pip writes during the next set-up."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command, and capture its output."""
+    """Run a command, and return its exit code and output."""
     return subprocess.run(command, capture_output=True, text=True, preexec_fn=die_with_parent)
 
 
 def pip(label: str, *args: str) -> None:
-    """Run one pip install; show its duration, and append its output to the log."""
+    """Run `pip install` with `args`; show its duration under `label`, and append its output to the log.
+
+    Raises:
+        SetupError: pip failed.
+    """
     command = [str(PYTHON), "-m", "pip", "install", "--no-input", "--progress-bar", "off", "--retries", "2"]
-    start = time.monotonic()
-    live = sys.stdout.isatty()
-    print(f"  {label} ...", end="" if live else "\n", flush=True)
     with LOG.open("ab") as log:
-        begin = log.tell()
+        log_start = log.tell()
         process = subprocess.Popen(
             [*command, *args], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
         )
         try:
-            next_report = REPORT_SECONDS
-            while process.poll() is None:
-                time.sleep(0.2)
-                seconds = time.monotonic() - start
-                if live:
-                    print(f"\r  {label} ... {seconds:3.0f} s", end="", flush=True)
-                elif seconds >= next_report:
-                    print(f"  {label} ... {seconds:.0f} s", flush=True)
-                    next_report = seconds + REPORT_SECONDS
+            show_progress(label, process)
         finally:
             process.kill()  # no effect if it has ended
             process.wait()
-    summary = f"{label}: {time.monotonic() - start:.0f} s"
-    print(f"\r  {summary}        " if live else f"  {summary}", flush=True)
     if process.returncode:
-        output = LOG.read_bytes()[begin:].decode(errors="replace")
+        output = LOG.read_bytes()[log_start:].decode(errors="replace")
         raise SetupError(f"{label}: {cause(output)} (log: {LOG})")
 
 
+def show_progress(label: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a process, and show its duration: continuously on a terminal, else as lines."""
+    start = time.monotonic()
+    live = sys.stdout.isatty()
+    print(f"  {label} ...", end="" if live else "\n", flush=True)
+    next_report = REPORT_SECONDS
+    while process.poll() is None:
+        time.sleep(0.2)
+        seconds = time.monotonic() - start
+        if live:
+            print(f"\r  {label} ... {seconds:3.0f} s", end="", flush=True)
+        elif seconds >= next_report:
+            print(f"  {label} ... {seconds:.0f} s", flush=True)
+            next_report = seconds + REPORT_SECONDS
+    summary = f"{label}: {time.monotonic() - start:.0f} s"
+    print(f"\r  {summary}        " if live else f"  {summary}", flush=True)
+
+
 def install_torchvision() -> None:
-    """Install torchvision in a separate folder; earlier versions installed it with the other packages."""
+    """Install torchvision in a separate folder, and remove it from the environment."""
     shutil.rmtree(ENGINE_FOLDER, ignore_errors=True)
     pip("torchvision, for SGLang", "--no-deps", "--target", str(ENGINE_FOLDER), TORCHVISION)
     run([str(PYTHON), "-m", "pip", "uninstall", "--yes", "torchvision"])
 
 
 def compile_patched_modules() -> None:
-    """Compile the modules of megatron-core that are patched on a CPU, as pip compiles the others."""
+    """Compile the modules of megatron-core that megatron_patches changes. pip has compiled all others.
+
+    Raises:
+        SetupError: megatron-core cannot be imported.
+    """
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with LOG.open("ab") as log:
         command = [str(PYTHON), "-m", "megatron_patches"]
@@ -314,22 +345,26 @@ def compile_patched_modules() -> None:
 
 
 def cause(output: str) -> str:
-    """Return a sentence for pip's output: a known cause, else its last error line."""
-    for sign, meaning in CAUSES:
-        if sign in output:
-            return meaning
+    """Return the cause of pip's failure: a known one, or else the last error line of its output."""
+    for text, known_cause in CAUSES:
+        if text in output:
+            return known_cause
     errors = [line for line in output.splitlines() if line.startswith("ERROR")]
     return errors[-1] if errors else "pip failed"
 
 
 def set_up(dev: bool) -> None:
-    """Create .venv and install all packages, unless that has been done."""
+    """Create .venv and install all packages, unless an earlier set-up with the same inputs has done so.
+
+    Args:
+        dev: whether to install the packages for tests and checks, too.
+    """
     python = find_python()
     kind = host_kind()
     extras = [kind, "dev"] if dev else [kind]
     locked_versions = lock_file(kind)
-    mark = fingerprint(f"{python} {kind} {locked_versions.read_text() if locked_versions else ''}")
-    installed = installed_extras(mark)
+    inputs = fingerprint(f"{python} {kind} {locked_versions.read_text() if locked_versions else ''}")
+    installed = installed_extras(inputs)
     if set(extras) <= set(installed):
         return
     print(f"rlsys: setting up .venv for a {kind.upper()} host with {python}; log: {LOG}", flush=True)
@@ -337,7 +372,7 @@ def set_up(dev: bool) -> None:
     if not installed:
         check_disk(kind)
         create_venv(python, kind)
-    STAMP.unlink(missing_ok=True)  # pip changes what an earlier set-up installed
+    STAMP.unlink(missing_ok=True)  # the environment is incomplete until pip has finished
     if not installed and kind == "cpu":
         pip("torch", TORCH)
     target = f".[{','.join(extras)}]"
@@ -346,12 +381,12 @@ def set_up(dev: bool) -> None:
         pip("sglang", "--no-deps", SGLANG)
         install_torchvision()
         compile_patched_modules()
-    write_json(STAMP, {"fingerprint": mark, "extras": sorted({*installed, *extras})})
+    write_json(STAMP, {"fingerprint": inputs, "extras": sorted({*installed, *extras})})
     print(f"  ready after {time.monotonic() - start:.0f} s", flush=True)
 
 
 def set_up_parity() -> None:
-    """Install the libraries that parity tests compare with. A folder with other versions is replaced."""
+    """Install the libraries with which parity tests compare. A folder with other versions is replaced."""
     if read_json(PARITY_STAMP) == PARITY:
         return
     shutil.rmtree(PARITY_FOLDER, ignore_errors=True)
@@ -372,7 +407,7 @@ def set_up_parity() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Create .venv and install what this machine can run.")
+    parser = argparse.ArgumentParser(description="Create .venv and install the packages for this machine.")
     parser.add_argument("--dev", action="store_true", help="also install the packages for tests and checks")
     parser.add_argument(
         "--parity", action="store_true", help="also install TRL and verl, in a separate folder"

@@ -1,12 +1,11 @@
-"""Control groups (cgroup v2) of a role's processes: one write kills all of them, whoever their parents are.
+"""Control groups (cgroup v2) of a role's processes: one write kills all processes, independent of their parents.
 
-They are used where this user may create one: in a container with its own cgroup file system, in a systemd
-session with delegation, as root. Elsewhere guard and keeper find a role's processes one by one
-(launch/guard.py).
+A role has a control group if this user may create one: in a container with its own cgroup file system, in a systemd
+session with delegation, or as root. Otherwise guard and keeper find a role's processes one by one (launch/guard.py).
 
-A role's group has the same name at each start in one run folder, and contains one group per start. So a
-launch first kills processes of an earlier launch that was killed with all its guards and keepers; and a
-keeper that ends late, after the next start, kills only its own processes.
+A role's group has the same name at each start in one run folder, and contains one group per start. So a new start
+kills the processes of an earlier launch whose guards and keepers were all killed, and a keeper that ends after the
+next start kills only its own processes.
 """
 
 from __future__ import annotations
@@ -22,13 +21,20 @@ __all__ = ["create", "current_group", "end", "end_start", "enter", "group_name",
 
 
 def group_name(run_dir: Path, role: str) -> str:
-    """Return the group's name for a role of a run folder; independent of how the path is written."""
+    """Return the name of a role's group. All paths of one run folder give the same name."""
     status = run_dir.stat()
     return f"rlsys-{hashlib.sha256(f'{status.st_dev}:{status.st_ino}'.encode()).hexdigest()[:12]}-{role}"
 
 
 def create(name: str) -> Path | None:
-    """Create an empty group for one start of a role; kill processes of earlier starts. None if unavailable."""
+    """Create an empty group for one start of a role, and kill the processes of earlier starts.
+
+    Args:
+        name: name of the role's group (group_name).
+
+    Returns:
+        Folder of the start's group; None if this user cannot create groups.
+    """
     if (parent := current_group()) is None:
         return None
     role = parent / name
@@ -49,13 +55,13 @@ def create(name: str) -> Path | None:
 
 
 def enter(group: Path) -> None:
-    """Move this process, and its future children, into the group. If that fails, it stays where it is."""
+    """Move this process into the group, which its future children inherit. If that fails, it stays in its group."""
     with contextlib.suppress(OSError):
         (group / "cgroup.procs").write_text("0")
 
 
 def end_start(start: Path) -> None:
-    """Kill the remaining processes of one start and remove its group; the role's group too, if unused."""
+    """Kill the remaining processes of one start and remove its group, and the role's group if it is empty."""
     kill(start)
     _remove(start, start.parent)
 

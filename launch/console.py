@@ -1,4 +1,4 @@
-"""Messages of the supervisor: to the display, and to logs/supervisor.log."""
+"""Messages of the supervisor to the display and to logs/supervisor.log."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Console:
     """
 
     def __init__(self, display: Display, log: Callable[[], Path]) -> None:
+        """Create the console. `log`: returns the path of the log."""
         self._display, self._log = display, log
         self._unwritten = 0
         """Number of consecutive lines that could not be written."""
@@ -45,9 +46,10 @@ class Console:
             self._unwritten += 1
 
     def progress(self, text: str) -> bool:
-        """Show the progress of work that takes minutes: a ledger is opened, a model is evaluated.
+        """Show the progress of long work, such as opening a ledger, at most once in _PROGRESS_SECONDS.
 
-        Return whether it was new.
+        Returns:
+            Whether the text is new and was shown.
         """
         if text == self._progress or time.monotonic() - self._progress_time <= _PROGRESS_SECONDS:
             return False

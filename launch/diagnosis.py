@@ -1,8 +1,8 @@
 """Diagnosis of a stall from the processes' stacks, the rollout process's status and the ends of the logs.
 
-`rlsys doctor RUN` writes a request into the run folder; the supervisor, which alone reaches every process on
-every node, collects stacks and answers with a file. Its stall detector does the same after
-1.5 times rollout.stall_timeout.
+`rlsys doctor RUN` writes a request into the run folder. The supervisor, the only process that reaches every process
+on every node, collects stacks and answers with a file. Its stall detector does so, too, after 1.5 times
+rollout.stall_timeout.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from launch.status import is_locked, last_lines
 from rlsys.obs.role import describe_exit
 
 REQUEST, ANSWER, STACKS = ".diagnose", "diagnosis.txt", Path("logs/stacks")
+"""Paths in the run folder: the request, the diagnosis, and the folder of the processes' stacks."""
 CLOCK = ".clock"
+"""File in the run folder whose time of modification is the current time of the file server."""
 ANSWER_SECONDS = 20.0
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
-_STACK_BEGINS = "Stack (most recent call first)"
-"""Text of faulthandler."""
+_STACK_HEADER = "Stack (most recent call first)"
+"""First line of a stack that faulthandler writes."""
 
 _WAITS = (
     ("torch/distributed/", "", "the other ranks, in {function}"),
@@ -36,40 +38,54 @@ _WAITS = (
     ("rlsys/rollout/client.py", "restore", "the rollout process: to restore a step"),
     ("rlsys/weights/", "", "an engine: weight transfer, in {function}"),
     ("rlsys/trainer/checkpoints/checkpoint.py", "", "the disk: a checkpoint, in {function}"),
-    ("scheduler_components/idle_sleeper.py", "", "nobody: a scheduler that has no request"),
-    ("sglang/srt/managers/detokenizer_manager.py", "", "its scheduler: tokens to turn into text"),
-    ("sglang/srt/model_executor/", "", "nobody: a scheduler in a forward pass"),
-    ("uvicorn/", "", "nobody: its event loop has nothing to do now"),
-    ("selectors.py", "select", "nobody: its event loop has nothing to do now"),
-    ("rlsys/train.py", "update", "nobody: it trains"),
+    ("scheduler_components/idle_sleeper.py", "", "no other process: a scheduler without requests"),
+    ("sglang/srt/managers/detokenizer_manager.py", "", "its scheduler: tokens to decode"),
+    ("sglang/srt/model_executor/", "", "no other process: a scheduler in a forward pass"),
+    ("uvicorn/", "", "no other process: its event loop is idle"),
+    ("selectors.py", "select", "no other process: its event loop is idle"),
+    ("rlsys/train.py", "update", "no other process: it trains"),
 )
-"""(part of the path, function or any, what that frame waits for); the innermost match in a stack counts."""
+"""(part of a file's path, name of a function or empty for any, what a process waits for in this frame). The innermost
+frame of a stack that matches counts."""
 
 
 @dataclass(frozen=True)
 class RoleState:
-    """State of one role for a diagnosis."""
+    """State of one role for a diagnosis.
+
+    Attributes:
+        name: name of the role.
+        node: name of its node.
+        exit_code: exit code of its process; None while it runs.
+        ready: whether it is ready.
+        seconds: time since its start.
+        last_line: last line of its log.
+        unit: name of its unit.
+    """
 
     name: str
     node: str
     exit_code: int | None
     ready: bool
     seconds: float
-    """Time since its start."""
     last_line: str
     unit: str
 
 
 def frames(stack: str) -> list[tuple[str, int, str]]:
-    """Parse a stack of faulthandler into (file, line, function), innermost first; the dumping thread's only."""
+    """Parse a stack of faulthandler, of one thread, into (file, line, function) of each frame, innermost first."""
     return [(m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(stack)]
 
 
 def waits_for(stack: str) -> str:
-    """Describe what a process waits for, with the location in rlsys or SGLang."""
+    """Return what a process waits for, and the innermost location in rlsys or SGLang.
+
+    Args:
+        stack: stack of the process; empty if it wrote none.
+    """
     stack_frames = frames(stack)
     if not stack_frames:
-        return "unknown: it gave no stack"
+        return "an unknown event: it wrote no stack"
     location = next(
         (
             f"{Path(file).name}:{line}"
@@ -89,7 +105,7 @@ def waits_for(stack: str) -> str:
 def describe(
     reason: str, roles: list[RoleState], status: dict[str, Any] | None, stacks: dict[str, str]
 ) -> str:
-    """Write the diagnosis, most important lines first.
+    """Return the text of the diagnosis: what each process waits for, then the state and the stack of each process.
 
     Args:
         reason: reason of the diagnosis.
@@ -123,28 +139,28 @@ def describe(
 
 
 def file_time(run: Path) -> float:
-    """Return the current time of the clock that stamps the folder's files, which may be a file server's."""
-    mark = run / CLOCK
-    mark.touch()
-    return mark.stat().st_mtime
+    """Return the current time of the clock that sets the times of the folder's files; it may be a file server's."""
+    file = run / CLOCK
+    file.touch()
+    return file.stat().st_mtime
 
 
 def read_stacks(run: Path, start: float) -> dict[str, str]:
-    """Read the stacks that processes wrote after the time `start` (`file_time`)."""
+    """Return the stack of each process that has written one since `start` (a time of `file_time`), by its name."""
     files = (run / STACKS).glob("*.txt")
-    fresh = {f.stem: f.read_text(errors="replace") for f in files if f.stat().st_mtime >= start}
-    # A process appends: its last stack counts.
-    return {name: text[max(0, text.rfind(_STACK_BEGINS)) :] for name, text in fresh.items()}
+    texts = {f.stem: f.read_text(errors="replace") for f in files if f.stat().st_mtime >= start}
+    # A process appends its stacks to the file; the last one counts.
+    return {name: text[max(0, text.rfind(_STACK_HEADER)) :] for name, text in texts.items()}
 
 
 def request_diagnosis(run: Path) -> str:
-    """Return the supervisor's diagnosis of a live run, or how a dead one ended."""
+    """Request a diagnosis from the supervisor, and return it; for a run without processes, its last log lines."""
     answer = run / ANSWER
     if not is_locked(run):
-        ends = [
+        log_lines = [
             f"  {p.stem}: {line}" for p in sorted((run / "logs").glob("*.log")) for line in last_lines(p, 2)
         ]
-        return "\n".join([f"{run}: no process of this run is running; its last log lines", *ends])
+        return "\n".join([f"{run}: no process of this run is running; its last log lines:", *log_lines])
     previous_mtime = answer.stat().st_mtime_ns if answer.exists() else 0
     (run / REQUEST).touch()
     deadline = time.monotonic() + ANSWER_SECONDS
@@ -153,4 +169,4 @@ def request_diagnosis(run: Path) -> str:
             return answer.read_text()
         time.sleep(0.2)
     events = "\n".join(f"  {line}" for line in last_lines(run / "logs" / "supervisor.log", 5))
-    return f"{run}: the supervisor does not respond within {ANSWER_SECONDS:g} s; its last events\n{events}"
+    return f"{run}: the supervisor did not respond within {ANSWER_SECONDS:g} s; its last log lines:\n{events}"

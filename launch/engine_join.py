@@ -1,8 +1,7 @@
 """An engine that joins a run of another launch: started here, registered with the run, and drained at the end.
 
-Any scheduler may start it: a Slurm job array, a preemptible node, a Ray task, a person. It serves when the
-run has sent it weights and attested them. SIGTERM or Ctrl-C drains it: its samples continue on other engines,
-then it ends.
+Any scheduler may start it: a Slurm job array, a preemptible node, a Ray task, a person. It serves as soon as the run
+has sent it weights and attested them. After SIGTERM or Ctrl-C its samples continue on other engines, and it ends.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from launch.backends.local import LocalBackend
 from launch.environment import environment
-from launch.plan import LaunchPlan, Role
+from launch.plan import EngineCommand, LaunchPlan, Role
 from launch.process import RoleProcess
 from launch.readiness import engine_is_up
 from launch.stops import StopSignals
@@ -33,9 +32,8 @@ from rlsys.planner.layout import lay_out, on_cuda, push_plan
 
 POLL_SECONDS = 0.5
 LOST_RUN_SECONDS = 60.0
-"""A run whose rollout process is missing for this time has ended: its nodes are released."""
+"""The engine ends if the run has had no rollout process for this time."""
 
-EngineCommand = Callable[[Config, int, int], tuple[list[str], dict[str, str]]]
 Report = Callable[[str], None]
 
 
@@ -46,15 +44,15 @@ def join(
 
     Args:
         run: the run folder.
-        host: this machine's address for the run.
-        pool: the engine's pool of engine.pools.
+        host: address at which the run reaches this machine.
+        pool: name of the engine's pool in engine.pools; None for no pool.
         engine_command: builds the command line of an engine.
-        stop: signals that end it.
+        stop: signals that end the engine.
         report: receives messages.
 
     Raises:
-        UserError: the run cannot be joined.
-        RlsysError: the engine's own error when it dies.
+        UserError: the engine cannot join the run.
+        RlsysError: the engine died; this is the error that it reported.
     """
     config, owner = load_run_config(run), current_owner(run)
     engine = config.engine.model_copy(update={"tp": tp_size(config, pool)})
@@ -70,7 +68,7 @@ def join(
         report(f"{url} has joined {run}")
         try:
             _serve(process, owner, url, stop)
-            report(f"{url} leaves")
+            report(f"{url} leaves {run}")
             membership.write_member(owner, url, config.engine.tp, pool, active=False)
             _drain(process, owner, url, config.launch.preemption_seconds)
         finally:
@@ -87,7 +85,8 @@ def tp_size(config: Config, pool: str | None) -> int:
         return config.engine.tp
     if (joined_pool := config.engine.pool_of(None, pool)) is None:
         names = ", ".join(p.name for p in config.engine.pools)
-        raise UserError(f"--pool {pool}: expected one of engine.pools: {names or 'the run has none'}")
+        expected = f"expected one of {names}" if names else "the run has no pools"
+        raise UserError(f"--pool {pool}: {expected} (engine.pools)")
     return joined_pool.tp or config.engine.tp
 
 
@@ -95,13 +94,13 @@ def check(config: Config, host: str, pool: str | None, *, local: bool) -> None:
     """Check that the run's weights can reach the engine.
 
     Args:
-        config: the run's config, with the size of the engine as engine.tp.
+        config: the run's config, with the tensor-parallel size of the engine as engine.tp.
         host: address of the engine.
-        pool: its pool.
-        local: whether it is on the machine of the rollout process, which has trainer rank 0.
+        pool: name of the engine's pool; None for no pool.
+        local: whether the engine is on the machine of the rollout process and of trainer rank 0.
 
     Raises:
-        UserError: they cannot.
+        UserError: the weights cannot reach the engine, or cannot be attested.
     """
     if (tp := config.engine.tp) not in (tps := config.engine.tps):
         raise UserError(
@@ -112,12 +111,12 @@ def check(config: Config, host: str, pool: str | None, *, local: bool) -> None:
     by_memory = method == "auto" and not on_cuda(config) and not push_plan(config, lay_out(config)).group
     if not relayed and not local and by_memory:
         raise UserError(
-            "all engines of the run open memory of its machine (weights.method = auto), which an engine on another "
-            "machine cannot; the run needs weights.method=broadcast or disk"
+            "weights.method = auto: all engines of the run open memory of the run's machine, but this engine is on "
+            "another machine; expected weights.method=broadcast or disk"
         )
     if not local and host in ("127.0.0.1", "localhost", "0.0.0.0"):
         raise UserError(
-            f"--host {host}: the run is on another machine; give an address of this machine that it can reach"
+            f"--host {host}: the run is on another machine; expected an address of this machine that it can reach"
         )
     loopback_only = config.launch.nodes == 1 and is_loopback(config.engine.host)
     if not relayed and not local and loopback_only and method in ("auto", "broadcast", "sharded"):
@@ -131,10 +130,11 @@ def check(config: Config, host: str, pool: str | None, *, local: bool) -> None:
 def _running_engine(
     config: Config, owner: Owner, host: str, engine_command: EngineCommand, report: Report
 ) -> Iterator[tuple[RoleProcess, str]]:
-    """Yield the engine's process and URL; at the end, stop it with all its descendants."""
-    engine_update = {"host": host, "port": 0, "pools": []}  # its size is engine.tp here
+    """Start the engine, yield its process and URL, and in the end stop the engine with all its descendants."""
+    # The size of this engine is engine.tp, not that of a pool.
+    engine_update = {"host": host, "port": 0, "pools": []}
     local_config = config.model_copy(update={"engine": config.engine.model_copy(update=engine_update)})
-    null_fd = os.open(os.devnull, os.O_RDONLY)  # the run's lock belongs to its launch
+    null_fd = os.open(os.devnull, os.O_RDONLY)  # in place of the run's lock, which belongs to another launch
     with contextlib.closing(LocalBackend(local_config, null_fd)) as backend:
         (port,) = backend.free_ports({0: 1})[0]
         name, url = unit_name(host, port), f"http://{host}:{port}"
@@ -144,18 +144,11 @@ def _running_engine(
             name, "engine", [*argv, "--config", str(keys)], env, ready_url=f"{url}/health",
             start_timeout=config.start_seconds, engine=url,
         )  # fmt: skip
-        plan = LaunchPlan(
-            [role],
-            run_dir=config.run.dir,
-            shared={"engine": environment(config, "engine", cuda=on_cuda(config))},
-        )
+        variables = {"engine": environment(config, "engine", cuda=on_cuda(config))}
+        plan = LaunchPlan([role], run_dir=config.run.dir, shared=variables)
         write_config(keys, engine_identity(owner, url))
-        process = RoleProcess(
-            backend,
-            role,
-            plan.environment(role) | owner.environment(1),
-            owner.run_dir / "logs" / role.log_name,
-        )
+        role_environment = plan.environment(role) | owner.environment(1)
+        process = RoleProcess(backend, role, role_environment, owner.run_dir / "logs" / role.log_name)
         report(f"{name} starts; its log: {process.log}")
         try:
             yield process, url
@@ -169,7 +162,11 @@ def _running_engine(
 
 
 def _wait_until_up(process: RoleProcess, owner: Owner, url: str, stop: StopSignals) -> bool:
-    """Wait until the engine is up; return False if a signal arrives first."""
+    """Wait until the engine is up. Return False if a signal arrives first.
+
+    Raises:
+        RlsysError: the engine died, or is not up after engine.start_timeout.
+    """
     identity, limit = engine_identity(owner, url), process.role.start_timeout
     while not engine_is_up(url, identity):
         if stop.count:
@@ -183,12 +180,16 @@ def _wait_until_up(process: RoleProcess, owner: Owner, url: str, stop: StopSigna
 
 
 def _serve(process: RoleProcess, owner: Owner, url: str, stop: StopSignals) -> None:
-    """Wait for a signal, for the removal of the engine, or for the end or restart of the run."""
+    """Wait for a signal, for the removal of the engine by the run, or for the end or restart of the run.
+
+    Raises:
+        RlsysError: the engine died.
+    """
     missing_since: float | None = None
     while not stop.count:
         if process.exit_code is not None:
             raise process.failure(process.exit_phrase())
-        if current_owner(owner.run_dir) != owner:  # another launch owns the run: its keys differ
+        if current_owner(owner.run_dir) != owner:  # another launch, which has other keys, owns the run
             return
         is_missing = coordinator.read_address(owner.run_dir) is None
         missing_since = (missing_since or time.monotonic()) if is_missing else None
@@ -200,14 +201,17 @@ def _serve(process: RoleProcess, owner: Owner, url: str, stop: StopSignals) -> N
 
 
 def _drain(process: RoleProcess, owner: Owner, url: str, seconds: float) -> None:
-    """Wait until the run has taken its samples back, for at most `seconds`; then tokens in transfer are lost."""
+    """Wait until the run has removed the engine and continues its samples elsewhere, for at most `seconds`.
+
+    After that time, tokens in transfer are lost.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.exit_code is None and url in engines(owner.run_dir):
         time.sleep(POLL_SECONDS)
 
 
 def unit_name(host: str, port: int) -> str:
-    """Return the engine's name in logs, keys and route files; it must not contain dots."""
+    """Return the engine's name in the names of logs, key files and route files, which must not contain dots."""
     return f"engine-at-{re.sub(r'[^A-Za-z0-9]+', '-', host)}-{port}"
 
 
@@ -215,7 +219,7 @@ def engines(run: Path) -> dict[str, dict[str, object]]:
     """Return URL -> metrics of the run's engines (Router.engine_metrics); empty if the run is not running.
 
     Raises:
-        CoordinatorUnreachable: its rollout process does not respond.
+        CoordinatorUnreachable: the rollout process does not respond.
     """
     status = coordinator.query_coordinator(run, "status")
     metrics: dict[str, dict[str, object]] = {} if status is None else json.loads(status)["engine_figures"]

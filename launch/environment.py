@@ -42,7 +42,7 @@ CACHES = {
     "TVM_FFI_CACHE_DIR": "tvm-ffi",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
-"""Variable with a compiler's kernel cache -> the folder in kernel_folder()."""
+"""Environment variable with the path of a compiler's kernel cache -> name of the cache in kernel_folder()."""
 CUDA_HOST = {
     **EVERYWHERE,
     # The value that SGLang sets for itself: both ends of a communicator must map memory in the same way.
@@ -56,29 +56,31 @@ def kernel_folder() -> Path:
 
 
 def _cache_variables() -> dict[str, str]:
+    """Return the variables of CACHES: the values of this process, or folders in kernel_folder()."""
     return {name: os.environ.get(name) or str(kernel_folder() / part) for name, part in CACHES.items()}
 
 
 def allocator_notes(config: Config) -> list[str]:
-    """Return one line for each allocator setting that is changed for some roles."""
+    """Return a message for each of the user's allocator settings that some roles do not get."""
     if not on_cuda(config):
         return []
     roles = "engines and trainer" if _shares_memory(config, "trainer") else "engines"
     return [
-        f"{name} = {os.environ[name]}: {roles} get expandable_segments:False, because their memory is released or "
-        "shared with other processes"
+        f"{name} = {os.environ[name]}: {roles} get expandable_segments:False, because they release their memory or "
+        "share it with other processes"
         for name in _expandable()
     ]
 
 
 def _expandable() -> list[str]:
+    """Return the variables of torch's allocator that request expandable segments."""
     return [name for name in ALLOCATORS if EXPANDABLE.search(os.environ.get(name, ""))]
 
 
 def _shares_memory(config: Config, kind: Kind) -> bool:
     """Return whether roles of this kind share memory by CUDA IPC, or release it through torch_memory_saver.
 
-    Neither works with expandable segments. Ranks of an engine share memory for their all-reduce.
+    Neither works with expandable segments. Engines always do, because their ranks share memory for their all-reduce.
     """
     method = config.weights.method
     by_memory = config.launch.placement == "colocated" and method in ("auto", "broadcast")
@@ -86,13 +88,13 @@ def _shares_memory(config: Config, kind: Kind) -> bool:
 
 
 def environment(config: Config, kind: Kind, *, cuda: bool, cores: int | None = None) -> dict[str, str]:
-    """Return the variables of all roles of this kind.
+    """Return the environment variables of all roles of this kind.
 
     Args:
         config: config of the run.
-        kind: kind of the role.
+        kind: kind of the roles.
         cuda: whether the run uses GPUs.
-        cores: number of cores of a node; by default this node's.
+        cores: number of cores of a node; None: the number of cores of this machine.
     """
     if not cuda:
         if os.access(Path.home(), os.W_OK | os.X_OK):
@@ -105,14 +107,14 @@ def environment(config: Config, kind: Kind, *, cuda: bool, cores: int | None = N
     if _shares_memory(config, kind):
         variables |= {name: EXPANDABLE.sub(r"\1False", os.environ[name]) for name in _expandable()}
     if kind == "engine":
-        # The check compares the free memory of the ranks' GPUs, which starting trainer ranks fill unevenly.
+        # This check compares the free memory of the ranks' GPUs, which starting trainer ranks fill unevenly.
         variables["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     if kind == "trainer":
         ranks = config.launch.gpus_per_node or config.parallel.world_size
         # Adam's states in host memory are updated by several cores, which the ranks of a node share.
         variables["OMP_NUM_THREADS"] = str(max(1, (cores or os.cpu_count() or 1) // ranks))
         if config.parallel.tp * config.parallel.cp > 1:
-            # One queue to the GPU: communication that is launched before a GEMM starts before it.
+            # With one queue to the GPU, communication that is launched before a GEMM starts before the GEMM.
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         if config.model.fp8_trainer:
             # By default Transformer Engine rounds scales up to powers of two; SGLang's kernels on Hopper do not.

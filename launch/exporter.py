@@ -1,14 +1,16 @@
-"""Metrics of a run for Prometheus: the supervisor answers for all roles whose ports are private.
+"""Metrics of a run for Prometheus. The supervisor serves them, because the roles' own ports are private.
 
-    http://127.0.0.1:PORT/metrics     rlsys_role_*      which processes run, and how often each was started
-                                      rlsys_rollout_*   last status of the rollout process, the coordinator
-                                      rlsys_engine_*    from that status: state of each engine
-                                      rlsys_trainer_*   the last line of metrics.jsonl; rlsys_trainer_eval_* of the
-                                                        last evaluation
-    RUN/../prometheus/NAME.json       targets for Prometheus' file_sd_configs: this port, and each engine's own
+    http://127.0.0.1:PORT/metrics
+        rlsys_role_*          whether each process runs, and how often it was started
+        rlsys_rollout_*       last status of the rollout process, the coordinator
+        rlsys_engine_*        state of each engine in that status
+        rlsys_trainer_*       last train step in metrics.jsonl
+        rlsys_trainer_eval_*  last evaluation in metrics.jsonl
+    RUN/../prometheus/NAME.json
+        targets for Prometheus' file_sd_configs: this port, and the port of each engine
 
-The supervisor polls the rollout process once a second, and reads metrics.jsonl as it grows. So a role that is
-gone or hangs delays no scrape: its values become old, and `..._seconds` report their age.
+The supervisor polls the rollout process once a second, and reads metrics.jsonl as it grows. So a role that is dead or
+hangs delays no scrape: its values become old, and the metrics `..._seconds` report their age.
 """
 
 from __future__ import annotations
@@ -42,23 +44,29 @@ from rlsys.http_server.server import guarded_app, serving_in_thread
 HOST = "127.0.0.1"
 LIMITS = ServerLimits(connections=64, body_bytes=0, head_seconds=10.0)
 PAGE_SECONDS = 1.0
-"""Seconds for which scrapes get the same page, since rendering takes milliseconds and any client may ask."""
+"""Seconds for which all scrapes get the same page. Rendering takes milliseconds, and clients need no key."""
 TARGETS = "prometheus"
-"""Folder beside the runs: file_sd_configs globs the files of one folder, not one file in each of many."""
+"""Folder beside the run folders with the targets of all runs, because file_sd_configs expects files in one folder."""
 _NOT_ALLOWED = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class Exporter:
-    """A display that stores the state for Prometheus, and forwards it to another display.
+    """A display that stores the state for Prometheus, and forwards all calls to another display.
 
-    Scrapes run in other threads: the data that they read is replaced as a whole and never modified.
+    Scrapes run in other threads, so this class never modifies data that they read, but replaces it.
     """
 
     def __init__(self, display: Display, clock: Callable[[], float] = time.time) -> None:
+        """Create an exporter without data.
+
+        Args:
+            display: the other display.
+            clock: returns seconds since the epoch.
+        """
         self._display = display
         self._clock = clock
         self.roles: Callable[[], dict[str, RoleStatus]] = dict
-        """Called at each scrape."""
+        """Returns the state of each role; called at each scrape."""
         self._status: dict[str, Any] = {}
         self._status_time: float | None = None
         self._change_time = clock()
@@ -90,7 +98,7 @@ class Exporter:
         return self._page
 
     def describe(self) -> list[Metric]:
-        """Return no metrics: they are not known in advance."""
+        """Return no metrics, because their names are not known in advance."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -123,6 +131,7 @@ class Exporter:
 
 
 def _roles(roles: dict[str, RoleStatus]) -> Iterator[Metric]:
+    """Yield the metrics of the roles' processes."""
     up = GaugeMetricFamily("rlsys_role_up", "Whether the process runs", labels=["role"])
     starts = CounterMetricFamily("rlsys_role_starts", "Number of starts", labels=["role"])
     for name, role in roles.items():
@@ -142,7 +151,7 @@ def _engines(engines: dict[str, dict[str, Any]]) -> Iterator[Metric]:
     yield serving
     for name in ("requests", "tokens", "weight_version", "deaths"):
         gauge = GaugeMetricFamily(
-            f"rlsys_engine_{name}", "Value of the engine, as known to the router", labels=["engine"]
+            f"rlsys_engine_{name}", "Value that the router has of the engine", labels=["engine"]
         )
         for url, engine_metrics in engines.items():
             if engine_metrics.get(name) is not None:
@@ -151,6 +160,7 @@ def _engines(engines: dict[str, dict[str, Any]]) -> Iterator[Metric]:
 
 
 def _numbers(fields: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numeric fields, with names that Prometheus allows."""
     for name, value in fields.items():
         if isinstance(value, int | float):
             yield _NOT_ALLOWED.sub("_", name), float(value)
@@ -173,7 +183,7 @@ def serve_metrics(exporter: Exporter, port: int, run: Path, engines: Iterable[st
         exporter: source of the metrics.
         port: port to listen on; 0 chooses one.
         run: the run folder.
-        engines: health URLs of the engines that run itself serves.
+        engines: URLs of the run's engines, for the targets file.
 
     Raises:
         UserError: the port is in use.
@@ -208,7 +218,7 @@ def run_plan(
     stop: StopSignals,
     check: Callable[[], None],
 ) -> None:
-    """Run a plan, with an exporter if launch.metrics_port is set. `check`: see Supervisor."""
+    """Run a plan, with an exporter if launch.metrics_port is set. The other arguments are those of Supervisor."""
     if config.launch.metrics_port is None:
         Supervisor(config, plan, backend, run_dir, display, stop, check).run()
         return

@@ -1,12 +1,13 @@
 """Guard of a keeper: the process that a backend starts, with the keeper as its child. It survives a killed keeper.
 
-    backend -- guard -- keeper -- command -- ... its descendants, also in sessions of their own
+    backend -- guard -- keeper -- command -- ... descendants, also in other sessions
 
-Each of the two ends the process tree when the other dies. A keeper that dies leaves its descendants to the
-guard, which adopts (Linux: PR_SET_CHILD_SUBREAPER) and kills them. The death of the guard is signalled to the
-keeper (PR_SET_PDEATHSIG), which ends its command at once. Both hold the run's lock until no process is left.
-If the role has a control group (launch/cgroup.py), it is killed first; if guard and keeper died together, by
-the backend.
+Guard and keeper each end the process tree when the other dies. If the keeper dies, the guard adopts its descendants
+(Linux: PR_SET_CHILD_SUBREAPER) and kills them. If the guard dies, the kernel sends a signal to the keeper
+(PR_SET_PDEATHSIG), which ends its command immediately. Both have the run's lock until no process is left.
+
+If the role has a control group (launch/cgroup.py), the guard kills the group first. If guard and keeper die together,
+the backend kills the group.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _forward(keeper: int, number: int) -> None:
 
 
 def _kill_all() -> None:
-    """Kill all descendants, repeatedly, since a process may start another between listing and killing."""
+    """Kill all descendants until none is left, because a process may start another between listing and killing."""
     while descendants := psutil.Process().children(recursive=True):
         for process in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -84,13 +85,17 @@ def _kill_all() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make descendants whose parent ends children of this process, rather than of init. Linux only."""
+    """Make this process, rather than init, the new parent of descendants whose parent ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with(parent: int, number: signal.Signals) -> bool:
-    """Have the signal sent to this process when `parent` ends; return False if it has already ended. Linux only."""
+    """Make the kernel send signal `number` to this process when `parent` ends. Linux only.
+
+    Returns:
+        False if `parent` has ended already.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     return os.getppid() == parent

@@ -1,23 +1,35 @@
 """Keeper of one command and all of its descendants: `python -m launch.keeper [--grace SECONDS] -- COMMAND ...`.
 
-The command runs in its own session, out of reach of the terminal's Ctrl-C. It is ended, with all its
-descendants, when it exits, on an order, on SIGTERM (unless shielded), and when standard input reaches its
-end: the supervisor holds the other end of that pipe, also across machines (srun, a Ray actor), so its death,
-even by kill -9, ends every role. The exit code is passed on (128 + n for signal n).
+The command runs in its own session, so that Ctrl-C in the terminal does not reach it. The keeper ends the command
+with all its descendants
 
-Orders are single bytes on standard input: `E` end within the grace time, `Q` end at once, `S` dump stacks
-(SIGUSR2 to descendants that handle it). `--shielded`: a scheduler sends SIGTERM to every task of a job long
-before it kills them, but only the supervisor knows in which order roles may end, so signals are ignored.
+- when the command exits,
+- on an order,
+- on SIGTERM, unless the keeper is shielded,
+- when standard input reaches its end. The supervisor has the other end of that pipe, also across machines (srun, a
+Ray
+  actor), so its death, even by kill -9, ends every role.
 
-Ending: SIGTERM to the command only, because servers end their own helpers in order and treat a helper's
-sudden death as a crash; after its end, SIGTERM to its remaining descendants; `grace` seconds after the first
-SIGTERM, SIGKILL to all that remain. SIGQUIT skips the wait.
+The keeper exits with the command's exit code, 128 + n after signal n.
 
-Descendants that left the process group (a reward may start sessions) are found because the keeper adopts
-orphans. If the keeper itself is killed, launch/guard.py ends its processes. `--cgroup NAME`: the command gets
-its own control group where that is possible (launch/cgroup.py). The folder of the role's Unix sockets exists
-as long as the role (rlsys/core/sockets.py). If a command fails, a last line reports the memory that it used
-(launch/memory_use.py).
+Orders are single bytes on standard input:
+
+    E   end within the grace time
+    Q   end immediately
+    S   dump stacks: SIGUSR2 to the descendants that handle it
+
+With `--shielded`, the keeper ignores signals. A scheduler sends SIGTERM to every task of a job long before it kills
+them, but only the supervisor knows in which order roles may end.
+
+The keeper ends processes in three steps. It sends SIGTERM to the command only, because servers end their own
+helpers in order and treat a helper's sudden death as a crash. After the command's end, it sends SIGTERM to the
+remaining descendants. `grace` seconds after the first SIGTERM, it sends SIGKILL to all that remain. SIGQUIT skips the
+wait.
+
+The keeper adopts orphans, so it also finds descendants in other sessions, which a reward may start. If the keeper is
+killed, launch/guard.py ends its processes. With `--cgroup NAME`, the command gets its own control group if possible
+(launch/cgroup.py). The keeper owns the folder of the role's Unix sockets (rlsys/core/sockets.py). If the command
+fails, a last line reports the memory that it used (launch/memory_use.py).
 """
 
 from __future__ import annotations
@@ -61,12 +73,12 @@ class Keeper:
         """Start the command.
 
         Args:
-            command: its command line.
+            command: command line.
             grace: seconds between SIGTERM and SIGKILL.
-            guard: process id of the parent, whose end ends the command at once.
-            shielded: ignore SIGTERM.
-            gpus: GPUs of the node that the command may use, as `0,1`.
-            group: control group that the command enters.
+            guard: process id of the parent. If it ends, the keeper ends the command immediately.
+            shielded: whether to ignore signals other than SIGQUIT.
+            gpus: indices of the node's GPUs that the command may use, such as `0,1`; None for all.
+            group: control group that the command enters; None for none.
         """
         self._group = group
         self._grace = grace
@@ -85,15 +97,19 @@ class Keeper:
                 cgroup.enter(group)
             end_with(keeper, signal.SIGKILL)
 
-        # Kept as long as the keeper lives: a Popen that is garbage-collected reaps its process, and the end of a
-        # command that is killed immediately would be missed.
+        # The attribute keeps the Popen alive: a Popen that is garbage-collected reaps its process, so the keeper
+        # would miss the end of a command that is killed immediately.
         self._command = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_keeper,
             env=os.environ if gpus is None else os.environ | {VARIABLE: visible_gpus(gpus)},
         )  # fmt: skip
 
     def _listen(self) -> int:
-        """Make signals and the lifeline wake one selector, without polling and without losing signals."""
+        """Register signals and standard input with the selector, so that no signal is lost between two waits.
+
+        Returns:
+            File descriptor that is readable after a signal.
+        """
         wake, write_end = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(write_end, False)
@@ -105,16 +121,16 @@ class Keeper:
             signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_end", True))
         signal.signal(signal.SIGQUIT, lambda *_: setattr(self, "_end_now", True))
         for number in ignored:
-            signal.signal(number, lambda *_: None)  # not SIG_IGN: the command would inherit that
+            signal.signal(number, lambda *_: None)  # the command would inherit SIG_IGN
         self._selector.register(wake, selectors.EVENT_READ)
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
         return wake
 
     def run(self) -> int:
-        """Wait for the command's end, or for an order to end it.
+        """Wait for the command's end, or for an order to end it; then end all descendants.
 
         Returns:
-            Its exit code, after all descendants have ended.
+            Exit code of the command.
         """
         use = MemoryUse()
         while self._exit_code is None and not (self._end or self._end_now):
@@ -136,10 +152,12 @@ class Keeper:
         return self._exit_code if self._exit_code is not None else 128 + signal.SIGKILL
 
     def _wait_for_end(self, deadline: float, has_ended: Callable[[], bool]) -> None:
+        """Wait until `has_ended` returns True, the deadline passes, or an order ends the wait."""
         while not has_ended() and not self._end_now and (remaining := deadline - time.monotonic()) > 0:
             self._sleep(min(remaining, 0.1))
 
-    def _sleep(self, seconds: float | None) -> None:
+    def _sleep(self, seconds: float) -> None:
+        """Wait for a signal or an order, for at most `seconds`, and handle it."""
         for key, _ in self._selector.select(seconds):
             if key.fd == self._wake:
                 with contextlib.suppress(BlockingIOError):
@@ -149,7 +167,8 @@ class Keeper:
         self._reap()
 
     def _handle_orders(self, orders: bytes) -> None:
-        if not orders:  # the supervisor is gone
+        """Handle bytes from standard input; none at its end."""
+        if not orders:  # the supervisor is dead, or has released this keeper
             self._end = True
             self._selector.unregister(sys.stdin.fileno())
         self._end |= b"E" in orders
@@ -170,6 +189,7 @@ class Keeper:
                     self._exit_code = code if code >= 0 else 128 - code
 
     def _descendants(self) -> list[psutil.Process]:
+        """Return the descendants that have not ended."""
         self._reap()
         return psutil.Process().children(recursive=True)
 
@@ -180,24 +200,29 @@ class Keeper:
 
 
 def visible_gpus(gpus: str) -> str:
-    """Return CUDA_VISIBLE_DEVICES for GPU indices such as "0,1", relative to the list that the scheduler set, if any.
+    """Return CUDA_VISIBLE_DEVICES for a command.
+
+    Args:
+        gpus: indices of GPUs such as `0,1`: positions in the present CUDA_VISIBLE_DEVICES if the scheduler has set
+            it, otherwise GPUs of the node.
 
     Raises:
-        UserError: the list is too short.
+        UserError: CUDA_VISIBLE_DEVICES lists too few GPUs.
     """
     devices = visible_devices()
     if devices is None:
         return gpus
-    if max(map(int, gpus.split(","))) >= len(devices):
+    indices = [int(gpu) for gpu in gpus.split(",")]
+    if max(indices) >= len(devices):
         raise UserError(
-            f"launch.gpus_per_node: GPU {gpus} is planned, but {VARIABLE} = {os.environ[VARIABLE]!r} lists "
-            f"only {len(devices)}"
+            f"launch.gpus_per_node: the plan uses GPU {max(indices)} of this node, but {VARIABLE} = "
+            f"{os.environ[VARIABLE]!r} lists {len(devices)}; expected at least {max(indices) + 1}"
         )
-    return ",".join(devices[int(i)] for i in gpus.split(","))
+    return ",".join(devices[i] for i in indices)
 
 
 def handles_signal(pid: int, number: signal.Signals) -> bool:
-    """Return whether a process has a handler for the signal, which would end it otherwise."""
+    """Return whether a process has a handler for the signal. Without one, the signal would end it."""
     with open(f"/proc/{pid}/status") as f:
         mask = next((line.split()[1] for line in f if line.startswith("SigCgt:")), "0")
     return bool(int(mask, 16) >> (number - 1) & 1)
@@ -231,11 +256,17 @@ def main() -> int:
 
 
 def run_keeper(args: argparse.Namespace, guard: int, group: Path | None) -> int:
-    """Run the keeper's process, and return its exit code."""
+    """Run a keeper in this process, and return its exit code.
+
+    Args:
+        args: command line of this script.
+        guard: process id of the parent.
+        group: control group of the command; None for none.
+    """
     try:
         keeper = Keeper(args.command, args.grace, guard, shielded=args.shielded, gpus=args.gpus, group=group)
         code = keeper.run()
-        remove_folder(Path(os.environ[FOLDER_VARIABLE]))  # the guard also does so, if it is alive
+        remove_folder(Path(os.environ[FOLDER_VARIABLE]))  # the guard does so, too, unless it is dead
         return code
     except OSError as e:
         print(f"rlsys: error: cannot start {args.command[0]}: {e.strerror} [exit 2]", file=sys.stderr)

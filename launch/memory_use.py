@@ -1,7 +1,7 @@
 """Memory use of a role's processes, to explain a death by signal 9.
 
-The keeper samples it every few seconds on the role's machine, and writes one line into the role's log when
-the role fails; the supervisor, which may be on another machine, reads it there.
+The keeper samples the memory every few seconds on the role's machine, and writes one line into the role's log when
+the role fails. The supervisor, which may be on another machine, reads the line from the log.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from launch import cgroup
 SECONDS = 2.0
 """Interval between samples."""
 _MAX_SAMPLES = 10
-"""Number of recent samples to keep: a process may have died some seconds before the role ends."""
+"""Number of recent samples that are stored, because a process may have died some seconds before the role ends."""
 _LINE = "rlsys: memory: "
 
 
@@ -50,32 +50,37 @@ class MemoryUse:
         self._samples: deque[MemorySample] = deque(maxlen=_MAX_SAMPLES)
 
     def sample(self, processes: Iterable[psutil.Process]) -> None:
-        """Sample processes of this machine; those that have ended are skipped."""
+        """Sample the memory of processes of this machine. Processes that have ended are skipped."""
         largest = 0
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 largest = max(largest, process.memory_info().rss)
         if largest:
-            self._samples.append(MemorySample(largest, *_headroom()))
+            self._samples.append(MemorySample(largest, *_free_memory()))
 
     def line(self) -> str:
-        """Return the log line with the sample in which a process was the largest; empty without samples."""
+        """Return a log line about the sample with the largest process; empty without samples."""
         return f"{_LINE}{max(self._samples, key=lambda use: use.largest)}" if self._samples else ""
 
 
 def parse_line(line: str) -> str | None:
-    """Return the text of such a log line; None for any other line."""
+    """Return the text of a line of MemoryUse.line; None for any other line."""
     return line.removeprefix(_LINE) if line.startswith(_LINE) else None
 
 
-def _headroom() -> tuple[int, int, str]:
-    """Return free bytes, limit and scope of the control group with the least free memory, or of the host."""
+def _free_memory() -> tuple[int, int, str]:
+    """Return the free memory in bytes, its limit, and the limit's scope, of the tightest limit for this process.
+
+    The limits are those of the host, and of this process's control group and its parents.
+    """
     host = psutil.virtual_memory()
-    rooms = [(host.available, host.total, "host")]
+    limits = [(host.available, host.total, "host")]
     group = cgroup.current_group()
     while group is not None and (group / "cgroup.controllers").is_file():
-        with contextlib.suppress(OSError, ValueError):  # the root has no limit, others say "max"
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # the root has no file, and groups without a limit have "max"
             limit = int((group / "memory.max").read_text())
-            rooms.append((limit - int((group / "memory.current").read_text()), limit, "cgroup"))
+            limits.append((limit - int((group / "memory.current").read_text()), limit, "cgroup"))
         group = group.parent
-    return min(rooms)
+    return min(limits)

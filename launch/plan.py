@@ -1,4 +1,4 @@
-"""Launch plan: the processes that a config describes. Pure: `rlsys explain` shows what `rlsys train` starts."""
+"""Launch plan: the processes of a run. Pure, so that `rlsys explain` can show what `rlsys train` starts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ from rlsys.segments.records import FOLDER as SEGMENTS
 from rlsys.segments.route_records import ROUTES_VARIABLE
 
 EngineCommand = Callable[[Config, int, int], tuple[list[str], dict[str, str]]]
-"""(config, index of the engine, its port) -> command line and environment."""
+"""(config, index of the engine, port of the engine) -> command line and environment of the engine."""
 
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the run: its name for the scheduler, and its address for other machines."""
+    """A machine of the run.
+
+    Attributes:
+        name: name of the machine in the scheduler.
+        address: address at which other machines reach it.
+    """
 
     name: str
     address: str = LOOPBACK
@@ -37,24 +42,24 @@ class Node:
 
 @dataclass(frozen=True)
 class Role:
-    """A process to start on node `node` of the run.
+    """A process of the run.
 
-    Roles of one `unit` are started and ended together: the trainer's nodes, or those of an engine that spans
-    several.
+    A unit is a set of roles that are started and ended together: the roles of a trainer, or of an engine, on several
+    nodes.
 
     Attributes:
         name: unique name.
         kind: `engine`, `rollout` or `trainer`.
         argv: command line.
-        env: environment variables besides those of its kind.
-        ready_url: URL that answers 200 when the role is ready; None if nothing waits for it. For the rollout
+        env: environment variables besides those of all roles of its kind.
+        ready_url: URL that answers 200 when the role is ready; None if no process waits for it. For the rollout
             process, a path on its Unix socket that returns its status as JSON.
-        start_timeout: seconds until it must be ready.
+        start_timeout: seconds in which the role must become ready; None for no limit.
         unit: name of its unit.
         node: index of its node.
-        gpus: indices of the node's GPUs; empty: no restriction.
-        engine: URL of the engine that it is, or is a part of.
-        explores: the engine explores prompts, and generates no samples.
+        gpus: indices of the node's GPUs that it may use; empty for no restriction.
+        engine: URL of the engine to which the role belongs; None for other roles.
+        explores: whether the engine explores prompts, and generates no samples.
     """
 
     name: str
@@ -75,20 +80,20 @@ class Role:
 
     @property
     def log_name(self) -> str:
-        """File name of its log."""
+        """File name of the role's log."""
         return f"{self.name}.log"
 
 
 @dataclass(frozen=True)
 class Ports:
-    """The engines' ports, in order, and ports for the rendezvous of units on several nodes.
+    """Ports of a run. Port 0 stands for a port that is chosen at the start.
 
     Attributes:
-        engines: one port per engine.
-        trainer_rendezvous: for a trainer on several nodes.
-        engine_rendezvous: for engines on several nodes.
-        reference: of the reference server.
-        teacher: of the teacher server.
+        engines: port of each engine.
+        trainer_rendezvous: port for the rendezvous of a trainer on several nodes.
+        engine_rendezvous: for each engine, the port for its rendezvous if it is on several nodes.
+        reference: port of the reference server.
+        teacher: port of the teacher server.
     """
 
     engines: list[int]
@@ -100,16 +105,22 @@ class Ports:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """All roles, in the order in which they start; they end in the reverse order."""
+    """Roles of a run.
+
+    Attributes:
+        roles: all roles in the order in which they start. They end in the reverse order.
+        nodes: machines of the run.
+        run_dir: the run folder.
+        shared: environment variables of all roles of a kind.
+    """
 
     roles: list[Role]
     nodes: list[Node] = field(default_factory=lambda: [Node("localhost")])
     run_dir: Path = Path()
     shared: Mapping[Kind, dict[str, str]] = field(default_factory=dict)
-    """Environment variables of all roles of a kind."""
 
     def environment(self, role: Role, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Return the environment of a role: `base`, the variables of its kind, its folders, and its own variables."""
+        """Return the environment of a role: `base`, and the variables of its kind, its folders and `Role.env`."""
         role_variables = {STACKS_VARIABLE: str((self.run_dir / "logs" / "stacks" / role.unit).absolute())}
         if role.kind == "engine":
             role_variables[WEIGHTS_VARIABLE] = str((self.run_dir / MEMBERS / "weights").absolute())
@@ -117,7 +128,7 @@ class LaunchPlan:
         return {**base, **self.shared.get(role.kind, {}), **role_variables, **role.env}
 
     def router_engines(self) -> list[Role]:
-        """Return for each engine of the router the role that answers requests."""
+        """Return for each of the router's engines the role that answers requests."""
         return [r for r in self.roles if r.kind == "engine" and r.unit.startswith("engine-") and r.ready_url]
 
     def unit(self, name: str) -> list[Role]:
@@ -128,7 +139,7 @@ class LaunchPlan:
 def build_plan(
     config: Config, layout: Layout, nodes: list[Node], ports: Ports, engine_command: EngineCommand
 ) -> LaunchPlan:
-    """Build the roles of `config` on `nodes`. Port 0 stands for a port that is chosen at the start.
+    """Build the plan of a run of `config` on `nodes`.
 
     Raises:
         UserError: the weights cannot reach an engine on another machine.
@@ -166,7 +177,7 @@ def build_client_plan(
     module: str,
     arguments: Sequence[str] = (),
 ) -> LaunchPlan:
-    """Build a plan of engines and one process, `module` with `arguments`, that sends prompts to them."""
+    """Build a plan of engines, and of one process that sends prompts to them: `module` with `arguments`."""
     roles, urls = _engines(config, layout, nodes, ports, engine_command)
     command = module_command(module, "--config", _run_config(config), *arguments)
     command += [argument for url in urls for argument in ("--engine", url)]
@@ -182,9 +193,9 @@ def build_tenants_plan(
     engine_command: EngineCommand,
     arguments: list[str],
 ) -> LaunchPlan:
-    """Build a plan of an engine and a trainer that serves tenants (rlsys.tenants).
+    """Build a plan of engines and a trainer that serves tenants (rlsys.tenants).
 
-    `arguments`: further arguments of the trainer.
+    `arguments` are appended to the trainer's command line.
     """
     roles, urls = _engines(config, layout, nodes, ports, engine_command)
     all_arguments = [*(argument for url in urls for argument in ("--engine", url)), *arguments]
@@ -193,12 +204,13 @@ def build_tenants_plan(
 
 
 def build_sft_plan(config: Config, layout: Layout, nodes: list[Node], ports: Ports) -> LaunchPlan:
-    """Build a plan of a trainer only, for supervised fine-tuning."""
+    """Build a plan of a trainer without engines, for supervised fine-tuning."""
     trainer = _trainer(config, layout, nodes, ports.trainer_rendezvous, "rlsys.trainer.sft.sft", [])
     return LaunchPlan(trainer, nodes, config.run.dir, _shared(config))
 
 
 def _shared(config: Config) -> dict[Kind, dict[str, str]]:
+    """Return LaunchPlan.shared for a config."""
     kinds: tuple[Kind, ...] = ("engine", "rollout", "trainer")
     cuda = on_cuda(config)
     return {kind: environment(config, kind, cuda=cuda) for kind in kinds}
@@ -221,6 +233,7 @@ def _engines(
 
 
 def _run_config(config: Config) -> str:
+    """Return the path of the config in the run folder."""
     return str(config.run.dir / "config.yaml")
 
 
@@ -233,13 +246,23 @@ def _engine(
     url: str,
     engine_command: EngineCommand,
 ) -> list[Role]:
-    """Return one role per node of the engine; the first one answers requests."""
+    """Return one role per node of engine `index`. The first role answers requests.
+
+    Args:
+        config: config of the run, with the settings of the engines' pools.
+        index: index of the engine.
+        shares: nodes and GPUs of the engine.
+        nodes: machines of the run.
+        ports: ports of the run.
+        url: URL of the engine.
+        engine_command: builds the command line of an engine.
+    """
     name = f"engine-{index}"
     spans = len(shares) > 1
     roles = []
     for part, share in enumerate(shares):
         local = config
-        if len(nodes) > 1:  # listens on the address for other machines only
+        if len(nodes) > 1:  # the engine listens only on the address at which other machines reach it
             engine = config.engine.model_copy(update={"host": nodes[share.node].address})
             local = config.model_copy(update={"engine": engine})
         argv, env = engine_command(local, index, ports.engines[index])
@@ -264,14 +287,23 @@ def _engine(
 def _sidecar(
     name: str, field: str, config: Config, layout: Layout, port: int, engine_command: EngineCommand
 ) -> Role:
-    """Return the role of a further engine on the rollout process's machine, which keeps its initial weights.
+    """Return the role of another engine on the rollout process's machine, which keeps its initial weights.
 
-    `field`: the config field that requests it.
+    Args:
+        name: name of the role.
+        field: config field that requests the engine.
+        config: config of the engine.
+        layout: layout of the run.
+        port: port of the engine.
+        engine_command: builds the command line of an engine.
+
+    Raises:
+        UserError: the run uses GPUs, of which none is left for this engine.
     """
     if layout.engines[0][0].gpus:
         raise UserError(
-            f"{field} = own: the plan has no GPU for it; start a server with the {name}'s weights yourself and set "
-            "its URL"
+            f"{field} = own: the plan has no GPU for another engine; start a server with the {name}'s weights, and "
+            f"set {field} to its URL"
         )
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"host": LOOPBACK})})
     argv, env = engine_command(config, config.engine.count, port)
@@ -285,7 +317,16 @@ def _sidecar(
 def _trainer(
     config: Config, layout: Layout, nodes: list[Node], port: int, module: str, arguments: list[str]
 ) -> list[Role]:
-    """Return one `launch.ranks` role per node; ranks are numbered in the order of the nodes."""
+    """Return one role of `launch.ranks` per node. Ranks are numbered in the order of the nodes.
+
+    Args:
+        config: config of the run.
+        layout: layout of the run.
+        nodes: machines of the run.
+        port: port for the rendezvous of several nodes.
+        module: module that each rank runs.
+        arguments: arguments of the module, after `--config`.
+    """
     roles = []
     shares = layout.trainer
     world = sum(share.count for share in shares)

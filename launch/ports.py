@@ -1,12 +1,12 @@
-"""Ports of a run: free ones on each node, or the configured ones.
+"""Ports of a run: free ports on each node, or the configured ones.
 
-A free port is bound when it is chosen, by a socket that does not listen, and stays bound for the life of the
-backend: no outgoing connection and no other search for a free port gets it. Its server binds it, too, which
-Linux allows if both sockets have SO_REUSEPORT and belong to one user: another user cannot listen there, also
-while our server is dead. The first socket sets the option only after it has bound, so that two runs of one
-user do not share a port.
+A socket that does not listen reserves a port: it is bound when the port is chosen, and stays bound as long as the
+backend is open. So no outgoing connection and no other search for a free port gets the port. The port's server binds
+it, too, which Linux allows if both sockets have SO_REUSEPORT and belong to one user. Another user cannot listen on
+the port, even while the server is dead. The reserving socket sets the option only after it has bound, so that two
+runs of one user do not share a port.
 
-`python -m launch.ports N` prints N such ports of this machine, and reserves them until standard input ends.
+`python -m launch.ports N` prints N free ports of this machine, and reserves them until standard input ends.
 """
 
 from __future__ import annotations
@@ -26,44 +26,58 @@ from rlsys.planner.layout import Layout
 
 _LOWEST = 15000
 _SYSTEM_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_random = random.SystemRandom()  # two runs that start together must not try the same ports
+_random = (
+    random.SystemRandom()
+)  # a seeded generator would make two runs that start together try the same ports
 
 FreePorts = Callable[[Mapping[int, int]], dict[int, list[int]]]
-"""{index of a node: number of ports} -> free ports there."""
+"""Maps {index of a node: number of ports} to {index of the node: free ports}."""
 
 
 def choose_ports(config: Config, layout: Layout, free: FreePorts) -> Ports:
     """Choose the run's ports.
 
+    Args:
+        config: config of the run.
+        layout: nodes of trainer and engines.
+        free: reserves free ports.
+
     Raises:
         UserError: a configured port is in use.
     """
-    homes = [
-        shares[0].node for shares in layout.engines
-    ]  # each needs a port for requests and one for its rendezvous
-    need = Counter(homes) + Counter(homes)
-    need[0] += 3  # the trainer's rendezvous, a reference server's, and a teacher's
-    # Several nodes may be one machine: a port is used only once.
+    engine_nodes = [shares[0].node for shares in layout.engines]
+    # Each engine needs a port for requests and one for its rendezvous.
+    counts = Counter(engine_nodes) + Counter(engine_nodes)
+    counts[0] += 3  # rendezvous of the trainer, reference server, teacher server
+    ports_by_node = _distinct_ports(counts, free)
+    engine_rendezvous = tuple(ports_by_node[node].pop() for node in engine_nodes)
+    trainer, reference, teacher = (ports_by_node[0].pop() for _ in range(3))
+    engines = _engine_ports(config) or [ports_by_node[node].pop() for node in engine_nodes]
+    return Ports(engines, trainer, engine_rendezvous, reference, teacher)
+
+
+def _distinct_ports(counts: Mapping[int, int], free: FreePorts) -> dict[int, list[int]]:
+    """Reserve `counts[node]` ports on each node. No two nodes get the same port, because they may be one machine."""
     used_ports: set[int] = set()
-    stock: dict[int, list[int]] = defaultdict(list)
-    while short := {node: n - len(stock[node]) for node, n in need.items() if len(stock[node]) < n}:
-        for node, ports in free(short).items():
-            new = [port for port in ports if port not in used_ports]
-            stock[node] += new
-            used_ports.update(new)
-    engine_rendezvous = tuple(stock[node].pop() for node in homes)
-    trainer, reference, teacher = (stock[0].pop() for _ in range(3))
-    return Ports(
-        _engine_ports(config) or [stock[n].pop() for n in homes],
-        trainer,
-        engine_rendezvous,
-        reference,
-        teacher,
-    )
+    ports_by_node = defaultdict[int, list[int]](list)
+    while missing := {
+        node: n - len(ports_by_node[node]) for node, n in counts.items() if len(ports_by_node[node]) < n
+    }:
+        for node, ports in free(missing).items():
+            new_ports = [port for port in ports if port not in used_ports]
+            ports_by_node[node] += new_ports
+            used_ports.update(new_ports)
+    return ports_by_node
 
 
 def _engine_ports(config: Config) -> list[int]:
-    """Return the configured ports; empty if engine.port is 0. The backend `local` has reserved them already."""
+    """Return the configured ports of the engines; empty if engine.port is 0.
+
+    They are checked unless the backend `local` has reserved them, or the run has several nodes.
+
+    Raises:
+        UserError: a port is in use.
+    """
     engine, launch = config.engine, config.launch
     ports = list(range(engine.port, engine.port + engine.count)) if engine.port else []
     if launch.nodes == 1 and launch.backend != "local":
@@ -76,11 +90,12 @@ class PortReservation:
     """Owns the sockets that reserve ports."""
 
     def __init__(self, host: str) -> None:
+        """Create a reservation without ports. `host`: address of this machine; empty for all addresses."""
         self._host = host
         self._sockets: list[socket.socket] = []
 
     def choose(self, n: int) -> list[int]:
-        """Reserve `n` free ports below the range of outgoing connections.
+        """Reserve `n` free ports below the range of outgoing connections, and return them.
 
         Raises:
             UserError: the host is not this machine.
@@ -93,12 +108,12 @@ class PortReservation:
             if not _bind(s, self._host, port):
                 s.close()
                 continue
-            self._keep(s)
+            self._add(s)
             ports.append(port)
         return ports
 
     def reserve(self, first: int, count: int) -> None:
-        """Reserve the configured ports, `first` and those after it.
+        """Reserve `count` consecutive ports from `first` on.
 
         Raises:
             UserError: a port is in use.
@@ -106,18 +121,17 @@ class PortReservation:
         for port in range(first, first + count):
             _check_free(self._host, port, first)
             s = socket.socket()
-            s.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # also while a closed connection is in TIME_WAIT
+            # A port with a closed connection in TIME_WAIT counts as free, as it does for servers.
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if not _bind(s, self._host, port):
                 s.close()
                 raise UserError(
                     f"engine.port = {first}: port {port} of {self._host} is in use; 0 chooses a free one"
                 )
-            self._keep(s)
+            self._add(s)
 
-    def _keep(self, s: socket.socket) -> None:
-        """Allow a server of the same user to bind the port."""
+    def _add(self, s: socket.socket) -> None:
+        """Add a bound socket, and allow servers of the same user to bind its port."""
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._sockets.append(s)
@@ -130,7 +144,7 @@ class PortReservation:
 
 
 def free_ports(host: str, n: int) -> list[int]:
-    """Return `n` free ports without reserving them: another process may bind one first."""
+    """Return `n` free ports without reserving them, so another process may bind one."""
     reservation = PortReservation(host)
     try:
         return reservation.choose(n)
@@ -139,15 +153,15 @@ def free_ports(host: str, n: int) -> list[int]:
 
 
 def _check_free(host: str, port: int, first: int) -> None:
-    """Check that no server uses a port.
+    """Check that no server uses a port of the configured ports, which start at `first`.
 
     Raises:
-        UserError: it is in use.
+        UserError: the port is in use.
     """
     with socket.socket() as s:
-        # As servers do: a port in TIME_WAIT counts as free.
+        # A port with a closed connection in TIME_WAIT counts as free, as it does for servers.
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if not _bind(s, host, port) or not _listens(s):
+        if not _bind(s, host, port) or not _can_listen(s):
             raise UserError(f"engine.port = {first}: port {port} of {host} is in use; 0 chooses a free one")
 
 
@@ -164,14 +178,17 @@ def _bind(s: socket.socket, host: str, port: int) -> bool:
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
             return False
-        raise UserError(f"engine.host = {host!r}: cannot listen on port {port} there: {e.strerror}") from None
+        raise UserError(
+            f"engine.host = {host!r}: cannot listen on port {port} of this address: {e.strerror}"
+        ) from None
     return True
 
 
-def _listens(s: socket.socket) -> bool:
+def _can_listen(s: socket.socket) -> bool:
+    """Return whether the socket can listen on its port, on which no other server listens then."""
     try:
         s.listen(1)
-    except OSError:  # another server listens there
+    except OSError:
         return False
     return True
 

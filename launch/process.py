@@ -1,4 +1,4 @@
-"""A role as a process: started under a keeper, with its output in a log that explains its death."""
+"""Process of a role: started under a keeper, with its output in a log, from which this module reads its error."""
 
 from __future__ import annotations
 
@@ -16,22 +16,28 @@ from rlsys.core.errors import RlsysError, RunError, UserError
 from rlsys.obs.role import describe_exit, parse_child_exit, parse_error
 
 LAST_LINES = 15
-_ENDED_BY_OTHER_RANK = 1
-"""Exit code of a rank that was ended because another rank failed; its exit may be observed first."""
+"""Number of log lines that are shown if a role died without an error message."""
 LINE_WIDTH = 300
-"""Maximum length of the log lines that are shown when a role died without an error message."""
+"""Maximum length of these lines."""
+_ENDED_BY_OTHER_RANK = 1
+"""Exit code of a rank that was ended because another rank failed. The supervisor may observe its exit first."""
 
 
 @dataclass(frozen=True)
 class RoleStatus:
-    """Public state of a role's process."""
+    """State of a role's process: whether it runs, and the number of its starts."""
 
     up: bool
     starts: int
 
 
 class RoleFailed(RunError):
-    """A role failed. `log_lines` are its last ones; empty if the role reported the error itself."""
+    """A role failed.
+
+    Attributes:
+        log_lines: last lines of its log; empty if the role reported the error.
+        self_reported: whether the message is the error that the role reported.
+    """
 
     def __init__(self, message: str, log_lines: list[str], *, self_reported: bool = False) -> None:
         super().__init__(message)
@@ -43,33 +49,41 @@ class RoleProcess:
     """Owns one start of one role: the backend's handle, and the offset of this start in the log."""
 
     def __init__(self, backend: Backend, role: Role, env: dict[str, str], log: Path) -> None:
+        """Start the role.
+
+        Args:
+            backend: starts the process.
+            role: the role.
+            env: environment of the process.
+            log: file to which the output is appended.
+        """
         self.role = role
         self.ready = False
         self.timed_out = False
-        """Whether it did not answer in time and was ordered to end."""
+        """Whether the supervisor has ended the process because it was not ready in time."""
         self.started = time.monotonic()
         self.log = log
-        # An engine prints its arguments there, including its keys.
+        # Only this user may read the log, because an engine prints its arguments, which include its keys.
         os.close(os.open(log, os.O_WRONLY | os.O_CREAT, 0o600))
         self._log_start = log.stat().st_size
         self._handle = backend.start(role, env, log)
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code; 128 + n after signal n; None while it runs."""
+        """Exit code; 128 + n after signal n; None while the process runs."""
         return self._handle.exit_code
 
     @property
     def seconds(self) -> float:
-        """Time since its start."""
+        """Time since the start."""
         return time.monotonic() - self.started
 
     def end(self, *, immediate: bool) -> None:
-        """Order it to end within its grace time, or immediately. Does not wait."""
+        """Order the process to end, within its grace time or immediately. Return without waiting for its end."""
         self._handle.order(END_NOW if immediate else END)
 
     def dump_stacks(self) -> None:
-        """Make its processes write their stacks to logs/stacks, if they can."""
+        """Order the role's processes to write their stacks to logs/stacks, if they support it."""
         self._handle.order(STACKS)
 
     def release(self) -> None:
@@ -77,7 +91,10 @@ class RoleProcess:
         self._handle.release()
 
     def exit_reason(self) -> str:
-        """Describe its end as a noun: the exit code, or the signal that killed it or the first of its processes."""
+        """Return the reason of the end as a noun phrase, such as `exit code 3` or `killed by signal 11 (SIGSEGV)`.
+
+        If a child process of the role was killed first, this is the child's signal.
+        """
         if self.timed_out:
             return "no answer in time"
         lines = self._output()
@@ -87,17 +104,20 @@ class RoleProcess:
         return describe_exit(self.exit_code if killed is None else killed, memory)
 
     def exit_phrase(self) -> str:
-        """Describe its end as a verb: `exited with code 3`, `was killed by signal 11 (SIGSEGV)`."""
+        """Return the reason of the end as a verb phrase: `exited with code 3`, `was killed by signal 9 (SIGKILL)`."""
         reason = self.exit_reason()
         if reason.startswith("killed"):
             return f"was {reason}"
         return "did not answer in time" if self.timed_out else reason.replace("exit code", "exited with code")
 
     def failure(self, event: str) -> RlsysError:
-        """Return the error of a role that failed (`event`: "did not answer", ...): the one that it reported, if any.
+        """Return the error of a failed role: the error that it reported, or else an error with its last log lines.
 
-        An error line of a role that was killed, or that still runs, comes from another program, such as a
-        tool or a reward.
+        An error line counts only if the role exited with the line's exit code. Otherwise another program, such as a
+        tool or a reward, has written the line.
+
+        Args:
+            event: what the role did, such as "did not answer".
         """
         lines = _role_lines(self._output())
         for line in reversed(lines):
@@ -115,7 +135,7 @@ class RoleProcess:
         return RoleFailed(f"{self.role.name} {event}; its log: {self.log}", lines[-LAST_LINES:])
 
     def _output(self) -> list[str]:
-        """Return the last lines of this start. Many, because a rank's error line may be followed by others."""
+        """Return the last 500 lines of this start without empty ones. Other ranks may write lines after an error."""
         with self.log.open("rb") as f:
             f.seek(self._log_start)
             tail = deque((line.decode(errors="replace").rstrip() for line in f), maxlen=500)
@@ -123,7 +143,7 @@ class RoleProcess:
 
 
 def _role_lines(lines: list[str]) -> list[str]:
-    """Return the lines that the role wrote, up to the one that names the first failed rank."""
+    """Return the lines without those of the keeper, up to the line of launch.ranks about the first failed rank."""
     lines = [line for line in lines if memory_use.parse_line(line) is None]
     end = next((i + 1 for i, line in enumerate(lines) if line.startswith(RANK_FAILED)), len(lines))
     return lines[:end]

@@ -1,12 +1,12 @@
 """Starts the trainer's ranks of one node: `python -m launch.ranks --ranks N --address A -m MODULE ARGUMENT ...`.
 
-With `--first F --world W --meet HOST:PORT` they are ranks F, F + 1, ... of W on several nodes, with the
-rendezvous at rank 0's node. The rendezvous of ranks of one node is a file in a private folder
-(rlsys/core/rendezvous.py); each start of the role has a new folder, so no rank reads data of an earlier
-start.
+With `--first F --world W --meet HOST:PORT` the trainer has W ranks on several nodes; this node has ranks F, F + 1,
+..., and HOST is rank 0's node. On one node, the rendezvous is a file in a private folder (rlsys/core/rendezvous.py).
+Each start of the role has a new folder, so no rank reads data of an earlier start.
 
-When a rank fails, the others, which wait for it in a collective, get SIGTERM, and after some seconds SIGKILL.
-The exit code is that of the rank that failed first, 128 + n after signal n. SIGTERM is forwarded.
+When a rank fails, this process ends the other ranks, which wait for it in a collective: with SIGTERM, and after
+ENDING_SECONDS with SIGKILL. Its exit code is that of the rank that failed first, 128 + n after signal n. It forwards
+SIGTERM to all ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rlsys.obs.role import format_error
 ENDING_SECONDS = 10
 """Time for the other ranks to end after a rank has failed."""
 FAILED = "launch.ranks: rank"
-"""Prefix of the log line that names the first failed rank; later lines are consequences."""
+"""Prefix of the log line that names the first failed rank. Later errors in the log are consequences."""
 
 
 class Ranks:
-    """Owns the ranks of this node."""
+    """Owns the processes of the ranks of this node."""
 
     def __init__(self, commands: list[tuple[list[str], dict[str, str]]], first: int) -> None:
         """Start the ranks.
@@ -72,6 +72,7 @@ class Ranks:
         return failure
 
     def _end_others(self) -> None:
+        """Send SIGTERM to the running ranks, and SIGKILL after ENDING_SECONDS."""
         signal.signal(signal.SIGALRM, lambda *_: self._send(signal.SIGKILL))
         signal.alarm(ENDING_SECONDS)
         self._send(signal.SIGTERM)

@@ -1,6 +1,9 @@
 """Limit on requeues of a preempted run that makes no progress, and a check of a requeued job's run folder.
 
-RUN/requeues.json   {progress, without}: the progress at the last requeue, and the number of requeues since it grew
+RUN/requeues.json has two fields:
+
+    progress    the progress at the last requeue
+    without     number of consecutive requeues without progress
 """
 
 from __future__ import annotations
@@ -17,24 +20,27 @@ FILE_NAME = "requeues.json"
 
 
 def may_requeue(run_dir: Path, progress: int, limit: int) -> bool:
-    """Count this requeue, unless `limit` consecutive ones made no progress; return whether it is allowed.
+    """Return whether the run may be requeued, and if so, count the requeue.
 
-    `progress`: a number that grows with the data on disk, such as tokens in the ledger.
+    Args:
+        run_dir: the run folder.
+        progress: a number that grows with the data on disk, such as the number of tokens in the ledger.
+        limit: maximum number of consecutive requeues without progress.
     """
-    last_progress, without = _last(run_dir)
-    without = 0 if progress > last_progress else without + 1
-    if without > limit:
+    last_progress, without_progress = _last_requeue(run_dir)
+    without_progress = 0 if progress > last_progress else without_progress + 1
+    if without_progress > limit:
         return False
-    requeues = {"progress": max(progress, last_progress), "without": without}
+    requeues = {"progress": max(progress, last_progress), "without": without_progress}
     replace_file(run_dir / FILE_NAME, json.dumps(requeues).encode(), sync=True)
     return True
 
 
 def check_folder(run_dir: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Check that a restarted Slurm job finds its run folder: a new folder would start another run, from step 0.
+    """Check that a requeued Slurm job has its run folder, because a new folder would start the run from step 0 again.
 
     Raises:
-        UserError: it does not.
+        UserError: the folder is missing.
     """
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
     if restarts != "0" and not run_dir.exists():
@@ -44,8 +50,11 @@ def check_folder(run_dir: Path, environment: Mapping[str, str] = os.environ) -> 
         )
 
 
-def _last(run_dir: Path) -> tuple[int, int]:
-    """Return progress and count of the last requeue; an unreadable file counts as none."""
+def _last_requeue(run_dir: Path) -> tuple[int, int]:
+    """Return the progress at the last requeue, and the number of consecutive requeues without progress.
+
+    Returns (-1, 0) if there was no requeue, or the file is invalid.
+    """
     try:
         fields = json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8"))
         return int(fields["progress"]), int(fields["without"])

@@ -1,8 +1,8 @@
 """Run folder: a lock against a second launch, and one config for its lifetime.
 
-The lock is a flock that the supervisor takes and its keepers inherit: it is released only when every process
-of the run has ended, also after a kill -9 of the supervisor. It makes a second launch wait where flock works;
-where it does not, or after a pause, the epoch of rlsys.core.owner keeps an old launch from writing.
+The lock is a flock that the supervisor takes and its keepers inherit, so it is released only when every process of
+the run has ended, also after a kill -9 of the supervisor. A second launch waits for the lock. On a file system
+without flock, and after a pause of a machine, the epoch of rlsys.core.owner prevents the first launch from writing.
 """
 
 from __future__ import annotations
@@ -29,37 +29,45 @@ from rlsys.core.sockets import make_folder, remove_folder
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 
 DEAD_HOST_SECONDS = 120.0
-"""A file server keeps the locks of a dead machine for its lease, 90 s for NFS."""
+"""Time limit for the lock of a launch on another machine. A file server keeps the locks of a dead machine until their
+lease ends, 90 s with NFS."""
 _LOCK = ".lock"
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """A locked run folder. Processes of the run inherit `lock_fd`."""
+    """A locked run folder.
+
+    Attributes:
+        path: path of the folder.
+        lock_fd: file descriptor of the lock, which processes of the run inherit.
+        resumed: whether the folder has a run to resume.
+        owner: identity of this launch.
+        starts: number of starts of each role in this launch, counted over all its supervisors.
+    """
 
     path: Path
     lock_fd: int
     resumed: bool
     owner: Owner
     starts: Counter[str] = field(default_factory=Counter)
-    """Number of starts of each role in this launch; continued by a supervisor that replaces another."""
 
     def log(self, name: str) -> Path:
-        """Return the path of a log."""
+        """Return the path of the log with this file name."""
         return self.path / "logs" / name
 
 
 @contextlib.contextmanager
 def open_run_dir(config: Config, report: Callable[[str], None]) -> Iterator[RunDir]:
-    """Create or reopen the folder, for this user or for its group too, and write its config.
+    """Create or reopen the run folder, lock it, and write its config.
 
     Args:
         config: config of the run.
         report: receives a message if processes of a dead supervisor must end first.
 
     Raises:
-        UserError: the folder contains a run of another config, or something else, its run is in use, or another
-            user owns it or a file in it.
+        UserError: the folder contains a run of another config or foreign files, its run is in use, or another user
+            owns the folder or a file in it.
     """
     path = config.run.dir
     make_run_folder(config)
@@ -74,7 +82,7 @@ def open_run_dir(config: Config, report: Callable[[str], None]) -> Iterator[RunD
         sockets = make_folder()
         try:
             run_dir = RunDir(path, fd, resumed, claim(path, sockets))
-            with _end_logged(run_dir.log("supervisor.log")):
+            with _error_logged(run_dir.log("supervisor.log")):
                 yield run_dir
         finally:
             remove_folder(sockets)
@@ -83,7 +91,9 @@ def open_run_dir(config: Config, report: Callable[[str], None]) -> Iterator[RunD
 
 
 def make_run_folder(config: Config) -> None:
-    """Create the run folder, or check that it belongs to this user; only this user may write to it from then on.
+    """Create the run folder, or check that it belongs to this user, and set its mode (run.share).
+
+    Afterwards only this user can write to it.
 
     Raises:
         UserError: another user owns the folder or a file in it, or the folder cannot be written.
@@ -96,14 +106,15 @@ def make_run_folder(config: Config) -> None:
         raise UserError(f"run.dir = {path}: cannot create it: {e.strerror}") from None
     check_owner(path, "run.dir")
     with disk_errors(path, UserError):
-        if path.stat().st_uid == os.geteuid():  # else the file server maps users
+        if path.stat().st_uid == os.geteuid():  # a file server that maps users reports another owner
             path.chmod(0o750 if config.run.share == "group" else 0o700)
-    check_owner(path, "run.dir", entries=True)  # also what others could make until now
+    # Check the entries last: until the mode is set, others could create files.
+    check_owner(path, "run.dir", entries=True)
 
 
 @contextlib.contextmanager
-def _end_logged(log: Path) -> Iterator[None]:
-    """Write the error that ends the run to the supervisor's log, whose last lines `rlsys status` shows."""
+def _error_logged(log: Path) -> Iterator[None]:
+    """Write the error that ends the context to the supervisor's log, whose last lines `rlsys status` shows."""
     try:
         yield
     except RlsysError as e:
@@ -114,7 +125,11 @@ def _end_logged(log: Path) -> Iterator[None]:
 
 
 def _lock(fd: int, config: Config, report: Callable[[str], None]) -> None:
-    """Take the lock, after waiting for the processes of a dead supervisor."""
+    """Take the lock. If processes of a dead supervisor have it, wait for their end.
+
+    Raises:
+        UserError: the supervisor lives, or the processes have not ended in time.
+    """
     begin, reported = time.monotonic(), False
     while not _try_lock(fd):
         pid, _, host = os.pread(fd, 300, 0).decode().strip().partition(" ")
@@ -122,9 +137,8 @@ def _lock(fd: int, config: Config, report: Callable[[str], None]) -> None:
         timeout_s = DEAD_HOST_SECONDS if is_remote else 2 * config.launch.grace_seconds
         alive = not is_remote and pid.isdigit() and psutil.pid_exists(int(pid))
         if alive or time.monotonic() - begin > timeout_s:
-            raise UserError(
-                f"run.dir = {config.run.dir}: in use by process {pid or 'unknown'}{f' of {host}' * is_remote}"
-            )
+            suffix = f" of {host}" if is_remote else ""
+            raise UserError(f"run.dir = {config.run.dir}: in use by process {pid or 'unknown'}{suffix}")
         if not reported:
             report("waiting for the processes of an earlier, killed run to end")
             reported = True
@@ -134,6 +148,7 @@ def _lock(fd: int, config: Config, report: Callable[[str], None]) -> None:
 
 
 def _try_lock(fd: int) -> bool:
+    """Take the lock, and return whether that succeeded."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -142,48 +157,61 @@ def _try_lock(fd: int) -> bool:
 
 
 def _check_contents(config: Config) -> bool:
-    """Return whether there is a run of this config to resume. A run that never started does not fix its config."""
+    """Return whether the folder has a run to resume.
+
+    A run that has never started does not fix its config.
+
+    Raises:
+        UserError: the folder contains a run of another config, or foreign files.
+    """
     path = config.run.dir
     if not (path / CONFIG_FILE).exists():
-        own_files = (
-            _LOCK,
-            "logs",
-            EVALUATIONS_FOLDER,  # of `rlsys eval CONFIG` before the first start
-        )
-        foreign = sorted(
-            p.name
-            for p in path.iterdir()
-            if p.name not in own_files and p.suffix != PART  # of a killed start
-        )
-        if foreign:
-            raise UserError(
-                f"run.dir = {path}: holds {foreign[0]} but no {CONFIG_FILE}; choose another folder"
-            )
+        _check_no_foreign_files(path)
         return False
     if not _has_started(path):
         return False
     if conflict := differences(load_run_config(path), config):
         raise UserError(
-            f"run.dir = {path}: holds a run of another config ({conflict}); choose another folder"
+            f"run.dir = {path}: contains a run of another config ({conflict}); choose another folder"
         )
     return True
 
 
+def _check_no_foreign_files(path: Path) -> None:
+    """Check that a folder without a config contains nothing else than files of an earlier command of rlsys.
+
+    `rlsys eval CONFIG` writes evaluations before the first start, and a killed start leaves partial files.
+
+    Raises:
+        UserError: it does.
+    """
+    own_files = (_LOCK, "logs", EVALUATIONS_FOLDER)
+    foreign = sorted(p.name for p in path.iterdir() if p.name not in own_files and p.suffix != PART)
+    if foreign:
+        raise UserError(
+            f"run.dir = {path}: contains {foreign[0]} but no {CONFIG_FILE}; expected a new folder or a run's folder"
+        )
+
+
 def _has_started(path: Path) -> bool:
-    """Return whether the run has started: the trainer writes its first line before the first token is generated."""
+    """Return whether the run has started. The trainer writes metrics before the first token is generated."""
     metrics = path / METRICS_FILE
     return (metrics.exists() and metrics.stat().st_size > 0) or (path / "checkpoints").exists()
 
 
 def differences(old_config: Config, new_config: Config) -> str:
-    """Describe the fields that prevent `new_config` from resuming the run of `old_config`, with both values."""
+    """Return the fields that prevent `new_config` from resuming the run of `old_config`, with both values as text.
+
+    The text is empty if `new_config` can resume the run.
+    """
     fields = _changed_fields(identity_fields(old_config), identity_fields(new_config), "")
-    return ", ".join(f"{name} = {old!r} there, {new!r} here" for name, old, new in fields)
+    return ", ".join(f"{name} = {old!r} in the run, {new!r} now" for name, old, new in fields)
 
 
 def _changed_fields(
     old_fields: dict[str, Any], new_fields: dict[str, Any], prefix: str
 ) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted name, old value, new value) of the fields that differ. `prefix` precedes all names."""
     for key in sorted(old_fields.keys() | new_fields.keys()):
         old, new, name = old_fields.get(key), new_fields.get(key), f"{prefix}{key}"
         if isinstance(old, dict) and isinstance(new, dict):

@@ -1,4 +1,4 @@
-"""Stall detection: if nothing in a run changes, collect what every process waits for (launch/diagnosis.py)."""
+"""Stall detection: if nothing in a run changes, write a diagnosis (launch/diagnosis.py)."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class StallDetector:
                 reason = f"nothing has changed for {seconds:.0f} s"
                 self._diagnose(reason, processes, nodes, status)
                 self._report(f"nothing has changed for {seconds:.0f} s; see {self._path / diagnosis.ANSWER}")
-        except OSError as e:  # a full disk: the run may still continue
-            self._report(f"cannot write a diagnosis: {e.strerror}")
+        except OSError as e:  # the run may continue on a full disk
+            self._report(f"cannot write {self._path / diagnosis.ANSWER}: {e.strerror}")
 
     def _diagnose(
         self,
@@ -65,6 +65,7 @@ class StallDetector:
         nodes: Sequence[str],
         status: dict[str, Any] | None,
     ) -> None:
+        """Collect the stacks of all processes, and write the diagnosis. The arguments are those of `check`."""
         request_time = diagnosis.file_time(self._path)
         for process in processes:
             process.dump_stacks()

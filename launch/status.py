@@ -19,38 +19,47 @@ FOLLOW_SECONDS = 0.5
 
 
 def status_lines(run: Path, current_time: float, live: dict[str, Any] | None = None) -> list[str]:
-    """Return one line per fact.
+    """Return the state of a run, one line per fact, and the last lines of the supervisor's log.
 
     Args:
         run: the run folder.
         current_time: seconds since the epoch.
-        live: status of the coordinator, if it answers.
+        live: status of the coordinator; None if it does not answer.
     """
     facts = [("processes", "running" if is_locked(run) else "none")]
     if (run / JOB).is_file():
         facts.append(("slurm job", job_state((run / JOB).read_text().strip())))
     if (run / FILE_NAME).is_file():
-        metrics = read_metrics(run)
-        last = max((e["time"] for e in (*metrics.runs, *metrics.steps, *metrics.evals)), default=current_time)
-        done = metrics.runs and metrics.runs[-1]["event"] == "end"
-        facts.append(("train step", f"{metrics.last_step}{', the last' if done else ''}"))
-        facts.append(("last metric", f"{current_time - last:.0f} s ago"))
-        if metrics.steps:
-            entry = metrics.steps[-1]
-            facts += [(key, f"{entry[key]:.3f}") for key in ("reward", "loss") if entry.get(key) is not None][
-                :1
-            ]
-        lost_time = lost_seconds(MetricsTail(run).read())
-        facts.append(("lost to stops", f"{lost_time:.0f} s, {lost_time * gpus_of(run):.0f} GPU-seconds"))
-        facts.append(("sessions", str(sum(r["event"] in ("start", "resume") for r in metrics.runs))))
+        facts += metric_facts(run, current_time)
     if live is not None:
         facts += live_facts(live)
-    events = last_lines(run / "logs" / "supervisor.log", 3)
-    return [f"{name:13} {value}" for name, value in facts] + [f"{'':13} {line}" for line in events]
+    log_lines = last_lines(run / "logs" / "supervisor.log", 3)
+    return [f"{name:13} {value}" for name, value in facts] + [f"{'':13} {line}" for line in log_lines]
+
+
+def metric_facts(run: Path, current_time: float) -> list[tuple[str, str]]:
+    """Return (name, value) of the facts in metrics.jsonl. `current_time`: seconds since the epoch."""
+    metrics = read_metrics(run)
+    last_time = max(
+        (e["time"] for e in (*metrics.runs, *metrics.steps, *metrics.evals)), default=current_time
+    )
+    has_ended = metrics.runs and metrics.runs[-1]["event"] == "end"
+    facts = [
+        ("train step", f"{metrics.last_step}{', the last' if has_ended else ''}"),
+        ("last metric", f"{current_time - last_time:.0f} s ago"),
+    ]
+    entry = metrics.steps[-1] if metrics.steps else {}
+    key = next((key for key in ("reward", "loss") if entry.get(key) is not None), None)
+    if key is not None:
+        facts.append((key, f"{entry[key]:.3f}"))
+    lost_time = lost_seconds(MetricsTail(run).read())
+    facts.append(("lost to stops", f"{lost_time:.0f} s, {lost_time * gpus_of(run):.0f} GPU-seconds"))
+    facts.append(("sessions", str(sum(r["event"] in ("start", "resume") for r in metrics.runs))))
+    return facts
 
 
 def live_facts(live: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return facts that only the coordinator knows: its state in memory, and the engines."""
+    """Return (name, value) of the facts in the coordinator's status: its state in memory, and the engines."""
     fields = [
         ("coordinator", "coordinator"),
         ("weight version", "weight_version"),
@@ -61,12 +70,13 @@ def live_facts(live: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def lost_seconds(entries: Iterable[dict[str, Any]]) -> float:
-    """Return the wall seconds that stops cost.
+    """Return the seconds of wall time that the run lost to stops.
 
-    It sums, for each stop, the time from the last line before it to the start of the first train step that
-    was not repeated: the stop, the wait in a queue, the start, and repeated steps.
+    For each stop, this is the time from the last line of metrics before the stop to the start of the first new train
+    step. It includes the stop, the wait in a queue, the start, and repeated steps.
 
-    `entries`: all lines of metrics.jsonl in order.
+    Args:
+        entries: all lines of metrics.jsonl in order.
     """
     total, last_step, last_time, stop_time = 0.0, 0, None, None
     for entry in entries:
@@ -82,7 +92,7 @@ def lost_seconds(entries: Iterable[dict[str, Any]]) -> float:
 
 
 def gpus_of(run: Path) -> int:
-    """Return the number of GPUs of the run; without GPUs, of trainer ranks."""
+    """Return the number of GPUs of the run; for a run without GPUs, the number of trainer ranks."""
     config = load_run_config(run)
     return config.launch.nodes * config.launch.gpus_per_node or config.parallel.world_size
 
@@ -101,7 +111,7 @@ def is_locked(run: Path) -> bool:
 
 
 def job_state(job: str) -> str:
-    """Return Slurm's description, such as `81 RUNNING 12:03 node[1-2]`, or why there is none."""
+    """Return the id and Slurm's state of a job, such as `81 RUNNING 12:03 node[1-2]`, or why Slurm reports none."""
     try:
         output = client(["squeue", "--noheader", f"--jobs={job}", "--format=%T %M %R"]).strip()
     except RlsysError as e:
@@ -110,7 +120,7 @@ def job_state(job: str) -> str:
 
 
 def last_lines(log: Path, n: int) -> list[str]:
-    """Return the last `n` lines; empty if the file does not exist."""
+    """Return the last `n` lines of a log; none if the file does not exist."""
     if not log.is_file():
         return []
     with log.open(errors="replace") as f:
@@ -118,10 +128,14 @@ def last_lines(log: Path, n: int) -> list[str]:
 
 
 def role_logs(run: Path, role: str | None) -> list[Path]:
-    """Return the logs of a role and its parts (`trainer` includes trainer-0), or all logs.
+    """Return the paths of logs in the run folder.
+
+    Args:
+        run: the run folder.
+        role: name of a role or a unit: `trainer` includes the role trainer-0. None for all logs.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such log.
     """
     logs = sorted((run / "logs").glob("*.log"))
     selected = [
@@ -134,7 +148,10 @@ def role_logs(run: Path, role: str | None) -> list[Path]:
 
 
 def show_logs(logs: list[Path], lines: int, *, follow: bool) -> Iterator[str]:
-    """Yield the last `lines` of each log and then, with `follow`, new lines forever."""
+    """Yield the last `lines` lines of each log; then, with `follow`, new lines without end.
+
+    Lines start with the name of the log if there are several logs.
+    """
 
     def prefixed(log: Path, line: str) -> str:
         return f"{log.stem}: {line}" if len(logs) > 1 else line
@@ -144,10 +161,11 @@ def show_logs(logs: list[Path], lines: int, *, follow: bool) -> Iterator[str]:
         yield from (prefixed(log, line) for line in last_lines(log, lines))
     while follow:
         for log in logs:
-            with log.open(errors="replace") as f:
+            with log.open("rb") as f:
                 f.seek(offsets[log])
-                text = f.read()
-                complete_lines = text[: text.rfind("\n") + 1]
-                offsets[log] += len(complete_lines.encode())
-            yield from (prefixed(log, line) for line in complete_lines.splitlines())
+                data = f.read()
+            complete_lines = data[: data.rfind(b"\n") + 1]
+            offsets[log] += len(complete_lines)
+            text = complete_lines.decode(errors="replace")
+            yield from (prefixed(log, line) for line in text.splitlines())
         time.sleep(FOLLOW_SECONDS)

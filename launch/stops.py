@@ -1,4 +1,4 @@
-"""Stops from outside: signals, and lost machines."""
+"""Stops of a run by signals and by lost machines."""
 
 from __future__ import annotations
 
@@ -15,30 +15,42 @@ class StoppedBySignal(RlsysError):
     """A clean stop by a signal; the same command resumes the run."""
 
     def __init__(self, number: int, resume_point: str = "") -> None:
-        """Create the error. `resume_point`: where the run stands, and from where it continues."""
-        name, point = signal.Signals(number).name, resume_point and f" {resume_point}"
-        super().__init__(f"stopped by {name}{point}; the same command resumes the run")
+        """Create the error.
+
+        Args:
+            number: the signal.
+            resume_point: text about the state of the run, and where it will continue.
+        """
+        suffix = f" {resume_point}" if resume_point else ""
+        super().__init__(
+            f"stopped by {signal.Signals(number).name}{suffix}; the same command resumes the run"
+        )
         self.number = number
         self.exit_code = 128 + number
 
 
 class NodeLost(RunError):
-    """Machines of the run are lost, with all of their processes; the run can continue on others."""
+    """Machines of the run are lost, with all of their processes. The run can continue on other machines."""
 
     def __init__(self, names: list[str]) -> None:
-        self.names = f"node {names[0]} is" if len(names) == 1 else f"nodes {', '.join(names)} are"
-        super().__init__(f"{self.names} lost; the same command resumes the run when there are enough nodes")
+        """Create the error. `names`: names of the nodes."""
+        subject = f"node {names[0]} is" if len(names) == 1 else f"nodes {', '.join(names)} are"
+        self.event = f"{subject} lost"
+        super().__init__(f"{self.event}; the same command resumes the run when enough nodes are available")
 
 
 class StopSignals:
-    """Counts Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: the first one requests a clean stop, the second an immediate one.
+    """Counts SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGUSR1.
 
-    Signals that this process inherited as ignored are not counted.
+    The first signal requests a clean stop, the second an immediate stop. Signals that this process inherited as
+    ignored are not counted.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        """Number of signals."""
         self.number = 0
+        """The last signal."""
         self._interrupts = False
 
     @contextlib.contextmanager
@@ -54,7 +66,11 @@ class StopSignals:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let a signal interrupt code that cannot check `count`, and raise StoppedBySignal."""
+        """Let a signal interrupt the context, whose code cannot check `count`.
+
+        Raises:
+            StoppedBySignal: a signal arrived before or during the context.
+        """
         self._interrupts = True
         try:
             if self.count:
@@ -69,4 +85,4 @@ class StopSignals:
         self.count += 1
         self.number = number
         if self._interrupts:
-            raise KeyboardInterrupt  # not caught where a plug-in's errors are tolerated
+            raise KeyboardInterrupt  # code that tolerates a plug-in's errors catches only Exception

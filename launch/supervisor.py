@@ -1,17 +1,19 @@
 """Supervisor: starts the roles of a plan, watches them, and ends them: trainer first, then rollout, then engines.
 
-    engine    dies: restarted on its port; the router updates its weights
-    rollout   dies: restarted from its store, and the trainer with it
-    trainer   exits with 0: the run is done; dies: all its nodes are restarted from the last checkpoint
-    port      of an engine is in use by another server: all roles end, and start again on other ports
-    node      is lost: the run continues without its engines, if launch.min_engines others are left; otherwise all
-              roles end, and start again on other nodes
+    an engine dies                  The supervisor restarts it on its port; the router updates its weights.
+    the rollout process dies        The supervisor restarts it and the trainer. It restores its state from the ledger.
+    the trainer dies                The supervisor restarts it on all its nodes, from the last checkpoint.
+    the trainer exits with code 0   The run is complete.
+    another server uses the port    All roles end, and start again on other ports.
+    of an engine
+    a node is lost                  The run continues without the node's engines if launch.min_engines others remain.
+                                    Otherwise all roles end, and start again on other nodes.
 
-A role that never worked, or that reports why it cannot continue, is not restarted. The wait before a restart
-doubles. After launch.max_restarts restarts without a train step (for a server: without other work) the run
-stops; if the role is an engine, and launch.min_engines others are left, the run continues without it, and
-restarts it after a minute, then two, up to 15 minutes. Only the supervisor restarts processes: ranks, engines
-and a scheduler's actors do not.
+The supervisor does not restart a role that never worked, or that reports why it cannot continue. The wait before a
+restart doubles each time. After launch.max_restarts restarts without a train step (for a server: without other work)
+the run stops. If the role is an engine, and launch.min_engines others remain, the run continues without it; the
+supervisor restarts the engine after one minute, then two, up to 15 minutes. Only the supervisor restarts processes:
+ranks, engines and a scheduler's actors do not.
 """
 
 from __future__ import annotations
@@ -45,13 +47,15 @@ from rlsys.obs.metrics import MetricsTail
 POLL_SECONDS = 0.2
 STATUS_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0
+"""After a death, time to wait for the deaths of roles that depend on the dead one."""
 _STOP_MARGIN = 5.0
+"""Time beyond the grace time in which a keeper must have ended its role."""
 _MAX_PROBES = 64
-"""Maximum number of concurrent probes of starting roles: one that does not respond does not delay others."""
+"""Maximum number of concurrent probes, so that a starting role without a response does not delay others."""
 _ENDING_FRACTION = 1 / 3
 """Fraction of the preemption time that is reserved for ending the processes."""
 _KINDS = ("engine", "rollout", "trainer")
-"""Kinds of roles in order of dependency: each depends on those before it."""
+"""Kinds of roles. Each kind depends on the kinds before it."""
 
 
 class Supervisor:
@@ -67,10 +71,17 @@ class Supervisor:
         stop: StopSignals,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare the supervision.
+        """Create the supervisor without starting a role.
 
-        `check`: raises an error that prevents the run. It takes seconds, as engines do to start: it runs
-        after the engines have been started, and before the other roles.
+        Args:
+            config: config of the run.
+            plan: the roles.
+            backend: starts processes.
+            run_dir: the locked run folder.
+            display: shows the state of the run.
+            stop: signals that end the run.
+            check: raises an error if the run must not start. Because it takes seconds, it runs while engines start,
+                and before the other roles start.
         """
         self._check = check
         self._config = config
@@ -81,11 +92,12 @@ class Supervisor:
         self._stop = stop
         self._processes: dict[str, RoleProcess] = {}
         self._restarts: Counter[str] = Counter()
-        """Restarts of each unit since the last train step, or other work."""
+        """Unit -> number of its restarts since the last train step or other work."""
         self._backoff = RestartBackoff()
+        """Engines without which the run continues."""
         self._probes = ThreadPoolExecutor(_MAX_PROBES, "probe")
         self._pending_probes: dict[RoleProcess, Future[tuple[int, bytes]]] = {}
-        """Starting role -> the result of its probe."""
+        """Starting role -> status and body of the response to its probe."""
         self._starts = run_dir.starts
         self._preempted = False
         self._next_status = 0.0
@@ -97,29 +109,16 @@ class Supervisor:
         self._stall_detector = StallDetector(run_dir.path, config.diagnosis_seconds, self._report)
 
     def run(self) -> None:
-        """Run until the trainer is done, then end all roles.
+        """Run until the trainer exits with code 0, then end all roles.
 
         Raises:
             StoppedBySignal: a signal or the scheduler stopped the run.
             RlsysError: the error of a failed role.
         """
-        done: dict[str, Any] = {}
-        for entry in self._tail.read():
-            self._display.entry(entry, live=False)
-            done = entry if entry["kind"] == "run" else done
-        if done.get("event") == "end" and done["step"] >= self._config.trainer.steps:
-            self._report(f"all {done['step']} steps are done already; increase trainer.steps to continue")
+        if self._show_earlier_metrics():
             return
         try:
-            self._report("starting " + ", ".join(role.name for role in self._plan.roles))
-            for role in self._plan.roles:
-                if role.kind == "engine":
-                    self._start(role)
-            with self._stop.interruptible():
-                self._check()
-            for role in self._plan.roles:
-                if role.kind != "engine":
-                    self._start(role)
+            self._start_all()
             while any(p.exit_code != 0 for p in self._processes.values() if p.role.kind == "trainer"):
                 if number := self._stop_signal():
                     if number in (signal.SIGTERM, signal.SIGUSR1):
@@ -133,7 +132,33 @@ class Supervisor:
             self._end_all(sys.exception())
             self._probes.shutdown(wait=False, cancel_futures=True)
 
+    def _show_earlier_metrics(self) -> bool:
+        """Show the metrics of earlier launches. Return whether the run has completed all its steps."""
+        last_event: dict[str, Any] = {}
+        for entry in self._tail.read():
+            self._display.entry(entry, live=False)
+            last_event = entry if entry["kind"] == "run" else last_event
+        is_complete = last_event.get("event") == "end" and last_event["step"] >= self._config.trainer.steps
+        if is_complete:
+            self._report(
+                f"all {last_event['step']} steps are done already; increase trainer.steps to continue"
+            )
+        return is_complete
+
+    def _start_all(self) -> None:
+        """Start the engines, run the check meanwhile, then start the other roles."""
+        self._report("starting " + ", ".join(role.name for role in self._plan.roles))
+        for role in self._plan.roles:
+            if role.kind == "engine":
+                self._start(role)
+        with self._stop.interruptible():
+            self._check()
+        for role in self._plan.roles:
+            if role.kind != "engine":
+                self._start(role)
+
     def _start(self, role: Role) -> None:
+        """Start a process of the role; an engine first gets a file with its keys."""
         self._starts[role.name] += 1
         owner = self._run_dir.owner
         if role.engine is not None:
@@ -151,7 +176,9 @@ class Supervisor:
         return signal.SIGTERM if self._backend.preempted() else 0
 
     def _watch(self) -> None:
-        for process in self._processes.values():  # first: a role that answered and then died has worked
+        """Check starting roles, restart dead ones, and retry dropped engines."""
+        # Check readiness first: a role that became ready and then died is restarted, one that never worked is not.
+        for process in self._processes.values():
             if not process.ready and (process.exit_code is None or process in self._pending_probes):
                 self._check_ready(process)
         if any(self._died(p) for p in self._processes.values()):
@@ -159,7 +186,7 @@ class Supervisor:
         self._retry_engines()
 
     def _died(self, process: RoleProcess) -> bool:
-        """Return whether the process ended unexpectedly: engines and the rollout process end on orders only."""
+        """Return whether the process ended unexpectedly. Only a trainer may exit without an order, with code 0."""
         if process.role.unit in self._backoff:
             return False
         code = process.exit_code
@@ -168,9 +195,15 @@ class Supervisor:
     # -- restarts -----------------------------------------------------------------------------------------------
 
     def _on_death(self) -> None:
-        """Restart the dead roles and those that depend on them, or raise the error of the role at fault."""
+        """Restart the dead roles and the roles that depend on them, or drop a dead engine.
+
+        Raises:
+            PortInUse: another server uses the port of a dead engine.
+            NodeLost: nodes are lost, and the run cannot continue without them.
+            RlsysError: the run cannot continue; this is the error of the dead role on which the others depend.
+        """
         dead = self._dead_roles()
-        if self._stop_signal():  # a scheduler signals every process: they end because the run ends
+        if self._stop_signal():  # the roles end because a scheduler signals every process
             return
         if lost_nodes := self._lost_nodes():
             self._drop_nodes(lost_nodes)
@@ -180,38 +213,39 @@ class Supervisor:
             if role.engine and role.ready_url and not process.ready and listens(role.engine):
                 raise PortInUse(f"{role.name}: another server listens at {role.engine}")
         first = min(dead, key=lambda p: _KINDS.index(p.role.kind))
-        unit, restarts = first.role.unit, self._restarts[first.role.unit]
+        unit = first.role.unit
+        restarts = self._restarts[unit]
         suffix = f" again, after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
         error = first.failure(f"{first.exit_phrase()}{suffix}")
-        says_why = isinstance(error, UserError) or (isinstance(error, RoleFailed) and error.self_reported)
+        is_explained = isinstance(error, UserError) or (isinstance(error, RoleFailed) and error.self_reported)
         never_worked = not first.ready and not restarts
-        if says_why or never_worked or restarts >= self._config.launch.max_restarts:
+        if is_explained or never_worked or restarts >= self._config.launch.max_restarts:
             self._drop_engine(first.role, error)
             return
         self._restarts[unit] += 1
         units = {p.role.unit for p in dead}
         if "rollout" in units:  # the trainer's position in the step is lost with it
             units.add("trainer")
-        wait = 2.0**restarts - 1
-        suffix_units = f", with {', '.join(sorted(units - {unit}))}" if units - {unit} else ""
-        self._report(f"{first.role.name} died ({first.exit_reason()}); restart {restarts + 1}{suffix_units}")
-        self._restart(units, wait)
+        event = f"{first.role.name} died ({first.exit_reason()}); restart {restarts + 1}"
+        others = ", ".join(sorted(units - {unit}))
+        self._report(f"{event}, with {others}" if others else event)
+        self._restart(units, 2.0**restarts - 1)
 
     def _lost_nodes(self) -> list[int]:
-        """Return the lost nodes on which roles were running."""
+        """Return the indices of the lost nodes on which roles were running."""
         try:
             lost_nodes = self._backend.lost_nodes()
-        except RunError as e:  # the scheduler may be unreachable: treat deaths as the roles' own
+        except RunError as e:  # the scheduler may be unreachable; deaths then count as failures of the roles
             self._report(f"cannot determine the lost nodes: {e}")
             return []
         in_use = {p.role.node for p in self._processes.values() if p.role.unit not in self._backoff}
         return [node for node in lost_nodes if node in in_use]
 
     def _drop_nodes(self, lost_nodes: list[int]) -> None:
-        """Stop the engines on lost nodes.
+        """Drop the engines on lost nodes.
 
         Raises:
-            NodeLost: the run needs these engines, or other roles were there.
+            NodeLost: the run needs these engines, or other roles were on these nodes.
         """
         error = NodeLost([self._plan.nodes[node].name for node in lost_nodes])
         roles_by_unit = {p.role.unit: p.role for p in self._processes.values() if p.role.node in lost_nodes}
@@ -220,7 +254,15 @@ class Supervisor:
                 self._drop_engine(role, error)
 
     def _drop_engine(self, role: Role, error: RlsysError) -> None:
-        """Stop an engine that the run can do without, until its next retry; otherwise raise the error."""
+        """End an engine until its next retry, if launch.min_engines others remain.
+
+        Args:
+            role: a role of the engine, or any other role.
+            error: the reason.
+
+        Raises:
+            RlsysError: the role is not an engine, or the run needs the engine; this is `error`.
+        """
         engines = {r.unit for r in self._plan.router_engines()}
         writers = {r.unit for r in self._plan.router_engines() if not r.explores} - {role.unit}
         remaining = sum(unit not in self._backoff for unit in writers)
@@ -235,9 +277,9 @@ class Supervisor:
         self._end([p for p in self._processes.values() if p.role.unit == role.unit], immediate=True)
 
     def _retry_engines(self) -> None:
-        """Restart the engines whose wait has ended, if their nodes exist.
+        """Restart the dropped engines whose wait has ended, if their nodes exist.
 
-        The rollout process adds them when they answer.
+        The rollout process adds an engine again when it answers.
         """
         due = self._backoff.due()
         lost_nodes = self._lost_nodes() if due else []
@@ -249,10 +291,10 @@ class Supervisor:
             self._restart({unit}, 0)
 
     def _dead_roles(self) -> list[RoleProcess]:
-        """Return the dead roles, after waiting for the roles that die with them.
+        """Wait for further deaths, and return the dead roles.
 
-        A death often shows in other roles first. There is no wait if only engines died, on which no role
-        depends directly.
+        The wait finds the role that died first: the death of a role often becomes visible after the deaths that it
+        causes. There is no wait if only ready engines died, because no role dies with them.
         """
         deadline = time.monotonic() + _SETTLE_SECONDS
         processes = self._processes.values()
@@ -263,7 +305,12 @@ class Supervisor:
         return [p for p in processes if self._died(p)]
 
     def _restart(self, units: set[str], wait: float) -> None:
-        """Restart the roles of the units, in the plan's order, after all of them have ended."""
+        """End the roles of the units, wait, and start them in the order of the plan.
+
+        Args:
+            units: names of the units.
+            wait: seconds between end and start.
+        """
         roles = [role for role in self._plan.roles if role.unit in units]
         for kind in reversed(_KINDS):
             self._end([self._processes[r.name] for r in roles if r.kind == kind], immediate=kind == "trainer")
@@ -278,8 +325,8 @@ class Supervisor:
     def _preempt(self) -> None:
         """Prepare for a preemption within launch.preemption_seconds.
 
-        Tokens are parked and saved first, then the trainer saves a checkpoint if there is time, and exits.
-        Roles that are late are ended.
+        First the rollout process parks running samples and saves their tokens. Then the trainer saves a checkpoint,
+        if there is time, and exits. The caller ends all roles that are still running.
         """
         total = self._config.launch.preemption_seconds
         deadline = time.monotonic() + total * (1 - _ENDING_FRACTION)
@@ -290,7 +337,7 @@ class Supervisor:
             return
         path = f"/leave?seconds={total * (1 - _ENDING_FRACTION):g}"
         if self._get(path, data=b"", timeout=total * (1 - _ENDING_FRACTION)) is None:
-            self._report("the rollout process did not park in time; tokens on disk are kept")
+            self._report("the rollout process did not park all samples in time; only tokens on disk are kept")
         trainers = [p for p in self._processes.values() if p.role.kind == "trainer"]
         while time.monotonic() < deadline and any(p.exit_code is None for p in trainers):
             self._observe()
@@ -301,11 +348,11 @@ class Supervisor:
     # -- readiness and status -----------------------------------------------------------------------------------
 
     def _check_ready(self, process: RoleProcess) -> None:
+        """Probe a role that is not ready, and handle the response, or the end of its start timeout."""
         role = process.role
         if role.ready_url is None:
-            process.ready = (
-                role.kind != "trainer"
-            )  # the trainer is ready when it writes its first line of metrics
+            # The trainer becomes ready when it writes its first line of metrics (_on_entry).
+            process.ready = role.kind != "trainer"
             return
         if process not in self._pending_probes and process.exit_code is None:
             self._pending_probes[process] = self._probes.submit(self._probe, role)
@@ -319,22 +366,29 @@ class Supervisor:
         elif code == NOT_YET and role.kind == "rollout":
             if self._console.progress(body.decode(errors="replace")):
                 self._stall_detector.reset()
-        elif process.exit_code is not None:
-            return
-        elif role.start_timeout is not None and process.seconds > role.start_timeout:
-            if not self._restarts[role.unit]:
-                limit = f"engine.start_timeout = {role.start_timeout:g} s"
-                event = f"did not answer within {limit}; a slow or busy host may need more"
-                self._drop_engine(role, process.failure(event))
-            elif not process.timed_out:
-                self._report(
-                    f"{role.name}: no answer within engine.start_timeout = {role.start_timeout:g} s; ended"
-                )
-                process.timed_out = True
-                process.end(immediate=True)  # counts as a death: launch.max_restarts decides
+        elif (
+            process.exit_code is None
+            and role.start_timeout is not None
+            and process.seconds > role.start_timeout
+        ):
+            self._on_start_timeout(process, f"engine.start_timeout = {role.start_timeout:g} s")
+
+    def _on_start_timeout(self, process: RoleProcess, limit: str) -> None:
+        """Drop an engine that is not ready in time after its first start; end it after a restart.
+
+        Its end counts as a death, so launch.max_restarts decides whether it is restarted again.
+        """
+        role = process.role
+        if not self._restarts[role.unit]:
+            event = f"did not answer within {limit}; a slow or busy host may need more"
+            self._drop_engine(role, process.failure(event))
+        elif not process.timed_out:
+            self._report(f"{role.name}: did not answer within {limit}; it is ended")
+            process.timed_out = True
+            process.end(immediate=True)
 
     def _probe(self, role: Role) -> tuple[int, bytes]:
-        """Probe a role.
+        """Probe a role, and return status and body of the response; NO_ANSWER without a response.
 
         Raises:
             PortInUse: another server answers at the address of an engine.
@@ -345,15 +399,16 @@ class Supervisor:
         return probe(self._run_dir.owner, role.ready_url or "")
 
     def _get(self, path: str, data: bytes | None = None, timeout: float = SECONDS) -> bytes | None:
-        """Return the body of a 200 answer of the rollout process; None otherwise."""
+        """Send a request to the rollout process. Return the body of the response; None unless its status is 200."""
         code, body = probe(self._run_dir.owner, path, data, timeout)
         return body if code == OK else None
 
     def roles(self) -> dict[str, RoleStatus]:
-        """Return the status of the roles at the last poll; for other threads."""
+        """Return the status of the roles at the last poll. Other threads may call this."""
         return self._roles
 
     def _observe(self) -> None:
+        """Show new metrics; once per STATUS_SECONDS, also update the status and answer requests of other commands."""
         for entry in self._tail.read():
             self._display.entry(entry, live=True)
             self._on_entry(entry)
@@ -370,13 +425,13 @@ class Supervisor:
             self._stall_detector.reset()
         names = [node.name for node in self._plan.nodes]
         self._stall_detector.check(self._processes.values(), names, self._status)
-        rollout = self._processes.get("rollout")
-        timeout_s = coordinator.RESPONSE_SECONDS / 2
-        coordinator.answer_requests(
-            self._run_dir.path,
-            lambda path: self._get(path, timeout=timeout_s) if rollout else None,
-            self._report,
-        )
+        coordinator.answer_requests(self._run_dir.path, self._query_rollout, self._report)
+
+    def _query_rollout(self, path: str) -> bytes | None:
+        """Return the rollout process's response to the request of another command; None without a response."""
+        if "rollout" not in self._processes:
+            return None
+        return self._get(path, timeout=coordinator.RESPONSE_SECONDS / 2)
 
     def _fetch_status(self) -> dict[str, Any] | None:
         """Return the status of the rollout process; None if it does not respond."""
@@ -388,13 +443,14 @@ class Supervisor:
         return status
 
     def _client_progressed(self) -> bool:
-        """Show the progress of `rlsys eval` or `rlsys try`. Return whether it was new."""
+        """Show the progress of `rlsys eval` or `rlsys try`. Return whether it is new."""
         try:
             return self._console.progress((self._run_dir.path / PROGRESS_FILE).read_text(encoding="utf-8"))
         except OSError:
             return False
 
     def _on_entry(self, entry: dict[str, Any]) -> None:
+        """Record the progress that a line of metrics proves."""
         self._stall_detector.reset()
         for process in self._processes.values():
             process.ready |= process.role.kind == "trainer"
@@ -402,14 +458,18 @@ class Supervisor:
             self._restarts.clear()
 
     def _end_all(self, cause: BaseException | None) -> None:
-        """End all roles: the rollout process needs its engines to park samples, the trainer needs both.
+        """End all roles: the trainer first, then the rollout process, which needs its engines to park samples.
 
-        `cause`: error that stops the run; it is reported rather than errors of the shutdown.
+        Args:
+            cause: error that stops the run. The caller reports it, so this method only shows errors of the shutdown.
+
+        Raises:
+            RunError: a keeper does not end, and there is no `cause`.
         """
         if any(p.exit_code is None for p in self._processes.values()):
             self._report("stopping")
         for kind in reversed(_KINDS):
-            # In a preemption only the rollout process needs its grace time: the others hold no data.
+            # In a preemption only the rollout process needs its grace time, because the others have no unsaved data.
             immediate = self._preempted and kind != "rollout"
             try:
                 self._end([p for p in self._processes.values() if p.role.kind == kind], immediate=immediate)
@@ -419,12 +479,18 @@ class Supervisor:
                 self._report(str(timeout))
 
     def _end(self, processes: list[RoleProcess], *, immediate: bool) -> None:
+        """End processes, and wait until all have ended. A second signal makes the end immediate.
+
+        Raises:
+            RunError: a keeper does not end.
+        """
         for process in processes:
             process.end(immediate=immediate)
         deadline = time.monotonic() + self._config.launch.grace_seconds + _STOP_MARGIN
         while any(p.exit_code is None for p in processes):
             if time.monotonic() > deadline:
-                raise RunError(f"{processes[0].role.name}: its keeper does not end; see {processes[0].log}")
+                running = next(p for p in processes if p.exit_code is None)
+                raise RunError(f"{running.role.name}: its keeper does not end; see {running.log}")
             if self._stop.count > 1 and not immediate:
                 immediate = True
                 for process in processes:

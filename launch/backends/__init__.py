@@ -1,7 +1,7 @@
 """Launch backends. A backend starts one keeper (launch/keeper.py) per role, and forwards orders to it.
 
-All backends share the plan, the supervisor, restarts (no backend restarts anything), and logs in the run
-folder, which every node can read.
+The plan, the supervisor and the logs in the run folder, which every node can read, are the same for all backends.
+Only the supervisor restarts processes; no backend does.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Handle(Protocol):
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of the keeper, or the backend's code for a lost node; 128 + n after signal n; None if running."""
+        """Exit code of the keeper: 128 + n after signal n, NODE_LOST for a lost node, None while it runs."""
 
     def order(self, order: bytes) -> None:
-        """Send an order to the keeper; no effect if it has ended."""
+        """Send an order to the keeper. An order to a keeper that has ended has no effect."""
 
     def release(self) -> None:
-        """Close the lifeline: a keeper that still runs ends its role."""
+        """Close the pipe to the keeper. A keeper that still runs then ends its role."""
 
 
 class Backend(Protocol):
@@ -49,40 +49,46 @@ class Backend(Protocol):
         """
 
     def start(self, role: Role, env: dict[str, str], log: Path) -> Handle:
-        """Start the role's keeper on its node with the environment `env`; output is appended to `log`."""
+        """Start the role's keeper on the role's node.
+
+        Args:
+            role: the role.
+            env: environment of the keeper.
+            log: file to which the output is appended.
+        """
 
     def preempted(self) -> bool:
-        """Return whether the scheduler reclaims the nodes without having sent a signal to this process."""
+        """Return whether the scheduler reclaims the nodes, if it does not send a signal to this process."""
 
     def lost_nodes(self) -> list[int]:
-        """Return the indices in `nodes` of nodes that are gone.
+        """Return the indices in `nodes` of lost nodes.
 
         Raises:
             RunError: the scheduler does not respond.
         """
 
     def replace_nodes(self, is_stopped: Callable[[], bool]) -> bool:
-        """Replace the lost nodes by others; all roles have ended.
+        """Replace the lost nodes by others. Before the call, all roles must have ended.
 
         Args:
-            is_stopped: ends the wait.
+            is_stopped: returns True to end the wait for nodes.
 
         Returns:
-            False if only another session (`requeue`) could have enough nodes.
+            False if this job cannot get enough nodes, so that only `requeue` can help.
 
         Raises:
             UserError: no nodes become available, or the wait was stopped.
         """
 
     def requeue(self) -> None:
-        """Have the scheduler start the same command again later, if it can, after a stop that it requested."""
+        """Make the scheduler start the same command again later, if it can. Called after a stop that it requested."""
 
     def close(self) -> None:
-        """Release what this backend started or reserved; all roles have ended."""
+        """Release all resources of this backend. Before the call, all roles must have ended."""
 
 
 def keeper_command(role: Role, config: Config, *, shielded: bool) -> list[str]:
-    """Return the command line of a role's keeper."""
+    """Return the command line of a role's keeper. `shielded`: see launch/keeper.py."""
     command = module_command("launch.keeper", "--grace", str(config.launch.grace_seconds))
     command += ["--cgroup", cgroup.group_name(config.run.dir, role.name)]
     if shielded:

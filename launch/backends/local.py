@@ -23,18 +23,18 @@ class PipedKeeper:
         """Start the process.
 
         Args:
-            command: the keeper's command line.
-            env: its environment.
-            log: file for its output.
-            lock_fd: the run's lock, which it inherits.
-            group: name of a control group of this machine that is killed when the process has ended, also if
-                guard and keeper were killed together; empty for none.
+            command: command line of the keeper.
+            env: environment of the keeper.
+            log: file to which the output is appended.
+            lock_fd: file descriptor of the run's lock, which the keeper inherits.
+            group: name of the role's control group on this machine; empty for none. It is killed when the process
+                has ended, because guard and keeper may have been killed together.
         """
         self._group = group
-        with log.open("ab") as out:
-            # The pipe is the lifeline: when this process ends in any way, the keeper reads end-of-file.
+        with log.open("ab") as output:
+            # When this process ends in any way, the keeper reads the end of the pipe and ends its role.
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, env=env,
+                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=env,
                 start_new_session=True, pass_fds=(lock_fd,),
             )  # fmt: skip
 
@@ -48,7 +48,7 @@ class PipedKeeper:
 
     def order(self, order: bytes) -> None:
         assert self._process.stdin is not None
-        if self._process.stdin.closed:  # released: it has ended
+        if self._process.stdin.closed:  # the keeper was released
             return
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(order)
@@ -60,7 +60,7 @@ class PipedKeeper:
             self._process.stdin.close()
 
     def kill(self) -> None:
-        """Kill a process that owns nothing."""
+        """Kill the process itself, without the grace time of a keeper. Only for processes without descendants."""
         self._process.kill()
         self._process.wait()
         self.release()

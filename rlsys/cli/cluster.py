@@ -1,4 +1,4 @@
-"""Commands for a cluster, or for a run from outside: submit, status, logs, doctor."""
+"""Commands for a cluster and for a running run: submit, status, logs, doctor."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from rlsys.planner.layout import lay_out
 from rlsys.planner.model_preflight import check_model
 
 Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+"""Creates a sub-command from its name, its function and its help text."""
 Check = Callable[[Config], None]
-"""Check of a config; raises UserError."""
+"""Checks a config; raises UserError."""
 LiveStatus = Callable[[Path], dict[str, Any] | None]
-"""Status of a run's coordinator; None without one. Raises CoordinatorUnreachable if it does not respond."""
+"""Returns the status of a run's coordinator, or None if the run has none. Raises CoordinatorUnreachable if the
+coordinator does not respond."""
+CheckBuild = Callable[[], None]
+"""Checks that this environment can build a trainer; raises UserError."""
 
 
-TryBuild = Callable[[], None]
-"""Check that this environment can build a trainer; raises UserError."""
-
-
-def add_commands(add: Add, check_plugins: Check, live_status: LiveStatus, try_build: TryBuild) -> None:
-    """Add the commands."""
+def add_commands(add: Add, check_plugins: Check, live_status: LiveStatus, check_build: CheckBuild) -> None:
+    """Add `rlsys submit`, `status`, `doctor` and `logs`."""
     sub = add(
         "submit",
         partial(submit_run, check_plugins),
@@ -69,7 +69,7 @@ def add_commands(add: Add, check_plugins: Check, live_status: LiveStatus, try_bu
     sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
     sub = add(
         "doctor",
-        partial(consult, try_build),
+        partial(run_doctor, check_build),
         "show what this machine has and lacks, or what the processes of a run wait for",
     )
     sub.add_argument("run", type=Path, metavar="RUN", nargs="?", help="run folder")
@@ -96,7 +96,7 @@ def submit_run(check_plugins: Check, args: argparse.Namespace) -> int:
     except UserError as e:
         if not args.dry_run:
             raise
-        print(f"rlsys: warning: {e}", file=sys.stderr)  # only the job needs it
+        print(f"rlsys: warning: {e}", file=sys.stderr)  # the model may exist only on the job's nodes
     check_reachable(config)
     check_plugins(config)
     script = job_script(config, args.config, args.overrides, options)
@@ -105,17 +105,16 @@ def submit_run(check_plugins: Check, args: argparse.Namespace) -> int:
 
 
 def check_reachable(config: Config) -> None:
-    """Check that the nodes can hold the layout, and that weights can reach every engine.
+    """Check that the layout fits the nodes, and that weights can reach every engine.
 
     Raises:
-        UserError: they cannot.
+        UserError: the layout does not fit, or the weights cannot reach an engine.
     """
     count = config.engine.count
-    nodes = [
-        Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)
-    ]  # placeholders for Slurm's names
+    # The names of Slurm's nodes, the ports and the command lines do not matter for this check.
+    nodes = [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]
     ports = Ports([0] * count, 0, (0,) * count)
-    build_plan(config, lay_out(config), nodes, ports, lambda *_: ([], {}))  # commands are not needed
+    build_plan(config, lay_out(config), nodes, ports, lambda *_: ([], {}))
 
 
 def show_status(live_status: LiveStatus, args: argparse.Namespace) -> int:
@@ -129,13 +128,13 @@ def show_status(live_status: LiveStatus, args: argparse.Namespace) -> int:
     return 0
 
 
-def consult(try_build: TryBuild, args: argparse.Namespace) -> int:
-    """Run `rlsys doctor`."""
+def run_doctor(check_build: CheckBuild, args: argparse.Namespace) -> int:
+    """Run `rlsys doctor`: diagnose a run, or examine this machine."""
     if args.run is not None:
         check_run_folder(args.run)
         print(request_diagnosis(args.run), end="")
         return 0
-    findings = [*examine(), examine_trainer(try_build)]
+    findings = [*examine(), examine_trainer(check_build)]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for finding in findings:
         table.add_row(
@@ -145,9 +144,10 @@ def consult(try_build: TryBuild, args: argparse.Namespace) -> int:
     return 0 if all(finding.ok for finding in findings) else 1
 
 
-def examine_trainer(try_build: TryBuild) -> Finding:
+def examine_trainer(check_build: CheckBuild) -> Finding:
+    """Return whether this environment can build a trainer."""
     try:
-        try_build()
+        check_build()
     except UserError as e:
         return Finding("trainer", "cannot be built", str(e), ok=False)
     return Finding("trainer", "its layers can be built", "of the quickstart's model, on the CPU")
@@ -162,17 +162,21 @@ def print_logs(args: argparse.Namespace) -> int:
 
 
 def check_exists(run: Path) -> None:
-    """Check that the folder exists. Raises UserError otherwise."""
+    """Check that the folder of a run exists.
+
+    Raises:
+        UserError: the folder does not exist.
+    """
     if not run.is_dir():
         raise UserError(f"{run}: folder not found")
 
 
 def check_run_folder(run: Path) -> None:
-    """Check that this is the folder of a run that was started, or at least submitted.
+    """Check that a folder is the folder of a run that was started or submitted.
 
     Raises:
-        UserError: it is not.
+        UserError: the folder does not exist, or is no run folder.
     """
     check_exists(run)
-    if not any((run / sign).is_file() for sign in (CONFIG_FILE, SCRIPT)):
+    if not any((run / file).is_file() for file in (CONFIG_FILE, SCRIPT)):
         raise UserError(f"{run}: not a run folder: contains no {CONFIG_FILE}")

@@ -1,4 +1,4 @@
-"""`rlsys engines`: list the engines of a running run; add or drain one."""
+"""`rlsys engines`: lists the engines of a running run, adds one, or drains one."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rlsys.engine.launch_args import engine_command
 
 
 def add_engines(add: Add) -> None:
+    """Add `rlsys engines`."""
     sub = add("engines", _list, "list the engines of a run, add one, or drain one")
     commands = sub.add_subparsers(required=True, metavar="list|join|drain")
     list_parser = commands.add_parser("list", help="list all engines, with their cost")
@@ -38,6 +39,7 @@ def add_engines(add: Add) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
+    """Run `rlsys engines list`."""
     check_run_folder(args.run)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("engine", "state", "requests", "rank-hours"):
@@ -50,12 +52,13 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _join(args: argparse.Namespace) -> int:
+    """Run `rlsys engines join`."""
     check_run_folder(args.run)
-    config, current_engines = load_run_config(args.run), engines(args.run)
-    if (max_engines := config.launch.max_engines) is not None and len(current_engines) >= max_engines:
+    max_engines = load_run_config(args.run).launch.max_engines
+    count = len(engines(args.run))
+    if max_engines is not None and count >= max_engines:
         raise UserError(
-            f"{args.run}: the run has {len(current_engines)} engines, the maximum (launch.max_engines = "
-            f"{max_engines})"
+            f"launch.max_engines = {max_engines}: {args.run} has {count} engines, so no other engine can join"
         )
     with StopSignals().listening() as stop:
         join(
@@ -70,8 +73,11 @@ def _join(args: argparse.Namespace) -> int:
 
 
 def _drain(args: argparse.Namespace) -> int:
+    """Run `rlsys engines drain`."""
     check_run_folder(args.run)
-    owner, current_engines, url = current_owner(args.run), engines(args.run), args.url.rstrip("/")
+    owner = current_owner(args.run)
+    current_engines = engines(args.run)
+    url = args.url.rstrip("/")
     registered = {m.url: m for m in membership.read_members(owner)} if owner is not None else {}
     if owner is None or (url not in current_engines and url not in registered):
         raise UserError(
@@ -79,13 +85,11 @@ def _drain(args: argparse.Namespace) -> int:
         )
     config = load_run_config(args.run)
     if not args.undo:
-        remaining, min_engines = (
-            sum(bool(metrics["serving"]) for u, metrics in current_engines.items() if u != url),
-            config.launch.min_engines,
-        )
-        if remaining < (min_engines or 1):
+        remaining = sum(bool(metrics["serving"]) for u, metrics in current_engines.items() if u != url)
+        min_engines = config.launch.min_engines or 1
+        if remaining < min_engines:
             raise UserError(
-                f"{url}: without it, {remaining} engines would serve; expected at least {min_engines or 1} "
+                f"{url}: without this engine, {remaining} engines would serve; expected at least {min_engines} "
                 "(launch.min_engines)"
             )
     member = registered.get(url)

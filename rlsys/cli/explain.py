@@ -1,11 +1,10 @@
-"""`rlsys explain`: summary of a config on one screen. Starts nothing, and needs no weights."""
+"""`rlsys explain`: summary of a config on one screen. It starts nothing, and needs no weights."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import psutil
@@ -24,6 +23,7 @@ from launch.describe import (
 from launch.diagram import NodeGroup, draw, group_nodes
 from launch.environment import allocator_notes
 from launch.plan import LaunchPlan, Node, Ports, build_plan, build_sft_plan
+from rlsys.cli.cluster import Add
 from rlsys.config import Config, add_config, dump_config, load_config
 from rlsys.convert.config import HFConfig
 from rlsys.convert.hub import pin_models
@@ -51,13 +51,20 @@ from rlsys.planner.traffic import describe_traffic
 from rlsys.planner.unusual_settings import host_memory_problems, slow_bfloat16, unusual_settings
 from rlsys.viewer.trackers.tracker import check_trackers
 
-Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
-_LABEL = 20
+_LABEL_WIDTH = 20
 
 
 @dataclass(frozen=True)
 class Screen:
-    """Facts by heading. `warnings`: facts that may indicate a mistake."""
+    """Content of the screen.
+
+    Attributes:
+        title: first line.
+        parts: headings and their facts.
+        node_groups: roles on nodes and GPUs.
+        gpus_per_node: number of GPUs of each node.
+        warnings: lines about settings that may be mistakes.
+    """
 
     title: str
     parts: list[tuple[str, list[Fact]]]
@@ -67,6 +74,7 @@ class Screen:
 
 
 def add_explain(add: Add) -> None:
+    """Add `rlsys explain`."""
     sub = add("explain", explain, "summarise a config: processes, sizes, duration, and suspicious settings")
     add_config(sub)
     sub.add_argument(
@@ -84,12 +92,13 @@ def explain(args: argparse.Namespace) -> int:
     from rlsys.cli.preflight import check_fine_tuning, check_start  # imports torch
 
     config = with_gpu_memory(load_config(args.config, args.overrides), args.gpu_memory)
+    missing_model = None
     try:
-        config, absent = pin_models(config, weights=False), None
+        config = pin_models(config, weights=False)
     except UserError as e:
         check_files(config.model.path)
-        absent = str(e)
-    screen, plan = describe_run(config, config.launch.gpu_memory_gb, absent)
+        missing_model = str(e)
+    screen, plan = describe_run(config, config.launch.gpu_memory_gb, missing_model)
     check_trackers(config.run.trackers)
     check_spans(config.run.spans)
     notes = check_fine_tuning(config) if config.fine_tunes else check_start(config)
@@ -109,10 +118,10 @@ def explain(args: argparse.Namespace) -> int:
 
 
 def with_gpu_memory(config: Config, gpu_gb: float | None) -> Config:
-    """Return the config with the memory of a GPU that an option gives.
+    """Return the config with launch.gpu_memory_gb = `gpu_gb`; for None, the config itself.
 
     Raises:
-        UserError: the option is not an amount of memory.
+        UserError: `gpu_gb` is not a finite number above 0.
     """
     if gpu_gb is None:
         return config
@@ -121,46 +130,35 @@ def with_gpu_memory(config: Config, gpu_gb: float | None) -> Config:
     return config.model_copy(update={"launch": config.launch.model_copy(update={"gpu_memory_gb": gpu_gb})})
 
 
-def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tuple[Screen, LaunchPlan]:
-    """Return the facts, except for those of `check_start`, and the plan.
+def describe_run(
+    config: Config, gpu_gb: float, missing_model: str | None = None
+) -> tuple[Screen, LaunchPlan]:
+    """Return the content of the screen without the notes of the preflight, and the plan.
 
     Args:
-        gpu_gb: memory of one GPU.
-        absent: why a model is not available.
+        config: config of the run.
+        gpu_gb: memory of one GPU in GB.
+        missing_model: why the model is not available; None if it is.
 
     Raises:
         UserError: the config cannot run.
     """
     if config.fine_tunes:
-        return describe_fine_tuning_run(config, gpu_gb, absent)
-    from megatron_patches import have_transformer_engine  # imports torch
-    from rlsys.algo.no_effect import describe_passes  # likewise
+        return describe_fine_tuning_run(config, gpu_gb, missing_model)
+    from rlsys.algo.no_effect import describe_passes  # imports torch
 
     passes = [("" if i else "log-prob passes", line) for i, line in enumerate(describe_passes(config))]
-    sizes, warnings = describe_arithmetic(config), []
+    sizes = describe_arithmetic(config)
     if config.model.path.exists():
-        hf = read_model(config)
-        check_tensors(config, hf)
-        engine = have_transformer_engine() if have_cuda() else config.launch.gpus_per_node > 0
-        sizes.append(describe_prompts(config, hf, engine))
-        sizes += describe_memory(config, hf)
-        warnings += size_warnings(config, hf)
-        warnings += _machine_problems(config, hf, gpu_gb) + unusual_settings(config, hf)
-        traffic, traffic_warnings = describe_traffic(config, hf)
-        sizes, warnings = sizes + traffic, warnings + traffic_warnings
-        duration = NO_ESTIMATE
-        if config.launch.gpus_per_node:
-            forecast = forecast_step(config, hf, machines()["h100"])
-            sizes += describe_capacity(config, forecast)
-            duration = describe_forecast(config, forecast)
+        model_sizes, warnings, duration = _describe_model(config, gpu_gb)
+        sizes += model_sizes
     else:
+        warnings = [_missing_model_warning(config, missing_model)]
         duration = "not known without the model's config.json"
-        reason = absent or f"{config.model.path} does not exist"
-        warnings.append(f"NOT CHECKED: {reason}: whether it fits the layout, parameters, memory")
     plan, layout = placeholder_plan(config), lay_out(config)  # the model has been checked against the layout
     warnings += describe_idle(config, plan) + allocator_notes(config) + attention_notes(config)
     if config.launch.release_memory and not (config.launch.gpus_per_node or have_cuda()):
-        warnings.append("no GPU: launch.release_memory frees nothing")
+        warnings.append("launch.release_memory = true: it frees nothing on a host without GPUs")
     other_roles = [r for r in plan.roles if r.kind != "trainer" and not r.unit.startswith("engine-")]
     return Screen(
         title=f"run {config.run.dir}",
@@ -175,19 +173,57 @@ def describe_run(config: Config, gpu_gb: float, absent: str | None = None) -> tu
     ), plan
 
 
+def _describe_model(config: Config, gpu_gb: float) -> tuple[list[Fact], list[str], str]:
+    """Return sizes, warnings and the forecast duration of a run of a model whose folder exists.
+
+    Args:
+        config: config of the run.
+        gpu_gb: memory of one GPU in GB.
+
+    Raises:
+        UserError: the model does not fit the config.
+    """
+    from megatron_patches import have_transformer_engine  # imports torch
+
+    hf = read_model(config)
+    check_tensors(config, hf)
+    engine = have_transformer_engine() if have_cuda() else config.launch.gpus_per_node > 0
+    traffic, traffic_warnings = describe_traffic(config, hf)
+    sizes = [describe_prompts(config, hf, engine), *describe_memory(config, hf), *traffic]
+    warnings = [
+        *size_warnings(config, hf),
+        *_machine_problems(config, hf, gpu_gb),
+        *unusual_settings(config, hf),
+        *traffic_warnings,
+    ]
+    if not config.launch.gpus_per_node:
+        return sizes, warnings, NO_ESTIMATE
+    forecast = forecast_step(config, hf, machines()["h100"])
+    return [*sizes, *describe_capacity(config, forecast)], warnings, describe_forecast(config, forecast)
+
+
+def _missing_model_warning(config: Config, missing_model: str | None) -> str:
+    """Return the warning about a missing model. `missing_model`: the reason, if it is known."""
+    reason = missing_model or f"{config.model.path} does not exist"
+    return f"NOT CHECKED: {reason}: whether it fits the layout, parameters, memory"
+
+
 def _machine_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
-    """Compare the run with the memory of GPUs, or with this machine where the run has no GPUs."""
+    """Return a line for each problem of the GPUs' memory; for a run without GPUs, each problem of this machine."""
     if not (config.launch.gpus_per_node or have_cuda()):
         return host_memory_problems(config, hf, psutil.virtual_memory().total / GB) + slow_bfloat16(config)
-    return (
-        trainer_memory_problems(config, hf, gpu_gb)
-        if config.fine_tunes
-        else memory_problems(config, hf, gpu_gb)
-    )
+    if config.fine_tunes:
+        return trainer_memory_problems(config, hf, gpu_gb)
+    return memory_problems(config, hf, gpu_gb)
 
 
-def describe_fine_tuning_run(config: Config, gpu_gb: float, absent: str | None) -> tuple[Screen, LaunchPlan]:
-    """Return the facts of `rlsys sft`: a trainer without engines and prompts. Arguments: see `describe_run`."""
+def describe_fine_tuning_run(
+    config: Config, gpu_gb: float, missing_model: str | None
+) -> tuple[Screen, LaunchPlan]:
+    """Return the content of the screen for `rlsys sft`, whose run has no engines and prompts, and the plan.
+
+    The arguments are those of `describe_run`.
+    """
     sizes, warnings = [], []
     if config.model.path.exists():
         hf = read_model(config)
@@ -195,13 +231,9 @@ def describe_fine_tuning_run(config: Config, gpu_gb: float, absent: str | None) 
         sizes = [fact for fact in describe_memory(config, hf) if fact[0] in TRAINER_FACTS]
         warnings = _machine_problems(config, hf, gpu_gb) + unusual_settings(config, hf)
     else:
-        reason = absent or f"{config.model.path} does not exist"
-        warnings = [f"NOT CHECKED: {reason}: whether it fits the layout, parameters, memory"]
+        warnings = [_missing_model_warning(config, missing_model)]
     layout = replace(lay_out(config), engines=[])
-    nodes = [Node("localhost")]
-    if config.launch.nodes > 1:
-        nodes = [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]
-    plan = build_sft_plan(config, layout, nodes, Ports([], 0, ()))
+    plan = build_sft_plan(config, layout, _placeholder_nodes(config), Ports([], 0, ()))
     duration = _remaining_duration(config) or "not estimated: it depends on the length of the answers"
     return Screen(
         title=f"run {config.run.dir}: rlsys sft",
@@ -217,17 +249,21 @@ def describe_fine_tuning_run(config: Config, gpu_gb: float, absent: str | None) 
 
 
 def placeholder_plan(config: Config) -> LaunchPlan:
-    """Return the plan with placeholders for the names and addresses of nodes."""
+    """Return the plan, with placeholders for the names and addresses of nodes and for ports."""
     first, engines = config.engine.port, config.engine.count
     ports = Ports([first + i if first else 0 for i in range(engines)], 0, (0,) * engines)
-    nodes = [Node("localhost")]
-    if config.launch.nodes > 1:
-        nodes = [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]
-    return build_plan(config, lay_out(config), nodes, ports, engine_command)
+    return build_plan(config, lay_out(config), _placeholder_nodes(config), ports, engine_command)
+
+
+def _placeholder_nodes(config: Config) -> list[Node]:
+    """Return launch.nodes nodes with placeholder names; localhost for a run on one node."""
+    if config.launch.nodes == 1:
+        return [Node("localhost")]
+    return [Node(f"node-{i}", f"node-{i}") for i in range(config.launch.nodes)]
 
 
 def _remaining_duration(config: Config) -> str | None:
-    """Describe the remaining duration of a run that has started."""
+    """Return a text about the remaining duration of a run, measured on its steps; None if it has not started."""
     if not (config.run.dir / METRICS_FILE).is_file():
         return None
     metrics = read_metrics(config.run.dir)
@@ -236,7 +272,7 @@ def _remaining_duration(config: Config) -> str | None:
 
 
 def describe_commands(config: Config, plan: LaunchPlan) -> str:
-    """Describe the commands of all processes."""
+    """Return the command lines of all processes."""
     lines = [describe_plan(plan)]
     if not config.engine.port:
         lines.append("(port 0: a free port is chosen at the start)")
@@ -244,10 +280,10 @@ def describe_commands(config: Config, plan: LaunchPlan) -> str:
 
 
 def render_plain(screen: Screen) -> str:
-    """Render one fact per line, without wrapping: for a pipe or a file."""
+    """Return the screen as text for a pipe or a file: one fact per line, without wrapping."""
     lines = [screen.title]
     for title, facts in screen.parts:
-        lines += ["", title, *(f"  {label:<{_LABEL}} {text}" for label, text in facts)]
+        lines += ["", title, *(f"  {label:<{_LABEL_WIDTH}} {text}" for label, text in facts)]
     lines += [
         "",
         "where",
@@ -258,7 +294,7 @@ def render_plain(screen: Screen) -> str:
 
 
 def render_rich(screen: Screen) -> Group:
-    """Render for a terminal, with wrapping and colours."""
+    """Return the screen for a terminal, with wrapping and colours."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(style="dim", no_wrap=True)

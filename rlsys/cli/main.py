@@ -31,7 +31,7 @@ from launch.readiness import PortInUse
 from launch.requeue import check_folder, may_requeue
 from launch.rundir import open_run_dir
 from launch.stops import NodeLost, StoppedBySignal, StopSignals
-from rlsys.cli.cluster import add_commands, check_exists
+from rlsys.cli.cluster import Add, add_commands, check_exists
 from rlsys.cli.engines import add_engines
 from rlsys.cli.explain import add_explain
 from rlsys.cli.import_script import add_import
@@ -66,7 +66,7 @@ from rlsys.viewer.trackers.tracker import check_trackers
 
 
 def train(args: argparse.Namespace) -> int:
-    """Start or resume a run, and report it."""
+    """Run `rlsys train`: start or resume a run, and print its report."""
     from rlsys.rollout.preflight import check_names
 
     config = pin_data(pin_models(load_config(args.config, args.overrides)))
@@ -75,7 +75,7 @@ def train(args: argparse.Namespace) -> int:
     check_observers(config)
     check_names(config)
     capability = device_capability()
-    # Other nodes check themselves, as does the trainer if the GPU's capability is unknown here.
+    # Other nodes check their GPUs; the trainer does so if the capability is unknown in this process.
     if config.launch.backend == "local" and (capability is not None or not have_cuda()):
         has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
         check_device(config, capability, has_transformer_engine)
@@ -91,7 +91,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def sft(args: argparse.Namespace) -> int:
-    """Fine-tune on existing answers (docs/sft.md); the quickstart's checkpoint was made this way."""
+    """Run `rlsys sft`: fine-tune on existing answers (docs/sft.md)."""
     config = pin_models(load_config(args.config, args.overrides))
     check_model(config)
     layout = lay_out(config)
@@ -113,7 +113,7 @@ def sft(args: argparse.Namespace) -> int:
 
 
 def tenants(args: argparse.Namespace) -> int:
-    """Serve Tinker's protocol to several clients that train adapters on one model (docs/tenants.md)."""
+    """Run `rlsys tenants`: serve Tinker's protocol to clients that train adapters on one model (docs/tenants.md)."""
     options = read_options(args)
     config = options.config
     check_model(config)
@@ -130,7 +130,7 @@ def tenants(args: argparse.Namespace) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Evaluate a config's model, a folder, or a run's checkpoint on the held-out prompts and eval.sets."""
+    """Run `rlsys eval`: evaluate a model on the held-out prompts and eval.sets."""
     subject = find_subject(args.target, args.checkpoint, args.overrides)
     if subject.config.eval.prompts == 0:
         raise UserError("eval.prompts = 0: nothing is measured; expected more than 0")
@@ -159,13 +159,21 @@ def supervise(
     *,
     use_stderr: bool = False,
 ) -> None:
-    """Run a plan's processes with the live display until they are done; replace lost nodes and ports.
+    """Run the processes of a plan with the live display until the run ends.
+
+    If nodes are lost, or other servers use the run's ports, start again with other nodes or ports.
 
     Args:
         config: config of the run.
-        make_plan: builds the plan; called again with new nodes or ports.
-        check: the Supervisor's check, called at each start of the plan.
-        use_stderr: show the display on stderr, because stdout is read by a program.
+        make_plan: builds the plan; called at each start.
+        check: the Supervisor's check; called at each start.
+        use_stderr: whether to show the display on stderr, because a program reads stdout.
+
+    Raises:
+        StoppedBySignal: a signal or the scheduler stopped the run.
+        NodeLost, PortInUse: this happened more than launch.max_restarts times without a train step in between, or
+            there are no other nodes.
+        RlsysError: the error of a failed role.
     """
     console = Console(stderr=use_stderr)
     check_folder(config.run.dir)
@@ -176,17 +184,15 @@ def supervise(
         make_progress(config.trainer.steps, f"rlsys {config.run.dir}", console) as display,
         feed_trackers(config, lambda text: console.print(f"rlsys: {text}", highlight=False)),
     ):
-        losses, last_step = 0, -1
+        failures = ConsecutiveFailures(run_dir.path)
         while True:
             try:
                 run_plan(config, make_plan(backend), backend, run_dir, display, stop, check)
                 return
             except NodeLost as error:
-                step = read_metrics(run_dir.path).last_step if (run_dir.path / METRICS_FILE).is_file() else 0
-                losses, last_step = (1, step) if step > last_step else (losses + 1, last_step)
-                if losses > config.launch.max_restarts:  # without a train step in between
+                if failures.add() > config.launch.max_restarts:
                     raise
-                display.phase(f"{error.names} lost; replacing them")
+                display.phase(f"{error.event}; replacing them")
                 if not backend.replace_nodes(lambda: stop.count > 0):
                     request_requeue(config, run_dir.path, backend, display)
                     raise
@@ -195,7 +201,7 @@ def supervise(
                     raise UserError(
                         f"engine.port = {config.engine.port}: {conflict}; 0 chooses free ports"
                     ) from None
-                if losses > config.launch.max_restarts:
+                if failures.add() > config.launch.max_restarts:
                     raise
                 display.phase(f"{conflict}; retrying with other ports")
             except StoppedBySignal as stop_error:
@@ -204,12 +210,33 @@ def supervise(
                 raise StoppedBySignal(stop_error.number, resume_point(run_dir.path)) from None
 
 
-def resume_point(run: Path) -> str:
-    """Describe the last train step of a stopped run, and the checkpoint from which it continues.
+class ConsecutiveFailures:
+    """Number of failures of a run without a train step in between."""
 
-    Empty if no train step is done, as in an evaluation.
+    def __init__(self, run: Path) -> None:
+        """Start with no failure. `run`: the run folder."""
+        self._run = run
+        self._count, self._last_step = 0, -1
+
+    def add(self) -> int:
+        """Count a failure, and return the number of failures since the last train step."""
+        step = last_train_step(self._run)
+        self._count = 1 if step > self._last_step else self._count + 1
+        self._last_step = max(step, self._last_step)
+        return self._count
+
+
+def last_train_step(run: Path) -> int:
+    """Return the last train step in a run's metrics; 0 if there is none."""
+    return read_metrics(run).last_step if (run / METRICS_FILE).is_file() else 0
+
+
+def resume_point(run: Path) -> str:
+    """Return a text about the last train step of a stopped run, and the checkpoint from which the run continues.
+
+    The text is empty if the run has no train step, as in an evaluation.
     """
-    last_step = read_metrics(run).last_step if (run / METRICS_FILE).is_file() else 0
+    last_step = last_train_step(run)
     if not last_step:
         return ""
     checkpoint = newest_checkpoint_step(run)
@@ -221,7 +248,7 @@ def resume_point(run: Path) -> str:
 
 
 def request_requeue(config: Config, run: Path, backend: Backend, display: Display) -> None:
-    """Have the scheduler start the same command again, unless too many consecutive sessions made no progress."""
+    """Make the scheduler start the same command again, unless too many consecutive sessions made no progress."""
     limit = config.launch.max_restarts
     if may_requeue(run, progress(run), limit):
         backend.requeue()
@@ -230,13 +257,13 @@ def request_requeue(config: Config, run: Path, backend: Backend, display: Displa
 
 
 def progress(run: Path) -> int:
-    """Return the number of tokens in a stopped run's ledger; without a ledger, of train steps."""
+    """Return the number of tokens in a stopped run's ledger; without a ledger, the number of train steps."""
     from rlsys.ledger.reader import RunReader
 
     try:
         return sum(RunReader(run).ledger().tokens.values())
-    except UserError:  # nothing was generated: fine-tuning, or not started
-        return read_metrics(run).last_step if (run / METRICS_FILE).is_file() else 0
+    except UserError:  # the run fine-tunes, or has not generated a token
+        return last_train_step(run)
 
 
 def show_report(run_dir: Path) -> None:
@@ -252,10 +279,10 @@ def show_report(run_dir: Path) -> None:
 
 
 def check_plugins(config: Config) -> None:
-    """Check that a run would start, and print notes about it.
+    """Check that a run can start, and print notes about it.
 
     Raises:
-        UserError: it would not start.
+        UserError: the run cannot start.
     """
     from rlsys.cli.preflight import check_start  # imports torch
 
@@ -268,13 +295,13 @@ def check_quickstart_trainer() -> None:
     """Check that the installed packages can build the quickstart's trainer.
 
     Raises:
-        UserError: they cannot.
+        UserError: the packages cannot.
     """
     check_build(load_config(Path("quickstart"), []))
 
 
 def check_observers(config: Config) -> None:
-    """Check the trackers and the receiver of spans.
+    """Check that the config's trackers and the receiver of spans can be used.
 
     Raises:
         UserError: one cannot be used.
@@ -284,7 +311,7 @@ def check_observers(config: Config) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write a run's report again."""
+    """Run `rlsys report`: write and print the report of a run."""
     check_exists(args.run)
     if args.json:
         print(json.dumps(summarise(read_metrics(args.run)), indent=2))
@@ -294,10 +321,10 @@ def report(args: argparse.Namespace) -> int:
 
 
 def ledger(args: argparse.Namespace) -> int:
-    """Print a run's ledger, and check it.
+    """Run `rlsys ledger`: print the counts of a run's ledger, and check them.
 
     Raises:
-        RunError: it is inconsistent (exit code 1).
+        RunError: the counts are inconsistent (exit code 1).
     """
     from rlsys.ledger.ledger import check_ledger
     from rlsys.ledger.reader import RunReader
@@ -313,14 +340,19 @@ def ledger(args: argparse.Namespace) -> int:
 
 
 def live_status(run: Path) -> dict[str, Any] | None:
-    """Return the status of a run's coordinator; None if there is none."""
+    """Return the status of a run's coordinator; None if the run has none."""
     from rlsys.ledger.reader import RunReader
 
     return RunReader(run).status()
 
 
 def ledger_table(figures: dict[str, int | dict[str, int]]) -> Table:
-    """Format counts by state: an integer counts groups, unless its row has another unit."""
+    """Return a table of counts: one row per state, with columns for groups, samples and tokens.
+
+    Args:
+        figures: `samples` and `tokens`: state -> count; any other name: the number of groups in that state, or of the
+            row's unit.
+    """
     samples, tokens = figures["samples"], figures["tokens"]
     assert isinstance(samples, dict) and isinstance(tokens, dict)
     units = {"parked": "samples", "in_flight": "samples", "lost": "tokens"}
@@ -337,7 +369,7 @@ def ledger_table(figures: dict[str, int | dict[str, int]]) -> Table:
 
 
 def algo(args: argparse.Namespace) -> int:
-    """List the algorithms that a config can name, or show one."""
+    """Run `rlsys algo list` or `rlsys algo show`."""
     from rlsys.algo.catalogue import render_list, render_show
 
     print(render_show(args.name) if args.name is not None else render_list())
@@ -345,7 +377,7 @@ def algo(args: argparse.Namespace) -> int:
 
 
 def check_algo(args: argparse.Namespace) -> int:
-    """Check that a plug-in satisfies the contract of its kind."""
+    """Run `rlsys algo check`: check that a plug-in satisfies the contract of its kind."""
     from rlsys.algo.contract import check_kind, check_promises, kind_of
 
     config = pin_models(load_config(args.config, args.overrides), weights=False)
@@ -361,11 +393,11 @@ class Parser(argparse.ArgumentParser):
     _parsing_intermixed = False
 
     def __init__(self, **settings: Any) -> None:
-        # Otherwise --token would match --token-file, and a secret would be printed as a missing file.
+        # With abbreviations, --token would match --token-file, and the error would print a secret as a missing file.
         super().__init__(**settings, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse overrides on both sides of options; argparse reports the later ones as unknown."""
+        """Parse overrides on both sides of options. By default, argparse refuses overrides behind an option."""
         if self._parsing_intermixed or not any(action.dest == "overrides" for action in self._actions):
             return super().parse_known_args(args, namespace)
         self._parsing_intermixed = True
@@ -375,7 +407,7 @@ class Parser(argparse.ArgumentParser):
             self._parsing_intermixed = False
 
     def error(self, message: str) -> NoReturn:
-        """Print the error as one line, and exit."""
+        """Print the error as one line, and exit with UserError's code."""
         head, unknown, options = message.partition("unrecognized arguments: ")
         if unknown and not head and (explanation := explain_options(options.split())) is not None:
             message = explanation
@@ -391,11 +423,14 @@ GROUPS = {
     "Serve": ("router", "tenants", "meet"),
     "Algorithms": ("algo",),
 }
-"""Commands by purpose, as `rlsys --help` lists them."""
+"""Title of a group of commands -> their names, in the order of `rlsys --help`."""
 
 
 def command_list(helps: Mapping[str, str]) -> str:
-    """Return the commands by group, for the help text.
+    """Return the list of commands for `rlsys --help`.
+
+    Args:
+        helps: name of each command -> its help text.
 
     Raises:
         KeyError: a command is in no group.
@@ -430,6 +465,27 @@ def make_parser() -> Parser:
         sub.set_defaults(run_command=run)
         return sub
 
+    add_run_commands(add)
+    add_evaluation(add)
+    add_algorithms(add)
+    add_explain(add)
+    add_commands(add, check_plugins, live_status, check_quickstart_trainer)
+    add_engines(add)
+    add_view_commands(add)
+    add_import(add)
+    add_project_commands(add, supervise, check_plugins)
+    add_rehearse(add)
+    add_plan(add)
+    add_router(add)
+    add_tenants(add, tenants)
+    add_meet(add)
+    add_model_commands(add)
+    parser.epilog = command_list(helps)
+    return parser
+
+
+def add_run_commands(add: Add) -> None:
+    """Add `rlsys train`, `sft`, `report` and `ledger`."""
     for name, run, help in (
         ("train", train, "start or resume a run"),
         ("sft", sft, "fine-tune on chats, preference pairs or traces"),
@@ -443,6 +499,10 @@ def make_parser() -> Parser:
         sub = add(name, run, help)
         sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
         sub.add_argument("--json", action="store_true", help="print JSON only")
+
+
+def add_evaluation(add: Add) -> None:
+    """Add `rlsys eval`."""
     sub = add("eval", evaluate, "evaluate a model on the held-out prompts and the named sets")
     sub.add_argument("target", type=Path, metavar="CONFIG|RUN", help="YAML file, or run folder")
     sub.add_argument(
@@ -458,6 +518,10 @@ def make_parser() -> Parser:
         "newest checkpoint)",
     )  # fmt: skip
     sub.add_argument("--json", action="store_true", help="print JSON only")
+
+
+def add_algorithms(add: Add) -> None:
+    """Add `rlsys algo`."""
     sub = add("algo", algo, "list the algorithms that a config can name, or show one")
     algo_commands = sub.add_subparsers(required=True, metavar="list|show|check")
     algo_commands.add_parser("list", help="list all algorithms by kind").set_defaults(name=None)
@@ -485,20 +549,6 @@ def make_parser() -> Parser:
         default=Path("quickstart"),
         help="config of the run that uses the plug-in (default: quickstart)",
     )
-    add_explain(add)
-    add_commands(add, check_plugins, live_status, check_quickstart_trainer)
-    add_engines(add)
-    add_view_commands(add)
-    add_import(add)
-    add_project_commands(add, supervise, check_plugins)
-    add_rehearse(add)
-    add_plan(add)
-    add_router(add)
-    add_tenants(add, tenants)
-    add_meet(add)
-    add_model_commands(add)
-    parser.epilog = command_list(helps)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -520,9 +570,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("rlsys: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `rlsys ... | head`: the reader has closed the pipe
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # otherwise the flush at exit fails again
+        # Without this, the flush at exit would fail, too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as e:
         if e.filename is None or e.strerror is None:

@@ -22,11 +22,11 @@ from rlsys.obs.role import without_ignored
 log = logging.getLogger("rlsys.meeting")
 
 CONNECTIONS = 4096
-"""Maximum number of connections of runs and episodes: an episode of two policies has at most eight."""
+"""Maximum number of connections of runs and episodes. An episode of two policies has at most eight connections."""
 
 
 def add_meet(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add `rlsys meet`. `add` creates a sub-command from name, function and help."""
+    """Add `rlsys meet`."""
     sub = add("meet", meet, "run episodes of several policies, each trained by its own run")
     sub.add_argument(
         "episode", metavar="FUNCTION", help="path/to/file.py:function or package.module:function"
@@ -49,7 +49,11 @@ def add_meet(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def meet(args: argparse.Namespace) -> int:
-    """Serve episodes until SIGTERM or Ctrl-C."""
+    """Run `rlsys meet`: serve episodes until SIGTERM or Ctrl-C.
+
+    Raises:
+        UserError: an option is invalid.
+    """
     if len(set(args.policy)) != len(args.policy) or len(args.policy) < 2:
         raise UserError(f"--policy {' '.join(args.policy)}: expected two or more different names")
     for name in args.policy:
@@ -67,7 +71,14 @@ def meet(args: argparse.Namespace) -> int:
 async def _serve(
     episode: str, policies: Sequence[str], port: int, wait: float, variables: Sequence[str]
 ) -> None:
-    """Serve episodes until a signal arrives.
+    """Serve episodes until SIGTERM or Ctrl-C.
+
+    Args:
+        episode: import path of the function that runs an episode.
+        policies: names of the policies.
+        port: port on loopback.
+        wait: seconds that a sample waits for its partners.
+        variables: names of the environment variables that the function gets.
 
     Raises:
         UserError: the port is in use, or the function does not exist.
@@ -79,34 +90,35 @@ async def _serve(
     connector, times = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with direct_session(connector=connector, timeout=times) as session:
         meeting = EpisodeServer(policies, wait, session)
-        keeper = asyncio.create_task(_keep_host(meeting, episode, variables))
+        host_task = asyncio.create_task(_run_host(meeting, episode, variables))
         stop_task = asyncio.create_task(stop.wait())
         try:
-            await _wait_first(keeper, asyncio.create_task(meeting.hosted()))
+            await _wait_first(host_task, asyncio.create_task(meeting.hosted()))
             async with meeting.listening(port) as base:
                 for name in policies:
                     print(f"rlsys: {name}: rollout.generator_params.url = {base}/{name}", flush=True)
-                await _wait_first(keeper, stop_task)
+                await _wait_first(host_task, stop_task)
                 meeting.close()
-                keeper.cancel()  # before its episodes notice that their addresses are gone
-                await asyncio.wait({keeper})
+                # End the episodes before the server closes, so that they report no lost connections.
+                host_task.cancel()
+                await asyncio.wait({host_task})
         finally:
-            keeper.cancel()
-            await asyncio.wait({keeper})
+            host_task.cancel()
+            await asyncio.wait({host_task})
 
 
-async def _wait_first(keeper: asyncio.Task[None], other_task: asyncio.Task[Any]) -> None:
-    """Wait until one of the tasks ends. Raises the keeper's error."""
-    await asyncio.wait({keeper, other_task}, return_when=asyncio.FIRST_COMPLETED)
-    if keeper.done():
+async def _wait_first(host_task: asyncio.Task[None], other_task: asyncio.Task[Any]) -> None:
+    """Wait until one of the tasks ends. If it is the host's task, raise its error."""
+    await asyncio.wait({host_task, other_task}, return_when=asyncio.FIRST_COMPLETED)
+    if host_task.done():
         other_task.cancel()
-        keeper.result()
+        host_task.result()
 
 
-async def _keep_host(meeting: EpisodeServer, episode: str, variables: Sequence[str]) -> None:
-    """Keep a process running from which episodes are forked; restart it when it dies."""
+async def _run_host(meeting: EpisodeServer, episode: str, variables: Sequence[str]) -> None:
+    """Run the process from which episodes are forked; restart it when it dies. Only errors end this."""
     while True:
         async with open_host(episode, None, None, variables, meets=True) as host:
             meeting.put_host(host)
             await host.host_exit.wait()
-            log.warning("the process of the episodes has died; restarting it")
+            log.warning("the process from which episodes are forked has died; restarting it")

@@ -1,4 +1,4 @@
-"""Commands for models on disk: convert, and the model selection of eval. Heavy imports are deferred."""
+"""`rlsys convert`, and the selection of the model that `rlsys eval` evaluates. Imports torch only when needed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from rlsys.cli.cluster import Add
 from rlsys.config import Config, load_config
 from rlsys.convert.hub import find_folder, pin_models
 from rlsys.core.errors import UserError
 from rlsys.core.run_files import EVALUATIONS_FOLDER
 from rlsys.obs.metrics import FILE_NAME as METRICS_FILE
 
-Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
-_OF_A_HUB = "owner/name[@REVISION] of a hub"
+_HUB_ID = "owner/name[@REVISION] of a hub"
 _SIZES = {
     "tp": "tensor parallel size",
     "pp": "pipeline parallel size",
@@ -30,7 +30,7 @@ _SIZES = {
 
 
 def add_model_commands(add: Add) -> None:
-    """Add the commands."""
+    """Add `rlsys convert`."""
     convert = add("convert", convert_to_megatron, "convert a model folder to a Megatron checkpoint, or back")
     kinds = convert.add_subparsers(required=True, metavar="hf-to-megatron|megatron-to-hf|verify")
     kind = kinds.add_parser("hf-to-megatron", help="write a Megatron checkpoint from a Hugging Face folder")
@@ -40,7 +40,7 @@ def add_model_commands(add: Add) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help=f"Hugging Face folder, or {_OF_A_HUB}",
+        help=f"Hugging Face folder, or {_HUB_ID}",
     )
     kind.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to create")
     for name, help_text in _SIZES.items():
@@ -62,7 +62,7 @@ def add_model_commands(add: Add) -> None:
             name,
             type=Path,
             metavar=name.upper(),
-            help=f"Hugging Face folder, checkpoint, run folder, or {_OF_A_HUB}",
+            help=f"Hugging Face folder, checkpoint, run folder, or {_HUB_ID}",
         )
 
 
@@ -107,12 +107,12 @@ def compare(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of `rlsys eval`.
+    """What `rlsys eval` evaluates.
 
     Attributes:
         config: config of the target.
-        model: a model folder or a checkpoint.
-        folder: new folder of the evaluation, for logs and metrics.
+        model: model folder or checkpoint.
+        folder: new folder for logs and metrics of the evaluation.
     """
 
     config: Config
@@ -121,18 +121,21 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """Name for people."""
+        """Name of the model in the result."""
         return str(self.model)
 
     @property
     def step(self) -> int:
-        """Train step of a checkpoint or an export; 0 for another model."""
+        """Train step of a checkpoint or an exported folder; 0 for another model."""
         match = re.fullmatch(r"step-(\d+)", self.model.name)
         return int(match[1]) if match else 0
 
     @contextmanager
     def serving_config(self) -> Iterator[Config]:
-        """Yield the config of the evaluation. A checkpoint is converted, and the copy deleted at the end."""
+        """Yield the config of the evaluation.
+
+        A checkpoint is converted to a temporary model folder, which is deleted at the end of the context.
+        """
         converted, model = self.folder.with_name(self.folder.name + "-model"), self.model
         if not any(model.glob("*.safetensors")):
             from rlsys.trainer.checkpoints.conversion import megatron_to_hf
@@ -154,6 +157,12 @@ class Subject:
 def find_subject(target: Path, checkpoint: Path | None, overrides: Sequence[str]) -> Subject:
     """Return the subject of an evaluation.
 
+    Args:
+        target: config file or run folder.
+        checkpoint: model folder, id on a hub, or checkpoint; None: the newest checkpoint of the run, or the config's
+            model.
+        overrides: overrides of the target's config fields.
+
     Raises:
         UserError: there is no such config, run or model.
     """
@@ -171,14 +180,14 @@ def find_subject(target: Path, checkpoint: Path | None, overrides: Sequence[str]
     else:
         model = config.model.path
     if not model.is_dir():
-        raise UserError(f"{model}: no such folder")
+        raise UserError(f"{model}: no such folder; expected a model folder or a checkpoint")
     root = (run or config.run.dir) / EVALUATIONS_FOLDER
     number = next(n for n in itertools.count(1) if not (root / f"{model.name}-{n}").exists())
     return Subject(config, model, root / f"{model.name}-{number}")
 
 
 def _not_a_run_error(folder: Path) -> str:
-    """Return the error for a folder that is not a run, with the command that it may be for."""
+    """Return the error for a target that is not a run's folder, with a command that may be meant."""
     if (folder / "manifest.json").is_file() and (folder.parent.parent / "config.yaml").is_file():
         return f"{folder}: a checkpoint; use rlsys eval {folder.parent.parent} --checkpoint {folder}"
     if (folder / "config.json").is_file():
@@ -190,7 +199,8 @@ def _not_a_run_error(folder: Path) -> str:
 
 @contextmanager
 def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar; yield the function that sets (completed, total)."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, transient=True) as progress:
         task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        yield lambda completed, total: progress.update(task, completed=completed, total=total)

@@ -1,9 +1,8 @@
-"""Preflight of `rlsys train`, `submit` and `explain`: a config that passes starts.
+"""Preflight of `rlsys train`, `submit` and `explain`: checks that a run of a config can start.
 
-It checks names, parameters and combinations first; then it creates and runs each plug-in once: those of the
-rollout process on the run's first prompts, those of the trainer on a synthetic step. Last, it builds the
-trainer's layers with the installed packages. Imports torch; needs no GPU, no engine and no network, and
-writes nothing.
+First it checks names, parameters and combinations. Then it creates and runs each plug-in once: the plug-ins of the
+rollout process on the run's first prompts, those of the trainer on a synthetic step. Last, it builds the trainer's
+layers with the installed packages. It imports torch, needs no GPU, no engine and no network, and writes nothing.
 """
 
 from __future__ import annotations
@@ -24,32 +23,39 @@ def check_fine_tuning(config: Config) -> list[str]:
     """Check that `rlsys sft` can start: loss, model folder, rows of the first step, and the trainer's layers.
 
     Returns:
-        Notes, one per line.
+        Notes for the user, one line each.
 
     Raises:
-        UserError: it cannot start.
+        UserError: the run cannot start.
     """
     from rlsys.trainer.sft.sft import build_loss
 
     build_loss(config.sft.loss)
     lines = [str(mismatch) for mismatch in mismatches().values()]
     if not config.model.path.exists():
-        return [*lines, f"NOT CHECKED: {config.model.path} does not exist: rows and layers"]
+        return [*lines, f"NOT CHECKED: {config.model.path} does not exist: the rows and the trainer's layers"]
     check_answers(config)
     trial.check_build(config)
     return lines
 
 
 def check_answers(config: Config) -> None:
-    """Check the rows of the first step of `rlsys sft`. Raises UserError for one that cannot be trained."""
+    """Check the rows of the first step of `rlsys sft`.
+
+    Raises:
+        UserError: a row cannot be trained.
+    """
     next(iter(trace_batches(config, Tokenizer.of(config), 0)))
 
 
 def check_start(config: Config) -> list[str]:
-    """Check that a run can start, and return notes about it, one per line.
+    """Check that a run can start.
 
-    A folder without a tokenizer is not an error here (rlsys.planner.model_preflight.check_model reports that it
-    cannot be trained): a note lists what was not checked.
+    A model folder without a tokenizer is not an error of this check, but of
+    rlsys.planner.model_preflight.check_model.
+
+    Returns:
+        Notes for the user, one line each. Without a tokenizer, a note lists what was not checked.
 
     Raises:
         UserError: the run cannot start.

@@ -1,4 +1,7 @@
-"""Commands for a new project: `rlsys new` writes a folder that trains, `rlsys try` shows what a run would see."""
+"""Commands for a new project.
+
+`rlsys new` writes a folder with a config. `rlsys try` generates and scores responses to the first prompts of a run.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from rich.rule import Rule
 from launch.backends import Backend
 from launch.plan import LaunchPlan, build_client_plan
 from launch.ports import choose_ports
+from rlsys.cli.cluster import Add
 from rlsys.cli.project_template import data_section, write_config, write_data_config, write_starter
 from rlsys.config import Config, add_config, load_config
 from rlsys.convert.config import HFConfig
@@ -33,8 +37,6 @@ from rlsys.planner.model_preflight import check_model
 from rlsys.planner.recommendation import Recommendation, Value, recommend
 from rlsys.planner.unusual_settings import GB, host_memory_problems
 
-Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
-
 
 class Supervise(Protocol):
     """Type of rlsys.cli.main.supervise."""
@@ -45,11 +47,11 @@ class Supervise(Protocol):
 
 
 MAX_CHARACTERS = 800
-"""Maximum characters of a text to print."""
+"""Maximum number of characters of a text that are printed."""
 
 
 def add_project_commands(add: Add, supervise: Supervise, check_plugins: Callable[[Config], None]) -> None:
-    """Add the commands."""
+    """Add `rlsys new` and `rlsys try`."""
     sub = add("new", new, "create a small project that can be trained at once: config, data, reward, test")
     sub.add_argument("folder", type=Path, metavar="NAME", help="folder to create")
     sub.add_argument(
@@ -91,19 +93,23 @@ def add_project_commands(add: Add, supervise: Supervise, check_plugins: Callable
 
 
 def new(args: argparse.Namespace) -> int:
-    """Write the starter folder; with --data a config for own data, with --model one for that model."""
+    """Run `rlsys new`.
+
+    It writes one of three folders: with --model a config for that model, with --data a config for these data,
+    otherwise the starter project.
+    """
     if args.model is not None:
         return new_for_model(args)
     if args.gpus is not None:
-        raise UserError("--gpus: it requires --model FOLDER")
+        raise UserError(f"--gpus {args.gpus}: expected together with --model FOLDER")
     config = args.folder / "config.yaml"
     if args.data is not None:
         write_data_config(args.folder, data_section(args.data, args.reward, args.heldout))
         print(f"  {config}\nnext: rlsys try {config}\n      rlsys train {config}")
         return 0
     for option in ("reward", "heldout"):
-        if getattr(args, option) is not None:
-            raise UserError(f"--{option}: it requires --data FILE")
+        if (value := getattr(args, option)) is not None:
+            raise UserError(f"--{option} {value}: expected together with --data FILE")
     for path in write_starter(args.folder):
         print(f"  {path}")
     print(f"next: rlsys try {config}\n      rlsys train {config}")
@@ -112,7 +118,11 @@ def new(args: argparse.Namespace) -> int:
 
 
 def new_for_model(args: argparse.Namespace) -> int:
-    """Write NAME/config.yaml with a recommended value for each field that depends on the model or the machine."""
+    """Write NAME/config.yaml, with a recommended value for each field that depends on the model or the machine.
+
+    Raises:
+        UserError: an option is invalid, the model cannot be used, or it does not fit this machine.
+    """
     gpus = len(gpu_names()) if args.gpus is None else args.gpus
     if not 0 <= gpus <= 65536:
         raise UserError(f"--gpus {gpus}: expected a number from 0 to 65536")
@@ -123,7 +133,7 @@ def new_for_model(args: argparse.Namespace) -> int:
     if args.gpus is None and gpus == 0:
         memory = psutil.virtual_memory().total / GB
         if problems := host_memory_problems(recommendation.config, HFConfig.read(snapshot), memory):
-            raise UserError(f"--model {args.model}: {problems[0]}; for machines with GPUs give --gpus N")
+            raise UserError(f"--model {args.model}: {problems[0]}; for a machine with N GPUs use --gpus N")
     sections["model"]["path"] = replace(sections["model"]["path"], value=str(args.model))
     _limit_evaluation(recommendation)
     config = write_config(args.folder, sections, data)
@@ -135,15 +145,15 @@ def new_for_model(args: argparse.Namespace) -> int:
 
 
 def _limit_evaluation(recommendation: Recommendation) -> None:
-    """Limit eval.prompts to what the data file holds out; print what prevents reading the file."""
+    """Limit eval.prompts to the number of held-out prompts. If the data cannot be read, print a warning."""
     evaluation = recommendation.sections["eval"]
     try:
         count = heldout_count(recommendation.config)
-    except UserError as e:  # data.keys, which the user sets in the new config, may be all that is missing
+    except UserError as e:  # the data may need data.keys, which the user sets in the new config
         print(f"warning: {e}; eval.prompts = {evaluation['prompts'].value} is not checked")
         return
     if count is not None and count < evaluation["prompts"].value:
-        evaluation["prompts"] = Value(count, "all prompts that the data hold out")
+        evaluation["prompts"] = Value(count, "all held-out prompts")
 
 
 def try_out(args: argparse.Namespace, supervise: Supervise, check_plugins: Callable[[Config], None]) -> int:
@@ -174,7 +184,7 @@ def try_out(args: argparse.Namespace, supervise: Supervise, check_plugins: Calla
 
 
 def create_try_folder(run_dir: Path) -> Path:
-    """Create a new folder RUN-try-N beside the run's folder, which belongs to the run only."""
+    """Create a new folder RUN-try-N beside the run folder, because only a run may use its run folder."""
     for number in itertools.count(1):
         folder = run_dir.with_name(f"{run_dir.name}-try-{number}")
         with disk_errors(folder, UserError), contextlib.suppress(FileExistsError):
@@ -184,13 +194,18 @@ def create_try_folder(run_dir: Path) -> Path:
 
 
 def show(entries: list[dict[str, Any]], console: Console) -> None:
-    """Print prompts as the model gets them, responses and rewards; then what may prevent learning."""
+    """Print prompts, responses and rewards, then the problems that may prevent learning.
+
+    Args:
+        entries: content of the file that rlsys.evaluation.tryout writes.
+        console: output.
+    """
     for entry in entries:
         console.print(Rule(f"prompt, {entry['tokens']} tokens", align="left"))
         console.print(escape(_shorten(entry["prompt"])), highlight=False)
         for sample in entry["samples"]:
             reward = sample["reward"]
-            text = f"reward {_number(reward)}" if reward is not None else f"NO REWARD: {sample['reason']}"
+            text = f"reward {_format(reward)}" if reward is not None else f"NO REWARD: {sample['reason']}"
             console.print(
                 f"[bold]{escape(text)}[/bold], {sample['tokens']} tokens, {sample['status']}", highlight=False
             )
@@ -203,47 +218,49 @@ def show(entries: list[dict[str, Any]], console: Console) -> None:
 
 
 def advice(entries: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line about the rewards, and one for each problem."""
+    """Yield a line about the rewards, and one line for each problem."""
     samples = [s for entry in entries for s in entry["samples"]]
     rewards = [_sum(s["reward"]) for s in samples if s["reward"] is not None]
     if not rewards:
         yield "No sample has a reward: a run would censor all of them and stop."
         return
-    has_signal = [
-        len({_sum(s["reward"]) for s in e["samples"] if s["reward"] is not None}) > 1 for e in entries
-    ]
     yield f"mean reward {sum(rewards) / len(rewards):.3f} of {len(rewards)} samples"
     if missing := len(samples) - len(rewards):
         yield f"{missing} of {len(samples)} samples have no reward: a run censors these."
-    if not any(has_signal):
+    if not any(_has_signal(entry) for entry in entries):
         yield (
             "All samples of each prompt have the same reward, which gives no learning signal. If that holds for more "
             "prompts, the task is too hard or too easy, or the reward does not parse the responses."
         )
-    if any(has_signal) and not any(s["right"] for s in samples):
+    elif not any(s["right"] for s in samples):
         yield (
-            f"No sample counts as correct in an evaluation, which requires a reward (or first named part) of "
-            "at least "
+            "No sample counts as correct in an evaluation, which requires a reward (or first named part) of at least "
             f"1 (docs/own-task.md); the highest reward here is {max(rewards):.3g}."
         )
     if truncated := sum(s["status"] == "truncated" for s in samples):
         yield f"{truncated} of {len(samples)} samples were truncated at rollout.max_response_tokens."
 
 
+def _has_signal(entry: dict[str, Any]) -> bool:
+    """Return whether the samples of a prompt have different rewards."""
+    return len({_sum(s["reward"]) for s in entry["samples"] if s["reward"] is not None}) > 1
+
+
 def _sum(reward: float | dict[str, float]) -> float:
+    """Return a reward as one number: the sum of named rewards."""
     return sum(reward.values()) if isinstance(reward, dict) else reward
 
 
-def _number(reward: float | dict[str, float]) -> str:
+def _format(reward: float | dict[str, float]) -> str:
+    """Return a reward as text: a number, or each named reward."""
     if isinstance(reward, dict):
         return ", ".join(f"{name} {value:.3g}" for name, value in reward.items())
     return f"{reward:.3g}"
 
 
 def _shorten(text: str) -> str:
+    """Return the text, without its middle if it is longer than MAX_CHARACTERS."""
     omitted = len(text) - MAX_CHARACTERS
-    return (
-        text
-        if omitted <= 0
-        else f"{text[: MAX_CHARACTERS // 2]} ... {omitted} characters ... {text[-MAX_CHARACTERS // 2 :]}"
-    )
+    if omitted <= 0:
+        return text
+    return f"{text[: MAX_CHARACTERS // 2]} ... {omitted} characters ... {text[-MAX_CHARACTERS // 2 :]}"

@@ -1,4 +1,4 @@
-"""Files of `rlsys new NAME`: a config, data, a reward and its test, which can be trained with the shipped model."""
+"""Files that `rlsys new` writes: a starter project for the shipped model, or a config for other data or models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rlsys.core.errors import UserError, disk_errors
 from rlsys.planner.recommendation import Sections, as_yaml
 from rlsys.rewards import find_reward
 
-LINES = 200
+ROWS = 200
+"""Number of rows in the starter project's data."""
 _CONFIG = """\
 # rlsys try {config}      shows prompts, answers and rewards before anything is trained
 # rlsys train {config}
@@ -89,16 +90,21 @@ _TABLES = {".jsonl": "jsonl", ".json": "jsonl", ".gz": "jsonl", ".zst": "jsonl",
 
 
 def data_section(data: Path | None, reward: str | None, heldout: Path | None = None) -> dict[str, Any]:
-    """Make the config section `data` from the options of `rlsys new`.
+    """Return the config section `data` for the options of `rlsys new`.
+
+    Args:
+        data: value of --data; None for the default data.
+        reward: value of --reward; None for the default reward.
+        heldout: value of --heldout; None for one row in eight of `data`.
 
     Raises:
-        UserError: A file does not exist, no prompt source reads its kind, or there is no such reward.
+        UserError: a file does not exist or has an unknown suffix, there is no such reward, or --data is missing.
     """
     reward = reward and _reward_name(reward)
     if data is None:
         section: dict[str, Any] = {"source": "reasoning_gym", "params": {"task": "gsm_symbolic"}}
         if heldout is not None:
-            raise UserError("--heldout: it requires --data FILE")
+            raise UserError(f"--heldout {heldout}: expected together with --data FILE")
         return section | ({"reward": reward} if reward else {})
     params = {"path": str(data)}
     source = _check_table("--data", data)
@@ -109,10 +115,12 @@ def data_section(data: Path | None, reward: str | None, heldout: Path | None = N
 
 
 def _reward_name(name: str) -> str:
-    """Return the name of a reward for `data.reward`: of a file without a function, its only public one.
+    """Return the value of `data.reward` for the value of --reward.
+
+    For a file without the name of a function, this is the file's only public function.
 
     Raises:
-        UserError: There is no such reward, or the file has several functions or none.
+        UserError: there is no such reward, or the file has several public functions or none.
     """
     if name.endswith(".py"):
         try:
@@ -133,7 +141,11 @@ def _reward_name(name: str) -> str:
 
 
 def _check_table(option: str, file: Path) -> str:
-    """Return the prompt source that reads a file. Raises UserError."""
+    """Return the prompt source that reads a file.
+
+    Raises:
+        UserError: the file does not exist, or no prompt source reads files with its suffix.
+    """
     if file.suffix not in _TABLES:
         raise UserError(f"{option} {file}: expected a file that ends in {', '.join(_TABLES)}")
     if not file.is_file():
@@ -142,10 +154,14 @@ def _check_table(option: str, file: Path) -> str:
 
 
 def write_data_config(folder: Path, data: dict[str, Any]) -> None:
-    """Write a new folder with a config that trains the shipped small model on own data.
+    """Write a new folder with a config that trains the shipped small model on the user's data.
+
+    Args:
+        folder: folder to create.
+        data: config section `data`.
 
     Raises:
-        UserError: The folder exists, or cannot be written.
+        UserError: the folder exists, or cannot be written.
     """
     config = folder / "config.yaml"
     text = _DATA_CONFIG.format(
@@ -156,13 +172,18 @@ def write_data_config(folder: Path, data: dict[str, Any]) -> None:
 
 
 def write_config(folder: Path, sections: Sections, data: dict[str, Any]) -> Path:
-    """Write a new folder with a config.
+    """Write a new folder with a config for a model.
+
+    Args:
+        folder: folder to create.
+        sections: other sections of the config, with comments.
+        data: config section `data`.
 
     Returns:
-        The config's path.
+        Path of the config.
 
     Raises:
-        UserError: The folder exists, or cannot be written.
+        UserError: the folder exists, or cannot be written.
     """
     config = folder / "config.yaml"
     text = _MODEL_CONFIG.format(
@@ -174,7 +195,7 @@ def write_config(folder: Path, sections: Sections, data: dict[str, Any]) -> Path
 
 
 def write_starter(folder: Path) -> list[Path]:
-    """Write the files, and return their paths.
+    """Write a starter project into a new folder, and return the paths of its files.
 
     Raises:
         UserError: the folder exists, cannot be created, or has a name that a config cannot contain.
@@ -182,7 +203,8 @@ def write_starter(folder: Path) -> list[Path]:
     name = folder.as_posix()
     if ":" in name or not name.isprintable():
         raise UserError(
-            f"{name!r}: expected a name without colons and line breaks; data.reward names FILE:FUNCTION in it"
+            f"{name!r}: expected a name without colons and line breaks, because data.reward contains it in "
+            "FILE:FUNCTION"
         )
     texts = {
         "config.yaml": _CONFIG.format(
@@ -199,26 +221,37 @@ def write_starter(folder: Path) -> list[Path]:
 
 
 def _write_folder(folder: Path, texts: Mapping[str, str]) -> list[Path]:
-    """Write a new folder with these files. Raises UserError if it exists, or cannot be written."""
+    """Write a new folder, and return the paths of its files.
+
+    Args:
+        folder: folder to create.
+        texts: name of each file -> its content.
+
+    Raises:
+        UserError: the folder exists, or cannot be written.
+    """
     with disk_errors(folder, UserError):
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            raise UserError(f"{folder}: already exists; rlsys new writes a new folder") from None
+            raise UserError(f"{folder}: already exists; expected the name of a new folder") from None
         for file, text in texts.items():
             (folder / file).write_text(text, encoding="utf-8")
     return [folder / file for file in texts]
 
 
 def _yaml_string(text: str) -> str:
-    """Return text as YAML: a JSON string is YAML."""
+    """Return the text as a YAML string: every JSON string is one."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _sums() -> str:
-    """Return sums in the format of the shipped model, `4-1-7=`, with their answers; always the same."""
+    """Return JSON lines with sums in the format of the shipped model, such as `4-1-7=`, and their answers.
+
+    Each call returns the same lines.
+    """
     rng, rows = random.Random(0), dict[str, str]()
-    while len(rows) < LINES:
+    while len(rows) < ROWS:
         terms = [rng.randint(1, 9) * rng.choice((1, -1)) for _ in range(rng.randint(3, 6))]
         terms[0] = abs(terms[0])
         rows["".join(f"{t:+d}" for t in terms)[1:] + "="] = str(sum(terms))

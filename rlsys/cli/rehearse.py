@@ -1,4 +1,4 @@
-"""`rlsys rehearse`: runs each rehearsed rank in a subprocess; this process does not import torch."""
+"""`rlsys rehearse`: runs each rehearsed rank in a subprocess. This process does not import torch."""
 
 from __future__ import annotations
 
@@ -29,21 +29,26 @@ from rlsys.rehearse.kinds import Request, kinds_of_rank, name_of_kind, one_rank,
 from rlsys.rehearse.report import describe, problems
 
 _ENV = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""Variables of the ranks, which use no GPU, since their tensors have no values."""
+"""Environment variables of the ranks. They need no GPU, because their tensors have no values."""
 _MAX_LINES = 12
-"""Maximum number of lines to print of a failure."""
+"""Maximum number of lines of a failed rank's output that are printed."""
 
 
 class RankFailed(Exception):
-    """The rehearsed code failed; `lines` end with the error."""
+    """The rehearsed code of a rank failed.
 
-    def __init__(self, lines: list[str], during: str) -> None:
+    Attributes:
+        lines: last lines of the rank's output; the last one is the error.
+        activity: what the rank was doing.
+    """
+
+    def __init__(self, lines: list[str], activity: str) -> None:
         super().__init__(lines[-1] if lines else "killed")
-        self.lines, self.during = lines, during
+        self.lines, self.activity = lines, activity
 
 
 def add_rehearse(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add `rlsys rehearse`. `add` creates a sub-command from name, function and help."""
+    """Add `rlsys rehearse`."""
     sub = add(
         "rehearse",
         rehearse,
@@ -92,7 +97,7 @@ def rehearse(args: argparse.Namespace) -> int:
             figures.append(run_rank(args.config, overrides, Request(rank, args.skew)))
         except RankFailed as e:
             print(*(f"    {line}" for line in e.lines), sep="\n", file=sys.stderr)
-            failures.append(f"{kind} (rank {rank}) fails in {e.during}: {e}")
+            failures.append(f"{kind} (rank {rank}) fails in {e.activity}: {e}")
     shares = config.launch.placement == "colocated" and not config.launch.release_memory
     engine_bytes = budget(config, model_size(hf)).engine if on_gpus and shares else 0.0
     failures += problems(figures, gpu_gb, engine_bytes)
@@ -106,10 +111,10 @@ def rehearse(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, config: Config) -> HFConfig:
-    """Check options and layout, and return the model.
+    """Check the options and the layout, and return the model.
 
     Raises:
-        UserError: they are invalid.
+        UserError: an option is invalid, or the layout does not fit the model.
     """
     if not 1 <= args.skew < math.inf:
         raise UserError(f"--skew {args.skew}: expected 1 or more, and finite")
@@ -120,33 +125,42 @@ def _check(args: argparse.Namespace, config: Config) -> HFConfig:
 
 
 def run_rank(config: Path, overrides: list[str], request: Request) -> Figures:
-    """Rehearse a rank in a subprocess, whose progress appears on stderr.
+    """Rehearse a rank in a subprocess, and show its progress on stderr.
+
+    Args:
+        config: the config file.
+        overrides: overrides of config fields.
+        request: the rank, and the load of its experts.
 
     Raises:
         UserError: the config is invalid.
         RankFailed: the rehearsed code failed.
     """
     request_json = json.dumps({"config": str(config), "overrides": overrides, "request": asdict(request)})
-    with tempfile.TemporaryFile("w+") as out:
+    with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             module_command("rlsys.rehearse.rank"),
-            stdin=subprocess.PIPE, stdout=out, stderr=subprocess.PIPE, text=True, env={**os.environ, **_ENV},
+            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.PIPE, text=True, env={**os.environ, **_ENV},
         )  # fmt: skip
         assert process.stdin is not None and process.stderr is not None
         process.stdin.write(request_json)
         process.stdin.close()
-        lines, during = _follow(process.stderr)
+        lines, activity = _follow(process.stderr)
         code = process.wait()
         if code == UserError.exit_code:
             raise UserError(lines[-1].removeprefix("UserError: "))
         if code:
-            raise RankFailed(lines, during)
-        out.seek(0)
-        return Figures.of_json(json.load(out))
+            raise RankFailed(lines, activity)
+        output.seek(0)
+        return Figures.of_json(json.load(output))
 
 
 def _follow(stderr: IO[str]) -> tuple[list[str], str]:
-    """Print progress lines; return the last other lines, and the current activity."""
+    """Print the progress lines of a rank's stderr until it ends.
+
+    Returns:
+        the last _MAX_LINES other lines, and the rank's last activity.
+    """
     last_lines: deque[str] = deque(maxlen=_MAX_LINES)
     activity = "the build"
     for line in stderr:

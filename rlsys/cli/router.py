@@ -17,7 +17,11 @@ from rlsys.router.strategy import STRATEGIES
 
 
 def router(args: argparse.Namespace) -> int:
-    """Serve an HTTP API in front of running engines, until SIGTERM."""
+    """Run `rlsys router`: serve an HTTP API in front of running engines, until SIGTERM.
+
+    Raises:
+        UserError: an option is invalid.
+    """
     for name in ("concurrency", "queue_seconds", "max_body_mb"):
         if not 0 < getattr(args, name) < math.inf:
             raise UserError(
@@ -54,7 +58,7 @@ def router(args: argparse.Namespace) -> int:
 
 
 def add_router(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add `rlsys router`. `add` creates a sub-command from name, function and help."""
+    """Add `rlsys router`."""
     limits = FrontLimits()
     sub = add("router", router, "serve SGLang's and OpenAI's HTTP APIs in front of running engines")
     sub.add_argument(

@@ -1,4 +1,4 @@
-"""`rlsys tenants`: its arguments and the resulting config. This process does not import torch."""
+"""Arguments of `rlsys tenants`, and the resulting config. This process does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from rlsys.tenants.sampler import ADAPTERS_AT_ONCE
 
 @dataclass(frozen=True)
 class TenantsOptions:
-    """Options of the command."""
+    """Options of `rlsys tenants`.
+
+    Attributes:
+        config: config of the server's engine and trainer.
+        host: address to bind.
+        port: port to listen on.
+        tenants: names of the tenants.
+    """
 
     config: Config
     host: str
@@ -25,7 +32,7 @@ class TenantsOptions:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of the server's process."""
+        """Command-line arguments of the server's process."""
         arguments = ["--host", self.host, "--port", str(self.port)]
         return arguments + [argument for name in self.tenants for argument in ("--tenant", name)]
 
@@ -33,7 +40,7 @@ class TenantsOptions:
 def add_tenants(
     add: Callable[..., argparse.ArgumentParser], run: Callable[[argparse.Namespace], int]
 ) -> None:
-    """Add `rlsys tenants`. `add` creates a sub-command from name, function and help."""
+    """Add `rlsys tenants`. `run`: function of the command."""
     sub = add("tenants", run, "train adapters of several clients on one model, with Tinker's protocol")
     add_config(sub)
     sub.add_argument(
@@ -44,21 +51,30 @@ def add_tenants(
 
 
 def read_options(args: argparse.Namespace) -> TenantsOptions:
-    """Return the options.
+    """Return the options, and the config with the settings that tenants need.
 
     Raises:
-        UserError: the config cannot serve several tenants.
+        UserError: an option is invalid, or the config cannot serve several tenants.
     """
     check_names(args.tenant)
     if not 1 <= args.port <= 65535:
         raise UserError(f"--port {args.port}: expected 1 to 65535, the same at every start")
     config = pin_models(load_config(args.config, [*args.overrides, "weights.method=adapter"]))
     if config.parallel.world_size != 1:
-        raise UserError(f"parallel: {config.parallel.world_size} ranks; `rlsys tenants` supports one only")
-    if config.engine.count != 1 or config.engine.reference is not None:
-        raise UserError(f"engine.count = {config.engine.count}: `rlsys tenants` supports one engine only")
+        raise UserError(
+            f"parallel: the config has {config.parallel.world_size} trainer ranks; expected 1 for `rlsys tenants`"
+        )
+    if config.engine.count != 1:
+        raise UserError(f"engine.count = {config.engine.count}: expected 1 for `rlsys tenants`")
+    if config.engine.reference is not None:
+        raise UserError(
+            f"engine.reference = {config.engine.reference}: expected null for `rlsys tenants`, which uses one engine"
+        )
     if config.trainer.balance_loss:
-        raise UserError("trainer.balance_loss: a tenant's loss is its own alone; use 0")
+        raise UserError(
+            f"trainer.balance_loss = {config.trainer.balance_loss:g}: expected 0 for `rlsys tenants`, because the "
+            "loss of a tenant has only the terms that the tenant requests"
+        )
     adapter_args = ["--max-loras-per-batch", str(ADAPTERS_AT_ONCE)]
     engine = config.engine.model_copy(update={"extra_args": [*adapter_args, *config.engine.extra_args]})
     config = config.model_copy(update={"engine": engine})
@@ -66,7 +82,7 @@ def read_options(args: argparse.Namespace) -> TenantsOptions:
 
 
 def key_lines(run_dir: Path, options: TenantsOptions) -> list[str]:
-    """Return what tenants need to connect; create missing keys."""
+    """Return lines with the URL of the server and the file of each tenant's key; create missing keys."""
     lines = [f"TINKER_BASE_URL=http://{options.host}:{options.port}"]
     for name in options.tenants:
         key_of(run_dir, name)

@@ -11,15 +11,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from rlsys.cli.cluster import check_run_folder
+from rlsys.cli.cluster import Add, check_run_folder
 from rlsys.config import Config, load_run_config
 from rlsys.core.errors import UserError
 from rlsys.core.imports import module_command
@@ -33,16 +34,14 @@ from rlsys.viewer.server import serve
 from rlsys.viewer.trackers.follow import follow
 from rlsys.viewer.trackers.tracker import PACKAGES
 
-Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
-
 TRACKER_SECONDS = 60.0
-"""Time after the end of a run for its trackers to receive the remaining lines."""
+"""Time limit after the end of a run for sending the remaining lines to trackers."""
 _STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red")
-"""Colours of the weight versions of one sample, in order."""
+"""Colours of the weight versions of a sample, in order."""
 
 
 def add_view_commands(add: Add) -> None:
-    """Add the commands."""
+    """Add `rlsys samples`, `dash` and `track`."""
     sub = add("samples", show_samples, "show responses of a run with their rewards")
     sub.add_argument("run", type=Path, metavar="RUN", help="run folder")
     sub.add_argument(
@@ -86,7 +85,11 @@ def add_view_commands(add: Add) -> None:
 
 
 def show_samples(args: argparse.Namespace) -> int:
-    """Run `rlsys samples`, for a running or an ended run."""
+    """Run `rlsys samples` on a running run, an ended run, or an evaluation.
+
+    Raises:
+        UserError: an option is invalid, or does not apply to an evaluation.
+    """
     check_run_folder(args.run)
     pattern = _pattern(args.grep)
     if args.n < 1:
@@ -105,37 +108,57 @@ def show_samples(args: argparse.Namespace) -> int:
         return show_answers(args.run / ANSWERS_FILE, order, pattern, args.n, as_json=args.json)
     texts = RunTexts(args.run)
     if args.rows:
-        rows = AnswerRows(texts.tokenizer.decode)
-        for row in rows.of(args.rows, texts.iterate(query, pattern, sys.maxsize)):
-            print(json.dumps(row))
-        if rows.excluded:
-            print(
-                f"{rows.excluded} samples have no stored tokens, or several turns: omitted", file=sys.stderr
-            )
+        _print_rows(texts, args.rows, query, pattern)
         return 0
     if query == SampleQuery() and pattern is None and (last := texts.reader.last_step()):
         query = SampleQuery(step=last)
-    count, console = 0, Console()
-    prompt_group = -1
-    for stored_sample in texts.iterate(query, pattern, args.n):
-        count += 1
-        if args.json:
+    stored_samples = texts.iterate(query, pattern, args.n)
+    if args.json:
+        for stored_sample in stored_samples:
             print(json.dumps(texts.describe(stored_sample) | arrays_of(stored_sample)))
-            continue
-        if stored_sample.sample.group_id != prompt_group:  # the prompt of a whole group is shown once
-            prompt_group = stored_sample.sample.group_id
-            console.print(
-                Rule(f"group {stored_sample.sample.group_id}, {stored_sample.outcome}", align="left")
-            )
-            console.print(Text(_printable(texts.prompt(stored_sample)), style="dim"))
-        _print_sample(console, texts, stored_sample)
-    if not count and not args.json:
-        console.print("no sample matches" if texts.reader.last_step() else "no samples yet")
+    else:
+        _print_samples(Console(), texts, stored_samples)
     return 0
 
 
+def _print_rows(texts: RunTexts, kind: str, query: SampleQuery, pattern: re.Pattern[str] | None) -> None:
+    """Print training rows for `rlsys sft` from all matching samples, one JSON object per line.
+
+    `kind`: one of rlsys.viewer.answers.KINDS.
+    """
+    rows = AnswerRows(texts.tokenizer.decode)
+    for row in rows.of(kind, texts.iterate(query, pattern, sys.maxsize)):
+        print(json.dumps(row))
+    if rows.excluded:
+        print(
+            f"rlsys: omitted {rows.excluded} samples without stored tokens or with several turns",
+            file=sys.stderr,
+        )
+
+
+def _print_samples(console: Console, texts: RunTexts, stored_samples: Iterable[SampleView]) -> None:
+    """Print samples. The prompt of consecutive samples of a group is printed once."""
+    group = None
+    for stored_sample in stored_samples:
+        if stored_sample.sample.group_id != group:
+            group = stored_sample.sample.group_id
+            console.print(Rule(f"group {group}, {stored_sample.outcome}", align="left"))
+            console.print(Text(_printable(texts.prompt(stored_sample)), style="dim"))
+        _print_sample(console, texts, stored_sample)
+    if group is None:
+        console.print("no sample matches" if texts.reader.last_step() else "no samples yet")
+
+
 def show_answers(path: Path, order: Order, pattern: re.Pattern[str] | None, n: int, *, as_json: bool) -> int:
-    """Print at most `n` responses of an evaluation in this order; `newest` is the order of the prompts."""
+    """Print responses of an evaluation, and return exit code 0.
+
+    Args:
+        path: file with the responses.
+        order: order of the responses; `newest` is the order of the prompts.
+        pattern: a response must match it; None for all responses.
+        n: maximum number of responses.
+        as_json: whether to print one JSON object per line.
+    """
     entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     entries = [e for e in entries if pattern is None or pattern.search(e["response"])]
     if order == "longest":
@@ -159,11 +182,16 @@ def show_answers(path: Path, order: Order, pattern: re.Pattern[str] | None, n: i
 
 
 def _total(reward: float | dict[str, float]) -> float:
+    """Return a reward as one number: the sum of named rewards."""
     return sum(reward.values()) if isinstance(reward, dict) else reward
 
 
 def show_dashboard(args: argparse.Namespace) -> int:
-    """Run `rlsys dash` until Ctrl-C. Reads only."""
+    """Run `rlsys dash` until Ctrl-C or SIGTERM. It writes nothing into run folders.
+
+    Raises:
+        UserError: an option is invalid, or a folder is no run folder.
+    """
     for run in args.runs:
         check_run_folder(run)
     if not 0 <= args.port < 2**16:
@@ -185,12 +213,16 @@ def show_dashboard(args: argparse.Namespace) -> int:
 
 
 def track(args: argparse.Namespace) -> int:
-    """Run `rlsys track`: send every line of metrics that a tracker does not have yet."""
+    """Run `rlsys track`: send each tracker the lines of metrics that it does not have.
+
+    Raises:
+        UserError: the folder is no run folder, or no tracker is named.
+    """
     check_run_folder(args.run)
     names = args.to or load_run_config(args.run).run.trackers
     if not names:
         raise UserError(
-            f"{args.run}: run.trackers is empty; name one with --to, of {', '.join(sorted(PACKAGES))}"
+            f"{args.run}: run.trackers is empty; expected --to with one of {', '.join(sorted(PACKAGES))}"
         )
     for name, lines in follow(args.run, names, until=None).items():
         print(f"{name}: {lines} lines written")
@@ -199,7 +231,14 @@ def track(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def feed_trackers(config: Config, report: Callable[[str], None]) -> Iterator[None]:
-    """Feed trackers in a separate process while a run is running. Its errors do not stop the run."""
+    """Send metrics to the config's trackers during the context, in a separate process.
+
+    Errors of that process do not stop the run.
+
+    Args:
+        config: config of the run.
+        report: receives a message if trackers did not receive all metrics.
+    """
     run = config.run.dir
     if not config.run.trackers:
         yield
@@ -215,7 +254,7 @@ def feed_trackers(config: Config, report: Callable[[str], None]) -> Iterator[Non
         yield
     finally:
         assert process.stdin is not None
-        process.stdin.close()  # it writes the remaining lines
+        process.stdin.close()  # the process then sends the remaining lines and exits
         try:
             code = process.wait(TRACKER_SECONDS)
         except subprocess.TimeoutExpired:
@@ -228,6 +267,11 @@ def feed_trackers(config: Config, report: Callable[[str], None]) -> Iterator[Non
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
+    """Compile the value of --grep; None without it.
+
+    Raises:
+        UserError: it is not a regular expression.
+    """
     try:
         return None if text is None else re.compile(text)
     except re.error as e:
@@ -235,63 +279,80 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def _print_sample(console: Console, texts: RunTexts, stored_sample: SampleView) -> None:
-    sample = stored_sample.sample
-    advantage = next((a for a in arrays_of(stored_sample)["advantages"] if a is not None), None)
-    facts = [
-        f"sample {sample.sample_id}",
-        f"reward {sample.reward:.4g}"
-        if sample.reward is not None
-        else f"no reward: {_why_none(stored_sample)}",
-        *(f"{name} {value:.4g}" for name, value in (sample.named_rewards or {}).items()),
-        *([f"answer {sample.answer}"] if sample.answer is not None else []),
-        *([f"advantage {advantage:+.3g}"] if advantage is not None else []),
-        f"{stored_sample.tokens} tokens",
-        *(
-            [f"fork of sample {fork.source} of its group at token {fork.at}"]
-            if (fork := sample.fork) is not None
-            else []
-        ),
-        *([f"{turns} turns"] if (turns := turns_of(stored_sample)) > 1 else []),
-        *([sample.status.value] if sample.reward is not None else []),
-    ]
-    console.print(Text(facts[0] + "  ", style="bold").append("  ".join(facts[1:]), style="bold"))
+    """Print a sample without its prompt: facts, response, further sequences, and the tokens by weight version."""
+    console.print(Text("  ".join(_sample_facts(stored_sample)), style="bold"))
     parts = parts_of(stored_sample)
-    versions = sorted({part.version for part in parts})
-    style = {version: _STYLES[i % len(_STYLES)] for i, version in enumerate(versions)}
     if stored_sample.has_tokens:
-        pieces = texts.tokenizer.pieces(sample.response_ids)
-        text = Text()
-        for part in parts:
-            if part.interrupted:
-                text.append(" ⏸ ", style="reverse")
-            text_part = _printable("".join(pieces[part.start : part.end]))
-            text.append(text_part, style="dim" if part.tool else style[part.version])
-        console.print(text, highlight=False)
+        pieces = texts.tokenizer.pieces(stored_sample.sample.response_ids)
+        console.print(_colour_response(pieces, parts), highlight=False)
+        for sequence in sequences_of(stored_sample, texts.tokenizer.decode):
+            _print_sequence(console, sequence)
     else:
         console.print(Text("its tokens are no longer stored (rollout.keep_groups)", style="dim"))
-    for sequence in sequences_of(stored_sample, texts.tokenizer.decode) if stored_sample.has_tokens else []:
-        origin = (
-            " outside the main conversation"
-            if sequence["aside"]
-            else ""
-            if sequence["parent"] is None
-            else f" from {sequence['parent']}"
-        )
-        console.print(
-            Text(f"sequence {sequence['sequence']}{origin}: {_printable(sequence['prompt'])}", style="dim")
-        )
-        console.print(Text(_printable(sequence["response"])), highlight=False)
     if len(parts) > 1:
-        text_part = ", ".join(f"{_author(p)} {p.start}-{p.end - 1}" for p in parts)
-        console.print(Text(f"tokens by weight version (train steps in it): {text_part}", style="dim"))
+        ranges = ", ".join(f"{_author(part)} {part.start}-{part.end - 1}" for part in parts)
+        console.print(Text(f"tokens by weight version (train steps in it): {ranges}", style="dim"))
+
+
+def _sample_facts(stored_sample: SampleView) -> list[str]:
+    """Return the facts about a sample: id, reward, advantage, number of tokens, status and others."""
+    sample = stored_sample.sample
+    facts = [f"sample {sample.sample_id}"]
+    if sample.reward is not None:
+        facts.append(f"reward {sample.reward:.4g}")
+    else:
+        facts.append(f"no reward: {_missing_reward_reason(stored_sample)}")
+    facts += [f"{name} {value:.4g}" for name, value in (sample.named_rewards or {}).items()]
+    if sample.answer is not None:
+        facts.append(f"answer {sample.answer}")
+    advantage = next((a for a in arrays_of(stored_sample)["advantages"] if a is not None), None)
+    if advantage is not None:
+        facts.append(f"advantage {advantage:+.3g}")
+    facts.append(f"{stored_sample.tokens} tokens")
+    if sample.fork is not None:
+        facts.append(f"fork of sample {sample.fork.source} of its group at token {sample.fork.at}")
+    if (turns := turns_of(stored_sample)) > 1:
+        facts.append(f"{turns} turns")
+    if sample.reward is not None:
+        facts.append(sample.status.value)
+    return facts
+
+
+def _colour_response(pieces: Sequence[str], parts: Sequence[Part]) -> Text:
+    """Return the response: a colour per weight version, dim text of tools, and a mark before interrupted parts.
+
+    `pieces`: text of each token.
+    """
+    versions = sorted({part.version for part in parts})
+    styles = {version: _STYLES[i % len(_STYLES)] for i, version in enumerate(versions)}
+    text = Text()
+    for part in parts:
+        if part.interrupted:
+            text.append(" ⏸ ", style="reverse")
+        part_text = _printable("".join(pieces[part.start : part.end]))
+        text.append(part_text, style="dim" if part.tool else styles[part.version])
+    return text
+
+
+def _print_sequence(console: Console, sequence: Mapping[str, Any]) -> None:
+    """Print prompt and response of another sequence of a sample (rlsys.viewer.reading.sequences_of)."""
+    origin = ""
+    if sequence["aside"]:
+        origin = " outside the main conversation"
+    elif sequence["parent"] is not None:
+        origin = f" from {sequence['parent']}"
+    title = f"sequence {sequence['sequence']}{origin}: {_printable(sequence['prompt'])}"
+    console.print(Text(title, style="dim"))
+    console.print(Text(_printable(sequence["response"])), highlight=False)
 
 
 def _printable(text: str) -> str:
-    """Replace control characters: a model's output must not control the terminal."""
+    """Replace control characters, because a model's output must not control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _why_none(stored_sample: SampleView) -> str:
+def _missing_reward_reason(stored_sample: SampleView) -> str:
+    """Return why a sample has no reward."""
     status = stored_sample.sample.status
     if status in (Status.FINISHED, Status.TRUNCATED):
         return f"{status.value}, not scored yet"
@@ -299,5 +360,6 @@ def _why_none(stored_sample: SampleView) -> str:
 
 
 def _author(part: Part) -> str:
+    """Return what generated a part: a tool, or a weight version and the number of train steps in it."""
     steps = "?" if part.trained_steps is None else part.trained_steps
     return f"{'⏸ ' if part.interrupted else ''}{'tool' if part.tool else f'v{part.version} ({steps})'}"

@@ -1,4 +1,4 @@
-"""Arguments of a training command: from a script that runs in a sealed namespace, or from a pasted command line."""
+"""Arguments of a training command, read from a script that runs in a sealed namespace, or from a command line."""
 
 from __future__ import annotations
 
@@ -13,26 +13,38 @@ from rlsys.importers.draft import Unresolved
 from rlsys.importers.namespace import ScriptRun, run_script
 
 MAX_TEXT = 2**20
-"""Maximum characters of a script, command line or YAML file."""
+"""Maximum number of characters of a script, command line or YAML file."""
 _EXPANSION = re.compile(r"\$\{?([A-Za-z_]\w*|[1-9@*])[^}\s]*\}?|\$\(|`")
 _PROGRAM = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed|ray|srun|sudo|docker|ssh|xargs|uv|conda")
 
 
 @dataclass
 class Arguments:
-    """Arguments of one training command."""
+    """Arguments of one training command.
+
+    Attributes:
+        argv: the program and its arguments.
+        run: record of the script.
+        problems: reasons why the script may run another command, one line each.
+        notes: lines for the user.
+    """
 
     argv: list[str]
     run: ScriptRun
     problems: list[str] = field(default_factory=list)
-    """Reasons why the command is not the only or a certain one, one line each."""
     notes: list[str] = field(default_factory=list)
 
     def value(self, arguments: Sequence[str]) -> str | list[str] | bool | Unresolved:
-        """Return the value of an option: True for no argument, a list for several."""
+        """Return the value of an option with these arguments.
+
+        Returns:
+            True for no argument, a list for several; Unresolved if the script does not determine an argument.
+        """
         if reason := next(filter(None, map(self.run.explain, arguments)), None):
             return Unresolved(" ".join(map(self.run.source_text, arguments)), reason)
-        return True if not arguments else arguments[0] if len(arguments) == 1 else list(arguments)
+        if not arguments:
+            return True
+        return arguments[0] if len(arguments) == 1 else list(arguments)
 
 
 def read_arguments(
@@ -44,14 +56,16 @@ def read_arguments(
     variables: Mapping[str, str] | None = None,
     gpus: int = 8,
 ) -> Arguments:
-    """Return the arguments of the training command, from its program on.
+    """Return the arguments of the first training command, from the training program on.
 
     Args:
         text: a script or a command line.
-        path: file of the script; None for a text that is not a file.
-        program_index: index of the training program in an argument list; -1 if it starts none.
-        program: what the message about a missing training command expects.
-        arguments, variables, gpus: those of `run_script`.
+        path: file of the text; None if it has none.
+        program_index: returns the index of the training program in an argument list; -1 if there is none.
+        program: description of the expected command, for the error.
+        arguments: arguments of the script.
+        variables: environment variables of the script.
+        gpus: number of GPUs that `nvidia-smi` prints.
 
     Raises:
         UserError: there is no training command, or the script cannot run.
@@ -63,7 +77,7 @@ def read_arguments(
     commands: list[list[str]] = []
     for argv in run.commands:
         if argv[:3] == ["ray", "job", "submit"] and "--" in argv:
-            continue  # its command is recorded by itself
+            continue  # the job's command has its own record
         index = program_index(argv)
         if (
             index >= 0
@@ -72,29 +86,33 @@ def read_arguments(
         ):
             commands.append(argv[index:])
     if not commands:
-        stop = f"; the script ended with status {run.status}: {run.last_line}" if run.status else ""
+        status = f"; the script ended with status {run.status}: {run.last_line}" if run.status else ""
         raise UserError(
-            f"no training command: expected {program}{stop} (--env NAME=VALUE and --arguments TEXT give values)"
+            f"no training command: expected {program}{status} (--env NAME=VALUE and --arguments TEXT set values)"
         )
     result = Arguments(commands[0], run, list(run.branches))
     result.problems += [
         f"a second training command: {' '.join(map(run.source_text, c))[:200]}" for c in commands[1:]
     ]
     if run.status in (124, 137):
-        result.notes.append("the script was stopped at the time limit; later training commands are not known")
+        result.notes.append("the script was stopped at its time limit; later training commands are unknown")
     return result
 
 
 def is_script(text: str, path: Path) -> bool:
-    """Whether a file is a script, and not a resolved command line."""
+    """Return whether a file is a script rather than a command line."""
     return text.startswith("#!") or path.suffix in (".sh", ".bash", ".slurm", ".sbatch")
 
 
 def _split(text: str, variables: Mapping[str, str]) -> list[list[str]]:
-    """Split a command line as a shell does; expansions other than of `variables` become markers.
+    """Split a command line into commands, as a shell does.
+
+    Args:
+        text: the command line.
+        variables: values of variables. All other expansions become markers.
 
     Raises:
-        UserError: it is not a command line.
+        UserError: the text has unbalanced quotes.
     """
     if "\0" in text:  # /proc/PID/cmdline
         return [text.strip("\0").split("\0")]

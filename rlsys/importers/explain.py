@@ -1,4 +1,4 @@
-"""Error messages for settings of verl or slime in our config or on our command line."""
+"""Error messages for settings of verl or slime in a config or on the command line of rlsys."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pydantic import ValidationError
 from rlsys.importers.slime import SLIME
 from rlsys.importers.verl import VERL
 
-_TRACKERS = "trackers of a run are named in run.trackers"
+_TRACKERS = "run.trackers names the trackers of a run"
 RENAMED_FIELDS = {
-    "max_turns": "it is the generator's: rollout.generator_params={max_turns: 4}",
+    "max_turns": "it is a parameter of the generator: rollout.generator_params={max_turns: 4}",
     "wandb": _TRACKERS,
     "use_wandb": _TRACKERS,
     "logger": _TRACKERS,
     "adv_estimator": "it is algo.advantage",
-    "reward_fn_key": "a row's key data_source goes to a reward function with verl's signature as it is",
+    "reward_fn_key": "a reward function with verl's signature always gets the row's data_source",
 }
-"""Common field names of other frameworks -> the counterpart in rlsys."""
+"""Common names of fields in other frameworks -> the counterpart in rlsys."""
 
 
 def explain_foreign(error: ValidationError) -> str | None:
-    """Return a message if the config's first unknown key is a setting of verl or slime, else None."""
+    """Return a message if the first unknown key of a config is a setting of verl or slime; otherwise None."""
     first = error.errors()[0]
     if first["type"] != "extra_forbidden":
         return None
@@ -42,6 +42,7 @@ def _leaf_paths(path: str, value: Any) -> Iterator[str]:
 
 
 def _explain(path: str) -> str | None:
+    """Return a message if a dotted path is a setting of verl or slime; otherwise None."""
     if path in VERL:
         return f"{path}: a field of verl; here it is {VERL[path]}"
     key = path.rpartition(".")[2].replace("-", "_").lstrip("_").removeprefix("rollout_")
@@ -55,11 +56,11 @@ def _explain(path: str) -> str | None:
 
 
 def explain_options(arguments: list[str]) -> str | None:
-    """Return a message if an unknown argument is an option of slime or a config field with dashes, else None."""
+    """Return a message if an argument is an option of slime, or a config field with dashes; otherwise None."""
     for argument, following in zip(arguments, [*arguments[1:], "VALUE"], strict=True):
         option, _, value = argument.partition("=")
         if option in SLIME:
             return f"{option}: an option of slime; here it is {SLIME[option]}"
         if option.startswith("--") and "." in option:
-            return f"{option}: fields have no dashes: {option[2:]}={value or following}"
+            return f"{option}: expected a field without dashes: {option[2:]}={value or following}"
     return None

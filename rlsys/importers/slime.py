@@ -1,6 +1,6 @@
-"""slime's launch scripts (scripts/run-*.sh) -> a config of ours.
+"""Translates slime's launch scripts (scripts/run-*.sh) into a config, as of August 2026.
 
-Read as of August 2026; defaults that a script leaves out are those of slime/utils/arguments.py.
+An option that a script does not set has its default of slime/utils/arguments.py.
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ SLIME = {
     "--opd-kl-coef": "algo.loss=[{name: distill, weight: X}]",
     "--colocate": "launch.placement=colocated, the default",
 }
-"""Of slime's options (some are Megatron's), those that its own example scripts use most -> our field, and how it
-differs, if it does."""
+"""The options that slime's example scripts use most, also of Megatron -> the field of rlsys, with differences."""
 
 ADVANTAGES = {
     "grpo": "grpo", "gspo": "grpo", "reinforce_plus_plus": "reinforce_pp",
@@ -110,13 +109,13 @@ ADVANTAGES = {
 KL_KINDS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 OPTIMIZERS = {"adam": "adamw", "muon": "muon", "dist_muon": "muon"}
 _TEACHER_REWARD = "on_policy_distillation.reward_func"
-"""slime's function that asks the teacher; its module is the last of the package."""
+"""End of the import path of slime's reward function that queries a teacher."""
 TEACHER = "teacher's --model-path"
-"""Key of the model of the script's own SGLang server among the settings."""
+"""Key in the settings for the model of an SGLang server that the script starts."""
 _MIS = re.compile(r"--((tis|rs)-(level|mode|lower-bound|upper-bound|veto-threshold|batch-normalize)|use-rs)$")
 """Options of slime's example train_infer_mismatch_helper."""
 _INT4 = re.compile(r"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\W+1\b")
-"""Variable of the environment that changes the trainer's weights."""
+"""Environment variable that makes the trainer round weights to 4 bits."""
 PROGRAMS = ("train.py", "train_async.py")
 EXPECTED = "train.py or train_async.py with its options"
 MATHEMATICS = {
@@ -124,7 +123,7 @@ MATHEMATICS = {
     "deepscaler": "an answer needs no </think> before it",
     "dapo": "a wrong answer has reward 0 instead of -1, and the answer is the boxed one",
 }
-"""Rewards for mathematics -> the difference to ours."""
+"""slime's rewards for mathematics -> the difference of the reward `math`."""
 FLAGS = (
     "--apply-chat-template", "--rollout-shuffle", "--partial-rollout", "--colocate", "--use-kl-loss", "--use-tis",
     "--use-routing-replay", "--use-rollout-routing-replay", "--calculate-per-token-loss",
@@ -134,14 +133,18 @@ FLAGS = (
     "--use-dynamic-batch-size", "--balance-data", "--sequence-parallel", "--use-wandb", "--swiglu",
     "--group-query-attention",
 )  # fmt: skip
-"""Options that take no value: a word after one is not its value."""
+"""Options without a value."""
 SEVERAL = ("--eval-prompt-data", "--rollout-stop", "--rollout-stop-token-ids", "--sglang-cuda-graph-bs")
-"""Options that take several words."""
+"""Options whose value consists of several arguments."""
+EVAL_SAMPLING = (
+    "--n-samples-per-eval-prompt", "--eval-max-response-len", "--eval-temperature", "--eval-top-p", "--eval-top-k",
+)  # fmt: skip
+"""Options for the sampling of evaluations."""
 SFT_DEFAULTS = (
     (
         r"^--(calculate-per-token-loss|disable-compute-advantages-and-returns|debug-train-only|rollout-shuffle)$",
         (True,),
-        "so rlsys sft does it",
+        "rlsys sft always does this",
     ),
     (
         r"^--(apply-chat-template|input-key|loss-mask-type|colocate|rollout-num-gpus.*|rollout-.*len|n-samples-.*|eval-.*|"
@@ -150,7 +153,7 @@ SFT_DEFAULTS = (
         "not in use by supervised fine-tuning",
     ),
 )
-"""The same for supervised fine-tuning."""
+"""Further DEFAULTS for supervised fine-tuning."""
 DEFAULTS = (
     (r"^--(num-layers|hidden-size|ffn-hidden-size|num-attention-heads|group-query-attention|num-query-groups|"
      r"kv-channels|vocab-size|make-vocab-size|rotary-|use-rotary|normalization|norm-epsilon|swiglu|quick-geglu|"
@@ -166,28 +169,28 @@ DEFAULTS = (
     (r"^--moe-z-loss-coeff$", (0,), "no z-loss"),
     (r"^--moe-token-drop-policy$", None, "no token is dropped"),
     (r"^--(ref-load|megatron-to-hf-mode|no-save|no-load-|finetune$|ckpt-format|async-save|no-save-)",
-     None, "one folder starts the run: model.path; the reference is its first weights"),
+     None, "the run starts from model.path, and the reference model has the weights of this folder"),
     (r"^--load$", None, "the same command with the same run.dir resumes"),
     (r"^--(use-dynamic-batch-size|micro-batch-size|log-probs-max-tokens|data-pad-size)",
      None, "micro-batches are packed to trainer.token_budget"),
     (r"^--(accumulate-allreduce-grads-in-fp32|attention-softmax-in-fp32|sequence-parallel|bf16|loss-mask-type)$",
-     None, "so here"),
+     None, "rlsys always does this"),
     (r"^--loss-type$", ("policy_loss",), "the loss is algo.loss"),
     (r"^--(apply-chat-template|rollout-shuffle)$", (True,), "prompts get the chat template and are shuffled"),
     (r"^--rollout-seed$", None, "data.seed orders the prompts; the orders of two frameworks are never equal"),
-    (r"^--seed$", None, "run.seed; the numbers of two frameworks are never equal"),
+    (r"^--seed$", None, "run.seed; the random numbers of two frameworks are never equal"),
     (r"^--rollout-function-path$", ("slime.rollout.sglang_rollout.generate_rollout",), "rollout.generator"),
-    (r"^--rollout-skip-special-tokens$", None, "rewards see the text with the model's end token"),
-    (r"^--train-backend$", ("megatron", "fsdp"), "Megatron"),
+    (r"^--rollout-skip-special-tokens$", None, "reward functions get the text with the model's end token"),
+    (r"^--train-backend$", ("megatron", "fsdp"), "the trainer is Megatron"),
     (r"^--(kl-loss-type|kl-loss-coef)$", None, "not in use: the script has no --use-kl-loss"),
     (r"^--(tis-clip)$", None, "not in use: the script has no --use-tis"),
     (r"^--(gamma|lambd|critic-lr|value-clip)$", None, "not in use: --advantage-estimator is not ppo"),
     (r"^--opd-(type|kl-coef)$", None, "not in use: the script has no --use-opd"),
     (r"^--(lr-warmup-init)$", (0,), "the learning rate rises from 0"),
 )  # fmt: skip
-"""Options that ask for what a run here does anyway."""
+"""Options that request what a run does by default: (pattern of names, values or None for all, reason)."""
 SPEED = (
-    (r"^--(qkv-format|attn-implementation|gradient-checkpointing)$", "the trainer has no such switch"),
+    (r"^--(qkv-format|attn-implementation|gradient-checkpointing)$", "the trainer does not have this switch"),
     (r"^--(recompute-(method|num-layers)|log-probs-chunk-size|attention-backend|moe-(enable-deepep|token-dispatcher|permute-fusion|"
      r"deepep|shared-expert-overlap)|use-distributed-optimizer|overlap-|use-precision-aware|"
      r"no-gradient-accumulation-fusion|no-masked-softmax-fusion|no-(rope|bias)-.*fusion|no-rope-fusion|cross-entropy|"
@@ -195,33 +198,37 @@ SPEED = (
      r"balance-|allgather-cp|(no-)?offload|enable-experimental|"
      r"distributed-timeout|num-gpus-per-node|train-env-vars|decoder-(first|last)-pipeline|no-check-for-nan|"
      r"recompute-loss-function|account-for|qwen-gdn-backend|tp-comm|cp-comm-type|manual-gc|num-workers|empty-unused)",
-     "the trainer has no such switch"),
+     "the trainer does not have this switch"),
     (r"^--(sglang|use-slime-router|slime-router|router-|rollout-health|use-fault|prefill-num-servers|rollout-data-transport)",
-     "engines and router here have no such switch"),
+     "engines and router of rlsys do not have this switch"),
     (r"^--(use-wandb|wandb|disable-wandb|use-tensorboard|tb-|log-|use-tracking|dump-details|save-debug|profile|"
      r"record-|memory-(snapshot|recorder)|use-pytorch-profiler|custom-(eval-)?rollout-log|get-mismatch|ci-|save-hf|"
      r"use-rollout-entropy|skip-eval-before-train|distributed-backend|rank$|check-weight-update)",
      "the run folder has metrics and samples; run.trackers sends them on"),
 )  # fmt: skip
-"""Options without a counterpart that change speed, memory or logging alone."""
+"""Options without a counterpart that change only speed, memory or logging: (pattern of names, reason)."""
 NOT_SGLANG = (
     "--sglang-router", "--sglang-server-concurrency", "--sglang-config", "--sglang-log-", "--sglang-decode-log",
     "--sglang-enable-metrics", "--sglang-enable-dp-", "--sglang-lora-backend", "--sglang-kv-events",
     "--sglang-disaggregation",
 )  # fmt: skip
-"""Options of slime's own router, of logs, and of SGLang for sockets that the config refuses."""
+"""Prefixes of options that are not passed to SGLang: options of slime's router, of logs, and options that the config
+refuses."""
 DATA_PARALLEL = ("--sglang-dp-size", "--sglang-data-parallel-size")
-"""Options of SGLang that belong to data-parallel attention if that is enabled."""
+"""Options that are not passed to SGLang with data-parallel attention."""
 
 
 def read_yaml(data: Any) -> Settings:
-    """Return the options of a YAML file, whose keys are names of options with or without dashes.
+    """Return the options of a YAML file.
+
+    Args:
+        data: content of the file: names of options, with or without dashes, and their values.
 
     Raises:
-        UserError: the file has other content.
+        UserError: the content is not a mapping.
     """
     if not isinstance(data, dict):
-        raise UserError(f"expected a mapping of options, not {type(data).__name__}")
+        raise UserError(f"found {type(data).__name__}; expected a mapping of options")
     return Settings(
         {
             f"--{str(key).replace('_', '-').lstrip('-')}": value
@@ -232,13 +239,29 @@ def read_yaml(data: Any) -> Settings:
 
 
 def program_index(argv: Sequence[str]) -> int:
-    """Return the index of the training program in an argument list, or -1."""
+    """Return the index of the training program in an argument list; -1 if there is none."""
     return next((i for i, argument in enumerate(argv) if Path(argument[-99:]).name in PROGRAMS), -1)
 
 
 def read_settings(arguments: Arguments) -> Settings:
-    """Return the options of the training command with their dashes; `train` is the program."""
+    """Return the options of the training command. Their keys have dashes; `train` is the key of the program."""
     settings = Settings({}, list(arguments.problems), list(arguments.notes))
+    options = _split_options(arguments, settings)
+    settings.values |= {name: arguments.value(values) for name, values in options.items()}
+    settings.values["train"] = Path(arguments.argv[0]).stem
+    _read_custom_config(arguments, settings)
+    if any(_INT4.search(argument) for command in arguments.run.commands for argument in command):
+        settings.problems.append(
+            "OPEN_TRAINING_INT4_FAKE_QAT_FLAG = 1: rlsys does not train weights in 4 bits"
+        )
+    for command in arguments.run.commands:
+        if "sglang.launch_server" in command and "--model-path" in command[:-1]:
+            settings.values.setdefault(TEACHER, command[command.index("--model-path") + 1])
+    return settings
+
+
+def _split_options(arguments: Arguments, settings: Settings) -> dict[str, list[str]]:
+    """Return option -> its values. Arguments that belong to no option are added to the problems of `settings`."""
     options: dict[str, list[str]] = {}
     name = None
     for argument in arguments.argv[1:]:
@@ -246,30 +269,30 @@ def read_settings(arguments: Arguments) -> Settings:
         if argument.startswith("--") and reason is None:
             name, separator, value = argument.partition("=")
             options[name] = [value] if separator else []
-        elif (
-            name is not None and name not in FLAGS and not (options[name] and name not in SEVERAL and reason)
-        ):
+        elif name is not None and _accepts_value(name, options[name], is_resolved=reason is None):
             options[name].append(argument)
         else:
             text = arguments.run.source_text(argument)
-            settings.problems.append(
-                f"{text}: {reason}; it may be any option"
-                if reason
-                else f"{text}: a word that belongs to no option"
-            )
-    settings.values |= {name: arguments.value(values) for name, values in options.items()}
-    settings.values["train"] = Path(arguments.argv[0]).stem
-    _read_custom_config(arguments, settings)
-    if any(_INT4.search(argument) for command in arguments.run.commands for argument in command):
-        settings.problems.append("OPEN_TRAINING_INT4_FAKE_QAT_FLAG = 1: weights are not trained in 4 bits")
-    for command in arguments.run.commands:
-        if "sglang.launch_server" in command and "--model-path" in command[:-1]:
-            settings.values.setdefault(TEACHER, command[command.index("--model-path") + 1])
-    return settings
+            problem = f"{reason}; it may be any option" if reason else "the argument belongs to no option"
+            settings.problems.append(f"{text}: {problem}")
+    return options
+
+
+def _accepts_value(name: str, values: list[str], *, is_resolved: bool) -> bool:
+    """Return whether the next argument is a value of an option.
+
+    Args:
+        name: the option.
+        values: values that it has.
+        is_resolved: whether the script determines the argument. If not, the argument may be another option.
+    """
+    if name in FLAGS:
+        return False
+    return is_resolved or not values or name in SEVERAL
 
 
 def _read_custom_config(arguments: Arguments, settings: Settings) -> None:
-    """Add the options of the YAML file of --custom-config-path, which win over those of the command."""
+    """Add the options of the YAML file of --custom-config-path. They override those of the command."""
     option = "--custom-config-path"
     text = arguments.run.read_text(path) if isinstance(path := settings.values.get(option), str) else None
     data = None if text is None else parse_yaml(text, f"{option} = {path}")
@@ -279,21 +302,21 @@ def _read_custom_config(arguments: Arguments, settings: Settings) -> None:
 
 
 def translate(settings: Settings, rewards: Collection[str]) -> Draft:
-    """Make a config of slime's options.
+    """Translate slime's options into a config.
 
     Args:
-        settings: of read_settings.
-        rewards: short names of our rewards.
+        settings: result of read_settings or read_yaml.
+        rewards: short names of the built-in rewards.
 
     Raises:
-        UserError: a script without model or data, or a value of the wrong kind.
+        UserError: the script has no model or no data, or a value has the wrong type.
     """
     d = Draft(dict(settings.values), SLIME)
     asynchronous = d.get("train") == "train_async"
     for name in ("--hf-checkpoint", "--prompt-data"):
         if not d.is_present(name):
             if not settings.problems:
-                raise UserError("expected --hf-checkpoint and --prompt-data in it")
+                raise UserError(f"{name} is missing; expected --hf-checkpoint and --prompt-data")
             d.require(name)
     run_dir = d.text("--save")
     d.set_field("run.dir", run_dir or "runs/imported", "--save")
@@ -338,16 +361,18 @@ def _fine_tuning(d: Draft) -> None:
     d.require("--rollout-batch-size")
     if d.integer("--rollout-batch-size", batch) != batch:
         d.reject(
-            "--rollout-batch-size", f"an update of rlsys sft has one batch; --global-batch-size is {batch}"
+            "--rollout-batch-size",
+            f"expected {batch}, as --global-batch-size: rlsys sft trains one batch per update",
         )
     d.set_field("sft.traces", "chats")
     d.set_field("sft.params.path", d.get("--prompt-data"), "--prompt-data")
     d.set_field("sft.params.batch", batch, "--global-batch-size", "--rollout-batch-size")
     if d.text("--input-key", "messages") != "messages":
-        d.reject("--input-key", "the chats of a row are its `messages`")
+        d.reject("--input-key", "expected messages, the key of a row's chat in rlsys sft")
     if d.is_present("train") and not d.flag("--calculate-per-token-loss"):
         d.require(
-            "--calculate-per-token-loss", "the mean over samples has no counterpart; here it is over tokens"
+            "--calculate-per-token-loss",
+            "the script takes the mean loss over samples; rlsys sft has only that over tokens",
         )
         d.set_field("sft.loss", "cross_entropy", "--calculate-per-token-loss")
     _trainer(d, "sft")
@@ -360,45 +385,22 @@ def _fine_tuning(d: Draft) -> None:
 
 
 def _data(d: Draft, rewards: Collection[str]) -> None:
+    """Translate training prompts, reward, generator and evaluations."""
     path = d.get("--prompt-data")
     if "@[" in d.text("--prompt-data"):
-        d.reject("--prompt-data", "a slice of a file; expected a file with the rows that are meant")
+        d.reject(
+            "--prompt-data", "the value names a slice of a file; expected a file that has only these rows"
+        )
     d.set_field("data.source", data_source(path), "--prompt-data")
     d.set_field("data.params.path", path, "--prompt-data")
     d.copy_setting("--input-key")
     d.copy_setting("--label-key")
     d.copy_setting("--tool-key")
-    kind, import_path = d.text("--rm-type"), d.text("--custom-rm-path")
-    if TEACHER in d.consumed and import_path.endswith(_TEACHER_REWARD):
-        d.set_field("data.reward", "math" if "math" in rewards else "exact_answer", "--custom-rm-path")
-        d.warnings.append("data.reward: a metric only; the script's function returns the teacher's log-probs")
-    elif d.is_present("--custom-rm-path"):
-        module, _, function = import_path.rpartition(".")
-        d.set_field("data.reward", f"{module}:{function}", "--custom-rm-path")
-    else:
-        d.require("--rm-type", "the script names no reward")
-        if kind and kind not in MATHEMATICS:
-            d.reject("--rm-type", "no reward of that name here; name yours in data.reward")
-        d.set_field("data.reward", "math" if "math" in rewards else "exact_answer", "--rm-type")
-        if kind in MATHEMATICS:
-            d.warnings.append(f"data.reward = math: compared with slime's {kind}, {MATHEMATICS[kind]}")
-    d.consumed |= {"--rm-type", "--custom-rm-path"}
-    if d.is_present("--custom-generate-function-path"):
-        import_path = d.text("--custom-generate-function-path")
-        module, _, function = import_path.rpartition(".")
-        d.set_field("rollout.generator", f"{module}:{function}", "--custom-generate-function-path")
-        d.warnings.append(
-            "rollout.generator: it is called as slime does, within limits; see docs/from-slime.md"
-        )
-        _context(d)
-    for name, key in (("--reward-key", "score"), ("--eval-reward-key", "acc")):
-        if d.text(name, key) not in ("score", key):
-            d.reject(name, "the reward of a dictionary is its `score`, and `acc` says whether it is right")
-        elif d.is_present(name):
-            d.defaults.append(Row(name, d.text(name), "the reward of a dictionary is its `score`"))
+    _reward(d, rewards)
+    _generator(d)
     for name in ("--metadata-key", "--eval-config"):
         d.reject(name, "no counterpart: rows are read whole, and eval.sets has the evaluations")
-    d.reject("--multimodal-keys", "no counterpart: models and prompts are text")
+    d.reject("--multimodal-keys", "no counterpart: prompts are text")
     if d.is_present("train") and not d.flag("--rollout-shuffle"):
         d.set_field("data.params.shuffle", False, "--rollout-shuffle")
     d.consumed.discard("--rollout-shuffle")
@@ -407,7 +409,7 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
         d.set_field("data.params.max_prompt_tokens", limit, "--rollout-max-prompt-len")
     if d.is_present("train") and not d.is_present("--apply-chat-template"):
         d.warnings.append(
-            "data: slime without --apply-chat-template takes prompts as they are; here chats get the template"
+            "data: without --apply-chat-template slime uses prompts unchanged; rlsys applies the template to chats"
         )
     _heldout(d)
     if d.is_present("--eval-interval"):
@@ -418,8 +420,45 @@ def _data(d: Draft, rewards: Collection[str]) -> None:
         d.config["eval"].pop("sets", None)
 
 
-def _context(d: Draft) -> None:
-    """Translate the longest conversation: the function's own matter, and a bound of the prompt."""
+def _reward(d: Draft, rewards: Collection[str]) -> None:
+    """Translate the reward, and the keys of its result."""
+    kind, import_path = d.text("--rm-type"), d.text("--custom-rm-path")
+    if TEACHER in d.consumed and import_path.endswith(_TEACHER_REWARD):
+        d.set_field("data.reward", "math" if "math" in rewards else "exact_answer", "--custom-rm-path")
+        d.warnings.append(
+            "data.reward: only a metric, because the script's function returns the teacher's log-probs"
+        )
+    elif d.is_present("--custom-rm-path"):
+        module, _, function = import_path.rpartition(".")
+        d.set_field("data.reward", f"{module}:{function}", "--custom-rm-path")
+    else:
+        d.require("--rm-type", "the script names no reward")
+        if kind and kind not in MATHEMATICS:
+            d.reject("--rm-type", "rlsys has no reward of this name; set data.reward to a reward function")
+        d.set_field("data.reward", "math" if "math" in rewards else "exact_answer", "--rm-type")
+        if kind in MATHEMATICS:
+            d.warnings.append(f"data.reward = math: compared with slime's {kind}, {MATHEMATICS[kind]}")
+    d.consumed |= {"--rm-type", "--custom-rm-path"}
+    for name, key in (("--reward-key", "score"), ("--eval-reward-key", "acc")):
+        if d.text(name, key) not in ("score", key):
+            reason = "the reward of a dictionary is its `score`, and `acc` says whether it is correct"
+            d.reject(name, f"expected {key}: {reason}")
+        elif d.is_present(name):
+            d.defaults.append(Row(name, d.text(name), "the reward of a dictionary is its `score`"))
+
+
+def _generator(d: Draft) -> None:
+    """Translate the function that generates a sample, and its limit of the conversation's length.
+
+    The limit is a parameter of the function, and bounds the prompt.
+    """
+    if not d.is_present("--custom-generate-function-path"):
+        return
+    module, _, function = d.text("--custom-generate-function-path").rpartition(".")
+    d.set_field("rollout.generator", f"{module}:{function}", "--custom-generate-function-path")
+    d.warnings.append(
+        "rollout.generator: rlsys calls the function as slime does, with the limits in docs/from-slime.md"
+    )
     name = "--rollout-max-context-len"
     if (d.has_value(name) or d.is_unresolved(name)) and not d.is_present("--eval-max-context-len"):
         limit = d.integer(name, 0)
@@ -430,21 +469,39 @@ def _context(d: Draft) -> None:
 
 
 def _heldout(d: Draft) -> None:
-    """Translate --eval-prompt-data NAME PATH [NAME PATH ...]; the first file is the main evaluation of the run."""
-    settings = ("--n-samples-per-eval-prompt", "--eval-max-response-len", "--eval-temperature")
-    arguments = d.get("--eval-prompt-data")
-    pairs = [arguments] if isinstance(arguments, str) else list(arguments or [])
-    if len(pairs) > 1 and len(pairs) % 2:
-        d.mark_unresolved("--eval-prompt-data", "expected pairs of a name and a file")
-    eval_files = [("eval", pairs[0])] if len(pairs) == 1 else list(zip(pairs[::2], pairs[1::2], strict=False))
+    """Translate --eval-prompt-data NAME PATH [NAME PATH ...]. The first file has the run's held-out prompts."""
+    eval_files = _eval_files(d)
     if not eval_files:
         if d.is_unresolved("--eval-prompt-data"):
             d.set_field("data.params.heldout_path", "", "--eval-prompt-data")
-        d.consumed |= {*settings, "--eval-top-p", "--eval-top-k"}
-        d.consumed |= {f"--eval-{key}-key" for key in ("input", "label", "tool")}
+        d.consumed |= {*EVAL_SAMPLING, *(f"--eval-{key}-key" for key in ("input", "label", "tool"))}
         return
     d.set_field("data.params.heldout_path", eval_files[0][1], "--eval-prompt-data")
     _heldout_keys(d)
+    sampling = _eval_sampling(d)
+    eval_sets: list[dict[str, Any]] = []
+    for index, (name, path) in enumerate(eval_files):
+        eval_set: dict[str, Any] = {"name": str(name).lower(), "prompts": 30, **sampling}
+        if index:
+            data = d.config["data"]
+            eval_set["data"] = data | {"params": data.get("params", {}) | {"heldout_path": path}}
+        eval_sets.append(eval_set)
+    d.set_field("eval.sets", eval_sets, *EVAL_SAMPLING)
+
+
+def _eval_files(d: Draft) -> list[tuple[str, str]]:
+    """Return (name, file) of each evaluation in --eval-prompt-data; a single file has the name `eval`."""
+    arguments = d.get("--eval-prompt-data")
+    words = [arguments] if isinstance(arguments, str) else list(arguments or [])
+    if len(words) == 1:
+        return [("eval", words[0])]
+    if len(words) % 2:
+        d.mark_unresolved("--eval-prompt-data", "expected pairs of a name and a file")
+    return list(zip(words[::2], words[1::2], strict=False))
+
+
+def _eval_sampling(d: Draft) -> dict[str, Any]:
+    """Return the fields of an evaluation set for the number of samples and their sampling."""
     samples = d.integer("--n-samples-per-eval-prompt", 1)
     max_tokens = d.integer("--eval-max-response-len", d.integer("--rollout-max-response-len", 1024))
     temperature = d.number("--eval-temperature", d.number("--rollout-temperature", 1.0))
@@ -453,33 +510,31 @@ def _heldout(d: Draft) -> None:
     if top_k == 1:
         temperature = 0.0
     if samples > 1 and temperature == 0:
-        d.warnings.append(f"eval.sets: one greedy response, not the script's {samples} equal ones")
+        d.warnings.append(
+            f"eval.sets: one response per prompt, because the script's {samples} greedy responses are equal"
+        )
         samples = 1
-    eval_sets: list[dict[str, Any]] = []
-    for index, (name, path) in enumerate(eval_files):
-        eval_set: dict[str, Any] = {"name": str(name).lower(), "prompts": 30, "samples": samples}
-        eval_set |= {"temperature": temperature, "max_response_tokens": max_tokens, **truncation}
-        if index:
-            data = d.config["data"]
-            eval_set["data"] = data | {"params": data.get("params", {}) | {"heldout_path": path}}
-        eval_sets.append(eval_set)
-    d.set_field("eval.sets", eval_sets, *settings, "--eval-top-p", "--eval-top-k")
+    sampling = {"samples": samples, "temperature": temperature, "max_response_tokens": max_tokens}
+    return sampling | truncation
 
 
 def _heldout_keys(d: Draft) -> None:
-    """Translate the keys of evaluation rows, where they differ from those of training rows."""
+    """Translate the keys of held-out rows, if they differ from those of training rows."""
     options = {"prompt": "--eval-input-key", "answer": "--eval-label-key", "tools": "--eval-tool-key"}
-    training = {key: option.replace("--eval-", "--") for key, option in options.items()}
-    eval_keys = {key: d.text(option) for key, option in options.items()}
     names = [option for option in options.values() if d.is_present(option)]
-    keys = {key: eval_keys[key] or d.text(option) for key, option in training.items()}
-    if any(map(d.is_unresolved, names)) or any(
-        eval_keys[key] and eval_keys[key] != d.text(option) for key, option in training.items()
-    ):
-        d.set_field("data.params.heldout_keys", {key: name for key, name in keys.items() if name}, *names)
+    keys: dict[str, str] = {}
+    differ = any(map(d.is_unresolved, names))
+    for key, option in options.items():
+        eval_key, training_key = d.text(option), d.text(option.replace("--eval-", "--"))
+        differ |= eval_key not in ("", training_key)
+        if eval_key or training_key:
+            keys[key] = eval_key or training_key
+    if differ:
+        d.set_field("data.params.heldout_keys", keys, *names)
 
 
 def _rollout(d: Draft) -> None:
+    """Translate sampling, and the choice of groups that a step generates and trains."""
     d.copy_setting("--rollout-temperature", float)
     d.copy_setting("--sglang-tool-call-parser")
     d.copy_setting("--sglang-reasoning-parser")
@@ -487,6 +542,25 @@ def _rollout(d: Draft) -> None:
     if stops := d.get("--rollout-stop"):
         d.set_field("rollout.stop", stops if isinstance(stops, list) else [str(stops)], "--rollout-stop")
     _stop_ids(d)
+    _over_provision(d)
+    if filter_path := d.text("--dynamic-sampling-filter-path"):
+        if not filter_path.endswith("check_reward_nonzero_std"):
+            d.reject(
+                "--dynamic-sampling-filter-path",
+                "no counterpart: write the filter as a planner (algo.planners)",
+            )
+        d.set_field("algo.planners", ["dapo"], "--dynamic-sampling-filter-path")
+    for name in (
+        "--custom-convert-samples-to-train-data-path", "--buffer-filter-path", "--rollout-sample-filter-path",
+        "--custom-reward-post-process-path", "--rollout-data-postprocess-path",
+    ):  # fmt: skip
+        if "on_policy_distillation" in d.text(name):
+            continue  # _losses translates this function
+        d.reject(name, "no counterpart: write the function as a planner, selector or shaping (algo)")
+
+
+def _over_provision(d: Draft) -> None:
+    """Translate the number of groups in flight, and the age of their tokens."""
     groups = max(1, d.integer("--rollout-batch-size", 1))
     over_provision = d.integer("--over-sampling-batch-size", groups) / groups
     if d.flag("--partial-rollout"):
@@ -497,29 +571,21 @@ def _rollout(d: Draft) -> None:
             "--over-sampling-batch-size",
         )
         d.set_field("rollout.max_staleness", 4)
-        d.warnings.append("rollout.max_staleness = 4: slime has no bound; see docs/rollout.md")
+        d.warnings.append("rollout.max_staleness = 4: slime has no limit; see docs/rollout.md")
     elif over_provision > 1 and d.is_present("--dynamic-sampling-filter-path"):
         d.warnings.append(
-            "rollout.over_provision: --over-sampling-batch-size asks for more groups at once because the filter "
-            "drops some; here a step asks again until it has enough"
+            "rollout.over_provision: slime requests the groups of --over-sampling-batch-size at once, because the "
+            "filter drops some; rlsys requests more groups until a step has enough"
         )
     elif over_provision > 1:
-        d.reject("--over-sampling-batch-size", "without --partial-rollout slime throws the surplus away")
-    if filter_path := d.text("--dynamic-sampling-filter-path"):
-        if not filter_path.endswith("check_reward_nonzero_std"):
-            d.reject("--dynamic-sampling-filter-path", "a filter of yours is a planner here: algo.planners")
-        d.set_field("algo.planners", ["dapo"], "--dynamic-sampling-filter-path")
-    for name in (
-        "--custom-convert-samples-to-train-data-path", "--buffer-filter-path", "--rollout-sample-filter-path",
-        "--custom-reward-post-process-path", "--rollout-data-postprocess-path",
-    ):  # fmt: skip
-        if "on_policy_distillation" in d.text(name):
-            continue  # the reward is the teacher's
-        d.reject(name, "a function of slime's own loop; planners, selectors and shaping of algo do this here")
+        d.reject(
+            "--over-sampling-batch-size",
+            "no counterpart: without --partial-rollout slime discards the surplus",
+        )
 
 
 def _stop_ids(d: Draft) -> None:
-    """Translate stop token ids. The model's own ids need no field."""
+    """Translate stop token ids. The stop ids of the model folder need no field."""
     option, folder = "--rollout-stop-token-ids", Path(str(d.get("--hf-checkpoint", "")))
     if (stops := d.get(option)) is None:
         if d.is_unresolved(option):
@@ -528,17 +594,17 @@ def _stop_ids(d: Draft) -> None:
     ids = [int(i) for i in (stops if isinstance(stops, list) else [stops])]
     own_ids = read_stop_ids(folder) if (folder / "config.json").is_file() else frozenset()
     if set(ids) <= own_ids:
-        d.defaults.append(Row(option, str(d.settings[option]), "the model's own stop ids"))
+        d.defaults.append(Row(option, str(d.settings[option]), "these are the model's stop ids"))
     else:
         d.set_field("rollout.stop_ids", ids, option)
 
 
 def _teacher(d: Draft) -> None:
-    """Translate on-policy distillation; the teacher is a server, or a Megatron checkpoint beside the reference."""
+    """Translate the teacher of on-policy distillation: a server, or a Megatron checkpoint, which is rejected."""
     d.consumed.add("--opd-type")
     load = "--opd-teacher-load"
     if d.is_present(load):
-        d.reject(load, "a Megatron checkpoint; algo.teacher.path is a Hugging Face folder")
+        d.reject(load, "the value is a Megatron checkpoint; algo.teacher.path expects a Hugging Face folder")
         d.set_field("algo.teacher", {"path": d.text(load)}, load)
         return
     d.require(TEACHER, "algo.teacher.path: the script does not start the teacher's server")
@@ -549,33 +615,64 @@ def _teacher(d: Draft) -> None:
         teacher["engine"] = d.text("--rm-url").removesuffix("/generate") or "own"
     d.set_field("algo.teacher", teacher, *names)
     d.warnings.append(
-        "algo.loss distill: the gradient of the reverse KL over the teacher's most probable tokens; slime estimates "
-        "it from the sampled token, as a part of the advantage"
+        "algo.loss distill: rlsys computes the gradient of the reverse KL over the teacher's most probable tokens; "
+        "slime estimates it from the sampled token, as a part of the advantage"
     )
 
 
 def _algorithm(d: Draft) -> None:
+    """Translate advantages, losses, reducer, shaping, corrections and replay of experts."""
     estimator = d.text("--advantage-estimator", "grpo")
+    advantage_name = _advantage(d, estimator)
+    _losses(d, estimator, advantage_name)
+    by_token = d.flag("--calculate-per-token-loss") and estimator != "gspo"
+    d.set_field("algo.reducer", "token_mean" if by_token else "sequence_mean", "--calculate-per-token-loss")
+    if beta := d.number("--kl-coef", 0):
+        d.set_field("algo.shaping", [{"name": "kl_reward", "beta": beta}], "--kl-coef")
+    _corrections(d)
+    engine = d.flag("--use-rollout-routing-replay")
+    if d.flag("--use-routing-replay") or engine:
+        names = ("--use-routing-replay", "--use-rollout-routing-replay")
+        d.set_field("trainer.replay", "engine" if engine else "trainer", *names)
+        d.set_field("engine.return_routes", engine, *names)
+
+
+def _advantage(d: Draft, estimator: str) -> str:
+    """Translate the advantages, and return their short name in rlsys. `estimator`: slime's name."""
     advantage_name = ADVANTAGES.get(estimator)
     if advantage_name is None:
-        d.reject("--advantage-estimator", "not supported by this name (rlsys algo list)")
+        d.reject("--advantage-estimator", "rlsys has no estimator of this name (rlsys algo list)")
         advantage_name = "grpo"
     if advantage_name == "grpo" and d.flag("--disable-grpo-std-normalization"):
         advantage_name = "dr_grpo"
     whitens = advantage_name in ("reinforce_pp", "reinforce_pp_baseline")
     if advantage_name != "gae" and d.flag("--normalize-advantages") != whitens:
         if whitens:
-            d.require("--normalize-advantages", "reinforce_pp always whitens the advantages")
-        d.reject("--normalize-advantages", "advantages of this estimator are not whitened")
+            d.require(
+                "--normalize-advantages",
+                "the script does not set it; reinforce_pp always whitens the advantages",
+            )
+        d.reject("--normalize-advantages", "no counterpart: advantages of this estimator are not whitened")
     advantage: Any = advantage_name
-    of_advantage = ["--advantage-estimator", "--disable-grpo-std-normalization"]
+    names = ["--advantage-estimator", "--disable-grpo-std-normalization"]
     if advantage_name == "gae":
-        of_advantage += ["--gamma", "--lambd", "--normalize-advantages"]
+        names += ["--gamma", "--lambd", "--normalize-advantages"]
         advantage = {"name": "gae", "gamma": d.number("--gamma", 1.0), "lam": d.number("--lambd", 1.0)}
         advantage["whiten"] = d.flag("--normalize-advantages")
     elif estimator == "reinforce_plus_plus" and d.number("--gamma", 1.0) != 1.0:
-        d.reject("--gamma", "the return is not discounted")
-    d.set_field("algo.advantage", advantage, *of_advantage)
+        d.reject("--gamma", "expected 1: reinforce_pp does not discount the return")
+    d.set_field("algo.advantage", advantage, *names)
+    return advantage_name
+
+
+def _losses(d: Draft, estimator: str, advantage_name: str) -> None:
+    """Translate the loss terms, and the critic of GAE.
+
+    Args:
+        d: the config draft.
+        estimator: slime's name of the advantages.
+        advantage_name: their short name in rlsys.
+    """
     low = d.number("--eps-clip", 0.2)
     loss = {"name": "gspo" if estimator == "gspo" else "clip", "clip_low": low}
     terms: list[Any] = [{**loss, "clip_high": d.number("--eps-clip-high", low)}]
@@ -603,24 +700,14 @@ def _algorithm(d: Draft) -> None:
         terms.append({"name": "entropy", "coefficient": entropy})
     if TEACHER in d.consumed:
         if "on_policy_distillation" in d.text("--custom-reward-post-process-path"):
-            terms = []  # the reward is 0
+            terms = []  # the script's rewards are 0, so the policy loss is, too
         terms.append({"name": "distill", "weight": d.number("--opd-kl-coef", 1.0)})
         loss_settings += ["--use-opd", "--opd-kl-coef"]
     d.set_field("algo.loss", terms, *loss_settings)
-    by_token = d.flag("--calculate-per-token-loss") and estimator != "gspo"
-    d.set_field("algo.reducer", "token_mean" if by_token else "sequence_mean", "--calculate-per-token-loss")
-    if beta := d.number("--kl-coef", 0):
-        d.set_field("algo.shaping", [{"name": "kl_reward", "beta": beta}], "--kl-coef")
-    _corrections(d)
-    engine = d.flag("--use-rollout-routing-replay")
-    if d.flag("--use-routing-replay") or engine:
-        names = ("--use-routing-replay", "--use-rollout-routing-replay")
-        d.set_field("trainer.replay", "engine" if engine else "trainer", *names)
-        d.set_field("engine.return_routes", engine, *names)
 
 
 def _corrections(d: Draft) -> None:
-    """Translate truncated importance weights, slime's own or those of its example train_infer_mismatch_helper."""
+    """Translate truncated importance weights: those of slime, or of its example train_infer_mismatch_helper."""
     function, mis = "--custom-tis-function-path", [name for name in d.settings if _MIS.match(name)]
     d.consumed.update(mis)
     if not d.flag("--use-tis"):
@@ -632,26 +719,27 @@ def _corrections(d: Draft) -> None:
     correction: dict[str, Any] = {"name": "tis", "cap": d.number("--tis-clip", 2.0)}
     if floor := d.number("--tis-clip-low", 0.0):
         correction["floor"] = floor
-    d.reject(function, "a correction of yours is named in algo.corrections")
+    d.reject(function, "no counterpart: name a correction of your own in algo.corrections")
     for name in mis:
-        d.reject(name, f"an option of a function in {function}")
-    of_tis = ("--use-tis", "--tis-clip", "--tis-clip-low", function)
-    d.set_field("algo.corrections", [correction], *of_tis)
+        d.reject(name, f"no counterpart: the option belongs to the function of {function}")
+    d.set_field("algo.corrections", [correction], "--use-tis", "--tis-clip", "--tis-clip-low", function)
 
 
 def _mis(d: Draft) -> list[dict[str, Any]]:
-    """Return the corrections of train_infer_mismatch_helper: a weight, a rejection and a veto of its ratio."""
+    """Return the corrections of train_infer_mismatch_helper: an importance weight, and a rejection with a veto."""
     level, mode = d.text("--tis-level", "token"), d.text("--tis-mode", "truncate")
     d.require("--tis-upper-bound")
     high = d.number("--tis-upper-bound", 2.0)
     low = d.number("--tis-lower-bound", 1 / high)
     normalises = d.flag("--tis-batch-normalize")
     if normalises and (level, mode == "mask") != ("token", False):
-        d.reject("--tis-batch-normalize", "the mean weight is that of the tokens that are kept")
+        d.reject(
+            "--tis-batch-normalize", "supported only with --tis-level token and --tis-mode truncate or clip"
+        )
     elif normalises:
         d.warnings.append(
-            "algo.corrections tis: normalise takes the mean weight over an update's tokens with an advantage; the "
-            "script over those of a micro-batch"
+            "algo.corrections tis: normalise divides by the mean weight over an update's tokens with an advantage; "
+            "the script by the mean over those of a micro-batch"
         )
     weight: dict[str, Any] = {
         "truncate": {"name": "tis", "cap": high},
@@ -674,7 +762,12 @@ def _mis(d: Draft) -> list[dict[str, Any]]:
 
 
 def _trainer(d: Draft, section: str = "trainer") -> None:
-    """Translate optimizer, schedule and checkpoints; `section` has the schedule."""
+    """Translate optimizer, schedule, checkpoints, FP8, adapters and multi-token prediction.
+
+    Args:
+        d: the config draft.
+        section: section of the config that has the schedule.
+    """
     set_steps(d, "--num-rollout", "--num-epoch", 0)
     d.require("--lr")
     lr = d.number("--lr", 0.0)
@@ -702,11 +795,18 @@ def _trainer(d: Draft, section: str = "trainer") -> None:
     d.set_field("trainer.optimizer", OPTIMIZERS.get(optimizer, "adamw"), "--optimizer")
     if d.is_present("--fp8-recipe") or d.is_present("--fp8-format"):
         if d.text("--fp8-recipe", "delayed") != "blockwise" or d.text("--fp8-format", "e4m3") != "e4m3":
-            d.reject("--fp8-recipe", "model.fp8 = both has blocks of e4m3")
+            d.reject("--fp8-recipe", "expected blockwise with --fp8-format e4m3 (model.fp8 = both)")
         d.set_field("model.fp8", "both", "--fp8-recipe", "--fp8-format")
     if d.flag("--optimizer-cpu-offload"):
         d.set_field("trainer.offload_optimizer", 1.0, "--optimizer-cpu-offload")
     d.set_field("trainer.checkpoint_every", d.integer("--save-interval", 20), "--save-interval")
+    _expert_balance(d)
+    _lora(d)
+    _multi_token_prediction(d)
+
+
+def _expert_balance(d: Draft) -> None:
+    """Translate the loss and the bias that balance the load of experts."""
     for name, path in (
         ("--moe-aux-loss-coeff", "trainer.balance_loss"),
         ("--moe-router-bias-update-rate", "trainer.balance_rate"),
@@ -716,21 +816,22 @@ def _trainer(d: Draft, section: str = "trainer") -> None:
     kind = d.text("--moe-router-load-balancing-type", "aux_loss")
     if d.get_field("trainer.balance_loss", 0.0) and kind != "seq_aux_loss":
         d.warnings.append(
-            f"trainer.balance_loss: that of each sequence; Megatron's {kind} is that of a micro-batch"
+            f"trainer.balance_loss: rlsys balances each sequence; Megatron's {kind} balances a micro-batch"
         )
-    _lora(d)
+
+
+def _multi_token_prediction(d: Draft) -> None:
+    """Translate the training of a layer for multi-token prediction."""
     weight = d.number("--mtp-loss-scaling-factor", 0.2)
     if d.flag("--enable-mtp-training"):
         d.set_field("trainer.mtp_loss", weight, "--mtp-loss-scaling-factor", "--enable-mtp-training")
         omit_offload(d)
-        if (layers := d.integer("--mtp-num-layers", 1)) > 1:
-            d.reject(
-                "--mtp-num-layers", f"{layers}: one layer for multi-token prediction can be trained; use 1"
-            )
+        if d.integer("--mtp-num-layers", 1) > 1:
+            d.reject("--mtp-num-layers", "expected 1 layer for multi-token prediction")
 
 
 def _lora(d: Draft) -> None:
-    """Translate Miles' adapters; their matrices have Hugging Face's names."""
+    """Translate the adapters of Miles, a fork of slime. Their matrices have Hugging Face's names."""
     rank = d.integer("--lora-rank", 0)
     if rank <= 0 and not d.is_unresolved("--lora-rank"):
         return
@@ -743,7 +844,7 @@ def _lora(d: Draft) -> None:
 
 
 def _engines(d: Draft) -> None:
-    """Pass on SGLang's own options; those with a field of ours become that field."""
+    """Translate SGLang's options: those with a field of rlsys to this field, all others to engine.extra_args."""
     d.copy_setting("--sglang-max-total-tokens", int)
     d.copy_setting("--sglang-mem-fraction-static", float)
     d.copy_setting("--sglang-max-running-requests", int)
@@ -762,7 +863,12 @@ def _engines(d: Draft) -> None:
 
 
 def _sizes(d: Draft, asynchronous: bool) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
-    """Return the sizes of batch, lengths and engines, and the options that set each."""
+    """Return the sizes of the run, and attribute of Sizes -> the options that set it.
+
+    Args:
+        d: the config draft.
+        asynchronous: whether the program is train_async.py.
+    """
     names = _size_names(d)
     shared = d.flag("--colocate") and not asynchronous
     _check_sizes(d, shared)
@@ -779,7 +885,7 @@ def _sizes(d: Draft, asynchronous: bool) -> tuple[Sizes, dict[str, tuple[str, ..
 
 
 def _size_names(d: Draft) -> dict[str, tuple[str, ...]]:
-    """Return attribute of Sizes -> the options that set it, for batch, lengths and engines."""
+    """Return attribute of Sizes -> the options that set it, for the sizes of batch, lengths and engines."""
     update_setting = (
         "--num-steps-per-rollout" if d.is_present("--num-steps-per-rollout") else "--global-batch-size"
     )
@@ -807,16 +913,16 @@ def _check_sizes(d: Draft, shared: bool) -> None:
         and d.get_field("algo.advantage", "") in ("grpo", "dr_grpo")
     ):
         d.mark_unresolved(
-            "--n-samples-per-prompt", "one sample a prompt leaves a group of grpo without a baseline"
+            "--n-samples-per-prompt", "expected more than 1: a group of one sample has no baseline"
         )
     if not shared and not d.is_unresolved("--colocate"):
         d.require(
-            "--rollout-num-gpus", "the engines have GPUs of their own, and the script does not say how many"
+            "--rollout-num-gpus", "the engines have separate GPUs, and the script does not set their number"
         )
 
 
 def _update_size(d: Draft, samples: int) -> int:
-    """Return the number of samples of an update; 0 if no option sets it. `samples`: those of a rollout."""
+    """Return the number of samples of an update; 0 if no option sets it. `samples`: samples of a rollout."""
     size = d.integer("--global-batch-size", 0)
     if d.has_value("--num-steps-per-rollout"):
         size = samples // max(1, d.integer("--num-steps-per-rollout", 1))
@@ -824,6 +930,7 @@ def _update_size(d: Draft, samples: int) -> int:
 
 
 def _layout(d: Draft, nodes: int, gpus: int) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
+    """Return the parallel sizes of the trainer, and attribute of Sizes -> the options that set it."""
     names: dict[str, tuple[str, ...]] = {
         "nodes": ("--actor-num-nodes",), "gpus": ("--actor-num-gpus-per-node",),
         "tp": ("--tensor-model-parallel-size",), "pp": ("--pipeline-model-parallel-size",),

@@ -1,8 +1,9 @@
 """Runs a module of rlsys in any Python: `PYTHON rlsys/venv_runner/run.py rlsys.environments.serve ARGUMENT ...`.
 
-rlsys need not be installed there. This file makes only the package rlsys importable, so the packages of rlsys' own
-environment do not shadow those of that Python. Therefore the module, and what it imports of rlsys, may use only the
-standard library. This file has its own folder, because Python first searches the script's folder for modules.
+That Python does not need rlsys: this file makes the package rlsys importable, but no other package of rlsys' own
+environment, so that none shadows a package of that Python. Therefore the module, and the modules of rlsys that it
+imports, may use only the standard library. This file has its own folder, because Python searches the folder of a
+script for modules first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 
 def _make_importable(name: str, folder: Path) -> None:
+    """Import the package in `folder` as `name`, without adding its parent folder to the search path."""
     spec = importlib.util.spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -25,9 +27,8 @@ def _make_importable(name: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     folder = Path(__file__).resolve().parent
-    sys.path[:] = [
-        p for p in sys.path if Path(p or ".").resolve() != folder
-    ]  # this folder must not be searched for packages
+    # Python must not search this folder for modules.
+    sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != folder]
     _make_importable("rlsys", folder.parent)
     module = sys.argv.pop(1)
     importlib.import_module(module).main()

@@ -1,4 +1,4 @@
-"""Weight update of LoRA adapters (trainer.lora) only, through shared memory of one machine. Rank 0 sends."""
+"""Weight updates that send only the LoRA adapter (trainer.lora), from rank 0 through shared memory of one machine."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from rlsys.weights.weight_transport import Digests, WeightTransport, engine_chec
 
 
 class AdapterPush(WeightTransport):
-    """Sends the adapter to engines, which unload the previous one and load the new one under the same name.
+    """Sends the adapter to engines, which unload the previous adapter and load the new one under the same name.
 
-    An engine compares checksums of the received tensors, and exits on a difference.
+    An engine compares the tensors that it received with their checksums, and exits on a difference.
     """
 
     def __init__(self, config: Config, hf: HFConfig, rank: int) -> None:
@@ -37,21 +37,25 @@ class AdapterPush(WeightTransport):
         self._seconds = config.work_seconds
         self.excluded, self.sent_bytes = {}, 0
         self._base: Digests | None = None
-        """Checksums of the base model below the adapters, which never changes."""
+        """Checksums of the base model; None before the first push. The base model never changes."""
 
     @classmethod
     def create(cls, trainer: Trainer, plan: PushPlan) -> Self:
         return cls(trainer.config, trainer.hf, trainer.rank)
 
     def prepare(self) -> None:
-        """Import what the first push needs."""
+        """Import the modules that a push uses, on rank 0."""
         if self._rank == 0:
             prepare_sglang()
             # Also with a GPU: the tensors are sent from host memory, and each engine copies them to its device.
             torch.multiprocessing.set_sharing_strategy("file_system")
 
     def update_engines(self, trainer: Trainer, update: WeightUpdate) -> Digests:
-        """Load the adapter. Engines report the checksums of the base model, which are computed once."""
+        """Load the adapter into every engine of the update.
+
+        Returns:
+            Checksums of the base model, because engines report those; computed in the first push.
+        """
         self.sent_bytes = self.push(trainer.named_factors(), update)
         if self._base is not None:
             return self._base
@@ -67,7 +71,15 @@ class AdapterPush(WeightTransport):
         return Digests(expected, digests.hash_seconds)
 
     def push(self, factors: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> int:
-        """Consume `factors` (collective), load them into every engine of the update, and return their bytes."""
+        """Load the adapter into every engine of the update (collective).
+
+        Args:
+            factors: PEFT names and the A and B matrices. Every rank consumes them.
+            update: the receivers.
+
+        Returns:
+            Bytes sent to each engine; 0 on all ranks but 0.
+        """
         self.excluded = {}
         if self._rank != 0 or not update.engines:
             for _ in factors:
@@ -79,7 +91,7 @@ class AdapterPush(WeightTransport):
         serialize, tensors = serializer(), flattened_payload(StagingBuffers(shared=True).flatten(bucket))
         with Receivers(update.engines, self._seconds) as receivers:
             self._unload(receivers)
-            # One handle for each engine rank: it can be opened once.
+            # A handle can be opened only once, so each engine rank gets its own.
             handles = [[serialize(tensors) for _ in range(engine.tp)] for engine in receivers.present]
             receivers.wait_all(
                 receivers.post_all(
@@ -104,5 +116,5 @@ class AdapterPush(WeightTransport):
 
 
 def _sha256(tensor: Tensor) -> str:
-    """Return the SHA-256 that SGLang compares."""
+    """Return the SHA-256 of a tensor's bytes in hexadecimal, as SGLang computes it."""
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

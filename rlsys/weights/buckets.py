@@ -31,23 +31,23 @@ class FlatBucket:
 class StagingBuffers:
     """Buffers into which buckets are flattened.
 
-    Without CUDA these are two buffers that alternate and are reused: the kernel zeroes fresh memory page by
-    page, which takes as long as a copy. On a GPU each bucket has its own memory: an engine responds before
-    its copy of a bucket is done, and torch knows when the last reader has finished.
+    Without CUDA, two buffers alternate: they are reused because Linux zeroes fresh memory page by page, which takes
+    as long as a copy. On a GPU each bucket has its own memory: an engine responds before it has finished copying, and
+    torch frees the memory after the last reader.
     """
 
     def __init__(self, *, shared: bool) -> None:
-        """Create empty buffers. `shared`: other processes of this machine open handles of them."""
+        """Create empty buffers. `shared`: whether other processes of this machine open them by handles."""
         self._shared = shared
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def flatten(self, bucket: Bucket) -> FlatBucket:
-        """Copy a bucket into one buffer. Without CUDA the copy is valid until the next but one."""
+        """Copy a bucket into one buffer. Without CUDA, the second call after this one overwrites the copy."""
         parts = [(name, tensor.dtype, tensor.shape) for name, tensor in bucket]
         return FlatBucket(self.flatten_bytes([as_bytes(tensor) for _, tensor in bucket]), parts)
 
     def flatten_bytes(self, parts: list[Tensor]) -> Tensor:
-        """Concatenate byte tensors into one buffer, with the same lifetime."""
+        """Concatenate `[bytes]` uint8 tensors into one buffer, which is valid as long as a copy by `flatten`."""
         if parts[0].is_cuda:
             return torch.cat(parts)
         size = sum(len(tensor) for tensor in parts)
@@ -64,9 +64,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _shared_memory(size: int) -> Tensor:
-    """Allocate `[size]` uint8 of shared memory, by file name.
+    """Allocate `[size]` uint8 of shared memory that other processes open by its file name.
 
-    A file descriptor could be passed only over a socket, with a secret that another server does not have.
+    Opening it by a file descriptor would need a socket and a secret that engines do not have.
     """
     storage = torch.UntypedStorage._new_using_filename_cpu(size)
     return torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -78,9 +78,9 @@ def send_in_buckets(
     buffers: StagingBuffers,
     send: Callable[[FlatBucket], None],
 ) -> int:
-    """Send the tensors in buckets, and return their bytes.
+    """Send the tensors in buckets of at most `max_bytes`, and return the number of bytes.
 
-    At most three buckets are in memory: one being sent, and the next one twice, as gathered and flattened.
+    At most three buckets are in memory: the one in transfer, and the gathered and the flattened form of the next.
     """
     return send_pipelined(split_into_buckets(tensors, max_bytes), buffers.flatten, send)
 
@@ -88,7 +88,13 @@ def send_in_buckets(
 def send_pipelined(
     buckets: Iterable[Bucket], flatten: Callable[[Bucket], FlatBucket], send: Callable[[FlatBucket], None]
 ) -> int:
-    """Send each bucket while the next one is gathered and flattened, and return their bytes."""
+    """Send each bucket while the next one is gathered and flattened, and return the number of bytes.
+
+    Args:
+        buckets: iterator that gathers the buckets. Each list is emptied once it is flattened, to free its tensors.
+        flatten: copies a bucket into one buffer.
+        send: sends a buffer; runs in a thread.
+    """
     sent_bytes, in_flight = 0, None
     with ThreadPoolExecutor(1, thread_name_prefix="push") as sender:
         for bucket in buckets:
@@ -121,22 +127,22 @@ def split_into_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) ->
         yield bucket
 
 
-_FIRST, _SECOND = ".q_a_proj.", ".kv_a_proj_with_mqa."
+_Q_A, _KV_A = ".q_a_proj.", ".kv_a_proj_with_mqa."
 
 
 def _load_units(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-    """Group tensors that an engine must receive in one call.
+    """Yield the tensors; those that an engine must receive in one call form one group.
 
-    SGLang fuses the two first projections of latent attention as it loads them, and silently drops one whose
-    partner is not in the same call. The first of them waits for the other.
+    SGLang fuses the two first projections of latent attention as it loads them, and silently drops a projection if
+    the same call does not contain the other one. So the query projection waits for the key-value projection.
     """
     waiting: Bucket = []
     for name, tensor in tensors:
-        if _FIRST in name:
+        if _Q_A in name:
             waiting.append((name, tensor.detach()))
-        elif waiting and name == waiting[0][0].replace(_FIRST, _SECOND):
+        elif waiting and name == waiting[0][0].replace(_Q_A, _KV_A):
             yield [waiting.pop(0), (name, tensor.detach())]
         else:
             yield [(name, tensor.detach())]
-    for tensor_pair in waiting:
-        yield [tensor_pair]
+    for named_tensor in waiting:
+        yield [named_tensor]

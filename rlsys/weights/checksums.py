@@ -1,9 +1,9 @@
 """Expected values of an engine's checksums (SGLang's /weights_checker), computed from the tensors of a push.
 
-An engine stores as one tensor what a model folder stores separately: query, key and value; gate and up; all
-experts of a layer. Each tensor-parallel rank has a part. SGLang hashes the tensors of each rank: with SHA-256 on a
-CPU, with a special kernel on a GPU. Some kernels need their weights in another order; the comparison detects these
-(router/attest.py).
+An engine fuses tensors that a model folder stores separately: query, key and value; gate and up; all experts of a
+layer. Each tensor-parallel rank has a part of the fused tensor. SGLang hashes the tensors of each rank: with SHA-256
+on a CPU, with a special kernel on a GPU. Some kernels need their weights in another order; the comparison detects
+these weights (router/attest.py).
 """
 
 from __future__ import annotations
@@ -27,22 +27,27 @@ _VOCABULARY_STEP = 64
 
 
 PartialChecksums = list[dict[str, "str | TilePart"]]
-"""Checksums of each engine rank, one engine size after the other, by the engine's tensor name; or one trainer rank's
-part of them."""
+"""For each engine rank, one engine size after the other: the engine's tensor name -> the checksum, or the hash of the
+parts that one trainer rank has."""
 
 
 def base_layer_name(name: str) -> str:
-    """Return the name of a tensor on an engine that serves adapters, which wraps the experts."""
+    """Return the tensor's name on an engine that serves adapters: SGLang wraps the experts in a base layer."""
     return re.sub(r"\.experts\.(?=w\d+_weight)", ".experts.base_layer.", name)
 
 
 def merge_checksums(partials: Sequence[PartialChecksums]) -> list[dict[str, str]]:
-    """Merge the partial checksums of all trainer ranks into those that engines must report.
+    """Merge the partial checksums of all trainer ranks into the checksums that engines must report.
 
-    Incomplete tensors are omitted.
+    Args:
+        partials: one item per trainer rank.
+
+    Returns:
+        For each engine rank, one engine size after the other: tensor name -> checksum. Tensors without all their
+            parts are omitted.
     """
     digests = []
-    for rank_partials in zip(*partials, strict=True):  # of one engine rank
+    for rank_partials in zip(*partials, strict=True):  # partial checksums of one engine rank
         complete: dict[str, str] = {}
         parts: dict[str, list[TilePart]] = {}
         for name, value in (item for partial in rank_partials for item in partial.items()):
@@ -58,9 +63,9 @@ def merge_checksums(partials: Sequence[PartialChecksums]) -> list[dict[str, str]
 class EngineChecksums:
     """Computes the checksums of one push: `watch` the tensors, then call `digests`.
 
-    If several trainer ranks hash a share each, call `partial_digests` on all of them and `merge_checksums`. Only
-    parts that arrived out of order, and those of the next kernel launch on a GPU (rlsys.weights.hashes), are kept in
-    memory.
+    If several trainer ranks hash a share each, call `partial_digests` on all of them and `merge_checksums`. Memory
+    holds only the parts that arrived out of order, and on a GPU the parts of the next kernel launch
+    (rlsys.weights.hashes).
     """
 
     def __init__(self, hf: HFConfig, *tps: int, rank: int = 0, ranks: int = 1) -> None:
@@ -68,7 +73,7 @@ class EngineChecksums:
 
         Args:
             hf: the model.
-            tps: the different tensor-parallel sizes of the engines, ascending.
+            tps: the distinct tensor-parallel sizes of the engines, ascending.
             rank: this trainer rank.
             ranks: number of trainer ranks that watch the same tensors; each hashes a share
                 (rlsys.convert.hash_shares).
@@ -79,11 +84,11 @@ class EngineChecksums:
         self._ranks = [(tp, rank) for tp in tps for rank in range(tp)]
         self.seconds = 0.0  # spent hashing
         self._parts: dict[str, tuple[_EngineTensor, int, Rule]] = {}
-        """Name in the model folder -> the engine's tensor, the part's index in it, how ranks split it."""
+        """Name in the model folder -> the engine's tensor, the part's index in it, and the rule of its shards."""
         self._stacks: dict[str, tuple[_EngineTensor, Stack]] = {}
-        """The same for tensors with all experts of a layer."""
+        """Name of a tensor with all experts of a layer -> the engine's tensor, and the rule of its shards."""
         self._plus_one: dict[str, _EngineTensor] = {}
-        """The same for norms whose weights SGLang stores twice: unchanged, and with 1 added."""
+        """Name of a norm whose weight SGLang stores twice -> the engine's second tensor: the weight plus 1."""
         self._engine_tensors: dict[str, _EngineTensor] = {}
         expert_names = slots(hf)
         for entry in entries(hf):
@@ -105,36 +110,41 @@ class EngineChecksums:
             self._stacks[name] = tensor, stack
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass the tensors through, and hash them."""
+        """Yield the tensors unchanged, and hash this trainer rank's share of them.
+
+        Args:
+            tensors: names in the model folder, and tensors.
+        """
         for name, tensor in tensors:
             start = time.monotonic()
             if self._shares is None and self._trainer_ranks > 1:
                 self._shares = hash_shares(self._hf, self._trainer_ranks, experts_together=not tensor.is_cuda)
-            if self._shares is not None and self._shares.hasher.get(name) != self._rank:
-                pass
-            elif name in self._parts:
-                engine_tensor, index, rule = self._parts[name]
-                engine_tensor.add(
-                    index, [self._shard(name, tensor, rule, tp, rank) for tp, rank in self._ranks]
-                )
-                if name in self._plus_one:
-                    self._plus_one[name].add(0, [tensor + 1 for _ in self._ranks])
-            elif name in self._stacks:
-                engine_tensor, stack = self._stacks[name]
-                weights = tensor.transpose(-1, -2) if tensor.dim() == 3 else tensor
-                engine_tensor.add(0, [_stack_shard(weights, stack, tp, rank) for tp, rank in self._ranks])
+            if self._shares is None or self._shares.hasher.get(name) == self._rank:
+                self._hash(name, tensor)
             self.seconds += time.monotonic() - start
             yield name, tensor
+
+    def _hash(self, name: str, tensor: Tensor) -> None:
+        """Hash the shard of each engine rank. A tensor that engines do not report is ignored."""
+        if name in self._parts:
+            engine_tensor, index, rule = self._parts[name]
+            engine_tensor.add(index, [self._shard(name, tensor, rule, tp, rank) for tp, rank in self._ranks])
+            if name in self._plus_one:
+                self._plus_one[name].add(0, [tensor + 1 for _ in self._ranks])
+        elif name in self._stacks:
+            engine_tensor, stack = self._stacks[name]
+            weights = tensor.transpose(-1, -2) if tensor.dim() == 3 else tensor
+            engine_tensor.add(0, [_stack_shard(weights, stack, tp, rank) for tp, rank in self._ranks])
 
     def digests(self) -> list[dict[str, str]]:
         """Return the checksums: for each engine rank, one engine size after the other, tensor name -> checksum.
 
-        Incomplete tensors are omitted.
+        Tensors without all their parts are omitted.
         """
         return merge_checksums([self.partial_digests()])
 
     def partial_digests(self) -> PartialChecksums:
-        """Return this trainer rank's part of the checksums, and end the watch."""
+        """Return this trainer rank's part of the checksums. Call this once, after the last tensor."""
         start = time.monotonic()
         parts = self._sums.results()
         self.seconds += time.monotonic() - start
@@ -148,25 +158,34 @@ class EngineChecksums:
         ]
 
     def _shard(self, name: str, tensor: Tensor, rule: Rule, tp: int, rank: int) -> Tensor:
-        """Return the part of a tensor on `rank` of `tp`: all of it, or a shard along the split axis."""
+        """Return what rank `rank` of an engine with `tp` ranks stores of a tensor: all of it, or a shard."""
         if rule.engine_dtype is not None:
             tensor = tensor.to(getattr(torch, rule.engine_dtype))
         if rule.shard_axis is None:
             return tensor
-        pieces = tp
         if rule.layout == "by_key_head":
             assert self._hf.delta is not None
             sections = tensor.split(self._hf.delta.sections)
             return torch.cat([section.tensor_split(tp)[rank] for section in sections])
-        if rule.layout in ("qkv", "gated_qkv") and ".q_proj." not in name and self._hf.kv_heads < pieces:
-            pieces, rank = self._hf.kv_heads, rank // (pieces // self._hf.kv_heads)  # ranks share a head
+        shards, index = tp, rank
+        if rule.layout in ("qkv", "gated_qkv") and ".q_proj." not in name and self._hf.kv_heads < tp:
+            # Several ranks store the same key and value head.
+            shards = self._hf.kv_heads
+            index = rank // (tp // shards)
         if not rule.per_layer and (missing := -len(tensor) % _VOCABULARY_STEP):
             tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
-        return tensor.tensor_split(pieces, dim=rule.shard_axis)[rank]
+        return tensor.tensor_split(shards, dim=rule.shard_axis)[index]
 
 
 def _stack_shard(weights: Tensor, stack: Stack, tp: int, rank: int) -> Tensor:
-    """Return the part on `rank` of `tp` of all experts `[experts, n out, in]`, or of their biases."""
+    """Return what rank `rank` of an engine with `tp` ranks stores of all experts of a layer.
+
+    Args:
+        weights: `[experts, stack.sections * out, in]`, or biases `[experts, stack.sections * out]`.
+        stack: rule of the shards.
+        tp: tensor-parallel size of the engine.
+        rank: rank in the engine.
+    """
     if stack.shard_axis is None or tp == 1:
         return weights
     sections = weights.chunk(stack.sections, stack.shard_axis)
@@ -176,17 +195,17 @@ def _stack_shard(weights: Tensor, stack: Stack, tp: int, rank: int) -> Tensor:
 
 
 class _EngineTensor:
-    """A tensor of the engine, hashed for each of its ranks.
+    """Hash of a tensor of an engine, for each engine rank.
 
-    SHA-256 needs the parts in order, so early parts are kept. A GPU's digest is a sum, so this trainer rank may have
-    only some of the experts.
+    SHA-256 needs the parts in order, so a part that arrives early is stored until its turn. The GPU hash is a sum
+    over parts, so a trainer rank may hash only some of the experts.
     """
 
     def __init__(self, digests: PartDigests, count: int = 0, *, experts: bool = False) -> None:
         """Start the hash.
 
         Args:
-            digests: receives parts on a GPU.
+            digests: hashes the parts that are on a GPU.
             count: number of parts.
             experts: whether the parts are experts, which have equal sizes.
         """
@@ -197,12 +216,12 @@ class _EngineTensor:
         self._early: dict[int, list[Tensor]] = {}
         self._hashes: list[ByteHash] = []
         self._complete: list[str] = []
-        """Checksum of each rank, once all parts have arrived."""
+        """Checksum of each engine rank; empty until all parts have arrived, and on a GPU."""
         self._parts: list[list[int]] = []
-        """Indices of each rank's parts among the digests."""
+        """For each engine rank, the indices of its parts in the results of the digests; empty on a CPU."""
 
     def add(self, index: int, shares: list[Tensor]) -> None:
-        """Hash part `index`: its shard on each rank."""
+        """Hash part `index` of the tensor. `shares`: for each engine rank, its shard of the part."""
         if not shares[0].is_cuda:
             self._add_in_order(index, shares)
         elif self.experts:
@@ -218,21 +237,32 @@ class _EngineTensor:
                 self._early = {}
 
     def digest(self, index: int, parts: Sequence[TilePart]) -> str | TilePart | None:
-        """Return rank `index`'s checksum, or this trainer rank's part of it; None if incomplete.
+        """Return the checksum of engine rank `index`, or on a GPU the hash of this trainer rank's parts.
 
-        `parts`: results of the digests.
+        Args:
+            index: index of the engine rank.
+            parts: results of the digests.
+
+        Returns:
+            None if parts are missing for SHA-256, or this trainer rank has no part.
         """
         if self._parts:
             return merge_parts([parts[i] for i in self._parts[index]])
         return self._complete[index] if self._complete else None
 
     def _add_parts(self, rank_parts: list[list[tuple[Tensor, int, int]]]) -> None:
-        """Add for each rank parts, with their first word and the number of words of the whole tensor."""
+        """Hash parts on a GPU.
+
+        Args:
+            rank_parts: for each engine rank, its parts: words, index of the first word in the rank's tensor, and
+                number of words of the rank's tensor.
+        """
         self._parts = self._parts or [[] for _ in rank_parts]
         for indices, parts in zip(self._parts, rank_parts, strict=True):
             indices += [self._digests.add(*part) for part in parts]
 
     def _add_in_order(self, index: int, shares: list[Tensor]) -> None:
+        """Hash part `index` with SHA-256, once all parts before it have arrived."""
         self._early[index] = shares
         while self._next_index in self._early:
             shares = self._early.pop(self._next_index)
@@ -247,9 +277,9 @@ class _EngineTensor:
 
 
 def _with_offsets(parts: Sequence[Tensor]) -> list[tuple[Tensor, int, int]]:
-    """Return each part of a tensor with its first word and the number of words of the whole tensor.
+    """Return (part, index of its first word, number of words of the tensor) for consecutive parts of a tensor.
 
-    Parts are concatenated if one ends within a word.
+    All parts are concatenated into one if a part other than the last ends within a word.
     """
     if any(part.nbytes % 4 for part in parts[:-1]):
         parts = [torch.cat([part.reshape(-1) for part in parts])]

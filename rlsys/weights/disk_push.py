@@ -1,8 +1,8 @@
-"""Weight update through a safetensors folder on a path that trainer and engines share. Rank 0 writes it.
+"""Weight updates through safetensors folders that rank 0 writes on a path that trainer and engines share.
 
-disk                all tensors
-disk_delta          only the tensors that have changed since the last push (frozen layers, an adapter); all of them if
-                    an engine does not hold the previous version
+disk            writes all tensors
+disk_delta      writes only the tensors that have changed since the last push, for example not those of frozen layers;
+                writes all tensors if an engine does not have the previous version
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlsys.weights.weight_transport import GatheredTransport, Tensors
 
 
 class DiskPush(GatheredTransport):
-    """Transport through a folder that rank 0 writes and engines load (SGLang's `update_weights_from_disk`)."""
+    """Transport through folders, which engines load with SGLang's `update_weights_from_disk`."""
 
     def __init__(self, config: Config, rank: int = 0, plan: PushPlan | None = None) -> None:
         super().__init__(config, rank, plan)
@@ -45,7 +45,7 @@ class DiskPush(GatheredTransport):
 
 
 class DiskFolders:
-    """Owns `weights/` in the run folder, and a digest per tensor of the last push."""
+    """Owns the folder RUN/weights, and a digest of each tensor of the last push."""
 
     def __init__(self, config: Config) -> None:
         self._source = config.model.path
@@ -53,15 +53,21 @@ class DiskFolders:
         self._delta = config.weights.method == "disk_delta"
         self._digests: dict[str, bytes] = {}
         self._reading: dict[Path, set[str]] = {}
-        """Folder -> URLs of engines that were asked to load it and did not respond."""
+        """Folder -> URLs of the engines that may still read it, because they did not respond to the load request."""
         self._version = -1
+        """Version of the last folder; -1 before the first push."""
         self._base: int | None = None
-        """Version that an engine must hold for the last folder to suffice; None: it has all tensors."""
+        """Version that an engine must have to load the last folder, which has only the tensors that changed since
+        then. None if the folder has all tensors."""
 
     def push(self, tensors: Tensors, update: WeightUpdate, receivers: Receivers) -> int:
-        """Write the tensors into a folder if needed, let the engines load it, and return its bytes."""
+        """Write the tensors into a folder, unless the last folder suffices, and let the engines load it.
+
+        Returns:
+            Size of the folder's safetensors files in bytes; 0 if no tensor has changed.
+        """
         folder = self._root / f"version-{update.weight_version:06d}"
-        if self._is_current(update):  # the next round of a rolling push, or an engine that has rejoined
+        if self._is_current(update):  # in later rounds of a rolling push, and for an engine that has rejoined
             for _ in tensors:
                 pass
         else:
@@ -83,14 +89,19 @@ class DiskFolders:
         return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
 
     def _is_current(self, update: WeightUpdate) -> bool:
-        """Return whether the folder of the last push suffices for every engine of the update."""
+        """Return whether every engine of the update can load the last folder."""
         same_version = update.weight_version == self._version
         return same_version and (self._base is None or all(e.holds == self._base for e in update.engines))
 
     def _delete_unused(self, folder: Path, requested: set[str], loaded: set[str]) -> None:
-        """Delete folders without readers.
+        """Delete the folders that no engine reads any more, except `folder`.
 
-        An engine that did not respond may still read a folder until it has loaded a later one.
+        An engine that did not respond may read a folder until it has loaded a later one.
+
+        Args:
+            folder: the last folder.
+            requested: URLs of the engines that were requested to load it.
+            loaded: URLs of the engines that have loaded it.
         """
         for readers in self._reading.values():
             readers -= loaded
@@ -100,7 +111,7 @@ class DiskFolders:
                 shutil.rmtree(old)
 
     def _changed_tensors(self, tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors whose digest differs from the last push."""
+        """Yield the tensors that have changed since the last push, and store their digests."""
         for name, tensor in tensors:
             data = tensor.detach().cpu().contiguous()
             digest = hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=16).digest()

@@ -19,10 +19,17 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 def quantise_for_engines(
     config: Config, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Convert the trainer's tensors (Hugging Face names) into those that a push sends. All scales come last.
+    """Quantise the tensors of a push if the engines serve FP8 weights (model.fp8); otherwise yield them unchanged.
 
-    With `model.fp8: both` the trainer's own GEMMs use the same kind of scales (launch/environment.py
-    configures Transformer Engine, whose default scales are powers of two).
+    With `model.fp8: both` the trainer's GEMMs use the same kind of scales (launch/environment.py configures
+    Transformer Engine, whose default scales are powers of two).
+
+    Args:
+        config: config of the run.
+        tensors: Hugging Face names and tensors in the trainer's dtype.
+
+    Yields:
+        names and tensors in the order of `tensors`, then all scales.
     """
     if not config.model.fp8_engines:
         yield from tensors
@@ -39,9 +46,9 @@ def quantise_for_engines(
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a weight: weight = values * scale of their block.
+    """Quantise a weight `[rows, columns]` in blocks, so that each element is about value * scale of the block.
 
-    A block's scale maps its largest weight to the format's maximum, 448. A block of zeros has scale 1.
+    The scale of a block is its largest absolute element / 448, the maximum of the format; 1 for a block of zeros.
 
     Returns:
         float8_e4m3fn values and float32 scales.
@@ -58,5 +65,5 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 def dequantise(values: Tensor, scale: Tensor) -> Tensor:
     """Return the float32 weight `[rows, columns]` of values and scales."""
     rows, columns = values.shape
-    spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return values.float() * spread[:rows, :columns]
+    element_scales = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return values.float() * element_scales[:rows, :columns]

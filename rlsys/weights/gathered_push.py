@@ -1,8 +1,7 @@
 """Push of gathered tensors in flattened buckets: weights.method auto and broadcast.
 
-The ranks that the plan names send (rlsys.weights.push_plan), by the bucket transports of rlsys.weights.transports; a
-bucket is sent while the next one is gathered. Engines of pools with `relay` get the same buckets through
-rlsys.weights.relay_push.
+The push plan (rlsys.weights.push_plan) names the ranks that send. They send a bucket through rlsys.weights.transports
+while the next bucket is gathered. Engines of pools with `relay` get the same buckets from rlsys.weights.relay_push.
 """
 
 from __future__ import annotations
@@ -24,7 +23,10 @@ class GatheredPush(GatheredTransport):
     def __init__(self, config: Config, rank: int = 0, plan: PushPlan | None = None) -> None:
         """Create the transports. Collective if several ranks serve one engine.
 
-        `plan`: the senders of each engine; by default rank 0 sends to all.
+        Args:
+            config: config of the run.
+            rank: this trainer rank.
+            plan: the senders of each engine; None: rank 0 sends to all engines.
         """
         plan = plan or PushPlan({}, group=config.weights.method == "broadcast")
         super().__init__(config, rank, plan)
@@ -37,20 +39,19 @@ class GatheredPush(GatheredTransport):
         if plan.chains and rank == 0:
             self._relays = RelayPush(plan.chains, config.answer_seconds, self._seconds)
         self.relayed_bytes = 0
-        """Bytes of the last push to the first engines of chains, over all rounds."""
+        """Bytes of the last push to the first engines of all chains, in all rounds."""
 
     def prepare(self) -> None:
-        """Import what the first push needs, on the sending ranks, while engines start, which takes as long."""
+        """Import the modules of SGLang that a push uses, on the ranks that send."""
         if self.rank in self.plan.senders:
             prepare_sglang()
 
     def sends(self, update: WeightUpdate) -> bool:
-        """Return whether this rank sends tensors in this push; the others only help to gather them."""
+        """Return whether this rank sends tensors in this push. Other ranks only take part in gathering them."""
         if self.rank == 0 and any(self._is_relayed(engine) for engine in update.engines):
             return True
         direct = [engine for engine in update.engines if not self._is_relayed(engine)]
-        by_memory = (self._owners(engine) for engine in direct)
-        return any(self.rank in (owners or (self.plan.sender,)) for owners in by_memory)
+        return any(self.rank in (self._owners(engine) or (self.plan.sender,)) for engine in direct)
 
     def push(self, tensors: Tensors, update: WeightUpdate) -> int:
         self.excluded = {}
@@ -62,7 +63,7 @@ class GatheredPush(GatheredTransport):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Bytes to chains, of all rounds of a rolling push."""
+        """Bytes of the last push to all chains, in all rounds; empty without relay."""
         return {"push_relayed_bytes": self.relayed_bytes} if self.config.engine.chains else {}
 
     def close(self) -> None:
@@ -78,6 +79,7 @@ class GatheredPush(GatheredTransport):
         return self.plan.owners(engine.index, engine.tp)
 
     def _push_buckets(self, tensors: Tensors, update: WeightUpdate) -> int:
+        """Send the tensors to the engines that this rank serves, and return the number of bytes to each engine."""
         relayed = [e for e in update.engines if self._is_relayed(e)]
         direct = [e for e in update.engines if not self._is_relayed(e)]
         by_memory = self._memory.begin([e for e in direct if self._owners(e) is not None])

@@ -1,4 +1,4 @@
-"""Cache of a sender's process groups with engines, from push to push."""
+"""Cache of the process groups of a sending trainer rank and engines, so that later pushes reuse them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from rlsys.weights.transports import GroupTransport
 
 
 class GroupCache:
-    """Owns one group for each set of engines that receive together: all, or those of a round of a rolling push.
+    """Process groups: one for each set of engines that receive together, as in a round of a rolling push.
 
-    Creating a group takes a round of connections, and with NCCL seconds. If one of its engines joins another
-    group, the group is closed.
+    Groups are reused because all members must connect to create one; with NCCL this takes seconds. The cache closes a
+    group when one of its engines joins another group.
     """
 
     def __init__(self, seconds: float, join_seconds: float) -> None:
-        """Create an empty cache. For the arguments see GroupTransport."""
+        """Create an empty cache. The arguments are those of GroupTransport."""
         self._seconds, self._join_seconds = seconds, join_seconds
         self._groups: list[GroupTransport] = []
 
     def get(self, receivers: Receivers) -> GroupTransport:
-        """Return the joined group of the present engines; of fewer engines if some fail meanwhile."""
+        """Return the group of the present engines; create it if necessary. Engines that fail to join are excluded."""
         urls = {engine.url for engine in receivers.present}
         for stale in [g for g in self._groups if g.urls != urls and (not g.urls or g.urls & urls)]:
             self._groups.remove(stale)

@@ -1,11 +1,10 @@
-"""SGLang's two tensor hashes, computed from parts: 64 bits in hexadecimal.
+"""SGLang's two tensor hashes, computed from parts of a tensor: 64 bits in hexadecimal.
 
-A CPU engine hashes bytes with SHA-256. A CUDA engine runs a kernel of its own (0.5.23,
+A CPU engine hashes bytes with SHA-256. A CUDA engine runs SGLang's kernel (0.5.23,
 `sglang/kernels/ops/memory/gpu_tensor_hash.py`): it mixes each 32-bit word with its index (MurmurHash3's
 32-bit finalizer, twice with different seeds), sums the words of tiles of 8,192, finalizes the tiles and sums them.
-That kernel needs the whole tensor. A sum over tiles does not: `PartDigests` computes it with
-rlsys/ops/tensor_digest.py for the parts of many tensors at once. `TileHash` computes the same number in plain
-torch, on any device.
+SGLang's kernel needs the whole tensor, but a sum over tiles can be computed from parts. `PartDigests` does so for the
+parts of many tensors at once, with rlsys/ops/tensor_digest.py; `TileHash` does so in plain torch, on any device.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ _INDEX_MIXERS = (
     (0x165667B1, 13),
 )  # factor and rotation of a word's index, for each half of the hash
 TILE = 8192
-"""Words."""
+"""Number of words in a tile."""
 HashValue = TypeVar("HashValue", int, Tensor)
-_AT_ONCE = 512 * TILE
-"""Words per round: limits the temporaries, each of eight bytes a word."""
+_MAX_WORDS = 512 * TILE
+"""Largest number of words that TileHash hashes at once. Its temporary tensors have eight bytes per word."""
 
 
 class ByteHash:
@@ -56,20 +55,19 @@ class ByteHash:
 
 @dataclass(frozen=True)
 class TilePart:
-    """Intermediate hash of some of a tensor's words.
+    """Intermediate hash of a part of a tensor.
 
     Attributes:
-        word_count: number of words.
-        total: words of the whole tensor, which finalizing a tile needs.
-        complete: sum of the finalized tiles that these words fill.
-        shared: sums of the tiles that they share with other parts.
+        word_count: number of words of the part.
+        total: number of words of the tensor; the hash of each tile depends on it.
+        complete: sum of the finalized tiles that lie in this part.
+        shared: index of each tile that lies only partly in this part -> the two halves of the sum over its words.
     """
 
     word_count: int
     total: int
     complete: int
     shared: dict[int, tuple[int, int]]
-    """Tile -> the two halves of the hash."""
 
 
 def merge_parts(parts: Sequence[TilePart]) -> TilePart:
@@ -98,16 +96,16 @@ def final_hash(parts: Sequence[TilePart]) -> str | None:
 class PartDigests:
     """Digests parts of GPU tensors, in one kernel launch per PENDING_BYTES. The host waits once, in `results`.
 
-    A part is referenced until it is digested; its memory must not change before. If Triton does not support the
-    device (for example one that a test simulates), parts are digested one by one in plain torch.
+    The memory of a part must not change until the kernel has digested it. If Triton does not support the device
+    (for example one that a test simulates), parts are digested one by one in plain torch.
     """
 
     def __init__(self) -> None:
         self._pending: list[tensor_digest.Part] = []
         self._bytes = 0
         self._digested: list[Tensor] = []
-        self._of_kernel: list[tuple[int, int, int, int]] = []
-        """Part index, words, start and total of each row of the kernel's results."""
+        self._kernel_parts: list[tuple[int, int, int, int]] = []
+        """For each row of the kernel's results: index of the part, number of words, first word and total."""
         self._parts: list[list[TilePart]] = []
 
     def add(self, data: Tensor, start: int, total: int) -> int:
@@ -127,7 +125,7 @@ class PartDigests:
             self._parts[index].append(state.part(total))
             return index
         for part in _word_parts(kernels, data.detach(), start, total):
-            self._of_kernel.append((index, part.length, part.start, part.total))
+            self._kernel_parts.append((index, part.length, part.start, part.total))
             self._pending.append(part)
         self._bytes += data.nbytes
         if self._bytes >= PENDING_BYTES:
@@ -139,14 +137,9 @@ class PartDigests:
         if self._pending and (kernels := _kernels(self._pending[0].data.device)) is not None:
             self._launch(kernels)
         rows = torch.cat(self._digested).tolist() if self._digested else []
-        for (index, word_count, start, total), (complete, *edges) in zip(self._of_kernel, rows, strict=True):
-            end = start + word_count
-            tiles = [start // TILE] if start % TILE else []
-            last = [end // TILE] if end % TILE and end != total and end // TILE not in tiles else []
-            halves = dict(zip(tiles, edges[:1], strict=False)) | dict(zip(last, edges[1:], strict=False))
-            shared = {tile: ((value & _MASK_64) >> 32, value & _MASK) for tile, value in halves.items()}
-            self._parts[index].append(TilePart(word_count, total, complete & _MASK_64, shared))
-        self._digested, self._of_kernel = [], []
+        for (index, word_count, start, total), row in zip(self._kernel_parts, rows, strict=True):
+            self._parts[index].append(_tile_part(word_count, start, total, row))
+        self._digested, self._kernel_parts = [], []
         self._parts = [[merge_parts(parts)] for parts in self._parts]
         return [part for (part,) in self._parts]
 
@@ -155,8 +148,28 @@ class PartDigests:
         self._pending, self._bytes = [], 0
 
 
+def _tile_part(word_count: int, start: int, total: int, row: Sequence[int]) -> TilePart:
+    """Return the intermediate hash of a part from the kernel's result.
+
+    Args:
+        word_count: number of words of the part.
+        start: index of its first word in the tensor.
+        total: number of words of the tensor.
+        row: the kernel's result: sum of the finalized tiles, and the sums of a shared first and last tile.
+    """
+    complete, first_sum, last_sum = row
+    end = start + word_count
+    shared_sums: dict[int, int] = {}
+    if start % TILE:
+        shared_sums[start // TILE] = first_sum
+    if end % TILE and end != total:
+        shared_sums.setdefault(end // TILE, last_sum)
+    shared = {tile: ((value & _MASK_64) >> 32, value & _MASK) for tile, value in shared_sums.items()}
+    return TilePart(word_count, total, complete & _MASK_64, shared)
+
+
 def compile_hash(device: torch.device) -> None:
-    """Compile the hash kernel for this kind of device before the first push: it takes seconds once."""
+    """Compile the hash kernel for this kind of device. It takes seconds, so do it before the first push."""
     if device.type == "cuda":
         digests = PartDigests()
         digests.add(torch.zeros(TILE + 1, dtype=torch.int32, device=device), 0, TILE + 1)
@@ -171,9 +184,9 @@ def _kernels(device: torch.device) -> ModuleType | None:
 
 
 def _word_parts(kernels: ModuleType, data: Tensor, start: int, total: int) -> Iterator[tensor_digest.Part]:
-    """Yield the words of `data` in place, or as a copy if they are not aligned.
+    """Yield the words of `data`: in place if its rows are aligned, else as a copy.
 
-    The bytes of an incomplete last word are copied, followed by zeros.
+    An incomplete last word is a part of its own, padded with zeros. The arguments are those of PartDigests.add.
     """
     rows, columns = data.shape if data.dim() == 2 else (1, 0)
     size = data.element_size()
@@ -199,35 +212,40 @@ def _word_parts(kernels: ModuleType, data: Tensor, start: int, total: int) -> It
 
 
 class TileHash:
-    """The GPU hash in plain torch, incrementally.
+    """Computes the GPU hash incrementally, in plain torch.
 
-    It stores the bytes of an incomplete tile, and 16 bytes for each tile of 32 KiB. `start`: words of the
-    tensor before the first part, if another rank has those.
+    It stores the bytes of an incomplete tile, and 16 bytes for each tile of 32 KiB.
     """
 
     def __init__(self, start: int = 0) -> None:
+        """Start the hash. `start`: index of the first word in the tensor; other parts have the words before it."""
         self._start = start
-        self._count = start  # words up to the last that is in `_sums`
-        self._tail: Tensor | None = None  # bytes
-        self._sums: list[Tensor] = []  # of [2, tiles] int64, each below 2^32: the two halves
+        self._count = start
+        """Index of the word after the last one in `_sums`."""
+        self._tail: Tensor | None = None
+        """Bytes of an incomplete tile, `[bytes]` uint8."""
+        self._sums: list[Tensor] = []
+        """The two halves of the sums of consecutive tiles, `[2, tiles]` int64 below 2^32."""
 
     def update(self, part: Tensor) -> None:
+        """Hash the next elements of the tensor."""
         data, tile = _bytes(part), 4 * TILE
-        offset = 4 * self._count % tile  # only before the first tile's end: another rank has what is before
+        offset = 4 * self._count % tile  # above 0 only in the first tile, if other parts have its first words
         if self._tail is not None or offset:
             tail = data[:0] if self._tail is None else self._tail
-            need = min(tile - offset - len(tail), len(data))
-            head, data = torch.cat([tail, data[:need]]), data[need:]
+            missing = min(tile - offset - len(tail), len(data))
+            head = torch.cat([tail, data[:missing]])
+            data = data[missing:]
             self._tail = None
             if offset + len(head) < tile:
                 self._tail = head
                 return
             self._add(_as_words(head))
         complete_bytes = len(data) - len(data) % tile
-        for start in range(0, complete_bytes, 4 * _AT_ONCE):
-            self._add(_as_words(data[start : min(start + 4 * _AT_ONCE, complete_bytes)]))
+        for start in range(0, complete_bytes, 4 * _MAX_WORDS):
+            self._add(_as_words(data[start : min(start + 4 * _MAX_WORDS, complete_bytes)]))
         if complete_bytes < len(data):
-            self._tail = data[complete_bytes:].clone()  # not a view: it would keep all of the part
+            self._tail = data[complete_bytes:].clone()  # a view would keep the whole part in memory
 
     def digest(self) -> str:
         """Return the hash of a whole tensor, and reset. A tensor without elements has the hash 0."""
@@ -236,7 +254,8 @@ class TileHash:
     def part(self, total: int | None) -> TilePart:
         """Return the intermediate hash of the words so far, and reset.
 
-        `total`: number of words of the tensor; None if these are all.
+        Args:
+            total: number of words of the tensor; None if the hashed words are the whole tensor.
         """
         if self._tail is not None and len(self._tail):
             self._add(_as_words(torch.nn.functional.pad(self._tail, (0, -len(self._tail) % 4))))
@@ -257,11 +276,15 @@ class TileHash:
         return TilePart(word_count, total, complete, shared)
 
     def _add(self, values: Tensor) -> None:
-        """Add values of words, `[n]` int64 below 2^32, that end with a tile, except for the last call."""
+        """Add the next words, up to the end of a tile; only the last call may end within a tile.
+
+        Args:
+            values: the words as numbers, `[n]` int64 below 2^32.
+        """
         index = torch.arange(self._count, self._count + len(values), device=values.device) & _MASK
         halves = []
-        for seed, (factor, turn) in zip(_SEEDS, _INDEX_MIXERS, strict=True):
-            rotated = ((index << turn) & _MASK) | (index >> (32 - turn))
+        for seed, (factor, rotation) in zip(_SEEDS, _INDEX_MIXERS, strict=True):
+            rotated = ((index << rotation) & _MASK) | (index >> (32 - rotation))
             mixed = _finish(values ^ (((index * factor + seed) & _MASK) ^ rotated))
             offset = self._count % TILE
             edges = offset, -(offset + len(mixed)) % TILE
@@ -275,7 +298,7 @@ def _bytes(part: Tensor) -> Tensor:
 
 
 def _as_words(data: Tensor) -> Tensor:
-    """Return bytes as int64 words of four bytes."""
+    """Return bytes as words of four bytes, `[bytes / 4]` int64 below 2^32."""
     if data.storage_offset() % 4:
         data = data.clone()  # a view as int32 needs an aligned start
     return data.view(torch.int32).long() & _MASK
@@ -289,7 +312,13 @@ def _finish(x: HashValue) -> HashValue:
 
 
 def _sum_of_tiles(high: Tensor, low: Tensor, total: int) -> int:
-    """Return the sum of finalized tiles with these halves."""
+    """Finalize tiles, and return the sum of their hashes modulo 2^64.
+
+    Args:
+        high: upper halves of the tiles' sums, `[tiles]` int64 below 2^32.
+        low: lower halves.
+        total: number of words of the tensor.
+    """
     size = (4 * total) & _MASK
     hashes = (_finish(high ^ size) << 32) | _finish(low ^ size)
     return int(hashes.sum()) & _MASK_64  # int64 wraps, as uint64 does

@@ -1,4 +1,4 @@
-"""Small messages between the trainer ranks that serve one engine: memory handles one way, a result back."""
+"""Small messages between the trainer ranks that serve one engine: memory handles, and the result of a push."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from torch import Tensor
 class RankChannel:
     """A gloo group of all trainer ranks.
 
-    A message is sent immediately and received later; messages with one tag between two ranks keep their
-    order.
+    `send` does not wait for the receiver. Messages with the same tag between two ranks arrive in order.
     """
 
     def __init__(self, seconds: float) -> None:
-        """Create the group (collective). `seconds`: time limit for an engine's response."""
+        """Create the group (collective). `seconds`: time limit of an engine's response, which a rank may wait for."""
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=4 * seconds))
         self._in_flight: list[tuple[dist.Work, Tensor]] = []
 
@@ -30,7 +29,7 @@ class RankChannel:
             self._in_flight.append((work, part))
 
     def receive(self, source: int, tag: int) -> bytes:
-        """Wait for the next message of a rank with this tag."""
+        """Wait for the next message from rank `source` with this tag, and return it."""
         size = torch.empty(1, dtype=torch.int64)
         dist.recv(size, source, group=self._group, tag=tag)
         body = torch.empty(int(size), dtype=torch.uint8)

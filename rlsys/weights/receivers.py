@@ -28,19 +28,19 @@ class EngineUnreachable(Exception):
 
 
 class Receivers:
-    """Engines that take part in a push.
+    """Engines that take part in a push, and threads that send requests to them.
 
-    An engine that fails or refuses is excluded from the rest of the push, since it holds only a part of the
-    tensors. end_push gets the reason, and the next push sends it all tensors; after a few failures the run
-    drops the engine.
+    An engine that fails or refuses is excluded from the rest of the push, because it lacks some tensors. The trainer
+    reports it in end_push, and the next push sends it all tensors. The run drops an engine after several failures.
     """
 
     def __init__(self, engines: Sequence[EngineAddress], seconds: float) -> None:
         """Start with all engines. `seconds`: response time after which an engine counts as unreachable."""
         self._seconds = seconds
         self.present = list(engines)
+        """Engines that still take part."""
         self.excluded: dict[str, str] = {}
-        """URL -> reason."""
+        """URL of an excluded engine -> reason."""
         self._threads = ThreadPoolExecutor(max(1, len(engines)), thread_name_prefix="push")
 
     def __enter__(self) -> Receivers:
@@ -52,7 +52,11 @@ class Receivers:
     def post_all(self, calls: Sequence[Call]) -> Answers:
         """Start one POST to each present engine, concurrently.
 
-        The futures raise EngineUnreachable or RunError (the engine refuses).
+        Args:
+            calls: one per present engine.
+
+        Returns:
+            URL -> future, which raises EngineUnreachable, or RunError if the engine refuses.
         """
         return {
             engine.url: self._threads.submit(post, engine, call, self._seconds)
@@ -67,16 +71,18 @@ class Receivers:
             except (EngineUnreachable, RunError) as e:
                 self.exclude(engine, e)
 
-    def exclude_failed(
-        self,
-        answers: Answers,
-        first: Answers,
-        default: RunError,
-    ) -> None:
-        """Wait for all responses, and exclude at least one engine.
+    def exclude_failed(self, answers: Answers, first: Answers, default: RunError) -> None:
+        """Wait for all responses, and exclude the engines of the first of these sets that is not empty.
 
-        These are the unreachable engines; else those of `first` that refused; else all that refused; else
-        all, for `default`.
+        1. the unreachable engines
+        2. the engines of `first` that refuse
+        3. all engines that refuse
+        4. all engines
+
+        Args:
+            answers: responses of all present engines.
+            first: the responses that had arrived when the failure was detected.
+            default: reason of the exclusion in case 4.
         """
         refusals: dict[str, Exception] = {}
         engines = list(self.present)
@@ -106,7 +112,7 @@ def post(engine: EngineAddress, call: Call, seconds: float) -> dict[str, Any]:
 
     Raises:
         EngineUnreachable: no response within `seconds`.
-        RunError: the engine refuses, or the response is not SGLang's.
+        RunError: the engine refuses, or its response is no JSON object.
     """
     headers = {"Content-Type": "application/json"}
     if engine.key:
@@ -121,7 +127,7 @@ def post(engine: EngineAddress, call: Call, seconds: float) -> dict[str, Any]:
             body = response.read()
     except urllib.error.HTTPError as e:
         raise RunError(
-            f"{engine.url}{call.path}: {e.code} {e.read().decode(errors='replace')[:300]}"
+            f"{engine.url}{call.path}: HTTP status {e.code}: {e.read().decode(errors='replace')[:300]}"
         ) from None
     except (OSError, http.client.HTTPException) as e:
         raise EngineUnreachable(f"{engine.url}{call.path}: {e}") from None
@@ -130,7 +136,7 @@ def post(engine: EngineAddress, call: Call, seconds: float) -> dict[str, Any]:
     except ValueError:
         result = None
     if not isinstance(result, dict):
-        raise RunError(f"{engine.url}{call.path}: not a response of SGLang: {body[:100]!r}")
+        raise RunError(f"{engine.url}{call.path}: the response is {body[:100]!r}; expected a JSON object")
     if not result.get("success"):
         raise RunError(f"{engine.url}{call.path}: the engine refused: {result.get('message')}")
     return result

@@ -1,10 +1,10 @@
 """Trainer side of a relayed push (rlsys/weights_relay): the weights cross a slow link once per chain of engines.
 
-Rank 0 keeps the last version that it pushed, and sends what has changed to the first host of each chain. Before
-it sends a file, it declares the file's size and digests to every host, because hosts forward chunks to each other. A
-host loads the weights from its own memory, as from a folder, once it has all chunks. A host that stops
-receiving, because its predecessor is gone or hangs, is fed by a host of its chain that has all chunks, or by
-the trainer if there is none.
+Rank 0 keeps the last version that it pushed, and sends only the differences to the first host of each chain. Before
+it sends a file, it declares the file's size and digests to every host, so that a host can verify the pieces that
+another host forwards. Once a host has all pieces, it loads the weights from its own memory, as from a folder. If a
+host stops receiving, because its predecessor is dead or hangs, another host of the chain that has all pieces sends
+them; if there is none, the trainer does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -40,25 +40,25 @@ from rlsys.weights_relay.store import Store
 POLL_SECONDS = 0.1
 """Interval between queries of an engine's progress."""
 MAX_REFEEDS = 3
-"""Number of times that a stalled engine is fed by another host before it is excluded."""
+"""Number of times that another host sends the pieces to a stalled engine, before the engine is excluded."""
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
-"""Names in safetensors."""
+"""Names of dtypes in safetensors files."""
 
 
 @dataclass
 class _Member:
-    """An engine of the push.
+    """An engine of the push. Times are those of `time.monotonic`.
 
     Attributes:
-        engine: its address.
-        token: authorises it to receive chunks.
-        chain: index of its chain.
-        received: number of chunks that it has.
+        engine: address.
+        token: authorizes a sender to send pieces to the engine.
+        chain: index of the engine's chain.
+        received: number of pieces that the engine has.
         progress_time: time of the last progress, or of the last refeed.
-        refeeds: number of refeeds.
-        token_renewed: whether it has a second token.
+        refeeds: number of times that another host has sent the pieces again.
+        token_renewed: whether `token` is the second one.
         request: the query or load request in progress.
-        loading: whether it loads the weights.
+        loading: whether the engine loads the weights.
         next_query: time of the next query.
     """
 
@@ -75,7 +75,7 @@ class _Member:
 
 
 class RelayPush:
-    """Relayed push. Owns the store, which is as large as the model, and the feeders of the first hosts."""
+    """Sends weights to the chains of engines. Owns the store, which is as large as the model, and the feeders."""
 
     def __init__(
         self,
@@ -87,11 +87,10 @@ class RelayPush:
         """Create the store.
 
         Args:
-            chains: indices of engines, in the order of each chain.
+            chains: for each chain, the indices of its engines in their order.
             seconds: time without progress after which a host counts as failed.
             load_seconds: time limit for loading.
-            peer_urls: the trainer's URL of an engine -> the URL for other engines of its chain, if that
-                differs.
+            peer_urls: URL of an engine for the trainer -> its URL for other engines of the chain, if they differ.
         """
         self._positions = {
             index: (chain, position)
@@ -103,25 +102,26 @@ class RelayPush:
         self._store = Store()
         self._threads = ThreadPoolExecutor(WINDOW, thread_name_prefix="encode")
         self._holders: dict[str, tuple[int, EngineAddress]] = {}
-        """URL -> chain and address of the engines that have all chunks of the pushed version."""
+        """URL of each engine that has all pieces of the pushed version -> index of its chain, and its address."""
         self._version = -1
         self._complete = False
-        """Whether the store has all chunks of that version."""
+        """Whether the store has all pieces of `_version`."""
         self._members: dict[str, _Member] = {}
         self._feeders: list[Feeder] = []
         self.excluded: dict[str, str] = {}
         """URL -> reason, for the last push."""
         self.sent_bytes = 0
-        """Bytes of the last version over the links of all chains."""
+        """Bytes that the trainer has sent of the last version, to all chains."""
 
     def begin(self, engines: Sequence[EngineAddress], version: int) -> None:
-        """Open the chains with those of `engines` that respond."""
+        """Start a push: open the chains with those of `engines` that respond."""
         same_version = version == self._version and self._complete
         if not same_version:
             self._holders.clear()
             self._complete = False
+            self.sent_bytes = 0
         self._version = version
-        self.excluded, self.sent_bytes = {}, self.sent_bytes if same_version else 0
+        self.excluded = {}
         order = sorted(engines, key=self._position)
         members = [_Member(e, secrets.token_urlsafe(24), self._position(e)[0]) for e in order]
         self._members = {member.engine.url: member for member in members}
@@ -131,7 +131,7 @@ class RelayPush:
         self._stop()  # after an aborted push
         if same_version:
             self._declare(0, self._store.specs())
-            return  # a holder has all chunks
+            return  # an engine that has all pieces sends them
         self._store.begin()
         for chain in sorted({member.chain for member in self._members.values()}):
             hops = [Hop(m.engine.url, m.token) for m in self._members.values() if m.chain == chain]
@@ -150,14 +150,14 @@ class RelayPush:
             self._exclude(self._members[url], reason)
 
     def _position(self, engine: EngineAddress) -> tuple[int, int, str]:
-        """Return an engine's chain and its sort key in it: engines that joined later come last."""
+        """Return the engine's sort key: chain, position in the chain, URL. Engines that joined later come last."""
         if engine.chain is not None:
             return engine.chain, len(self._positions), engine.url
         assert engine.index is not None, "an engine without index has a chain"
         return *self._positions[engine.index], engine.url
 
     def send(self, flat: FlatBucket) -> None:
-        """Send a bucket as a safetensors file. Returns when it is in transfer, or queued."""
+        """Send a bucket as a safetensors file. Return once all its pieces are queued or in transfer."""
         if self._complete:
             return
         content, width = _as_file(flat)
@@ -196,42 +196,54 @@ class RelayPush:
         threads = ThreadPoolExecutor(max(1, len(waiting)), thread_name_prefix="push")
         try:
             while waiting:
-                current_time = time.monotonic()
-                for member in waiting.values():
-                    if member.request is None and current_time >= member.next_query:
-                        call = relay_state(self._store.declared)
-                        member.request = threads.submit(post, member.engine, call, self._seconds)
-                requests = [member.request for member in waiting.values() if member.request is not None]
-                wait(requests, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+                self._query(waiting.values(), threads)
                 for member in list(waiting.values()):
                     if member.request is not None and member.request.done():
                         self._on_response(member, waiting, threads)
-                self._refeed([m for m in waiting.values() if self._stuck(m)], waiting)
+                self._refeed([m for m in waiting.values() if self._is_stalled(m)], waiting)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
         self.sent_bytes += sum(feeder.sent_bytes for feeder in self._feeders)
         self._stop()
         self._revoke_tokens()
 
+    def _query(self, members: Collection[_Member], threads: ThreadPoolExecutor) -> None:
+        """Query the progress of the members whose next query is due; wait for a response, or POLL_SECONDS."""
+        current_time = time.monotonic()
+        for member in members:
+            if member.request is None and current_time >= member.next_query:
+                call = relay_state(self._store.declared)
+                member.request = threads.submit(post, member.engine, call, self._seconds)
+        requests = [member.request for member in members if member.request is not None]
+        wait(requests, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+
     def _revoke_tokens(self) -> None:
-        """Replace the tokens of engines that have loaded the weights by unused tokens."""
+        """Replace the token of each engine that has loaded the weights by a token that nobody else has."""
         with Receivers([m.engine for m in self._members.values()], self._seconds) as receivers:
             calls = [renew_relay(secrets.token_urlsafe(24)) for _ in receivers.present]
-            # An engine that fails here holds the weights; the attestation after the push decides about it.
+            # An engine that fails here has loaded the weights, so only attestation decides whether it serves.
             receivers.wait_all(receivers.post_all(calls))
 
     def _stop(self) -> None:
+        """Stop all feeders, also in the middle of a transfer."""
         for feeder in self._feeders:
             feeder.stop()
         self._feeders = []
 
     def close(self) -> None:
+        """Stop all transfers, and release the store."""
         self._stop()
         self._threads.shutdown(wait=False)
         self._store.close()
 
     def _on_response(self, member: _Member, waiting: dict[str, _Member], threads: ThreadPoolExecutor) -> None:
-        """Handle an engine's response: progress, all chunks received, or loaded."""
+        """Handle an engine's response.
+
+        - after an error, exclude the engine
+        - when it has all pieces, let it load them
+        - when it has loaded them, remove it from `waiting`
+        - otherwise, record its progress
+        """
         assert member.request is not None
         request, member.request = member.request, None
         try:
@@ -254,24 +266,29 @@ class RelayPush:
             if (received := int(response.get("taken", 0))) > member.received:
                 member.received, member.progress_time = received, current_time
 
-    def _stuck(self, member: _Member) -> bool:
-        """Return whether an engine responds without progress. One that does not respond is excluded by a timeout."""
-        stalled = time.monotonic() - member.progress_time > self._stall
-        return not member.loading and member.request is None and stalled
+    def _is_stalled(self, member: _Member) -> bool:
+        """Return whether an engine responds, but receives no more pieces. A timeout excludes one that is silent."""
+        has_no_progress = time.monotonic() - member.progress_time > self._stall
+        return not member.loading and member.request is None and has_no_progress
 
-    def _refeed(self, stuck: Sequence[_Member], waiting: dict[str, _Member]) -> None:
-        """Feed stalled engines one by one, since the first may be the one that hangs, from a host of their chain.
+    def _refeed(self, stalled: Sequence[_Member], waiting: dict[str, _Member]) -> None:
+        """Send the pieces again to stalled engines, and exclude those that have stalled more than MAX_REFEEDS times.
 
-        If no host has all chunks, the trainer sends them again once its feeders have ended.
+        A host of the chain that has all pieces sends them, to one engine at a time, because any stalled engine may
+        hang. If there is no such host, the trainer sends them as soon as its feeders have ended.
         """
         members_by_chain: dict[int, list[_Member]] = {}
-        for member in stuck:
-            member.progress_time, has_feeder = time.monotonic(), self._feed_from_holder(member)
+        for member in stalled:
+            member.progress_time = time.monotonic()
+            has_feeder = self._feed_from_holder(member)
             if not has_feeder and not all(feeder.is_done for feeder in self._feeders):
                 continue
             member.refeeds += 1
             if member.refeeds > MAX_REFEEDS:
-                self._exclude(member, f"stopped receiving weights, {MAX_REFEEDS} times")
+                self._exclude(
+                    member,
+                    f"received no piece for {self._stall:g} s, also after {MAX_REFEEDS} further attempts",
+                )
                 waiting.pop(member.engine.url)
             elif not has_feeder and self._renew_token(member):
                 members_by_chain.setdefault(member.chain, []).append(member)
@@ -280,10 +297,10 @@ class RelayPush:
             self._feeders.append(Feeder(hops, self._store, self._seconds, self._store.pieces(), closed=True))
 
     def _renew_token(self, member: _Member) -> bool:
-        """Give an engine another token, once, so that its predecessor, whose chunks may be wrong, sends no more.
+        """Give an engine a second token, so that it refuses further pieces of its predecessor, which may be wrong.
 
         Returns:
-            Whether the engine responds.
+            Whether the engine accepts the token, also in an earlier call.
         """
         if member.token_renewed:
             return True
@@ -296,7 +313,7 @@ class RelayPush:
         return True
 
     def _feed_from_holder(self, member: _Member) -> bool:
-        """Let a host of the chain that has all chunks feed a member; return whether there is one."""
+        """Let a host of the member's chain that has all pieces send them to it. Return whether a host does."""
         for url, (chain, holder) in list(self._holders.items()):
             if chain != member.chain or url == member.engine.url:
                 continue
@@ -312,11 +329,12 @@ class RelayPush:
         return False
 
     def _successors(self, member: _Member) -> list[_Member]:
+        """Return the members after `member` in its chain."""
         chain = [m for m in self._members.values() if m.chain == member.chain]
         return chain[chain.index(member) + 1 :]
 
     def _hops(self, members: Sequence[_Member]) -> list[tuple[str, str]]:
-        """Return URL and token of members, with the URLs that other engines use."""
+        """Return (URL for other engines, token) of each member."""
         return [(self._peer_urls.get(m.engine.url, m.engine.url), m.token) for m in members]
 
     def _exclude(self, member: _Member, reason: str) -> None:
@@ -325,7 +343,7 @@ class RelayPush:
 
 
 def _as_file(flat: FlatBucket) -> tuple[Bytes, int]:
-    """Return the bytes of a safetensors file, and the bytes per element."""
+    """Return the bucket as the bytes of a safetensors file, and the number of bytes per element."""
     header, start = {}, 0
     for name, dtype, shape in flat.parts:
         size = shape.numel() * dtype.itemsize

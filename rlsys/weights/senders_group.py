@@ -38,9 +38,9 @@ class SendersGroup:
             control: collective operations of the trainer ranks.
             rank: this trainer rank.
             trainers: number of trainer ranks.
-            seconds: time limit of an engine for a bucket.
-            join_seconds: time limit for joining. An engine that dies while it joins delays the others by that
-                time.
+            seconds: time in which an engine must receive a bucket.
+            join_seconds: time limit for joining the group. An engine that dies while it joins delays the others
+                by this time.
         """
         self._control, self._rank, self._trainers = control, rank, trainers
         self._seconds, self._join_seconds = seconds, join_seconds
@@ -51,18 +51,19 @@ class SendersGroup:
     def open(self, receivers: Receivers) -> None:
         """Create the group with all present engines; exclude those that fail to join, and try again without them.
 
-        `receivers`: rank 0 sends the requests; afterwards all ranks have rank 0's state.
+        Args:
+            receivers: the engines. On return all trainer ranks have rank 0's lists of present and excluded engines.
         """
         while receivers.present and not self._join(receivers):
             pass
         self.members = list(receivers.present)
 
     def connect(self) -> dict[str, str]:
-        """Establish NCCL's communicator after all members have received the load request; gloo already has one.
+        """Create NCCL's communicator. Call this after all members have received the load request.
 
         Returns:
-            URL -> reason for the engines that failed. NCCL does not report which rank hangs; all engines then count
-                as failed, and each gets a separate push.
+            URL -> reason for the engines that failed: all or none, because NCCL does not report which rank hangs.
+                With gloo always none.
         """
         if (group := self._group) is None or dist.get_backend(group) != "nccl":
             return {}
@@ -107,7 +108,11 @@ class SendersGroup:
             self._wait_each(works, failed)
 
     def close(self, failed: Collection[str] = ()) -> None:
-        """Leave the group, here and on its engines. `failed`: URLs of members that have failed."""
+        """Leave the group in this process and on the engines.
+
+        Args:
+            failed: URLs of members that have failed. They get no request, and the group is aborted.
+        """
         if self._group is None:
             return
         group, self._group = self._group, None
@@ -130,7 +135,7 @@ class SendersGroup:
         self.name = rendezvous.name
         answers = receivers.post_all(rendezvous.calls(receivers.present)) if self._rank == 0 else {}
         failure = RunError(
-            f"cannot create a process group with {len(receivers.present)} engines at {rendezvous}"
+            f"cannot create a process group with {len(receivers.present)} engines; its store is {rendezvous}"
         )
         try:
             self._group = rendezvous.join(self._rank, self._join_seconds)
@@ -151,7 +156,7 @@ class SendersGroup:
         return False
 
     def _wait_each(self, works: Sequence[tuple[str, dist.Work]], failed: dict[str, str]) -> None:
-        """Wait for each engine's transfer."""
+        """Wait for each engine's transfer; add engines that do not receive it within the time limit to `failed`."""
         limit = datetime.timedelta(seconds=self._seconds)
         for url, work in works:
             try:
@@ -160,42 +165,46 @@ class SendersGroup:
                 failed[url] = str(e)
 
     def _wait_all(self, works: Sequence[tuple[str, dist.Work]], failed: dict[str, str]) -> None:
-        """Wait for NCCL. It does not report which rank hangs; all engines then count as failed."""
+        """Wait for all transfers.
+
+        After the time limit add all engines to `failed`, because NCCL does not report which of them hangs.
+        """
         end = time.monotonic() + self._seconds
         while not all(work.is_completed() for _, work in works):
             if time.monotonic() > end:
-                failed.update(dict.fromkeys((url for url, _ in works), "NCCL did not finish sending in time"))
+                reason = f"NCCL did not finish sending a bucket within {self._seconds:g} s"
+                failed.update(dict.fromkeys((url for url, _ in works), reason))
                 return
             time.sleep(_POLL_SECONDS)
 
 
 class SendersGroupCache:
-    """Owns one group for each set of engines that receive together: all, or those of a round of a rolling push.
+    """Groups of sharded pushes: one for each set of engines that receive together, as in a round of a rolling push.
 
-    If one of its engines joins another group, the group is closed. Every trainer rank has an instance;
+    The cache closes a group when one of its engines joins another group. Every trainer rank has an instance; all
     methods are collective.
     """
 
     def __init__(
         self, control: Control, rank: int, trainers: int, seconds: float, join_seconds: float
     ) -> None:
-        """Create an empty cache. For the arguments see SendersGroup."""
+        """Create an empty cache. The arguments are those of SendersGroup."""
         self._arguments = (control, rank, trainers, seconds, join_seconds)
         self._groups: list[SendersGroup] = []
 
     def get(self, receivers: Receivers) -> SendersGroup:
-        """Return the joined group of the present engines; of fewer engines if some fail meanwhile.
+        """Return the group of the present engines; create it if necessary.
 
-        A restarted engine, which holds no weights, has lost the group of its predecessor.
+        Engines that fail to join are excluded. Groups with a restarted engine, which holds no weights, are closed,
+        because only the engine's earlier process is a member.
         """
         members = [(engine.url, engine.tp) for engine in receivers.present]
         restarted = {engine.url for engine in receivers.present if engine.holds < 0}
         urls = {url for url, _ in members}
         for cached in list(self._groups):
-            group_urls = {e.url for e in cached.members}
-            if (
-                group_urls & urls and [(e.url, e.tp) for e in cached.members] != members
-            ) or group_urls & restarted:
+            cached_urls = {engine.url for engine in cached.members}
+            has_same_members = [(engine.url, engine.tp) for engine in cached.members] == members
+            if cached_urls & restarted or (cached_urls & urls and not has_same_members):
                 self.leave(cached)
         group = next((g for g in self._groups if {e.url for e in g.members} == urls), None)
         if group is None:
@@ -205,7 +214,7 @@ class SendersGroupCache:
         return group
 
     def leave(self, group: SendersGroup, failed: Collection[str] = ()) -> None:
-        """Close a group, see SendersGroup.close."""
+        """Remove `group` from the cache, and close it (SendersGroup.close)."""
         self._groups.remove(group)
         group.close(failed)
 

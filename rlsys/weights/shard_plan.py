@@ -1,13 +1,13 @@
 """Plan of a sharded push: the trainer rank that sends each tensor, and the shards it gathers. Pure, without torch.
 
-A tensor is sent by a rank of its pipeline stage, an expert by a rank that owns it; of several candidates, the one
-with the least to send. The sender gathers the tensor-parallel shards from its group, so no rank holds more than the
-tensors in transfer. Tensors that engines fuse on loading are one unit, sent by one rank: query, key and value; gate
-and up; latent attention's two first projections.
+A rank of its pipeline stage sends a tensor; a rank that owns an expert sends the expert. Of several candidates, the
+plan chooses the rank with the fewest bytes to send. The sender gathers the tensor-parallel shards from its group, so
+no rank stores more than the tensors in transfer. One rank sends all tensors that engines fuse on loading: query, key
+and value; gate and up; latent attention's two first projections.
 
-All senders send concurrently (rlsys.engine.hooks.bucket_order). An engine receives whole tensors and slices its own
-parts, as SGLang's loaders do in any layout. Each bucket is sent to one of the engine's ranks, which distributes it
-within the machine, so a link carries the model's size divided by the engine's ranks.
+All senders send concurrently (rlsys.engine.hooks.bucket_order). An engine receives whole tensors, and SGLang's
+loaders slice them for its ranks. Each bucket is sent to one of the engine's ranks, which distributes it within the
+machine, so a link carries the size of the model divided by the number of the engine's ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from rlsys.convert.table import Entry, Slot, engine_name_of, entries, slots
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter of the whole model, and the ranks of its shards in the order of the split; one if not split."""
+    """A parameter of the model.
+
+    Attributes:
+        entry: its row in the name table.
+        sources: ranks that have its shards, in the order of the shards; one rank if the parameter is not split.
+    """
 
     entry: Entry
     sources: tuple[int, ...]
@@ -37,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True)
 class SenderSchedule:
-    """Buckets that one rank sends, in the order of the name table."""
+    """Buckets that rank `sender` sends. Their parameters are in the order of the name table."""
 
     sender: int
     buckets: tuple[tuple[Part, ...], ...]
@@ -54,8 +59,8 @@ class SendersPlan:
 
     Attributes:
         schedules: one per sender.
-        engine_bytes: bytes that each trainer rank sends to each engine.
-        gather_bytes: bytes that it sends to the senders that gather its shards.
+        engine_bytes: for each trainer rank, the bytes that it sends to each engine.
+        gather_bytes: for each trainer rank, the bytes of shards that it sends to other trainer ranks.
         received_bytes: bytes that each engine receives.
     """
 
@@ -66,7 +71,7 @@ class SendersPlan:
 
     @property
     def total_bytes(self) -> tuple[float, ...]:
-        """Bytes that each rank sends; data for several engines is counted once."""
+        """Bytes that each trainer rank sends; data for several engines is counted once."""
         return tuple(
             to_engines + to_senders
             for to_engines, to_senders in zip(self.engine_bytes, self.gather_bytes, strict=True)
@@ -80,43 +85,56 @@ class SendersPlan:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Megatron-Core's assignment of a model's parts to ranks.
+    """Megatron-Core's assignment of a model's parameters to ranks.
 
-    It numbers the ranks of a stage by tensor parallel rank first, then context, then data; for experts by
-    expert tensor parallel rank, then expert parallel rank, then replica.
+    The ranks of a pipeline stage are consecutive. Within a stage, Megatron-Core numbers the ranks by tensor parallel
+    rank first, then context, then data parallel rank; for experts by expert tensor parallel rank first, then expert
+    parallel rank, then replica.
+
+    Attributes:
+        parallel: parallel sizes of the trainer.
+        experts: number of experts of a layer.
     """
 
     parallel: ParallelConfig
     experts: int
 
     @property
-    def lanes(self) -> int:
+    def stage_size(self) -> int:
         """Number of ranks of a stage."""
         return self.parallel.world_size // self.parallel.pp
 
-    def of_stage(self, stage: int) -> range:
+    def stage_ranks(self, stage: int) -> range:
         """Return the ranks of a stage."""
-        return range(stage * self.lanes, (stage + 1) * self.lanes)
+        return range(stage * self.stage_size, (stage + 1) * self.stage_size)
 
     def holders(self, entry: Entry, stage: int) -> set[int]:
-        """Return the ranks of a stage that hold the parameter, or a shard of it."""
+        """Return the ranks of a stage that have the parameter, or a shard of it."""
+        stage_ranks = self.stage_ranks(stage)
         if entry.expert is None:
-            return set(self.of_stage(stage))
-        p, owner, expert_tp = self.parallel, self._owner(entry.expert), self.parallel.expert_tp
-        copies = range(stage * self.lanes + owner * expert_tp, (stage + 1) * self.lanes, expert_tp * p.ep)
-        return {first + i for first in copies for i in range(expert_tp)}
+            return set(stage_ranks)
+        expert_tp = self.parallel.expert_tp
+        first_offset = self._expert_parallel_rank(entry.expert) * expert_tp
+        first_of_replicas = stage_ranks[first_offset :: expert_tp * self.parallel.ep]
+        return {first + i for first in first_of_replicas for i in range(expert_tp)}
 
     def sources(self, entry: Entry, sender: int) -> tuple[int, ...]:
-        """Return the ranks whose shards `sender` gathers, from its own replica of the stage."""
-        p, lane = self.parallel, sender % self.lanes
-        size, first = p.tp, lane - lane % p.tp
-        if entry.expert is not None:
-            size = p.expert_tp
-            first = size * (lane // (size * p.ep) * p.ep + self._owner(entry.expert))
-        group = range(sender - lane + first, sender - lane + first + size)
-        return tuple(group) if entry.rule.shard_axis is not None else (group[lane % size],)
+        """Return the ranks whose shards of a parameter `sender` gathers: ranks of its replica of the stage."""
+        index = sender % self.stage_size
+        stage_start = sender - index
+        if entry.expert is None:
+            group_size = self.parallel.tp
+            first = index - index % group_size
+        else:
+            group_size = self.parallel.expert_tp
+            replica_size = group_size * self.parallel.ep
+            replica_start = index - index % replica_size
+            first = replica_start + group_size * self._expert_parallel_rank(entry.expert)
+        group = range(stage_start + first, stage_start + first + group_size)
+        return tuple(group) if entry.rule.shard_axis is not None else (group[index % group_size],)
 
-    def _owner(self, expert: int) -> int:
+    def _expert_parallel_rank(self, expert: int) -> int:
+        """Return the expert parallel rank that has the expert."""
         return expert // (self.experts // self.parallel.ep)
 
 
@@ -126,8 +144,8 @@ def plan_senders(config: Config, hf: HFConfig, *, experts_together: bool = False
     Args:
         config: config of the run.
         hf: the model.
-        experts_together: one rank sends all experts of a layer, because their checksum cannot be computed
-            from parts (rlsys.weights.hashes). Families that stack experts need that in any case.
+        experts_together: whether one rank sends all experts of a layer, because their checksum cannot be computed
+            from parts (rlsys.weights.hashes). For families that stack experts, one rank always does.
     """
     p, ranks = config.parallel, RankLayout(config.parallel, hf.experts)
     stages = layer_stages(hf.layers, p.pp, p.vpp)
@@ -163,21 +181,27 @@ class _Unit(NamedTuple):
 
 
 def _candidates(unit_entries: Sequence[Entry], ranks: RankLayout, stages: list[int]) -> list[int]:
-    """Return the ranks that can send a unit: those that hold a shard of each of its parameters.
+    """Return the ranks that can send a unit: the ranks that have a shard of each of its parameters.
 
-    Experts without a common owner can be gathered by any rank of the stage.
+    If there is none, because the unit contains experts of several ranks, any rank of the stage can send it.
+
+    Args:
+        unit_entries: parameters of the unit.
+        ranks: layout of the trainer.
+        stages: pipeline stage of each layer.
     """
     stage = _stage(unit_entries[0], stages)
     holders = set.intersection(*(ranks.holders(entry, stage) for entry in unit_entries))
-    return sorted(holders) or list(ranks.of_stage(stage))
+    return sorted(holders) or list(ranks.stage_ranks(stage))
 
 
 def _assign(
     units: Sequence[_Unit], ranks: RankLayout, width: int
 ) -> tuple[dict[int, list[Part]], list[float], list[float]]:
-    """Assign each unit to the candidate that has the least to send.
+    """Assign each unit to the candidate that has the fewest bytes to send.
 
-    Units with few candidates are first, then the largest; those with many candidates balance the rest.
+    Units with the fewest candidates are assigned first, the largest of them first. Units with many candidates, which
+    come last, balance the load.
 
     Args:
         units: the units, in the order of the table.
@@ -185,7 +209,8 @@ def _assign(
         width: bytes per gathered element.
 
     Returns:
-        parts by sender; bytes that each rank sends to each engine; bytes that each rank sends to other senders.
+        parts of each sender; for each rank, the bytes that it sends to each engine; for each rank, the bytes that it
+            sends to other senders.
     """
     engine_bytes, gather_bytes = [0.0] * ranks.parallel.world_size, [0.0] * ranks.parallel.world_size
     parts_by_sender: dict[int, list[Part]] = {}
@@ -204,7 +229,7 @@ def _assign(
 def _schedules(
     parts_by_sender: Mapping[int, Sequence[Part]], config: Config, hf: HFConfig
 ) -> tuple[SenderSchedule, ...]:
-    """Return the buckets of each sender, by rank; the parts of a sender are in the order of the table."""
+    """Return the schedule of each sender, ordered by rank. The parts of a sender are in the order of the table."""
     order = {next(iter(entry.hf)): i for i, entry in enumerate(entries(hf))}
     return tuple(
         SenderSchedule(
@@ -217,9 +242,8 @@ def _schedules(
 def _buckets(parts: Sequence[Part], config: Config, hf: HFConfig) -> tuple[tuple[Part, ...], ...]:
     """Group consecutive parameters into buckets of at most weights.bucket_mb; a larger one is a bucket by itself.
 
-    Tensors that an engine must receive in one call are in one bucket: experts that a folder stacks, and
-    latent attention's two first projections, of which SGLang silently drops one whose partner is not in the
-    same call.
+    Parameters that an engine must receive in one call are in one bucket: experts that a folder stacks, and latent
+    attention's two first projections, because SGLang silently drops one that arrives without the other.
     """
     parts_by_call, stacked = defaultdict[str, list[Part]](list), slots(hf)
     for part in parts:
@@ -241,7 +265,7 @@ _WIDTH = {"float32": 4, "bfloat16": 2}
 
 
 def _pushed_bytes(entry: Entry, config: Config) -> int:
-    """Return the bytes that engines receive; scales of FP8 blocks, 4 bytes per 16,384 weights, are not counted."""
+    """Return the bytes of a parameter on an engine, without FP8 scales (4 bytes per block of 16,384 weights)."""
     quantised = config.model.fp8_engines
     return sum(
         math.prod(shape) * (1 if quantised and is_quantised(name) else _WIDTH[config.model.dtype])
@@ -252,8 +276,11 @@ def _pushed_bytes(entry: Entry, config: Config) -> int:
 def _stage(entry: Entry, stages: list[int]) -> int:
     """Return the pipeline stage of a parameter.
 
-    Without a layer it is the first for the embedding, else the last, which also has the layers for
-    multi-token prediction.
+    The embedding is in the first stage; the head, the final norm and multi-token prediction are in the last.
+
+    Args:
+        entry: the parameter.
+        stages: pipeline stage of each layer.
     """
     if entry.layer is not None and entry.layer < len(stages):
         return stages[entry.layer]
@@ -261,7 +288,7 @@ def _stage(entry: Entry, stages: list[int]) -> int:
 
 
 def _units(hf: HFConfig, experts_together: bool) -> list[list[Entry]]:
-    """Group the parameters that one rank must send, in the order of the table."""
+    """Return the groups of parameters that one rank must send, in the order of the table."""
     stacked, units = slots(hf), defaultdict[str, list[Entry]](list)
     for entry in entries(hf):
         is_grouped = next(iter(entry.hf)) not in stacked and entry.expert is not None and experts_together

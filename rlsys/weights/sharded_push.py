@@ -37,9 +37,9 @@ class ShardedPush(WeightTransport):
     """Sends weights from all trainer ranks.
 
     Rank 0 sends one request to each engine; the engines then receive all buckets in order
-    (rlsys.engine.hooks.bucket_order). All ranks iterate over the buckets in rounds, sending or helping to
-    gather, so there is no circular wait between ranks and engines: a round is gathered before any rank starts
-    the next but one.
+    (rlsys.engine.hooks.bucket_order). All ranks iterate over the buckets in rounds: in each round a rank sends its
+    own bucket, and its shards to the other senders. Ranks and engines never wait for each other in a circle, because
+    all buckets of a round are gathered before any rank starts the round after the next.
     """
 
     ranks_send_parts = True
@@ -47,7 +47,15 @@ class ShardedPush(WeightTransport):
     def __init__(
         self, config: Config, plan: SendersPlan, shards: Shards, control: Control, rank: int
     ) -> None:
-        """Agree on the bucket sizes (collective)."""
+        """Create the transport, and exchange the sizes of the buckets (collective).
+
+        Args:
+            config: config of the run.
+            plan: the senders and their buckets.
+            shards: this rank's shards.
+            control: collective operations of the trainer ranks.
+            rank: this trainer rank.
+        """
         self._config, self._plan, self._shards, self._control = config, plan, shards, control
         self._rank = rank
         self._buffers = StagingBuffers(shared=False)
@@ -56,7 +64,7 @@ class ShardedPush(WeightTransport):
         )
         own_schedules = [(index, s) for index, s in enumerate(plan.schedules) if s.sender == rank]
         self._sender_index = own_schedules[0][0] if own_schedules else None
-        """Index of this rank among the senders; None if it only helps to gather."""
+        """Index of this rank among the senders; None if it sends only shards to other senders."""
         sizes = [self._size(parts) for _, schedule in own_schedules for parts in schedule.buckets]
         all_sizes: list[list[int]] = control.gather(sizes)
         self._sizes = tuple(tuple(all_sizes[schedule.sender]) for schedule in plan.schedules)
@@ -71,7 +79,7 @@ class ShardedPush(WeightTransport):
         return cls(trainer.config, senders, shards, trainer.control, trainer.rank)
 
     def prepare(self) -> None:
-        """Import what the first push needs."""
+        """Import the modules of SGLang that a push uses."""
         prepare_sglang()
 
     def update_engines(self, trainer: Trainer, update: WeightUpdate) -> Digests:
@@ -84,13 +92,16 @@ class ShardedPush(WeightTransport):
         return merge_over_ranks(trainer, checksums)
 
     def _push(self, update: WeightUpdate, prepare: Prepare) -> int:
-        """Load the trainer's weights into every engine of the update; return the bytes that this rank sent to each.
+        """Load the trainer's weights into every engine of the update.
 
         An engine that fails or refuses is `excluded` from this push, and its group closed.
 
         Args:
             update: the receivers.
-            prepare: transformation of a sender's tensors.
+            prepare: transforms the tensors of a bucket before they are sent.
+
+        Returns:
+            Bytes that this rank sent to each engine.
         """
         self.excluded = {}
         if not update.engines:
@@ -109,8 +120,8 @@ class ShardedPush(WeightTransport):
                 group.send(flat.memory, self._sender_index, failed)
 
             sent_bytes = send_pipelined(self._gather(prepare), self._flatten, send)
-            # An engine's own error explains a broken connection.
             receivers.wait_all(answers)
+            # An engine's error response explains the broken connection, so it takes precedence.
             self.excluded = failed | receivers.excluded
         if failed_urls := set().union(*self._control.gather(set(self.excluded))):
             self._groups.leave(group, failed_urls)
@@ -121,7 +132,7 @@ class ShardedPush(WeightTransport):
         self._groups.close()
 
     def _request(self, group: SendersGroup, receivers: Receivers) -> Answers:
-        """Send rank 0's request for all buckets to each engine."""
+        """On rank 0, request each engine to receive all buckets. Other ranks only clear the list of engines."""
         if self._rank != 0:
             receivers.present = []
             return {}
@@ -130,7 +141,7 @@ class ShardedPush(WeightTransport):
         return receivers.post_all([load_from_senders(group.name, buckets) for buckets in descriptions])
 
     def _gather(self, prepare: Prepare) -> Iterator[Bucket]:
-        """Yield this rank's buckets; in between, help to gather those of others."""
+        """Yield the buckets that this rank sends; between them, send its shards to the other senders."""
         for number in range(max(len(s.buckets) for s in self._plan.schedules)):
             for schedule in self._plan.schedules:
                 if number >= len(schedule.buckets):
@@ -141,6 +152,7 @@ class ShardedPush(WeightTransport):
                     self._shards.send_shards(schedule.buckets[number], schedule.sender)
 
     def _flatten(self, bucket: Bucket) -> FlatBucket:
+        """Concatenate the tensors of a bucket, each padded to `aligned_size`, and their encoded description."""
         parts = [(name, tensor.dtype, tensor.shape) for name, tensor in bucket]
         device = bucket[0][1].device
         pieces = []
@@ -153,7 +165,7 @@ class ShardedPush(WeightTransport):
         return FlatBucket(self._buffers.flatten_bytes(pieces), parts)
 
     def _size(self, parts: Iterable[Part]) -> int:
-        """Return the bytes of a bucket, before it is gathered."""
+        """Return the number of bytes that `_flatten` will return for the bucket of these parameters."""
         tensors = list(quantise_for_engines(self._config, self._shards.meta_tensors(tuple(parts))))
         data = sum(aligned_size(tensor.nbytes) for _, tensor in tensors)
         return data + len(encode_description([_describe(name, tensor) for name, tensor in tensors]))

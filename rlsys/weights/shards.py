@@ -17,10 +17,10 @@ from rlsys.weights.shard_plan import Part
 
 
 class Shards:
-    """Gathers the shards of a bucket.
+    """Gathers the parameters of a bucket from their shards.
 
-    Every rank takes part in every bucket, in the same order: its sender calls `collect`, the others
-    `send_shards`. One parameter is gathered at a time.
+    Every rank takes part in every bucket, in the same order: the bucket's sender calls `collect`, all other ranks
+    call `send_shards`. One parameter is gathered at a time.
     """
 
     def __init__(self, local: LocalWeights, hf: HFConfig) -> None:
@@ -28,18 +28,19 @@ class Shards:
         self._rank = dist.get_rank()
 
     def collect(self, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor) of a bucket that this rank sends; experts are stacked as in folders.
+        """Yield (Hugging Face name, full tensor) of a bucket that this rank sends.
 
-        A tensor may be a view of a parameter: use it before the next optimizer step.
+        Experts are stacked if the model's folder stacks them. A tensor may be a view of a parameter, so it is valid
+        until the next optimizer step.
         """
         return stack_experts(self._collect(parts), self._hf)
 
     def meta_tensors(self, parts: Sequence[Part]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same names with meta tensors of the same shape and dtype. Not collective."""
+        """Yield the same names, shapes and dtypes as `collect`, with meta tensors. Not collective."""
         return stack_experts(self._meta_tensors(parts), self._hf)
 
     def send_shards(self, parts: Sequence[Part], sender: int) -> None:
-        """Send this rank's shards to the sender; return when it has received them."""
+        """Send this rank's shards of the parameters to rank `sender`; return when they have been received."""
         for part in parts:
             if self._rank in part.sources:
                 dist.send(self._local.merged(self._name(part.entry)).contiguous(), sender)
@@ -69,10 +70,12 @@ class Shards:
                 yield name, torch.empty(shape, dtype=dtype, device="meta")
 
     def _name(self, entry: Entry) -> str:
-        """Return the name of this rank's shard; for another rank's expert, the local expert with the same index.
+        """Return Megatron's name of the parameter on this rank.
+
+        For an expert of another rank, this is the local expert with the same index, whose shard has the same shape.
 
         Raises:
-            RuntimeError: Megatron's layout differs from the plan.
+            RuntimeError: this rank has no such parameter, because Megatron's layout differs from the plan.
         """
         for name in self._local.candidates(entry):
             if name in self._local:

@@ -1,9 +1,9 @@
 """Transports of one bucket of weights to engines. rlsys.weights.gathered_push chooses by the push plan.
 
-memory     memory handles (CUDA IPC on a GPU, shared memory without one), SGLang's `update_weights_from_tensor`:
-           each engine rank opens memory of the trainer rank that the plan names
-group      a process group of one trainer rank and every rank of these engines (NCCL, gloo), SGLang's
-           `update_weights_from_distributed`: engines anywhere
+memory     Each engine rank opens memory of the trainer rank that the plan names (CUDA IPC on a GPU, shared memory
+           without one; SGLang's `update_weights_from_tensor`).
+group      One trainer rank broadcasts to every rank of the engines, on any host, through a process group (NCCL, gloo;
+           SGLang's `update_weights_from_distributed`).
 """
 
 from __future__ import annotations
@@ -48,23 +48,27 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 class MemoryTransport:
     """Transport through memory of this machine.
 
-    The trainer ranks that serve an engine create a handle of their copy of the bucket for each of its ranks,
-    since a handle can be opened only once. The one that serves the engine's first rank posts all handles, and
-    sends the others the result. Until then each rank keeps its copy.
+    A trainer rank creates a separate handle of its copy of the bucket for each engine rank that it serves, because a
+    handle can be opened only once. The trainer rank that serves an engine's first rank posts the handles of all
+    trainer ranks to the engine, and sends them the result. Each trainer rank keeps its copy until then.
     """
 
     def __init__(self, plan: PushPlan, rank: int, seconds: float) -> None:
-        """Create the transport. Collective if several ranks serve one engine.
+        """Create the transport. Collective if several trainer ranks serve one engine.
 
-        `seconds`: time limit of an engine's response.
+        Args:
+            plan: the senders of each engine.
+            rank: this trainer rank.
+            seconds: time limit of an engine's response.
         """
         self._plan = plan
         self._rank = rank
         self._channel = RankChannel(seconds) if plan.shared else None
         self._targets: list[tuple[EngineAddress, tuple[int, ...]]] = []
+        """Engines that this rank serves, and for each of the engine's ranks the trainer rank that serves it."""
 
     def begin(self, engines: Sequence[EngineAddress]) -> list[EngineAddress]:
-        """Start a push, and return those of `engines` to which this rank posts."""
+        """Start a push to `engines`. Return the engines to which this rank posts the handles."""
         owners = [(engine, self._plan.owners(engine.index, engine.tp)) for engine in engines]
         self._targets = [(engine, ranks) for engine, ranks in owners if ranks and self._rank in ranks]
         return [engine for engine, ranks in self._targets if ranks[0] == self._rank]
@@ -87,11 +91,15 @@ class MemoryTransport:
         handles = [
             [handles_by_rank[engine.url, part] for part in range(engine.tp)] for engine in receivers.present
         ]
-        receivers.wait_all(receivers.post_all([load_from_memory(of_ranks) for of_ranks in handles]))
+        receivers.wait_all(receivers.post_all([load_from_memory(rank_handles) for rank_handles in handles]))
         self._exchange_results({engine.url for engine in receivers.present})
 
     def _exchange_handles(self, handles_by_rank: dict[tuple[str, int], bytes]) -> None:
-        """Send this rank's handles to the ranks that post them; add the received ones to `handles_by_rank`."""
+        """Send this rank's handles to the trainer ranks that post them, and receive the handles that it posts.
+
+        Args:
+            handles_by_rank: (URL, rank of the engine) -> handle. The received handles are added.
+        """
         for engine, ranks in self._targets:
             for part, owner in enumerate(ranks):
                 if owner != ranks[0] and owner == self._rank:
@@ -104,7 +112,13 @@ class MemoryTransport:
             self._channel.flush()
 
     def _exchange_results(self, present: set[str]) -> None:
-        """Send the ranks that serve an engine, from the one that posts, whether the engine still takes part."""
+        """Remove the engines that no longer take part from the targets of all trainer ranks that serve them.
+
+        The trainer rank that posts to an engine sends the others its state.
+
+        Args:
+            present: URLs of the engines that still take part, of those to which this rank posts.
+        """
         remaining = []
         for engine, ranks in self._targets:
             if ranks[0] == self._rank:
@@ -131,15 +145,18 @@ def _tag(engine: EngineAddress) -> int:
 
 
 class GroupTransport:
-    """Transport through a process group, which lasts while the same engines take part. This process is its rank 0."""
+    """Transport through a process group of engines and this process, its rank 0.
+
+    The group lasts as long as the same engines take part.
+    """
 
     def __init__(self, seconds: float, join_seconds: float) -> None:
         """Create the transport without a group.
 
         Args:
-            seconds: time limit of an engine for a bucket.
-            join_seconds: time limit for joining. An engine that dies while it joins delays the others by that
-                time.
+            seconds: time in which an engine must receive a bucket.
+            join_seconds: time limit for joining the group. An engine that dies while it joins delays the others
+                by this time.
         """
         self._seconds = seconds
         self._join_seconds = join_seconds
@@ -147,7 +164,7 @@ class GroupTransport:
         self._members: list[EngineAddress] = []
         self._name = ""
         self._communicating = False
-        """Whether the group has done a collective: the first one creates NCCL's communicator."""
+        """Whether the group has run a collective. The first one creates NCCL's communicator."""
 
     @property
     def urls(self) -> set[str]:
@@ -155,14 +172,17 @@ class GroupTransport:
         return {engine.url for engine in self._members}
 
     def begin(self, receivers: Receivers) -> None:
-        """Start a push. A restarted engine, which holds no weights, has lost its predecessor's group."""
+        """Start a push: create the group, unless a group of these engines exists.
+
+        It does not exist for a restarted engine, which holds no weights: only its earlier process was a member.
+        """
         if self._is_stale(receivers) or any(e.holds < 0 for e in receivers.present):
             self._open(receivers)
 
     def send(self, flat: FlatBucket, receivers: Receivers) -> None:
-        """Broadcast a bucket; if an engine fails, again with a group of the remaining ones.
+        """Broadcast a bucket. If an engine fails, broadcast it again in a group of the remaining engines.
 
-        Loading a bucket twice is harmless.
+        An engine may load a bucket twice, which is harmless.
         """
         descriptions = [(n, str(dtype).removeprefix("torch."), list(shape)) for n, dtype, shape in flat.parts]
         while receivers.present:
@@ -176,10 +196,11 @@ class GroupTransport:
             self._abandon(receivers, answers)
 
     def _is_stale(self, receivers: Receivers) -> bool:
+        """Return whether the present engines differ from the members of the group."""
         return [(e.url, e.tp) for e in receivers.present] != [(e.url, e.tp) for e in self._members]
 
     def close(self) -> None:
-        """Leave the group, here and on the engines that still respond."""
+        """Leave the group in this process and on the engines that still respond."""
         if self._group is None:
             return
         with Receivers(self._members, self._seconds) as members:
@@ -192,17 +213,17 @@ class GroupTransport:
         self._group, self._members = None, []
 
     def _abandon(self, receivers: Receivers, answers: Answers) -> None:
-        """Leave a group whose broadcast failed, and exclude the engines at fault.
+        """Leave a group whose broadcast failed, and exclude the engines that caused the failure.
 
-        Leaving releases the engines that wait in the broadcast; these may refuse only because of that, and
-        are excluded only if no other engine is at fault.
+        Leaving ends the broadcast on the engines that wait in it, and they refuse only for that reason. So they are
+        excluded only if no other engine caused the failure.
         """
         assert self._group is not None
         first = {url: a for url, a in answers.items() if a.done()}
         abort(self._group)
         self._group, self._members = None, []
         receivers.exclude_failed(
-            answers, first, RunError(f"the broadcast of weights to {len(answers)} engines failed")
+            answers, first, RunError(f"the broadcast of a bucket to {len(answers)} engines failed")
         )
 
     def _open(self, receivers: Receivers) -> None:
@@ -213,11 +234,16 @@ class GroupTransport:
         self._members = list(receivers.present)
 
     def _join(self, receivers: Receivers) -> bool:
-        """Return whether every engine has joined the new group; if not, close it and exclude the engines at fault."""
+        """Create a group, and return whether every engine has joined it.
+
+        Otherwise close the group, and exclude the engines that did not join.
+        """
         rendezvous = GroupRendezvous.create(receivers.present, 1)
         self._name = rendezvous.name
         answers = receivers.post_all(rendezvous.calls(receivers.present))
-        failure = RunError(f"cannot create a process group with {len(answers)} engines at {rendezvous}")
+        failure = RunError(
+            f"cannot create a process group with {len(answers)} engines; its store is {rendezvous}"
+        )
         try:
             self._group = rendezvous.join(0, self._join_seconds)
         except (RuntimeError, TimeoutError) as e:
@@ -229,13 +255,17 @@ class GroupTransport:
                 return True
             abort(self._group)
             self._group = None
-        receivers.exclude_failed(answers, {}, failure)  # the others have timed out, and refuse as well
+        receivers.exclude_failed(answers, {}, failure)  # engines that waited for the missing one refuse, too
         return False
 
     def _broadcast(self, flat: Tensor, answers: Answers) -> bool:
-        """Return whether the broadcast succeeded.
+        """Broadcast a bucket, and return whether that succeeded.
 
-        After a refusal or a death the other engines wait: the group is then abandoned.
+        If an engine refuses or dies, the others still wait in the broadcast, and the caller must abandon the group.
+
+        Args:
+            flat: the bucket.
+            answers: responses of the engines to the load request.
         """
         group = self._group
         assert group is not None
@@ -266,20 +296,19 @@ def begin_first(
     has_refusal: Callable[[], bool],
     seconds: float,
 ) -> dist.Work | None:
-    """Start the first collective of a group, in a thread.
+    """Start the first collective of a group in a thread, so that the caller can give up.
 
-    NCCL creates its communicator in that call, which blocks in C++ until all ranks have joined, or fails.
-    With a thread the caller can give up.
+    NCCL creates its communicator in the first collective, which blocks in C++ until all ranks have joined.
 
     Args:
-        collective: starts it on `tensor`, without waiting for its end.
-        tensor: the tensor of the collective.
-        has_refusal: whether a member has refused.
-        seconds: time limit of the call.
+        collective: starts the collective on `tensor`, without waiting for its end.
+        tensor: tensor of the collective.
+        has_refusal: returns whether a member has refused.
+        seconds: time limit for starting the collective.
 
     Returns:
-        The work; None if the call failed, a member refused, or the time limit has passed: the caller must then abort
-            the group. The thread remains if an abort does not end the call, as in ncclCommInitRank.
+        The work; None if the collective cannot start, a member has refused, or the time limit has passed. If None,
+            the caller must abort the group. The thread remains if that does not end the call, as in ncclCommInitRank.
     """
     result: Future[dist.Work | None] = Future()
     # Device and stream are thread-local.
@@ -291,9 +320,9 @@ def begin_first(
                 result.set_result(collective())
         except (RuntimeError, ValueError) as e:
             result.set_exception(e)
-        finally:  # after any other error, which the thread prints, the caller must not wait
+        finally:  # the thread prints any other error; the caller must not wait for a result
             if not result.done():
-                result.set_exception(RunError("the first collective of a process group with engines failed"))
+                result.set_exception(RunError("unexpected error, see the traceback above"))
 
     threading.Thread(target=call, name="first-collective", daemon=True).start()
     end = time.monotonic() + seconds
@@ -302,7 +331,7 @@ def begin_first(
             return None
         time.sleep(_POLL_SECONDS)
     if (error := result.exception()) is not None:
-        log.warning("a process group with engines failed in its first collective: %s", error)
+        log.warning("the first collective of a process group with engines failed: %s", error)
         return None
     return result.result()
 
@@ -319,7 +348,14 @@ def local_address_for(url: str) -> str:
 class GroupRendezvous:
     """Rendezvous of a process group of trainer ranks and engines.
 
-    Trainer ranks have the first ranks of the group, then come the ranks of each engine.
+    The trainer ranks are the first ranks of the group; the ranks of each engine follow.
+
+    Attributes:
+        name: unique name of the group.
+        host: address of the group's store, on this host.
+        port: port of the store.
+        trainers: number of trainer ranks.
+        world: number of ranks of the group.
     """
 
     name: str
@@ -330,12 +366,12 @@ class GroupRendezvous:
 
     @classmethod
     def create(cls, engines: Sequence[EngineAddress], trainers: int) -> GroupRendezvous:
-        """Choose a free port of this host and a unique name."""
+        """Create a rendezvous with a free port of this host and a unique name."""
         host = local_address_for(engines[0].url)
         with socket.socket() as s:
             s.bind((host, 0))
             port = s.getsockname()[1]
-        # A unique name: an engine keeps the group of a trainer that was killed.
+        # The name is unique because an engine keeps the group of a killed trainer.
         return cls(
             f"rlsys-{secrets.token_hex(8)}", host, port, trainers, trainers + sum(e.tp for e in engines)
         )
@@ -344,17 +380,16 @@ class GroupRendezvous:
         return f"{self.host}:{self.port}"
 
     def calls(self, engines: Sequence[EngineAddress]) -> list[Call]:
-        """Return the request to each engine."""
+        """Return the join request for each of `engines`."""
         first = offsets(engines, self.trainers)
         return [join_group(self.name, self.host, self.port, rank, self.world, backend()) for rank in first]
 
     def join(self, rank: int, seconds: float) -> dist.ProcessGroup:
-        """Join the group as a trainer rank; rank 0 must be on this host.
-
-        The store listens on the address that engines are given, and on no other.
+        """Join the group as trainer rank `rank`. Rank 0, on whose host the store listens, must be on `host`.
 
         Raises:
-            RuntimeError, TimeoutError: a rank is missing, or torch fails.
+            RuntimeError: torch fails.
+            TimeoutError: a rank has not joined within `seconds`.
         """
         prepare_sglang()
         from sglang.srt.utils import init_custom_process_group
@@ -383,8 +418,8 @@ def backend() -> str:
 def _without_nccl_watchdog() -> Iterator[None]:
     """Create NCCL groups whose errors do not end this process.
 
-    By default NCCL's watchdog ends a process whose group contains a dead or hanging member. Torch reads the variable
-    when it creates a group, so the trainer's own groups keep their setting.
+    By default, NCCL's watchdog ends a process whose group contains a dead or hanging member. Torch reads the variable
+    when it creates a group, so the trainer's other groups keep their setting.
     """
     previous = os.environ.get(_ERROR_HANDLING)
     os.environ[_ERROR_HANDLING] = "0"
@@ -398,10 +433,10 @@ def _without_nccl_watchdog() -> Iterator[None]:
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """Leave a group in which a broadcast hangs.
+    """Leave a group in which a collective hangs.
 
-    An NCCL group is aborted rather than destroyed: destroying would first wait for the hung kernel, until the
-    watchdog ends this process.
+    An NCCL group is aborted, because destroying it would wait for the hung kernel until the watchdog ends this
+    process.
     """
     if dist.get_backend(group) == "nccl":
         dist.distributed_c10d._abort_process_group(group)
@@ -410,7 +445,7 @@ def abort(group: dist.ProcessGroup) -> None:
 
 
 def flattened_payload(flat: FlatBucket) -> dict[str, Any]:
-    """Return the object that an engine expects for a flattened bucket in a handle."""
+    """Return the object that an engine expects in a handle of a flattened bucket."""
     prepare_sglang()
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
@@ -423,7 +458,7 @@ def flattened_payload(flat: FlatBucket) -> dict[str, Any]:
 
 
 def serializer() -> Callable[[Any], bytes]:
-    """Return SGLang's function that serialises tensors as handles."""
+    """Return SGLang's function that serialises an object, with its tensors as handles."""
     prepare_sglang()
     from sglang.srt.utils import MultiprocessingSerializer
 
@@ -436,7 +471,7 @@ def _start_memory_manager() -> None:
 
     By default torch creates the socket under TMPDIR, whose path may be too long.
     """
-    if (folder := os.environ.get(FOLDER_VARIABLE)) is None:  # a process that was started by hand
+    if (folder := os.environ.get(FOLDER_VARIABLE)) is None:  # the process was not started by a launcher
         return
     previous = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = folder
@@ -451,12 +486,12 @@ def _start_memory_manager() -> None:
 
 @functools.cache
 def prepare_sglang() -> None:
-    """Import what a push needs of SGLang, which takes seconds: on sending ranks only."""
+    """Import the modules of SGLang that a push uses. This takes seconds, so only sending ranks should call it."""
     if not torch.cuda.is_available():
         from rlsys.engine.cpu.platform import declare_torchvision_ops
 
         declare_torchvision_ops()
-        # The default strategy passes file descriptors over a socket with a secret that another server lacks.
+        # The default strategy passes file descriptors over a socket with a secret that engines do not have.
         torch.multiprocessing.set_sharing_strategy("file_system")
         _start_memory_manager()
     else:

@@ -17,7 +17,13 @@ from rlsys.weights.weight_transport import transport_class
 def push_phases() -> Phases:
     """Return the timer of a weight update.
 
-    Its phases: memory freed, engines prepared, tensors sent, canaries scored, engines attested.
+    Its phases:
+
+        room        free memory
+        begin       prepare the engines
+        send        send the tensors
+        canaries    score the canaries
+        end         attest the engines
     """
     return Phases("time_sync", ("room", "begin", "send", "canaries", "end"))
 
@@ -27,10 +33,10 @@ class PushResult:
     """Result of a push.
 
     Attributes:
-        digests: checksums that each rank of an engine must report, one engine size after the other
-            (rlsys.weights.checksums); complete on rank 0 only.
-        excluded: engines that did not get all tensors, URL -> reason.
-        hash_seconds: hashing time of the slowest rank.
+        digests: checksums that engines must report: for each engine rank, one engine size after the other, tensor
+            name -> checksum (rlsys.weights.checksums). Complete on rank 0 only.
+        excluded: URL -> reason, for engines that did not get all tensors.
+        hash_seconds: hashing time of the slowest trainer rank.
     """
 
     digests: list[dict[str, str]]
@@ -54,7 +60,7 @@ class WeightPush:
         return {"push_bytes": self.sent_bytes, **self._transport.metrics}
 
     def prepare(self) -> None:
-        """Import and compile what the first push needs, while engines start, which takes as long."""
+        """Import the modules and compile the kernel that a push uses. Call this while engines start."""
         compile_hash(setup.local_device())
         self._transport.prepare()
 

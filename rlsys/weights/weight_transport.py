@@ -1,8 +1,7 @@
 """Interface of a weight transport, the class that `weights.method` names. Runs on every trainer rank.
 
-GatheredTransport is the base of most transports: its `push` receives the gathered tensors of the whole model in
-order. A transport that does not gather tensors, or sends other data than the model, is a subclass of
-WeightTransport.
+Most transports are subclasses of GatheredTransport, whose `push` receives the gathered tensors of the whole model in
+order. A transport that does not gather tensors, or sends other data than the model, is a subclass of WeightTransport.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class Digests:
     """Checksums of the tensors of a push.
 
     Attributes:
-        expected: checksums that each rank of an engine must report, one engine size after the other
-            (rlsys.weights.checksums); complete on rank 0 only.
-        hash_seconds: hashing time of the slowest rank.
+        expected: checksums that engines must report: for each engine rank, one engine size after the other, tensor
+            name -> checksum (rlsys.weights.checksums). Complete on rank 0 only.
+        hash_seconds: hashing time of the slowest trainer rank.
     """
 
     expected: list[dict[str, str]]
@@ -51,10 +50,10 @@ class WeightTransport(ABC):
     """
 
     ranks_send_parts: ClassVar[bool] = False
-    """Whether each rank sends a part of the model to every engine; otherwise a sender sends all of it."""
+    """Whether several ranks each send a part of the model to every engine. If not, one rank sends all of it."""
     excluded: dict[str, str]
-    """Engines that did not get all tensors of this rank's last push: URL -> reason. They do not serve, and the next
-    push sends them everything again."""
+    """URL -> reason, for engines that did not get all tensors of the last push from this rank. These engines do not
+    serve, and the next push must send them all tensors."""
     sent_bytes: int
     """Bytes that this rank sent to each engine in its last push."""
 
@@ -68,18 +67,22 @@ class WeightTransport(ABC):
         """Check that the transport supports the config, before the run starts.
 
         Raises:
-            UserError: it does not.
+            UserError: the transport does not support the config.
         """
 
     def prepare(self) -> None:  # noqa: B027
-        """Import and compile what the first push needs, while engines start."""
+        """Import modules and compile kernels that a push uses. Called while engines start."""
 
     @abstractmethod
     def update_engines(self, trainer: Trainer, update: WeightUpdate) -> Digests:
-        """Load the weights into every engine of the update; set `excluded` and `sent_bytes`."""
+        """Load the weights into every engine of the update; set `excluded` and `sent_bytes`.
+
+        Returns:
+            Checksums that the engines must report.
+        """
 
     def close(self) -> None:  # noqa: B027
-        """Release the state between pushes, for example process groups with engines."""
+        """Release the state that is kept between pushes, for example process groups with engines."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -91,7 +94,13 @@ class GatheredTransport(WeightTransport):
     """Base of transports that send gathered tensors of the whole model."""
 
     def __init__(self, config: Config, rank: int = 0, plan: PushPlan | None = None) -> None:
-        """Create the transport. By default rank 0 serves all engines."""
+        """Create the transport.
+
+        Args:
+            config: config of the run.
+            rank: this trainer rank.
+            plan: the senders of each engine; None: rank 0 serves all engines.
+        """
         self.config, self.rank = config, rank
         self.plan = PushPlan({}, group=False) if plan is None else plan
         self.excluded, self.sent_bytes = {}, 0
@@ -108,21 +117,23 @@ class GatheredTransport(WeightTransport):
 
     @abstractmethod
     def push(self, tensors: Tensors, update: WeightUpdate) -> int:
-        """Load `tensors` into every engine of the update, and return their bytes; 0 on a rank that sends nothing.
+        """Load `tensors` into every engine of the update; add engines that fail or refuse to `excluded`.
 
-        Every rank must iterate over all tensors, since gathering is collective. Engines that fail or refuse are
-        `excluded`.
+        Every rank must iterate over all tensors, because gathering is collective.
+
+        Returns:
+            Bytes that this rank sent to each engine; 0 on a rank that sends nothing.
         """
 
 
 def engine_checksums(trainer: Trainer, *, shares: bool) -> EngineChecksums:
-    """Return the checksums of the engines' tensors.
+    """Create the object that computes the checksums of the engines' tensors.
 
-    The model of multi-token prediction is not served, so engines do not report it.
+    It ignores the layers for multi-token prediction, which engines do not report.
 
     Args:
-        trainer: this rank's.
-        shares: whether all ranks watch the same tensors, and each hashes a share.
+        trainer: trainer of this rank.
+        shares: whether all trainer ranks watch the same tensors and each hashes a share of them.
     """
     model = replace(trainer.served_config, mtp=False)
     ranks = trainer.config.parallel.world_size if shares else 1
@@ -132,7 +143,7 @@ def engine_checksums(trainer: Trainer, *, shares: bool) -> EngineChecksums:
 
 
 def merge_over_ranks(trainer: Trainer, checksums: EngineChecksums) -> Digests:
-    """Merge the checksums of all trainer ranks (collective)."""
+    """Merge the checksums of all trainer ranks (collective). The result is complete on rank 0 only."""
     results = trainer.control.to_main((checksums.partial_digests(), checksums.seconds))
     expected = merge_checksums([partial for partial, _ in results])
     return Digests(expected, max((seconds for _, seconds in results), default=0.0))
@@ -142,7 +153,7 @@ def transport_class(config: Config) -> type[WeightTransport]:
     """Return the class of weights.method.
 
     Raises:
-        UserError: the import path names no such class, or the class is incomplete.
+        UserError: the import path does not name a subclass of WeightTransport, or the class has abstract methods.
     """
     field, method = "weights.method", config.weights.method
     built_in = WEIGHT_METHODS.get(method)
@@ -162,6 +173,6 @@ def check_transport(config: Config) -> None:
     """Check that the class of weights.method exists and supports the config.
 
     Raises:
-        UserError: it does not.
+        UserError: the class does not exist, or does not support the config.
     """
     transport_class(config).check(config)

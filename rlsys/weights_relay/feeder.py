@@ -1,8 +1,8 @@
-"""Feeder of the next host of a chain: sends pieces, a few concurrently, while more of them arrive.
+"""Feeder of the next host of a chain: sends pieces, a few concurrently, while more pieces arrive.
 
-A host that is unreachable, refuses, or is silent for too long is skipped; the feeder then asks the next host for its
-missing pieces and sends those. So each feeder serves one host, the first of its line that accepts pieces, and that
-host has its own feeder for the following ones.
+The feeder skips a host that is unreachable, refuses, or is silent for too long. It then requests the list of missing
+pieces from the next host of the chain, and sends those pieces. So a feeder serves one host, the first that accepts
+pieces, and that host's feeder serves the rest of the chain.
 """
 
 from __future__ import annotations
@@ -20,39 +20,47 @@ from rlsys.weights_relay.pieces import Payload, Piece, encode
 from rlsys.weights_relay.store import Store, Undeclared
 
 WINDOW = 4
-"""Number of pieces in flight to one host, which keeps the link busy while the host decodes a piece."""
+"""Number of pieces in flight to one host. The link stays busy while the host decodes a piece."""
 MAX_QUEUED_BYTES = 16 * WINDOW * 2**20
-"""Maximum bytes of queued payloads. Further pieces are encoded again from the store when they are sent."""
-TRIES = 4
-"""Number of attempts to send a piece; the second half sends it whole, in case the base content is wrong."""
+"""Maximum bytes of queued payloads. A piece without a payload is encoded from the store when it is sent."""
+MAX_ATTEMPTS = 4
+"""Number of attempts to send a piece. The second half of them sends the whole content, in case the base is wrong."""
 PIECES_PER_OFFER = 4096
-"""Number of pieces in one request for the missing pieces of a host."""
+"""Largest number of pieces in one offer, the request for the list of missing pieces."""
 OFFER, PIECE = "/relay/offer", "/relay/piece"
 TOKEN_HEADER, PIECE_HEADER, BASE_HEADER = "rlsys-relay-token", "rlsys-piece", "rlsys-before"
 ACCEPTED, NEEDS_WHOLE, CORRUPTED = 200, 409, 422
-"""Status of a piece: accepted; refused without its base content; arrived damaged."""
-_BLOCK = 2**16
+"""HTTP status of a piece: stored; the host lacks the base of the difference; the content is damaged."""
+_BLOCK_BYTES = 2**16
 
 log = logging.getLogger("rlsys.weights_relay")
 
 
 class Hop(NamedTuple):
-    """Address of a host for its predecessor. `token`: authorises only the pieces of one push."""
+    """A host of a chain.
+
+    Attributes:
+        url: URL of the host for its predecessor in the chain.
+        token: authorizes the predecessor to send pieces of one push.
+    """
 
     url: str
     token: str
 
 
 class HostSkipped(Exception):
-    """Reason why a host gets no more pieces."""
+    """The host cannot receive pieces; the message says why."""
 
 
 class Feeder:
-    """Sender of pieces to the first host of a line: `enqueue` stored pieces, then `close`. Owns threads and queue."""
+    """Sends pieces to the first host of a chain that accepts them. Owns its threads and the queue.
+
+    The user calls `enqueue` for each stored piece, then `close`.
+    """
 
     def __init__(
         self,
-        line: Sequence[Hop],
+        chain: Sequence[Hop],
         store: Store,
         seconds: float,
         pieces: Sequence[Piece] = (),
@@ -62,22 +70,26 @@ class Feeder:
         """Start the threads.
 
         Args:
-            line: hosts in order.
+            chain: the next host, then its substitutes.
+            store: contains all enqueued pieces.
             seconds: maximum silence of a host.
-            pieces: initial pieces.
+            pieces: pieces to send first.
             closed: whether no more pieces follow.
         """
-        self._line, self._store, self._seconds = line, store, seconds
+        self._chain, self._store, self._seconds = chain, store, seconds
         self._pieces = list(pieces)
+        """All pieces to send, also those that the host has."""
         self._queue: deque[Piece] = deque()
         self._payloads: dict[Piece, Payload] = {}
-        self._queued_bytes = 0  # bytes of payloads
+        """Payloads of some queued pieces."""
+        self._queued_bytes = 0
+        """Bytes of `_payloads`."""
         self._condition = threading.Condition()
         self._closed, self._done = closed, False
         self.skipped: dict[str, str] = {}
-        """URL -> reason."""
+        """URL of each skipped host -> reason."""
         self.sent_bytes = 0
-        """Bytes of payloads, repeated ones included."""
+        """Bytes of all sent payloads, including repeated attempts."""
         threading.Thread(target=self._run, name="relay", daemon=True).start()
 
     @property
@@ -86,7 +98,12 @@ class Feeder:
         return self._done
 
     def enqueue(self, piece: Piece, payload: Payload) -> None:
-        """Queue a piece. Never waits; see wait_for_room."""
+        """Queue a piece without waiting; `wait_for_room` limits the queue.
+
+        Args:
+            piece: the piece, which the store contains.
+            payload: its content. It is dropped if the queue has MAX_QUEUED_BYTES.
+        """
         with self._condition:
             if self._done:
                 return
@@ -98,18 +115,18 @@ class Feeder:
             self._condition.notify_all()
 
     def wait_for_room(self) -> None:
-        """Wait until the queue accepts another payload, or the feeder is done."""
+        """Wait until less than half of MAX_QUEUED_BYTES is queued, or the feeder is done."""
         with self._condition:
             self._condition.wait_for(lambda: self._done or self._queued_bytes < MAX_QUEUED_BYTES // 2)
 
     def close(self) -> None:
-        """Declare that no more pieces follow; queued ones are still sent."""
+        """Declare that no more pieces follow. The feeder still sends the queued pieces."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
 
     def stop(self) -> None:
-        """Stop immediately, because another push has started."""
+        """Stop without sending the queued pieces."""
         with self._condition:
             self._closed = self._done = True
             self._queue.clear()
@@ -117,8 +134,9 @@ class Feeder:
             self._condition.notify_all()
 
     def _run(self) -> None:
+        """Serve the first host of the chain that accepts all pieces."""
         try:
-            for hop in self._line:
+            for hop in self._chain:
                 try:
                     self._serve(hop)
                     break
@@ -131,19 +149,14 @@ class Feeder:
             self.stop()
 
     def _serve(self, hop: Hop) -> None:
-        """Send all pieces to a host until the feeder is closed. Raises HostSkipped."""
-        with self._condition:
-            pieces = list(self._pieces)
-            self._queue.clear()  # they are among the pieces
-        missing = self._missing(hop, pieces)
-        with self._condition:
-            self._queue.extendleft(reversed(missing))
-            queued = set(self._queue)
-            self._payloads = {piece: payload for piece, payload in self._payloads.items() if piece in queued}
-            self._queued_bytes = sum(len(payload.data) for payload in self._payloads.values())
-            self._condition.notify_all()
+        """Send a host the pieces that it lacks, until the feeder is closed and the queue empty.
+
+        Raises:
+            HostSkipped: the host is unreachable, refuses or is silent.
+        """
+        self._queue_missing(hop)
         failed, reasons = threading.Event(), list[str]()
-        # Daemons, so that an engine's exit does not wait for a host that accepts nothing.
+        # Daemon threads, so that an engine's exit does not wait for a host that accepts nothing.
         workers = [
             threading.Thread(target=self._send_pieces, args=(hop, failed, reasons), name="relay", daemon=True)
             for _ in range(WINDOW)
@@ -153,9 +166,27 @@ class Feeder:
         for worker in workers:
             worker.join()
         if failed.is_set():
-            raise HostSkipped("; ".join(reasons[:1]) or "sending failed")
+            raise HostSkipped(reasons[0] if reasons else "a thread failed, see the traceback above")
+
+    def _queue_missing(self, hop: Hop) -> None:
+        """Replace the queue by the pieces that a host lacks. Pieces that arrive meanwhile follow them.
+
+        Raises:
+            HostSkipped: the host is unreachable, refuses or is silent.
+        """
+        with self._condition:
+            pieces = list(self._pieces)
+            self._queue.clear()  # the queued pieces are among `pieces`
+        missing = self._missing(hop, pieces)
+        with self._condition:
+            self._queue.extendleft(reversed(missing))
+            queued = set(self._queue)
+            self._payloads = {piece: payload for piece, payload in self._payloads.items() if piece in queued}
+            self._queued_bytes = sum(len(payload.data) for payload in self._payloads.values())
+            self._condition.notify_all()
 
     def _missing(self, hop: Hop, pieces: Sequence[Piece]) -> list[Piece]:
+        """Request from a host which of `pieces` it lacks."""
         if not pieces:
             return []
         missing: list[Piece] = []
@@ -166,29 +197,42 @@ class Feeder:
                 status, answer = connection.post(OFFER, {}, body)
                 try:
                     if status != ACCEPTED:
-                        raise HostSkipped(f"answers {status}: {answer[:200]!r}")
+                        raise HostSkipped(f"{OFFER}: HTTP status {status}: {answer[:200]!r}")
                     missing += [offered[i] for i in json.loads(answer)["missing"]]
                 except (ValueError, TypeError, KeyError, IndexError):
-                    raise HostSkipped(f"expected a relay's response, got {answer[:200]!r}") from None
+                    raise HostSkipped(
+                        f"{OFFER}: the response is {answer[:200]!r}; expected the indices of missing pieces"
+                    ) from None
         return missing
 
     def _send_pieces(self, hop: Hop, failed: threading.Event, reasons: list[str]) -> None:
-        complete = False
+        """Send queued pieces to a host, in a thread. If this fails, stop the other threads of the host.
+
+        Args:
+            hop: the host.
+            failed: set when a thread fails.
+            reasons: a HostSkipped's message is added.
+        """
+        succeeded = False
         try:
             with _Connection(hop, self._seconds) as connection:
-                while (turn := self._next(failed)) is not None:
-                    self._send(connection, *turn)
-            complete = True
+                while (queued := self._next(failed)) is not None:
+                    self._send(connection, *queued)
+            succeeded = True
         except HostSkipped as e:
             reasons.append(str(e))
-        finally:  # the others stop when one fails
+        finally:
             with self._condition:
-                if not complete:
+                if not succeeded:
                     failed.set()
                 self._condition.notify_all()
 
     def _next(self, failed: threading.Event) -> tuple[Piece, Payload | None] | None:
-        """Return the next piece; None: no more for this host."""
+        """Wait for the next queued piece; return it and its payload, if that is queued.
+
+        Returns:
+            None if the feeder is closed and the queue is empty, or `failed` is set.
+        """
         with self._condition:
             self._condition.wait_for(lambda: self._queue or self._closed or failed.is_set())
             if failed.is_set() or not self._queue:
@@ -201,8 +245,18 @@ class Feeder:
             return piece, payload
 
     def _send(self, connection: _Connection, piece: Piece, payload: Payload | None) -> None:
-        for attempt in range(TRIES):
-            if payload is None or attempt >= TRIES // 2:
+        """Send a piece until the host accepts it.
+
+        Args:
+            connection: connection to the host.
+            piece: the piece.
+            payload: content of the first attempt; None: the whole content.
+
+        Raises:
+            HostSkipped: the host refuses the piece, or MAX_ATTEMPTS attempts failed.
+        """
+        for attempt in range(MAX_ATTEMPTS):
+            if payload is None or attempt >= MAX_ATTEMPTS // 2:
                 try:
                     payload = encode(piece, self._store.content(piece), None, "")
                 except Undeclared as e:
@@ -216,8 +270,11 @@ class Feeder:
             if status == NEEDS_WHOLE:
                 payload = None
             elif status != CORRUPTED:
-                raise HostSkipped(f"answers {status}: {answer[:200]!r}")
-        raise HostSkipped(f"received piece {piece.index} of file {piece.file} damaged {TRIES} times")
+                raise HostSkipped(f"{PIECE}: HTTP status {status}: {answer[:200]!r}")
+        raise HostSkipped(
+            f"the host refused piece {piece.index} of file {piece.file} {MAX_ATTEMPTS} times, as damaged or because "
+            "it lacks the base content"
+        )
 
 
 class _Connection:
@@ -236,30 +293,39 @@ class _Connection:
         self._http.close()
 
     def post(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
-        """Send a request; repeat it over a new connection if a kept one breaks, since servers close idle ones."""
+        """Send a request. If a reused connection breaks, because servers close idle ones, repeat it over a new one.
+
+        Returns:
+            status and body of the response.
+
+        Raises:
+            HostSkipped: the host is unreachable or silent.
+        """
         reused = self._http.sock is not None
         try:
             return self._post(path, headers, body)
         except TimeoutError as e:
-            raise HostSkipped(f"silent: {e}") from None
+            raise HostSkipped(f"{path}: no response: {e}") from None
         except (OSError, http.client.HTTPException) as e:
             self._http.close()
             if not reused:
-                raise HostSkipped(f"gone: {e!r:.200}") from None
+                raise HostSkipped(f"{path}: unreachable: {e!r:.200}") from None
         try:
             return self._post(path, headers, body)
         except (OSError, http.client.HTTPException) as e:
-            raise HostSkipped(f"gone: {e!r:.200}") from None
+            raise HostSkipped(f"{path}: unreachable: {e!r:.200}") from None
 
     def _post(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
+        """Send a request once."""
         length = {"Content-Length": str(len(body))}
-        # In blocks, to each of which the time limit applies: a slow link must not count as a dead host.
+        # Send the body in blocks: the time limit applies to each, so a slow link does not count as a dead host.
         self._http.request("POST", path, _blocks(body), {**self._headers, **headers, **length})
         answer = self._http.getresponse()
         return answer.status, answer.read()
 
 
 def _blocks(body: bytes) -> Iterator[memoryview]:
+    """Yield the body in blocks of at most _BLOCK_BYTES."""
     view = memoryview(body)
-    for start in range(0, len(body), _BLOCK):
-        yield view[start : start + _BLOCK]
+    for start in range(0, len(body), _BLOCK_BYTES):
+        yield view[start : start + _BLOCK_BYTES]

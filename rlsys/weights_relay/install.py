@@ -1,4 +1,4 @@
-"""Installation of a relay in an HTTP application (Starlette or FastAPI): routes for the trainer and other hosts."""
+"""Installation of a relay in an HTTP application (Starlette or FastAPI)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,29 @@ Endpoint = Callable[[Request], Any]
 
 
 def install(app: Starlette, protect: Callable[[Endpoint], Endpoint]) -> Relay:
-    """Add the relay's routes before the application serves. `protect`: sets the key that an endpoint requires."""
+    """Add a relay's routes and middleware to an application that does not serve yet.
+
+    Args:
+        app: the application.
+        protect: makes an endpoint require the admin key.
+
+    Returns:
+        The relay.
+    """
     relay = Relay()
     calls = {"open": _open, "declare": _declare, "renew": _renew, "state": _state, "feed": _feed}
     for name, call in calls.items():
         endpoint = protect(_endpoint(relay, call))
         app.router.routes.insert(0, Route(f"/relay/{name}", endpoint, methods=["POST"]))
     build: Any = app.build_middleware_stack
-    # Outermost, around later middleware and the check of keys.
+    # The application calls build_middleware_stack when it starts, so the relay is outside of middleware added later.
     app.build_middleware_stack = lambda: RelayMiddleware(build(), relay)  # type: ignore[method-assign]
     return relay
 
 
 def _endpoint(relay: Relay, call: Callable[[Relay, Any], dict[str, Any]]) -> Endpoint:
+    """Return an endpoint that passes the JSON body of a request to `call`, and sends what it returns."""
+
     async def endpoint(request: Request) -> Response:
         try:
             body = await request.json()
@@ -40,14 +50,14 @@ def _endpoint(relay: Relay, call: Callable[[Relay, Any], dict[str, Any]]) -> End
         except TooLarge as e:
             return JSONResponse({"success": False, "message": str(e)}, status_code=TOO_LARGE)
         except (ValueError, TypeError, KeyError, RecursionError) as e:
-            answer = {"success": False, "message": f"invalid request to a relay: {e!r:.200}"}
+            answer = {"success": False, "message": f"{request.url.path}: invalid request: {e!r:.200}"}
             return JSONResponse(answer, status_code=BAD_REQUEST)
 
     return endpoint
 
 
 def _open(relay: Relay, body: Any) -> dict[str, Any]:
-    return relay.open(str(body["token"]), _line(body), float(body["seconds"]))
+    return relay.open(str(body["token"]), _chain(body), float(body["seconds"]))
 
 
 def _declare(relay: Relay, body: Any) -> dict[str, Any]:
@@ -63,8 +73,8 @@ def _state(relay: Relay, body: Any) -> dict[str, Any]:
 
 
 def _feed(relay: Relay, body: Any) -> dict[str, Any]:
-    return relay.feed(_line(body), float(body["seconds"]))
+    return relay.feed(_chain(body), float(body["seconds"]))
 
 
-def _line(body: Any) -> list[Hop]:
+def _chain(body: Any) -> list[Hop]:
     return [Hop(str(url), str(token)) for url, token in body["line"]]

@@ -1,7 +1,7 @@
-"""Encoding of weights for a slow link: files are divided into pieces, each of which is sent as a compressed delta.
+"""Encoding of weights for a slow link: a file is divided into pieces, which are sent as compressed differences.
 
-The trainer declares the size of each file and the digests of its pieces to every host. So a piece may come from any
-sender, in any order and twice: a host stores and forwards only content with the declared digest.
+The trainer declares the size of each file and the digests of its pieces to every host, and a host stores and forwards
+only content with a declared digest. So any sender may send a piece, in any order and more than once.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import zstandard
 from numpy.typing import NDArray
 
 PIECE_BYTES = 4 * 2**20
-"""Bytes of a piece. A few in flight fill a link of 1 Gbit/s with 100 ms; smaller pieces would need more requests."""
+"""Size of a piece. A few pieces in flight fill a link of 1 Gbit/s with a round-trip time of 100 ms."""
 _DIGEST_BYTES = 16
-_LEVEL = (
-    1  # zstd's fastest: higher levels gained a few percent on changes of weights, at a multiple of the time
-)
+_LEVEL = 1
+"""Compression level of zstd. Higher levels compress differences of weights a few percent better in several times the
+time."""
 
 Bytes = NDArray[np.uint8]
 
 
 class Damaged(Exception):
-    """The content differs from the declared piece."""
+    """The received content does not have the declared size or digest."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,10 @@ class Piece:
     """Piece of a file.
 
     Attributes:
-        file: the number of the file, of `size` bytes, which are elements of `width` bytes.
-        index: the number of the piece in the file.
+        file: index of the file in the push.
+        size: bytes of the file.
+        width: bytes per element of the file.
+        index: index of the piece in the file.
         digest: digest of the content.
     """
 
@@ -53,16 +55,17 @@ class Piece:
 
     @property
     def length(self) -> int:
+        """Number of bytes."""
         return self.span.stop - self.span.start
 
 
 class Payload(NamedTuple):
-    """Payload of a piece.
+    """Content of a piece in a request.
 
     Attributes:
-        base: digest of the content that it changes; empty: `data` is the whole content; the piece's own digest: the
-            content has not changed.
-        data: compressed.
+        base: digest of the content to which `data` is the difference (XOR). If it is empty, `data` is the whole
+            content. If it is the digest of the piece, the content has not changed, and `data` is empty.
+        data: the compressed difference or content.
     """
 
     base: str
@@ -74,9 +77,9 @@ class FileSpec:
     """A file as the trainer declares it.
 
     Attributes:
-        size: in bytes.
+        size: bytes of the file.
         width: bytes per element.
-        digests: of each piece, in order.
+        digests: digest of each piece, in order.
     """
 
     size: int
@@ -89,33 +92,36 @@ class FileSpec:
 
 
 def decode_file_spec(encoded: Any) -> FileSpec:
-    """Decode a specification.
+    """Decode a specification from JSON values (FileSpec.encoded).
 
     Raises:
-        ValueError: the value is not a specification.
+        ValueError: the value is not a specification, or the number of digests does not fit the size.
     """
     match encoded:
         case [int(size), int(width), [*digests]] if size > 0 and width in (1, 2, 4, 8):
             if len(digests) == pieces_in(size) and all(map(_is_digest, digests)):
                 return FileSpec(size, width, tuple(digests))
-    raise ValueError(f"file {encoded!r:.100}: expected size, width and digests")
+    raise ValueError(f"files: found {encoded!r:.100}; expected [size, width, one digest for each piece]")
 
 
 def decode_locations(encoded: Any) -> list[tuple[int, int]]:
-    """Decode the locations of pieces: the number of the file, and of the piece in it.
+    """Decode the locations of pieces from JSON values.
+
+    Returns:
+        For each piece, the index of the file and the index of the piece in the file.
 
     Raises:
         ValueError: the value is not a list of locations.
     """
     if not isinstance(encoded, list):
-        raise ValueError(f"pieces = {encoded!r:.100}: expected a list")
+        raise ValueError(f"pieces: found {encoded!r:.100}; expected a list of [file, index]")
     locations = []
     for location in encoded:
         match location:
             case [int(file), int(index)]:
                 locations.append((file, index))
             case _:
-                raise ValueError(f"piece {location!r:.100}: expected the numbers of a file and of a piece")
+                raise ValueError(f"pieces: found {location!r:.100}; expected [file, index], two integers")
     return locations
 
 
@@ -129,7 +135,7 @@ def pieces_in(size: int) -> int:
 
 
 def digest(content: Bytes) -> str:
-    """Return 128 bits of BLAKE2b."""
+    """Return the BLAKE2b hash of the content: 128 bits in hexadecimal."""
     return hashlib.blake2b(content.data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
@@ -137,7 +143,10 @@ def encode(piece: Piece, content: Bytes, old: Bytes | None, base: str) -> Payloa
     """Encode a piece.
 
     Args:
-        old: the receiver's current content, of digest `base`; None: unknown.
+        piece: the piece.
+        content: content of the piece.
+        old: the receiver's current content, with digest `base`; None if it is unknown.
+        base: digest of the receiver's current content; empty if it is unknown.
     """
     if base == piece.digest:
         return Payload(base, b"")
@@ -147,13 +156,15 @@ def encode(piece: Piece, content: Bytes, old: Bytes | None, base: str) -> Payloa
 
 
 def decode(piece: Piece, payload: Payload, old: Bytes | None) -> Bytes:
-    """Decode the content.
+    """Decode the content of a piece.
 
     Args:
-        old: the current content, if the payload changes it.
+        piece: the piece.
+        payload: the payload; it must not be empty.
+        old: the current content; None if the payload is the whole content.
 
     Raises:
-        Damaged: the content does not match the digest of the piece.
+        Damaged: the content does not have the size or the digest of the piece.
     """
     content = _decompress(payload.data, piece.length, piece.width)
     if payload.base:
@@ -165,20 +176,25 @@ def decode(piece: Piece, payload: Payload, old: Bytes | None) -> Bytes:
 
 
 def _compress(content: Bytes, width: int) -> bytes:
-    """Compress the bytes of all elements grouped by their position, because high bytes hardly differ."""
+    """Compress the content, with its bytes grouped by their position in an element, because high bytes repeat."""
     return zstandard.ZstdCompressor(level=_LEVEL).compress(_group_bytes(content, width).data)
 
 
 def _decompress(data: bytes, length: int, width: int) -> Bytes:
+    """Return the content, `length` bytes, that `_compress` compressed.
+
+    Raises:
+        Damaged: the data are invalid, or contain another number of bytes.
+    """
     try:
-        # The frame declares its size, so that a sender cannot make this host allocate more than a piece.
+        # Check the size that the frame declares first, so that a sender cannot make this host allocate more memory.
         if (declared_length := zstandard.get_frame_parameters(data).content_size) != length:
-            raise Damaged(f"{declared_length} bytes instead of {length}")
+            raise Damaged(f"the compressed data declare {declared_length} bytes; expected {length}")
         grouped = zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as e:
         raise Damaged(str(e)) from None
     if len(grouped) != length:
-        raise Damaged(f"{len(grouped)} bytes instead of {length}")
+        raise Damaged(f"the compressed data contain {len(grouped)} bytes; expected {length}")
     flat, aligned = np.frombuffer(grouped, np.uint8), length - length % width
     content = np.empty(length, np.uint8)
     content[:aligned].reshape(-1, width)[:] = flat[:aligned].reshape(width, -1).T
@@ -187,6 +203,7 @@ def _decompress(data: bytes, length: int, width: int) -> Bytes:
 
 
 def _group_bytes(content: Bytes, width: int) -> Bytes:
+    """Return the first byte of every element, then the second of every element, and so on."""
     aligned = len(content) - len(content) % width
     flat = np.empty_like(content)
     flat[:aligned].reshape(width, -1)[:] = content[:aligned].reshape(-1, width).T

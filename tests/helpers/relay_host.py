@@ -109,16 +109,16 @@ def main(folder: Path | None) -> None:
     app.add_middleware(Fence)
     relay = install(app, lambda endpoint: endpoint)
     if folder is not None:
-        take = relay.take
+        receive_piece = relay.receive_piece
 
-        def take_and_wait(*args: Any) -> int:
-            status = take(*args)
+        def receive_and_wait(*args: Any) -> int:
+            status = receive_piece(*args)
             (folder / "taken").touch()
             while not (folder / "go").exists():
                 time.sleep(0.01)
             return status
 
-        relay.take = take_and_wait  # type: ignore[method-assign,assignment]
+        relay.receive_piece = receive_and_wait  # type: ignore[method-assign,assignment]
     with socket.create_server(("127.0.0.1", 0)) as s:
         print(s.getsockname()[1], flush=True)
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([s])

@@ -221,4 +221,4 @@ def test_explain_reports_settings_without_effect_on_cpu_hosts(
 ) -> None:
     monkeypatch.setattr(explain, "have_cuda", lambda: cuda)
     assert main.main(["explain", str(QUICKSTART), "launch.release_memory=true"]) == 0
-    assert ("no GPU: launch.release_memory frees nothing" in capsys.readouterr().out) is not cuda
+    assert ("launch.release_memory = true: it frees nothing" in capsys.readouterr().out) is not cuda

@@ -205,7 +205,7 @@ def bring(
     relay: Relay, content: NDArray[np.uint8], token: str = "token", location: tuple[int, int] = (0, 0)
 ) -> int:
     piece = Piece(0, len(content), 1, 0, digest(content))
-    return relay.take(token, location, encode(piece, content, None, ""))
+    return relay.receive_piece(token, location, encode(piece, content, None, ""))
 
 
 def test_security_a08_a_file_larger_than_a_machine_is_refused() -> None:
@@ -222,7 +222,9 @@ def test_security_a08_files_of_a_push_leave_descriptors_to_the_engine(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
     store = Store()
     try:
-        with pytest.raises(TooLarge, match="11 files; expected at most 20, half of the file descriptors"):
+        with pytest.raises(
+            TooLarge, match="declares 11 files; expected at most 10, half of this process's limit"
+        ):
             store.declare([FileSpec(8, 1, ("x",))] * 30)
     finally:
         store.close()

@@ -1,6 +1,7 @@
-"""verl's launch scripts and YAML (trainer/config/ppo_trainer.yaml, ppo_megatron_trainer.yaml) -> a config of ours.
+"""Translates verl's launch scripts and YAML into a config, as of August 2026.
 
-Read as of August 2026; defaults that a script omits are verl's own.
+A setting that a script does not set has the default of verl's trainer/config/ppo_trainer.yaml or
+ppo_megatron_trainer.yaml.
 """
 
 from rlsys.importers.verl.fields import VERL

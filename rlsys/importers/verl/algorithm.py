@@ -25,7 +25,7 @@ LOSS_PARAMETERS = {
     "kl_cov": {"kl_cov_ratio": "share", "ppo_kl_coef": "coefficient"},
     "sapo": {"tau_pos": "tau_positive", "tau_neg": "tau_negative"},
 }
-"""Loss -> its settings in policy_loss -> parameters of ours."""
+"""Loss -> its settings in policy_loss -> parameters of the loss in rlsys."""
 ADVANTAGES = {
     "grpo": "grpo", "gae": "gae", "rloo": "rloo", "rloo_vectorized": "rloo", "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline", "opo": "opo", "grpo_passk": "grpo_passk", "gpg": "gpg",
@@ -51,7 +51,7 @@ def translate_algorithm(d: Draft) -> None:
         terms, distillation_settings = translate_distillation(d, terms)
         loss_settings += distillation_settings
     else:
-        # No field is derived from it; `finish` reports it as a default.
+        # No field depends on this setting, so `finish` reports it as a default.
         d.consumed.discard("distillation.enabled")
     d.set_field("algo.loss", terms, *loss_settings)
     _reducer(d, loss["name"])
@@ -63,11 +63,11 @@ def translate_algorithm(d: Draft) -> None:
 
 
 def _advantage(d: Draft) -> str:
-    """Translate the advantage estimator, and return the short name of ours."""
+    """Translate the advantage estimator, and return its short name in rlsys."""
     estimator = d.text("algorithm.adv_estimator", "gae")
     advantage_name = ADVANTAGES.get(estimator)
     if advantage_name is None:
-        d.reject("algorithm.adv_estimator", "not supported by this name (rlsys algo list)")
+        d.reject("algorithm.adv_estimator", "rlsys has no estimator of this name (rlsys algo list)")
         advantage_name = "rloo"
     if (
         advantage_name == "grpo"
@@ -80,35 +80,29 @@ def _advantage(d: Draft) -> str:
     if advantage_name == "gae":
         advantage_settings += ["algorithm.gamma", "algorithm.lam"]
     elif gae["gamma"] != 1.0 and advantage_name.startswith("reinforce"):
-        d.reject("algorithm.gamma", "the return is not discounted")
+        d.reject("algorithm.gamma", "expected 1: rlsys does not discount the return")
     advantage = {"gae": {"name": "gae", **gae}, "gpg": {"name": "gpg", "counts": "rewarded"}}
     d.set_field("algo.advantage", advantage.get(advantage_name, advantage_name), *advantage_settings)
     return advantage_name
 
 
 def _policy_loss(d: Draft) -> tuple[dict[str, Any], list[str]]:
-    """Return the policy loss, and the settings of the actor that the loss terms depend on."""
+    """Return the policy loss, and the actor's settings on which the loss terms depend."""
     mode_setting = f"{ACTOR}.policy_loss.loss_mode"
     mode = d.text(mode_setting, "vanilla")
     loss: dict[str, Any] = {"name": LOSSES.get(mode, "clip")}
     if mode not in LOSSES:
-        d.reject(mode_setting, "not supported by this name (rlsys algo list)")
+        d.reject(mode_setting, "rlsys has no loss of this name (rlsys algo list)")
     low, high = (d.number(f"{ACTOR}.clip_ratio_{side}", 0.2) for side in ("low", "high"))
     if d.is_present(f"{ACTOR}.clip_ratio"):
         d.defaults.append(
             Row(
                 f"{ACTOR}.clip_ratio",
                 d.text(f"{ACTOR}.clip_ratio"),
-                "clip_ratio_low and _high take precedence: 0.2, if not set",
+                "clip_ratio_low and clip_ratio_high, 0.2 by default, take precedence",
             )
         )
-    names = [
-        "policy_loss.loss_mode",
-        "clip_ratio_low",
-        "clip_ratio_high",
-        "use_kl_loss",
-        "entropy_coeff",
-    ]
+    names = ["policy_loss.loss_mode", "clip_ratio_low", "clip_ratio_high", "use_kl_loss", "entropy_coeff"]
     for name, parameter in LOSS_PARAMETERS.get(loss["name"], {}).items():
         setting = first_present(d, f"{ACTOR}.policy_loss.{name}", f"{ACTOR}.{name}")
         if d.is_present(setting):
@@ -122,7 +116,8 @@ def _policy_loss(d: Draft) -> tuple[dict[str, Any], list[str]]:
         loss = {"name": "dual_clip", "dual": d.number(f"{ACTOR}.clip_ratio_c", 3.0)}
         names.append("clip_ratio_c")
     d.consumed.add(f"{ACTOR}.clip_ratio_c")
-    for name in ("loss_mode", *LOSS_PARAMETERS.get(loss["name"], {})):  # copies in the entropy recipe
+    # The entropy recipe has copies of these settings.
+    for name in ("loss_mode", *LOSS_PARAMETERS.get(loss["name"], {})):
         copy = f"{ACTOR}.{name}"
         if d.is_present(copy) and d.text(copy) == d.text(f"{ACTOR}.policy_loss.{name}"):
             d.consumed.add(copy)
@@ -141,17 +136,17 @@ def _critic(d: Draft, advantage: str) -> list[dict[str, Any]]:
         if warmup:
             d.set_field("algo.critic.warmup_steps", warmup, "trainer.critic_warmup", "critic.optim.lr")
     elif d.integer("trainer.critic_warmup", 0):
-        d.reject("trainer.critic_warmup", f"{d.text('algorithm.adv_estimator')} has no critic")
+        d.reject("trainer.critic_warmup", f"expected 0: {d.text('algorithm.adv_estimator')} has no critic")
     for name in d.settings:
         if name.startswith("critic.") and (advantage != "gae" or re.search(r"\.(model\.path|enable)$", name)):
             d.consumed.add(name)
     if advantage == "gae" and d.text("critic.model.path", d.text(f"{MODEL}.path")) != d.text(f"{MODEL}.path"):
-        d.reject("critic.model.path", "the critic starts from the policy's folder")
+        d.reject("critic.model.path", f"expected {MODEL}.path: the critic starts from the policy's model")
     return terms
 
 
 def _penalties(d: Draft, names: list[str]) -> list[dict[str, Any]]:
-    """Return the loss terms of KL and entropy. Append their settings to `names`."""
+    """Return the loss terms of KL and entropy. `names`: the actor's settings of these terms are appended."""
     terms: list[dict[str, Any]] = []
     if d.flag(f"{ACTOR}.use_kl_loss"):
         names += ["kl_loss_coef", "kl_loss_type"]
@@ -168,7 +163,7 @@ def _penalties(d: Draft, names: list[str]) -> list[dict[str, Any]]:
 
 
 def _reducer(d: Draft, loss: str) -> None:
-    """Translate the reducer of token losses."""
+    """Translate the reducer of token losses. `loss`: name of the policy loss."""
     mode_setting = f"{ACTOR}.loss_agg_mode"
     mode = d.text(mode_setting, "token-mean")
     if mode not in REDUCERS:
@@ -177,7 +172,7 @@ def _reducer(d: Draft, loss: str) -> None:
     if loss in ("gspo", "gmpo", "sapo"):  # verl's functions of these losses ignore the mode
         if reducer != "sequence_mean" and len(d.get_field("algo.loss", [])) > 1:
             d.warnings.append(
-                f"algo.reducer = sequence_mean for all terms; verl reduces KL and entropy by {mode}"
+                f"algo.reducer = sequence_mean: it applies to all terms; verl reduces KL and entropy by {mode}"
             )
         reducer = "sequence_mean"
     names: list[str] = [mode_setting]
@@ -195,9 +190,9 @@ def _reward_kl(d: Draft) -> None:
     """Translate the KL penalty in the reward."""
     if d.flag("algorithm.use_kl_in_reward"):
         if d.text("algorithm.kl_ctrl.type", "fixed") != "fixed":
-            d.reject("algorithm.kl_ctrl.type", "the weight of the reward's KL is fixed")
+            d.reject("algorithm.kl_ctrl.type", "expected fixed")
         if d.text("algorithm.kl_penalty", "kl") not in ("kl", "k1"):
-            d.reject("algorithm.kl_penalty", "the reward's KL is k1")
+            d.reject("algorithm.kl_penalty", "expected kl or k1")
         if beta := d.number("algorithm.kl_ctrl.kl_coef", 0.001):
             shaping = [*d.get_field("algo.shaping", []), {"name": "kl_reward", "beta": beta}]
             d.set_field("algo.shaping", shaping, "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
@@ -214,7 +209,9 @@ def _group_filter(d: Draft) -> None:
         d.set_field("algo.planners", ["dapo"], "algorithm.filter_groups.enable")
         metric, batches = (f"algorithm.filter_groups.{name}" for name in ("metric", "max_num_gen_batches"))
         if d.text(metric, "acc") not in ("acc", "score", "seq_reward", "seq_final_reward"):
-            d.reject(metric, "groups are compared by their rewards")
+            d.reject(
+                metric, "expected acc, score, seq_reward or seq_final_reward: the filter compares rewards"
+            )
         elif d.is_present(metric):
             d.defaults.append(
                 Row(metric, d.text(metric), "a group of equal rewards of data.reward is dropped")
@@ -227,7 +224,7 @@ def _group_filter(d: Draft) -> None:
 
 
 def _filters_groups(d: Draft) -> bool:
-    """Return whether the program reads algorithm.filter_groups; the first and the asynchronous trainers do not."""
+    """Return whether the program reads algorithm.filter_groups. verl's first and asynchronous trainers do not."""
     program, version = d.text(PROGRAM), "trainer.use_v1"
     is_first = program == "verl.trainer.main_ppo" and d.is_present(version) and not d.flag(version)
     return not is_first and program not in (*ONE_STEP_OFF, *FULLY_ASYNC, *PARTIAL_ROLLOUT, *ASYNC_FLOW)

@@ -21,26 +21,25 @@ ASYNC_FLOW_DEFAULTS = {
     f"{ROLLOUT}.n": 8, f"{ROLLOUT}.tensor_model_parallel_size": 1, "trainer.n_gpus_per_node": 2,
     "trainer.save_freq": 20, "trainer.total_epochs": 5, "async_resources.actor_train.n_gpus_per_node": 4,
 }  # fmt: skip
-"""Of the recipe's async_grpo.yaml, where it differs from verl's."""
+"""Defaults of the recipe's async_grpo.yaml that differ from verl's."""
 
 
 def translate_asynchronous(d: Draft) -> None:
-    """Translate the batch sizes of the asynchronous trainers to those of the other one."""
+    """Translate the settings of an asynchronous trainer to those of verl's synchronous trainer."""
     program = d.get(PROGRAM)
     if program in PARTIAL_ROLLOUT:
         _partial_rollout(d)
-    if program in ASYNC_FLOW:
+    elif program in ASYNC_FLOW:
         _async_flow(d)
-    if program not in FULLY_ASYNC:
-        return
-    mini, required, rounds = (
-        d.integer(name, default)
-        for name, default in (
-            (f"{ACTOR}.ppo_mini_batch_size", 256),
-            ("async_training.require_batches", 1),
-            (SYNC_STEPS, 4),
-        )
-    )
+    elif program in FULLY_ASYNC:
+        _fully_async(d)
+
+
+def _fully_async(d: Draft) -> None:
+    """Translate the fully asynchronous trainer: the prompts between two pushes are a step."""
+    mini = d.integer(f"{ACTOR}.ppo_mini_batch_size", 256)
+    required = d.integer("async_training.require_batches", 1)
+    rounds = d.integer(SYNC_STEPS, 4)
     for name in ("data.train_batch_size", "data.gen_batch_size", "trainer.total_epochs", "rollout.n"):
         d.settings.pop(name, None)
     groups = mini * required * rounds
@@ -48,42 +47,58 @@ def translate_asynchronous(d: Draft) -> None:
     d.settings["trainer.total_training_steps"] = max(
         1, d.integer("rollout.total_rollout_steps", 100) // groups
     )
-    d.defaults.append(Row("rollout.total_rollout_steps", str(groups), "its groups / those of a step"))
+    d.defaults.append(
+        Row(
+            "rollout.total_rollout_steps",
+            str(groups),
+            "trainer.steps is this number / rollout.groups_per_step",
+        )
+    )
     stale = d.number("async_training.staleness_threshold", 0.1)
     partial = "async_training.partial_rollout"
     if stale > 0:
         d.set_field("rollout.over_provision", 1 + stale, "async_training.staleness_threshold")
     d.set_field("rollout.max_staleness", 1 if stale <= 1 else 2, "async_training.staleness_threshold")
     if d.is_present(partial) and not d.flag(partial):
-        d.reject(partial, "interrupted samples are always resumed")
+        d.reject(partial, "expected true: rlsys always resumes interrupted samples")
     d.warnings.append(
-        f"rollout.groups_per_step = {groups}: the prompts between two pushes of the fully asynchronous trainer; its "
-        "mini-batches are algo.minibatches"
+        f"rollout.groups_per_step = {groups}: the fully asynchronous trainer trains this number of prompts between "
+        "two pushes; algo.minibatches is the number of its mini-batches"
     )
 
 
 def _async_flow(d: Draft) -> None:
-    """Translate the recipe async_flow: GPUs of trainer and engines, staleness, and a trainer without evaluations."""
+    """Translate the recipe async_flow: GPUs of trainer and engines, staleness, and no evaluations."""
     for name, value in ASYNC_FLOW_DEFAULTS.items():
         d.settings.setdefault(name, str(value))
     for name in ("nnodes", "n_gpus_per_node"):
         d.settings[f"rollout.{name}"] = d.settings.pop(f"trainer.{name}", "1")
-        of_trainer = f"async_resources.actor_train.{name}"
-        d.settings[f"trainer.{name}"] = count = d.settings.pop(of_trainer, "1")
+        trainer_setting = f"async_resources.actor_train.{name}"
+        count = d.settings.pop(trainer_setting, "1")
+        d.settings[f"trainer.{name}"] = count
         d.defaults.append(
-            Row(of_trainer, str(count), "GPUs of the trainer; trainer.* are those of the engines")
+            Row(
+                trainer_setting,
+                str(count),
+                "GPUs of the trainer; in this recipe, trainer.* are GPUs of the engines",
+            )
         )
-    for name in [
-        name for name in d.settings if re.match(r"async_resources\.(actor_fwd|ref_fwd|advantage)\.", name)
-    ]:
-        d.consumed.add(name)
-        d.speed.append(Row(name, str(d.settings[name]), "the trainer scores; it has no workers for that"))
+    for name in d.settings:
+        if re.match(r"async_resources\.(actor_fwd|ref_fwd|advantage)\.", name):
+            d.consumed.add(name)
+            d.speed.append(
+                Row(
+                    name,
+                    str(d.settings[name]),
+                    "the trainer computes log-probs; rlsys has no workers for this",
+                )
+            )
     if d.is_present("data.val_files"):
         d.defaults.append(Row("data.val_files", d.text("data.val_files"), "the recipe does not evaluate"))
     d.settings |= {"data.val_files": "", "trainer.test_freq": "-1", "trainer.val_before_train": "False"}
     if d.is_present(f"{ACTOR}.ppo_epochs"):
         d.defaults.append(
-            Row(f"{ACTOR}.ppo_epochs", d.text(f"{ACTOR}.ppo_epochs"), "the recipe has one pass")
+            Row(f"{ACTOR}.ppo_epochs", d.text(f"{ACTOR}.ppo_epochs"), "the recipe always has one epoch")
         )
         del d.settings[f"{ACTOR}.ppo_epochs"]
     staleness = "async_flow.staleness"
@@ -93,27 +108,27 @@ def _async_flow(d: Draft) -> None:
     d.set_field("rollout.max_staleness", bound, staleness)
     d.warnings.append(
         "rollout.over_provision: the recipe starts prompts while fewer than data.train_batch_size x (staleness + 1) "
-        "wait or run; there an interrupted response is resumed at most 5 times"
+        "prompts wait or run, and resumes an interrupted response at most 5 times"
     )
 
 
 def _partial_rollout(d: Draft) -> None:
-    """Translate the recipe of partial rollouts: one step's number of unfinished prompts is always in flight."""
+    """Translate the recipe partial_rollout, which always has one step's number of unfinished prompts in flight."""
     partial = "async_training.partial_rollout"
     if not d.flag(partial):
         d.require(partial)
-        d.reject(partial, "interrupted samples are always resumed")
+        d.reject(partial, "expected true: rlsys always resumes interrupted samples")
     d.set_field("rollout.over_provision", 2.0, partial)
     d.set_field("rollout.max_staleness", 4)
     d.warnings.append(
-        "rollout.over_provision = 2: the script keeps data.train_batch_size prompts running until as many are done; "
-        "engine.max_running_requests bounds the running samples to theirs"
+        "rollout.over_provision = 2: the script runs data.train_batch_size prompts at any time until as many have "
+        "finished; engine.max_running_requests limits the running samples to the same number"
     )
-    d.warnings.append("rollout.max_staleness = 4: the script has no bound; see docs/rollout.md")
+    d.warnings.append("rollout.max_staleness = 4: the script has no limit; see docs/rollout.md")
 
 
 def bound_running_samples(d: Draft) -> None:
-    """Write engine.max_running_requests of partial rollouts, whose workers divide the prompts in flight."""
+    """Write engine.max_running_requests for the recipe partial_rollout, whose workers share the prompts in flight."""
     groups, n, workers = "data.train_batch_size", f"{ROLLOUT}.n", f"{ROLLOUT}.agent.num_workers"
     count = max(1, d.integer(workers, 8))
     samples = -(-d.integer(groups, 1024) // count) * count * d.integer(n, 1)

@@ -11,7 +11,7 @@ from rlsys.importers.verl.names import ACTOR, FULLY_ASYNC, ONE_STEP_OFF, PROGRAM
 
 
 def translate_corrections(d: Draft) -> None:
-    """Translate truncated importance weights and rejections."""
+    """Translate importance weights and rejections to algo.corrections, and the bypass mode to algo.anchor."""
     section = "algorithm.rollout_correction"
     bypass = f"{section}.bypass_mode"
     is_bypassed = d.get(PROGRAM) in (*ONE_STEP_OFF, *FULLY_ASYNC)
@@ -21,38 +21,48 @@ def translate_corrections(d: Draft) -> None:
     capped = first_present(
         d, f"{ACTOR}.tis_imp_ratio_cap", "algorithm.rollout_is_threshold", f"{section}.rollout_is_threshold"
     )
-    of_level = [f"{section}.rollout_is", f"{section}.rollout_is_batch_normalize"]
+    level_settings = [f"{section}.rollout_is", f"{section}.rollout_is_batch_normalize"]
     corrections: list[dict[str, Any]] = []
     names = [capped]
     if is_bypassed:
         loss = f"{section}.loss_type"
         if d.text(loss, "ppo_clip") != "ppo_clip":
-            d.reject(loss, "without scoring passes the loss is the clipped one (algo.anchor = mu)")
+            d.reject(loss, "expected ppo_clip in bypass mode (algo.anchor = mu)")
         d.set_field("algo.anchor", "mu", bypass)
-        d.consumed |= {loss, capped, *of_level}  # the ratio to the engine's log-probs is the weight
+        # With this anchor, the ratio in the loss is already the importance weight.
+        d.consumed |= {loss, capped, *level_settings}
     elif capped.startswith(section) and level in ("null", "None"):
-        d.consumed |= {capped, *of_level}
+        d.consumed |= {capped, *level_settings}
     elif not re.fullmatch(r"[\d.eE+-]*|null|None", d.text(capped)):
         low, _, high = d.text(capped).partition("_")
         corrections.append({"name": "icepop", "low": float(low), "high": float(high or low)})
     elif (cap := d.number(capped, 2.0 if capped.startswith(section) else 0)) > 0 or d.is_unresolved(capped):
         corrections.append({"name": "tis", "cap": cap})
     if corrections and capped.startswith(section):
-        names += of_level
+        names += level_settings
         if level == "sequence":
             corrections[0]["level"] = "sequence"
-        if d.flag(of_level[1]):
+        if d.flag(level_settings[1]):
             corrections[0]["normalise"] = True
     corrections += _rejections(d, section, names)
     if any(isinstance(t, dict) and t["name"] == "distill_pg" for t in d.get_field("algo.loss", [])):
         for name in names if corrections else ():
-            d.reject(name, "corrections are those of the policy loss; verl has them in the distillation, too")
+            d.reject(
+                name,
+                "no counterpart: rlsys corrects only the policy loss; verl also corrects the distillation",
+            )
     if corrections:
         d.set_field("algo.corrections", corrections, *names)
 
 
 def _rejections(d: Draft, section: str, names: list[str]) -> list[dict[str, Any]]:
-    """Return the corrections of rollout_rs; bounds of k1 are bounds of a ratio. Append its settings to `names`."""
+    """Return the corrections of rollout_rs.
+
+    Args:
+        d: the config draft.
+        section: verl's section of corrections.
+        names: the settings of rollout_rs are appended.
+    """
     rule, bound = f"{section}.rollout_rs", f"{section}.rollout_rs_threshold"
     lower_bound, veto = f"{bound}_lower", f"{section}.rollout_token_veto_threshold"
     option = d.text(rule, "null").strip("'")
@@ -61,7 +71,7 @@ def _rejections(d: Draft, section: str, names: list[str]) -> list[dict[str, Any]
         d.consumed |= {rule, bound, lower_bound, veto}
         return []
     names += [rule, bound, lower_bound, veto]
-    if option in ("token", "sequence", "geometric") or has_veto:  # verl before 2026
+    if option in ("token", "sequence", "geometric") or has_veto:  # settings of verl before 2026
         return [_ratio_rejection(d, option, rule)]
     rules, bounds = d.text(rule).strip("'").split(","), d.text(bound).strip("'").split(",")
     rejections = []
@@ -69,10 +79,12 @@ def _rejections(d: Draft, section: str, names: list[str]) -> list[dict[str, Any]
         match = re.fullmatch(r"(token|seq_(?:sum|mean|max))_(k[123])", option.strip())
         low, _, high = limits.strip().rpartition("_")
         if match is None or not re.fullmatch(r"[\d.eE+-]+", high) or not re.fullmatch(r"[\d.eE+-]*", low):
-            d.reject(rule, "expected rules such as token_k1 or seq_mean_k3 with their bounds")
+            d.reject(rule, "expected rules such as token_k1 or seq_mean_k3, and their bounds")
             break
         rejection = {"name": "rejection", "kind": match[2], "level": match[1].replace("seq", "sequence")}
-        if match[2] == "k1":
+        if (
+            match[2] == "k1"
+        ):  # the bounds are those of the ratio; the rejection expects those of its logarithm
             upper = float(high)
             rejection |= {"low": math.log(float(low) if low else 1 / upper), "high": math.log(upper)}
         else:
@@ -82,7 +94,13 @@ def _rejections(d: Draft, section: str, names: list[str]) -> list[dict[str, Any]
 
 
 def _ratio_rejection(d: Draft, level: str, rule: str) -> dict[str, Any]:
-    """Return the correction of a rule whose bounds are those of a ratio."""
+    """Return the correction of a rule with bounds of the ratio.
+
+    Args:
+        d: the config draft.
+        level: value of the rule: token, sequence or geometric.
+        rule: the setting of the rule.
+    """
     bound, veto = f"{rule}_threshold", f"{rule.removesuffix('rs')}token_veto_threshold"
     high = d.number(bound, 2.0)
     is_symmetric = d.text(f"{bound}_lower", "null") in ("null", "None")
@@ -95,7 +113,7 @@ def _ratio_rejection(d: Draft, level: str, rule: str) -> dict[str, Any]:
         "high": high,
     }
     if level not in ("token", "sequence", "geometric"):
-        d.reject(veto, f"not supported with {rule} = {level}")
+        d.reject(veto, f"supported only with {rule} = token, sequence or geometric")
     if d.text(veto, "null") not in ("null", "None"):
         rejection["veto"] = d.number(veto, 0.0)
     return rejection

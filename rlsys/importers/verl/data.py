@@ -9,9 +9,16 @@ from rlsys.importers.sizes import data_source
 from rlsys.importers.verl.names import first_present
 
 MANAGERS = ("naive", "dapo", "prime")
+"""Reward managers that call a reward function for each response."""
 
 
 def translate_data(d: Draft, rewards: Collection[str]) -> None:
+    """Translate data.* and the reward.
+
+    Args:
+        d: the config draft.
+        rewards: short names of the built-in rewards.
+    """
     files, heldout = d.get("data.train_files"), d.get("data.val_files")
     d.set_field("data.source", data_source(files), "data.train_files")
     d.set_field("data.params.path", files, "data.train_files")
@@ -41,6 +48,7 @@ def translate_data(d: Draft, rewards: Collection[str]) -> None:
 
 
 def _rewards(d: Draft, rewards: Collection[str]) -> None:
+    """Translate the reward function, the reward manager, and the penalty of overlong responses."""
     # verl moved its reward settings to `reward` in 2026; scripts have the old or the new names.
     path, function = (
         first_present(d, f"custom_reward_function.{part}", f"reward.custom_reward_function.{part}")
@@ -51,19 +59,26 @@ def _rewards(d: Draft, rewards: Collection[str]) -> None:
     else:
         d.set_field("data.reward", "math" if "math" in rewards else "exact_answer")
         d.warnings.append(
-            f"data.reward = {d.config['data']['reward']}: verl chooses the reward by the data_source of each row; "
-            "set yours if answers are not mathematics"
+            f"data.reward = {d.config['data']['reward']}: verl chooses a reward by the data_source of each row; set "
+            "data.reward if the answers are not mathematics"
         )
     for enable in ("reward_model.enable", "reward.reward_model.enable"):
         if d.is_present(enable) and (d.is_unresolved(enable) or d.flag(enable)):
-            d.reject(enable, "here a reward model is a separate server; query it in a reward function")
+            d.reject(
+                enable, "no counterpart: run the reward model as a server, and query it in a reward function"
+            )
     manager = first_present(
         d, "reward_model.reward_manager", "reward.reward_manager.name", "reward.reward_manager"
     )
     if d.text(manager, "naive") not in MANAGERS:
-        d.reject(manager, f"{', '.join(MANAGERS)} call a function for one response, as data.reward does")
+        d.reject(manager, f"expected {', '.join(MANAGERS)}: data.reward is called for each response")
     elif d.is_present(manager) and not d.is_unresolved(manager):
         d.defaults.append(Row(manager, str(d.settings[manager]), "data.reward is called for each response"))
+    _overlong(d)
+
+
+def _overlong(d: Draft) -> None:
+    """Translate the penalty of overlong responses, whose settings have one of several sections."""
     prefixes = [
         f"{section}{buffer}."
         for section in ("reward_model.", "reward.")

@@ -1,4 +1,9 @@
-"""Tables of verl's settings: those with a field of ours, those that change nothing, and those of speed."""
+"""Tables of verl's settings.
+
+VERL            settings with a field of rlsys
+DEFAULTS        settings that request what rlsys does by default; SFT_DEFAULTS for fine-tuning
+SPEED           settings without a counterpart that change only speed, memory or logging
+"""
 
 from __future__ import annotations
 
@@ -71,7 +76,7 @@ VERL = {
     "trainer.resume_mode": "run.dir: the same command with the same folder resumes",
     "trainer.max_actor_ckpt_to_keep": "trainer.keep_checkpoints",
 }
-"""Settings that verl's example scripts use most -> our field, with differences."""
+"""The settings that verl's example scripts use most -> the field of rlsys, with differences."""
 _LAYOUT = r"(fsdp|megatron|veomni|torchtitan|automodel|mindspeed|engine|dtensor)"
 SFT_DEFAULTS = (
     (r"^data\.(max_length|max_token_len_per_gpu|pad_mode|micro_batch_size.*|use_dynamic_bsz|ignore_input_ids_mismatch)$",
@@ -80,7 +85,7 @@ SFT_DEFAULTS = (
     (r"^engine(\.|$)|^model\.(fsdp_config|strategy|use_|enable_gradient|trust|external_lib)|use_remove_padding$|"
      r"^ulysses", None, "the trainer is Megatron; see parallel and trainer"),
 )  # fmt: skip
-"""DEFAULTS of supervised fine-tuning."""
+"""Further DEFAULTS for supervised fine-tuning."""
 DEFAULTS = (
     (r"^actor_rollout_ref\.ref\.(strategy|log_prob_|use_torch_compile|fsdp|megatron|veomni|torchtitan|entropy|profiler|"
      r"ulysses|engine|rollout_n)", None, "the reference shares the trainer's layout"),
@@ -104,11 +109,11 @@ DEFAULTS = (
     (r"data\.(return_raw_chat|return_raw_input_ids|return_full_prompt|trust_remote_code)$|trust_remote_code$", None,
      "rows are read whole; code in a model folder is never run"),
     (r"data\.reward_fn_key$", ("data_source",), "a row's data_source goes to functions with verl's signature"),
-    (r"data\.(train|val)_max_samples$", (-1,), "all rows"),
+    (r"data\.(train|val)_max_samples$", (-1,), "all rows are used"),
     (r"trainer\.val_before_train$", None, "an evaluation runs before the first step"),
     (r"(max_position_embeddings)$", None, "the limits of prompt and response bound the positions"),
     (r"(attention_dropout|embd_pdrop|resid_pdrop|hidden_dropout|lora_dropout)$", (0,), "there is no dropout"),
-    (r"trainer\.val_only$", (False,), "training"),
+    (r"trainer\.val_only$", (False,), "the run trains"),
     (r"data\.validation_shuffle$", (False,), "held-out prompts have a fixed order"),
     (r"^async_training\.(use_trainer_do_validate|use_rollout_log_probs)$", None, "evaluations run on the engines"),
     (r"trainer\.resume_mode$", ("auto", "disable"), "the same command with the same run.dir resumes"),
@@ -121,12 +126,12 @@ DEFAULTS = (
     (r"optim\.(optimizer)$", ("AdamW", "adam", "adamw"), "trainer.optimizer = adamw"),
     (r"optim\.(lr_warmup_init)$", (0,), "the learning rate rises from 0"),
     (r"optim\.(total_training_steps|lr_decay_steps)$", (-1, None), "trainer.steps"),
-    (r"actor\.(shuffle|freeze_vision_tower|calculate_entropy)$", (False,), "off"),
+    (r"actor\.(shuffle|freeze_vision_tower|calculate_entropy)$", (False,), "rlsys does not do this"),
     (r"actor\.calculate_sum_pi_squared$", None, "computed where algo.advantage needs it"),
     (r"actor\.(kl_loss_coef|kl_loss_type)$", None, "not in use: use_kl_loss is not set"),
     (r"algorithm\.(kl_penalty|kl_ctrl\.)", None, "not in use: use_kl_in_reward is not set"),
     (r"algorithm\.filter_groups\.", None, "not in use: filter_groups.enable is not set"),
-    (r"distillation\.enabled$", (False,), "no distillation"),
+    (r"distillation\.enabled$", (False,), "the run does not distil"),
     (r"override_transformer_config\.(moe_aux_loss_coeff|moe_z_loss_coeff)$", (0,), "0, as trainer.balance_loss"),
     (r"override_transformer_config\.(moe_router_(dtype|load_balancing_type|enable_expert_bias|score_function|topk|"
      r"pre_softmax)|sequence_parallel|(context|tensor_model|pipeline_model|expert_model)_parallel_size|moe_grouped_gemm|use_distributed_optimizer|"
@@ -139,12 +144,13 @@ DEFAULTS = (
     (r"reward_model\.(enable|use_reward_loop)$", (False,), "only data.reward computes rewards"),
     (r"reward_kwargs\.(max_resp_len|overlong_buffer_cfg\.)|overlong_buffer\.", None,
      "not in use: overlong_buffer_cfg.enable is not set"),
-    (r"model\.(override_config\.attn_implementation|override_config\.torch_dtype)", None, "rlsys chooses"),
-    (r"model\.lora_(rank|alpha)$|model\.target_modules$", (0, None), "no adapter"),
-    (r"rollout\.multi_turn\.enable$", (False,), "one turn"),
+    (r"model\.(override_config\.attn_implementation|override_config\.torch_dtype)", None,
+     "rlsys chooses the implementation of attention; model.dtype is the dtype"),
+    (r"model\.lora_(rank|alpha)$|model\.target_modules$", (0, None), "the run trains no adapter"),
+    (r"rollout\.multi_turn\.enable$", (False,), "a response has one turn"),
     (r"router_replay\.mode$|enable_rollout_routing_replay$", (False, "disabled"), "trainer.replay = off"),
 )  # fmt: skip
-"""Settings that request what a run does by default."""
+"""Settings that request what a run does by default: (pattern of names, values or None for all, reason)."""
 SPEED = (
     (rf"\.{_LAYOUT}(_config)?\.(?!override_transformer_config\.|router_replay)|{_LAYOUT}_size$|ulysses|fsdp_size",
      "the trainer is Megatron; parallel and trainer.offload_optimizer determine the layout"),
@@ -171,4 +177,4 @@ SPEED = (
      r"ignore_input_ids_mismatch|tokenizer_parallel|data_loader_seed|trainer\.seed$|actor\.seed$|load_weight$",
      "the run folder has metrics, samples and checkpoints; run.trackers sends them on"),
 )  # fmt: skip
-"""Settings without a counterpart that change only speed, memory or logging."""
+"""Settings without a counterpart that change only speed, memory or logging: (pattern of names, reason)."""

@@ -17,10 +17,9 @@ def translate_fine_tuning(d: Draft) -> None:
     model = first_present(d, "model.path", "model.partial_pretrain")
     d.require(model)
     d.require("data.train_files")
-    of_run = first_present(d, "trainer.default_local_dir", "trainer.experiment_name")
-    d.set_field(
-        "run.dir", d.text("trainer.default_local_dir") or f"runs/{d.text(of_run, 'imported')}", of_run
-    )
+    run_setting = first_present(d, "trainer.default_local_dir", "trainer.experiment_name")
+    run_dir = d.text("trainer.default_local_dir") or f"runs/{d.text(run_setting, 'imported')}"
+    d.set_field("run.dir", run_dir, run_setting)
     d.set_field("model.path", d.text(model), model)
     d.set_field("model.dtype", "bfloat16")
     d.set_field("sft.traces", "chats")
@@ -28,9 +27,11 @@ def translate_fine_tuning(d: Draft) -> None:
     batch = d.integer("data.train_batch_size", 256)
     d.set_field("sft.params.batch", batch, "data.train_batch_size")
     if d.text("data.messages_key", "messages") != "messages":
-        d.reject("data.messages_key", "the chat of a row is in `messages`")
+        d.reject("data.messages_key", "expected messages, the key of a row's chat in rlsys sft")
     for name in ("data.prompt_key", "data.response_key", "data.prompt_dict_keys", "data.response_dict_keys"):
-        d.reject(name, "a row has `messages`, or `prompt` and `completion`")
+        d.reject(
+            name, "no counterpart: rows of rlsys sft have the keys `messages`, or `prompt` and `completion`"
+        )
     set_steps(d, "trainer.total_training_steps", "trainer.total_epochs", 30)
     translate_optimizer(d, "optim", "sft", 1e-5 if is_old_fine_tuning(d) else 1e-3)
     translate_checkpoints(d)

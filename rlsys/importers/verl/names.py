@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlsys.importers.draft import Draft
 
 PROGRAM = "train"
-"""Key of the program among the settings."""
+"""Key of the program in the settings."""
 ASYNC_FLOW = ("recipe.async_flow.grpo_main",)
 PARTIAL_ROLLOUT = ("recipe.partial_rollout.main_ppo",)
 ONE_STEP_OFF = ("verl.experimental.one_step_off_policy.main_ppo", "recipe.one_step_off_policy.main_ppo")
@@ -14,7 +14,7 @@ FULLY_ASYNC = (
     "recipe.fully_async_policy.fully_async_main",
 )
 SYNC_STEPS = "async_training.trigger_parameter_sync_step"
-ENTRIES = (
+PROGRAMS = (
     "verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "main_ppo", "recipe.dapo.main_dapo", "main_dapo",
     "recipe.entropy.main_entropy", "recipe.dapo.dapo_transfer_queue.main_dapo", *ONE_STEP_OFF, *FULLY_ASYNC,
     *PARTIAL_ROLLOUT, *ASYNC_FLOW,
@@ -27,7 +27,7 @@ CONFIGS = (
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 KL_KINDS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 NEVER = 1_000_000
-"""Interval beyond the steps of a run: the last step only."""
+"""Interval that is larger than the number of steps of any run, so that only the last step counts."""
 
 
 def first_present(d: Draft, *names: str) -> str:

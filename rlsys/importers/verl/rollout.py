@@ -8,6 +8,7 @@ from rlsys.importers.verl.names import ACTOR, NEVER, ROLLOUT, first_present
 
 
 def translate_rollout(d: Draft) -> None:
+    """Translate sampling, evaluations, engines and replay of experts."""
     d.copy_setting(f"{ROLLOUT}.temperature", float)
     d.set_truncation(f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
     _evaluation(d)
@@ -22,7 +23,7 @@ def translate_rollout(d: Draft) -> None:
             d.copy_setting(f"{ROLLOUT}.multi_turn.format")
         d.reject(
             f"{ROLLOUT}.multi_turn.enable",
-            "tools are Python functions of rollout.generator = functions, or of your own generator",
+            "no counterpart: use rollout.generator = functions, with Python functions as tools, or another generator",
         )
     else:
         d.consumed.discard(f"{ROLLOUT}.multi_turn.enable")
@@ -33,7 +34,9 @@ def translate_rollout(d: Draft) -> None:
         if d.is_present(f"{ROLLOUT}.{rollout_name}") and d.text(f"{ROLLOUT}.{rollout_name}") != d.text(
             data_name, "512"
         ):
-            d.reject(f"{ROLLOUT}.{rollout_name}", f"differs from {data_name}")
+            d.reject(
+                f"{ROLLOUT}.{rollout_name}", f"expected the value of {data_name}, {d.text(data_name, '512')}"
+            )
     _engines(d)
     mode = first_present(
         d, *(f"{ACTOR}.{part}.router_replay.mode" for part in ("megatron", "veomni", "engine"))
@@ -54,7 +57,9 @@ def _evaluation(d: Draft) -> None:
     truncation = eval_truncation(d, d.number(f"{values}.top_p", 1.0), d.integer(f"{values}.top_k", -1))
     names = [f"{values}.{name}" for name in ("n", "temperature", "do_sample", "top_p", "top_k")]
     if n > 1 and temperature == 0 and not any(map(d.is_unresolved, names)):
-        d.warnings.append(f"eval.sets: one greedy response, not the script's {n} equal ones")
+        d.warnings.append(
+            f"eval.sets: one response per prompt, because the script's {n} greedy responses are equal"
+        )
         n = 1
     if n > 1 or temperature > 0 or any(map(d.is_unresolved, names)):
         eval_set = {"name": "val", "samples": n, "temperature": temperature, "prompts": 30}
@@ -72,7 +77,7 @@ def _evaluation(d: Draft) -> None:
 
 
 def _engines(d: Draft) -> None:
-    """Pass SGLang's options to engine.extra_args."""
+    """Translate options of SGLang and the type of the KV cache to engine.extra_args."""
     prefix = f"{ROLLOUT}.engine_kwargs.sglang."
     names = [
         n for n in d.settings if n.startswith(prefix) and not n.endswith((".enable_dp_attention", ".dp_size"))
@@ -81,7 +86,7 @@ def _engines(d: Draft) -> None:
     for name in names:
         value = d.get(name)
         if value is False:
-            d.reject(name, "to disable this option of SGLang, write engine.extra_args")
+            d.reject(name, "expected no value: set the option that disables this in engine.extra_args")
             continue
         args.append("--" + name.removeprefix(prefix).replace("_", "-"))
         if value is not True:
@@ -93,11 +98,12 @@ def _engines(d: Draft) -> None:
             d.consumed.discard(name)
             continue
         if kind not in ("fp8", "fp8_e4m3", "fp8_e5m2"):
-            d.reject(name, "keys and values have the model's type, or FP8")
+            d.reject(name, "expected auto, bfloat16 or fp8")
         args += ["--kv-cache-dtype", kind if kind.endswith("e5m2") else "fp8_e4m3"]
         names.append(name)
         d.warnings.append(
-            "engine.extra_args --kv-cache-dtype: the scales of keys and values are the folder's, or 1 in SGLang"
+            "engine.extra_args --kv-cache-dtype: SGLang reads the scales of keys and values from the model folder, "
+            "or uses 1"
         )
     if names:
         d.set_field("engine.extra_args", args, *names)

@@ -1,4 +1,4 @@
-"""Reads the settings of a launch script or YAML."""
+"""Reads the settings of verl's launch scripts and YAML files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlsys.core.errors import UserError
 from rlsys.importers.arguments import Arguments
 from rlsys.importers.draft import Settings
 from rlsys.importers.namespace import ScriptRun
-from rlsys.importers.verl.names import CONFIGS, ENTRIES, PROGRAM
+from rlsys.importers.verl.names import CONFIGS, PROGRAM, PROGRAMS
 
 SECTIONS = (
     "data",
@@ -24,16 +24,19 @@ SECTIONS = (
     "reward_model",
     "custom_reward_function",
 )
-"""Sections that identify a command of verl: one of its settings is in one of these."""
+"""Sections that identify a command of verl: at least one of its settings is in such a section."""
 EXPECTED = "python -m verl.trainer.main_ppo with settings such as data.train_batch_size=256"
 _SETTING = re.compile(r"(~|\+{1,2})?([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 
 
 def read_yaml(data: Any) -> Settings:
-    """Return the settings of a resolved config, or of hydra's overrides.yaml, by their dotted names.
+    """Return the settings of a resolved config or of hydra's overrides.yaml; their keys are dotted names.
+
+    Args:
+        data: content of the file.
 
     Raises:
-        UserError: the file has other content.
+        UserError: the content is neither a mapping nor a list of overrides.
     """
     if isinstance(data, list):
         if not data or not all(isinstance(argument, str) and "=" in argument for argument in data):
@@ -43,12 +46,15 @@ def read_yaml(data: Any) -> Settings:
             _read_argument(Arguments([], ScriptRun()), str(argument), settings)
         return settings
     if not isinstance(data, dict):
-        raise UserError(f"expected a mapping of settings, not {type(data).__name__}")
+        raise UserError(f"found {type(data).__name__}; expected a mapping of settings")
     return Settings(_flatten(data))
 
 
 def program_index(argv: Sequence[str]) -> int:
-    """Return the index of the program, the argument before the first setting; -1 without a setting of verl."""
+    """Return the index of the program in an argument list; -1 if the list has no setting of verl.
+
+    The program is the argument before the first setting.
+    """
     for index, argument in enumerate(argv):
         match = _SETTING.fullmatch(argument[:200])
         if match and match[3] is not None and "." in match[2] and match[2].partition(".")[0] in SECTIONS:
@@ -62,14 +68,13 @@ def program_index(argv: Sequence[str]) -> int:
 
 
 def read_settings(arguments: Arguments) -> Settings:
-    """Return the settings of the training command by their dotted names."""
+    """Return the settings of the training command; their keys are dotted names, and PROGRAM."""
     settings = Settings({}, list(arguments.problems), list(arguments.notes))
-    settings.values[PROGRAM] = entry = (
-        arguments.run.source_text(arguments.argv[0]).removesuffix(".py").rpartition("/")[2]
-    )
-    if entry not in ENTRIES and "sft_trainer" not in entry:
+    program = arguments.run.source_text(arguments.argv[0]).removesuffix(".py").rpartition("/")[2]
+    settings.values[PROGRAM] = program
+    if program not in PROGRAMS and "sft_trainer" not in program:
         settings.problems.append(
-            f"{entry or 'the command'}: expected python -m verl.trainer.main_ppo; other programs are not supported"
+            f"{program or 'the command'}: this program is not supported; expected python -m verl.trainer.main_ppo"
         )
     for argument in arguments.argv[1:]:
         _read_argument(arguments, argument, settings)
@@ -77,6 +82,7 @@ def read_settings(arguments: Arguments) -> Settings:
 
 
 def _read_argument(arguments: Arguments, argument: str, settings: Settings) -> None:
+    """Add an argument of the command to the values or the problems of `settings`."""
     option, _, value = argument.partition("=")
     if option in ("--config-name", "-cn") and value.removesuffix(".yaml") in CONFIGS:
         return
@@ -84,20 +90,25 @@ def _read_argument(arguments: Arguments, argument: str, settings: Settings) -> N
         return
     text, reason = arguments.run.source_text(argument), arguments.run.explain(option)
     if argument.startswith("-"):
-        settings.problems.append(f"{text}: settings of this file or option are not read")
+        settings.problems.append(f"{text}: not supported; settings of this option or file are not read")
         return
     match = _SETTING.fullmatch(argument)
     if match is None or reason:
-        settings.problems.append(f"{text}: {reason or 'not a setting'}; it may be any setting")
+        settings.problems.append(f"{text}: {reason or 'expected NAME=VALUE'}; it may be any setting")
     elif match[1] == "~":
-        settings.problems.append(f"{text}: removes a setting; no counterpart is known")
+        settings.problems.append(f"{text}: no counterpart: the argument removes a setting")
     elif match[3] is None:
-        settings.problems.append(f"{text}: not a setting")
+        settings.problems.append(f"{text}: expected NAME=VALUE")
     else:
         settings.values[match[2]] = arguments.value([match[3]])
 
 
 def _flatten(data: Any) -> dict[str, Any]:
+    """Return dotted name -> value for all settings of nested mappings, without null values.
+
+    Raises:
+        UserError: there are more than 20,000 settings.
+    """
     flat: dict[str, Any] = {}
     pending = [("", data)]
     count = 0
@@ -106,7 +117,7 @@ def _flatten(data: Any) -> dict[str, Any]:
         for key, value in mapping.items():
             count += 1
             if count > 20_000:
-                raise UserError("has more than 20,000 settings; expected a config of verl")
+                raise UserError("the file has more than 20,000 settings; expected a config of verl")
             if isinstance(value, dict):
                 pending.append((f"{prefix}{key}.", value))
             elif value is not None:

@@ -9,15 +9,19 @@ from rlsys.importers.verl.names import ACTOR, ASYNC_FLOW, FULLY_ASYNC, ONE_STEP_
 
 
 def layout_names(section: str) -> dict[str, tuple[str, ...]]:
-    """Return attribute of Sizes -> setting of a Megatron section."""
-    figures = {
+    """Return attribute of Sizes -> the setting that sets it, for the parallel sizes.
+
+    `section`: section of settings that has the sizes of a Megatron trainer.
+    """
+    attributes = {
         "tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context",
         "ep": "expert_model", "etp": "expert_tensor",
     }  # fmt: skip
-    return {figure: (f"{section}.{name}_parallel_size",) for figure, name in figures.items()}
+    return {attribute: (f"{section}.{name}_parallel_size",) for attribute, name in attributes.items()}
 
 
 def read_sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
+    """Return the sizes of the run, and attribute of Sizes -> the settings that set it."""
     m = f"{ACTOR}.megatron"
     names: dict[str, tuple[str, ...]] = {
         "groups": ("data.train_batch_size",), "group_size": (f"{ROLLOUT}.n",),
@@ -27,29 +31,14 @@ def read_sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
         "gpus": ("trainer.n_gpus_per_node",), "engine_tp": (f"{ROLLOUT}.tensor_model_parallel_size",),
         **layout_names(m),
     }  # fmt: skip
-    n = d.integer(f"{ROLLOUT}.n", 1)
-    if (
-        n == 1
-        and not d.is_unresolved(f"{ROLLOUT}.n")
-        and d.get_field("algo.advantage", "") in ("grpo", "dr_grpo", "rloo")
-        and has_task_rewards(d)
-    ):
-        d.mark_unresolved(f"{ROLLOUT}.n", "a group of one sample has no baseline")
+    n = _group_size(d)
     engine_gpus = None
     if d.get(PROGRAM) in (*ONE_STEP_OFF, *FULLY_ASYNC, *ASYNC_FLOW):
         engine_gpus = d.integer("rollout.nnodes", 1) * d.integer("rollout.n_gpus_per_node", 8)
         names["engine_gpus"] = ("rollout.nnodes", "rollout.n_gpus_per_node")
         if d.get(PROGRAM) in ONE_STEP_OFF:
             d.set_field("rollout.max_staleness", 1)
-    groups = d.integer("data.train_batch_size", 1024)
-    if d.is_present("data.gen_batch_size") and d.get(PROGRAM) not in FULLY_ASYNC:
-        generated = d.integer("data.gen_batch_size", groups)
-        if not d.flag("algorithm.filter_groups.enable") and generated != groups:
-            groups = generated
-            names["groups"] = ("data.gen_batch_size", "data.train_batch_size")
-            d.warnings.append(
-                f"rollout.groups_per_step = {groups}: without filter_groups a step trains data.gen_batch_size prompts"
-            )
+    groups, names["groups"] = _groups(d)
     sizes = Sizes(
         engine_gpus=engine_gpus, groups=groups, group_size=n,
         update=d.integer(f"{ACTOR}.ppo_mini_batch_size", 256) * n, prompt=d.integer("data.max_prompt_length", 512),
@@ -63,3 +52,31 @@ def read_sizes(d: Draft) -> tuple[Sizes, dict[str, tuple[str, ...]]]:
         engine_tp=d.integer(f"{ROLLOUT}.tensor_model_parallel_size", 2),
     )  # fmt: skip
     return sizes, names
+
+
+def _group_size(d: Draft) -> int:
+    """Return the number of samples of a group. It is unresolved if the advantages need more than one."""
+    n = d.integer(f"{ROLLOUT}.n", 1)
+    if (
+        n == 1
+        and not d.is_unresolved(f"{ROLLOUT}.n")
+        and d.get_field("algo.advantage", "") in ("grpo", "dr_grpo", "rloo")
+        and has_task_rewards(d)
+    ):
+        d.mark_unresolved(f"{ROLLOUT}.n", "expected more than 1: a group of one sample has no baseline")
+    return n
+
+
+def _groups(d: Draft) -> tuple[int, tuple[str, ...]]:
+    """Return the number of groups that a step trains, and the settings that set it."""
+    trained, generated = "data.train_batch_size", "data.gen_batch_size"
+    groups = d.integer(trained, 1024)
+    if not d.is_present(generated) or d.get(PROGRAM) in FULLY_ASYNC:
+        return groups, (trained,)
+    generated_groups = d.integer(generated, groups)
+    if d.flag("algorithm.filter_groups.enable") or generated_groups == groups:
+        return groups, (trained,)
+    d.warnings.append(
+        f"rollout.groups_per_step = {generated_groups}: without filter_groups a step trains {generated} prompts"
+    )
+    return generated_groups, (generated, trained)

@@ -1,4 +1,4 @@
-"""Translates trainer.*, adapters, FP8 and memory options."""
+"""Translates trainer.*, optimizer, memory options, FP8, adapters and multi-token prediction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEGATRON_MATRICES = {
 
 
 def translate_trainer(d: Draft) -> None:
-    """Translate optimizer, memory options, checkpoints and adapters."""
+    """Translate steps, optimizer, memory options, FP8, checkpoints, adapters and multi-token prediction."""
     set_steps(d, "trainer.total_training_steps", "trainer.total_epochs", 30)
     translate_optimizer(d, f"{ACTOR}.optim", "trainer", 1e-6)
     checkpointed = f"{MODEL}.enable_gradient_checkpointing"
@@ -33,7 +33,7 @@ def translate_trainer(d: Draft) -> None:
     if d.number(balance, 0.0):
         d.set_field("trainer.balance_loss", d.number(balance, 0.0), balance)
         d.warnings.append(
-            "trainer.balance_loss: that of each sequence; Megatron's aux_loss is that of a micro-batch"
+            "trainer.balance_loss: rlsys balances each sequence; Megatron's aux_loss balances a micro-batch"
         )
     rate = f"{ACTOR}.megatron.override_transformer_config.moe_router_bias_update_rate"
     if d.number(rate, 0.0):
@@ -41,6 +41,11 @@ def translate_trainer(d: Draft) -> None:
     _fp8(d)
     translate_checkpoints(d)
     translate_lora(d, MODEL)
+    _multi_token_prediction(d)
+
+
+def _multi_token_prediction(d: Draft) -> None:
+    """Translate the training of a layer for multi-token prediction."""
     mtp = f"{MODEL}.mtp"
     if d.flag(f"{mtp}.enable") and d.flag(f"{mtp}.enable_train"):
         weight, detached = f"{mtp}.mtp_loss_scaling_factor", f"{mtp}.detach_encoder"
@@ -59,16 +64,16 @@ def _fp8(d: Draft) -> None:
     d.consumed |= {recipe, f"{ACTOR}.optim.override_optimizer_config.fp8_recipe"}
     in_engines = d.text(engines, "null") not in ("null", "None")
     if in_engines and d.text(engines) != "fp8":
-        d.reject(engines, "engines compute in the model's type, or in FP8")
+        d.reject(engines, "expected fp8")
     if d.text(kind, "null") not in ("null", "None", "False"):
         if d.text(kind) not in ("e4m3", "hybrid") or d.text(recipe, "delayed") != "blockwise":
-            d.reject(kind, "the trainer has blocks of e4m3 or hybrid")
+            d.reject(kind, f"expected e4m3 or hybrid, with {recipe} = blockwise")
         d.set_field("model.fp8", "both" if in_engines else "trainer", kind, recipe, engines)
         if d.text(kind) == "hybrid":
             d.set_field("model.fp8_format", "hybrid", kind, recipe, engines)
         d.warnings.append(
-            "model.fp8: the scales of the trainer's blocks are any float32 numbers; with "
-            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=0 those of the script are powers of two"
+            "model.fp8: the trainer's scales are float32 numbers; with NVTE_FP8_BLOCK_SCALING_FP32_SCALES=0 the "
+            "script's scales are powers of two"
         )
     elif in_engines:
         d.set_field("model.fp8", "rollout", engines)
@@ -76,13 +81,20 @@ def _fp8(d: Draft) -> None:
 
 
 def translate_checkpoints(d: Draft) -> None:
+    """Translate the interval of checkpoints and the number that is kept."""
     interval = d.integer("trainer.save_freq", -1)
     d.set_field("trainer.checkpoint_every", interval if interval > 0 else NEVER, "trainer.save_freq")
     d.copy_setting("trainer.max_actor_ckpt_to_keep", int)
 
 
 def translate_lora(d: Draft, model: str) -> None:
-    """Translate LoRA on Hugging Face's matrices; LoRA of verl's Megatron trainer uses Megatron's names."""
+    """Translate LoRA.
+
+    Args:
+        d: the config draft.
+        model: section of the model. Its `lora_rank` adapts matrices by Hugging Face's names; its section `lora`, for
+            verl's Megatron trainer, by Megatron's names.
+    """
     rank, alpha, targets = (f"{model}.{x}" for x in ("lora_rank", "lora_alpha", "target_modules"))
     target_modules = d.get(targets, "all-linear")
     if d.integer(rank, 0) > 0 or d.is_unresolved(rank):
@@ -91,10 +103,14 @@ def translate_lora(d: Draft, model: str) -> None:
         if isinstance(target_modules, list):
             d.set_field("trainer.lora.targets", target_modules, targets, rank)
         elif target_modules != "all-linear":
-            d.reject(targets, "expected all-linear or a list; give trainer.lora.targets")
+            d.reject(targets, "expected all-linear or a list of names; set trainer.lora.targets")
     else:
         d.consumed |= {alpha, targets, f"{model}.exclude_modules"}
-    section = f"{model}.lora"
+    _megatron_lora(d, f"{model}.lora")
+
+
+def _megatron_lora(d: Draft, section: str) -> None:
+    """Translate LoRA of verl's Megatron trainer, whose matrices have Megatron's names."""
     if d.integer(f"{section}.rank", 0) > 0:
         d.set_field("trainer.lora.rank", d.integer(f"{section}.rank", 0), f"{section}.rank")
         d.set_field(
@@ -109,10 +125,13 @@ def translate_lora(d: Draft, model: str) -> None:
         d.consumed |= {f"{section}.target_modules", f"{section}.merge"}
         initial = f"{section}.lora_A_init_method"
         if d.text(initial, "xavier") not in ("xavier", "kaiming", "uniform", "normal"):
-            d.reject(initial, "A is sampled uniformly, as in PEFT")
+            d.reject(
+                initial,
+                "expected xavier, kaiming, uniform or normal; rlsys samples A uniformly, as PEFT does",
+            )
         d.consumed.add(initial)
         d.warnings.append(LORA_START)
         if d.number(f"{section}.dropout", 0.0):
-            d.reject(f"{section}.dropout", "there is no dropout")
+            d.reject(f"{section}.dropout", "expected 0: rlsys has no dropout")
     else:
         d.consumed.update(name for name in d.settings if name.startswith(f"{section}."))

@@ -1,4 +1,4 @@
-"""Translates settings into a config draft, section by section."""
+"""Translates verl's settings into a config draft, section by section."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from rlsys.importers.verl.trainer import translate_trainer
 
 
 def translate(settings: Settings, rewards: Collection[str]) -> Draft:
-    """Make a config of verl's settings.
+    """Translate verl's settings into a config.
 
     Args:
-        settings: of read_settings.
-        rewards: short names of our rewards.
+        settings: result of read_settings or read_yaml.
+        rewards: short names of the built-in rewards.
 
     Raises:
-        UserError: a script without model or data, or a value of the wrong kind.
+        UserError: the script has no model or no data, or a value has the wrong type.
     """
     d = Draft(dict(settings.values), VERL)
     translate_asynchronous(d)
@@ -45,15 +45,15 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     for name in (f"{MODEL}.path", "data.train_files"):
         if not d.is_present(name):
             if not settings.problems:
-                raise UserError(f"expected {MODEL}.path and data.train_files in it")
+                raise UserError(f"{name} is missing; expected {MODEL}.path and data.train_files")
             d.require(name)
-    of_run = (
+    run_setting = (
         "trainer.default_local_dir"
         if d.is_present("trainer.default_local_dir")
         else "trainer.experiment_name"
     )
     name = d.text("trainer.experiment_name", "imported")
-    d.set_field("run.dir", d.text("trainer.default_local_dir") or f"runs/{name}", of_run)
+    d.set_field("run.dir", d.text("trainer.default_local_dir") or f"runs/{name}", run_setting)
     d.set_field("model.path", d.text(f"{MODEL}.path"), f"{MODEL}.path")
     reject_media(d, f"{MODEL}.path", "data.train_files")
     d.set_field("model.dtype", "bfloat16")
@@ -68,7 +68,8 @@ def translate(settings: Settings, rewards: Collection[str]) -> Draft:
     if d.get(PROGRAM) in PARTIAL_ROLLOUT:
         bound_running_samples(d)
     if d.get(PROGRAM) in ASYNC_FLOW and (share := d.get_field("trainer.warmup_fraction", 0.0)):
-        ratio = f"{ACTOR}.optim.lr_warmup_steps_ratio"  # of the steps, counted in mini-batches
+        # The recipe counts mini-batches as steps.
+        ratio = f"{ACTOR}.optim.lr_warmup_steps_ratio"
         d.set_field("trainer.warmup_fraction", share / d.get_field("algo.minibatches", 1), ratio)
     if d.get(PROGRAM) in FULLY_ASYNC:
         set_warm_up(d, f"{ACTOR}.optim.lr_warmup_steps", d.integer(SYNC_STEPS, 4))

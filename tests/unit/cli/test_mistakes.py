@@ -98,7 +98,7 @@ TABLE: list[tuple[str, str]] = [
         "eval.sets=[{name: aime, n: 4}]",
         "eval.sets.0.n: unknown key; known keys: name, data, prompts, samples",
     ),
-    ("run.wandb=true", "run.wandb: there is no such field: trackers of a run are named in run.trackers"),
+    ("run.wandb=true", "run.wandb: there is no such field: run.trackers names the trackers of a run"),
     ("rollout.n_samples_per_prompt=8", "an option of slime; here it is rollout.group_size"),
     ("algo.adv_estimator=grpo", "algo.adv_estimator: there is no such field: it is algo.advantage"),
     (
@@ -161,7 +161,7 @@ TABLE: list[tuple[str, str]] = [
     ),
     # numbers
     ("rollout.temperature=warm", "rollout.temperature = 'warm': expected a number"),
-    ("rollout.max_turns=3", "it is the generator's: rollout.generator_params={max_turns: 4}"),
+    ("rollout.max_turns=3", "it is a parameter of the generator: rollout.generator_params={max_turns: 4}"),
 ]
 
 
@@ -217,8 +217,8 @@ def test_a_mistake_is_one_line(folder: Path, given: str, told: str) -> None:
         (["train", "quickstrat"], "no such file, and no shipped config of this name; did you mean quickstart?"),
         (["train", "."], ".: a folder; expected a YAML file, or one of the shipped configs"),
         (["train", "quickstart", "--n-samples-per-prompt", "8"], "an option of slime; here it is rollout.group_size"),
-        (["train", "quickstart", "--trainer.steps", "5"], "--trainer.steps: fields have no dashes: trainer.steps=5"),
-        (["train", "quickstart", "--trainer.steps=5"], "--trainer.steps: fields have no dashes: trainer.steps=5"),
+        (["train", "quickstart", "--trainer.steps", "5"], "expected a field without dashes: trainer.steps=5"),
+        (["train", "quickstart", "--trainer.steps=5"], "expected a field without dashes: trainer.steps=5"),
         (["train", "mien/config.yaml"], "did you mean mine/config.yaml?"),
         (["try", "mine"], "mine: a folder; did you mean mine/config.yaml?"),
         (["eval", "mine"], "mine: not a run, or one that has not started; did you mean mine/config.yaml?"),

@@ -133,13 +133,13 @@ def test_only_an_engine_of_this_launch_is_ready(tmp_path: Path) -> None:
     received_keys: list[str] = []
     with (
         server(None, "default", received_keys) as url,
-        pytest.raises(PortInUse, match="answers 200 and default"),
+        pytest.raises(PortInUse, match="status 200 and weight version default"),
     ):
         engine_is_up(url, identity)
     assert received_keys == [], "who opens to everybody is shown no key"
     with (
         server("another", "other:1:0") as url,
-        pytest.raises(PortInUse, match="answers 401 to this run's key"),
+        pytest.raises(PortInUse, match="with this engine's key it responds with status 401"),
     ):
         engine_is_up(url, identity)
     foreign_identity = engine_identity(Owner(tmp_path, 4, "another launch's key"), "http://e:1")
@@ -200,6 +200,20 @@ def test_the_launcher_retries_with_other_ports_if_one_is_taken(
     assert len(plans) == 2
     assert any("retrying with other ports" in phase for phase in stage.display.phases)
     assert "engine-0 listens" in stage.notes
+
+
+def test_the_launcher_stops_if_its_ports_are_used_at_each_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(tmp_path)
+    launch = stage.config.launch.model_copy(update={"max_restarts": 1})
+    config = stage.config.model_copy(update={"launch": launch})
+    monkeypatch.setattr(main, "make_progress", lambda *_: _showing(stage))
+    with server(None, "default") as url:
+        roles = [engine_role(stage, int(url.rpartition(":")[2])), stage.role("trainer", TRAINER)]
+        with pytest.raises(PortInUse):
+            main.supervise(config, lambda _: LaunchPlan(roles))
+    assert sum("retrying with other ports" in phase for phase in stage.display.phases) == 1
 
 
 TRAINER = "while not count('engine-0 listens'): time.sleep(0.01)"

@@ -214,7 +214,7 @@ def test_the_engines_command_reports_errors(tmp_path: Path, capsys: pytest.Captu
             "10.0.0.7",
             None,
             False,
-            r"engines of the run open memory .* \(weights.method = auto\), which an engine on another",
+            r"weights.method = auto: all engines of the run open memory of the run\'s machine",
         ),
         (
             {"weights": {"method": "broadcast"}},

@@ -128,7 +128,7 @@ def test_a_script_of_slime(
     assert config["eval"]["sets"][1]["data"]["params"]["heldout_path"].endswith("easy.jsonl")
     assert config["eval"]["prompts"] == 90
     assert "--made-up-option = 3: no counterpart is known" in output
-    assert "--sequence-parallel = True: so here" in output
+    assert "--sequence-parallel = True: rlsys always does this" in output
     assert (config["eval"]["sets"][0]["top_p"], config["eval"]["sets"][0]["top_k"]) == (0.7, 1024)
     assert config["data"]["params"]["shuffle"] is False
     assert config["engine"]["memory_fraction"] == 0.7 and "extra_args" not in config["engine"]
@@ -162,7 +162,7 @@ def test_a_script_of_verl(
     ) == (10, 20, 5)
     assert "algorithm.made_up = 3: no counterpart is known" in output
     assert (config["rollout"]["top_p"], config["rollout"]["top_k"]) == (0.9, 1024)
-    assert "rollout.top_k = 1024: engines name a bounded number of tokens" in output
+    assert "rollout.top_k = 1024: engines return a bounded number of tokens" in output
     assert config["trainer"]["epochs"] == 15
     assert load_config(tmp_path / "mine.yaml").trainer.steps == 15
     assert main.main(["explain", str(tmp_path / "mine.yaml")]) == 0
@@ -273,7 +273,11 @@ def test_engines_of_their_own(tmp_path: Path) -> None:
     [
         ("verl", "echo hello", "no training command: expected python -m verl.trainer.main_ppo"),
         ("slime", "echo hello", "no training command: expected train.py or train_async.py"),
-        ("slime", "python train.py --lr 1", "expected --hf-checkpoint and --prompt-data in it"),
+        (
+            "slime",
+            "python train.py --lr 1",
+            "--hf-checkpoint is missing; expected --hf-checkpoint and --prompt-data",
+        ),
         (
             "verl",
             "python -m verl.trainer.main_ppo data.train_batch_size=3",

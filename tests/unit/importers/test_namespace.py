@@ -59,12 +59,12 @@ srun --nodes 1 bash -c "unknown-program $HERE"
         ("A=$GONE\nB=$A/b\npython x $B", "$GONE/b", "GONE: a variable that is not set"),
         ("python x $1", "$1", "$1: an argument of the script that is not set"),
         ("f() { python x $2; }\nf a", "$2", "$2: an argument of the script that is not set"),
-        ("python x $(conda info)", "$(conda info)", "what `conda info` prints is not known"),
-        ("N=$(conda info | wc -l)\npython x $N", "$(conda info)", "what `conda info` prints is not known"),
+        ("python x $(conda info)", "$(conda info)", "the output of `conda info` is unknown"),
+        ("N=$(conda info | wc -l)\npython x $N", "$(conda info)", "the output of `conda info` is unknown"),
         (
             "N=$(conda info | grep -c a | tr a b)\npython x $N",
             "$(conda info)",
-            "what `conda info` prints is not known",
+            "the output of `conda info` is unknown",
         ),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_value_that_the_script_does_not_determine_is_visible(
     last = result.commands[-1][-1]
     explanation, _, remedy = (result.explain(last) or "").partition("; ")
     assert (result.source_text(last), explanation) == (word, reason)
-    assert remedy.startswith(("--env", "--arguments TEXT gives it")) == ("not set" in reason)
+    assert remedy.startswith(("set it with --env", "set it with --arguments TEXT")) == ("not set" in reason)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_value_that_the_script_does_not_determine_is_visible(
 )
 def test_a_condition_on_such_a_value_is_recorded(text: str, condition: str, tmp_path: Path) -> None:
     (branch,) = run(tmp_path, text).branches
-    assert branch.startswith(f"`{condition}") and "depends on a value that is not known" in branch
+    assert branch.startswith(f"`{condition}") and "depends on an unknown value" in branch
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_a_script_that_waits_for_ray_gpus_proceeds(tmp_path: Path) -> None:
     script = f"while true; do\n N=$({query} || echo 0)\n [ $N -ge 32 ] && break\n sleep 5\ndone\npython train.py $N"
     result = run(tmp_path, script)
     assert result.status == 0 and result.commands[-1][:2] == ["python", "train.py"]
-    assert result.explain(result.commands[-1][2]) == "how many GPUs Ray has is not known"
+    assert result.explain(result.commands[-1][2]) == "the number of Ray's GPUs is unknown"
 
 
 def test_a_program_on_the_standard_input_and_a_file_of_the_host(tmp_path: Path) -> None:

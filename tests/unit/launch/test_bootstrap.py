@@ -21,7 +21,9 @@ from rlsys.engine.cpu import platform
 def test_set_up_names_a_python_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 9, 2))
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(bootstrap.SetupError, match=r"3\.12 or 3\.13 is needed; this is 3\.9\.2"):
+    with pytest.raises(
+        bootstrap.SetupError, match=r"Python 3\.9\.2, .*expected Python 3\.11, 3\.12 or 3\.13"
+    ):
         bootstrap.find_python()
 
 
@@ -44,7 +46,7 @@ def test_set_up_reports_the_cause_of_a_pip_failure() -> None:
 
 def test_set_up_refuses_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bootstrap.DISK_GB, "cpu", 10**9)
-    with pytest.raises(bootstrap.SetupError, match=r"GB free on the disk of .*, 1000000000 GB are needed"):
+    with pytest.raises(bootstrap.SetupError, match=r"GB of free space; expected at least 1000000000 GB"):
         bootstrap.check_disk("cpu")
 
 

@@ -43,7 +43,7 @@ IN_BROADCAST = """Stack (most recent call first):
 def test_a_stack_identifies_what_the_process_waits_for() -> None:
     assert waits_for(IN_TAKE) == "the rollout process: groups of the next step (client.py:104)"
     assert waits_for(IN_BROADCAST) == "the other ranks, in broadcast (trainer.py:82)"
-    assert waits_for("") == "unknown: it gave no stack"
+    assert waits_for("") == "an unknown event: it wrote no stack"
     assert frames(IN_TAKE)[-1] == ("/opt/rlsys/train.py", 50, "<lambda>")
 
 
@@ -72,16 +72,17 @@ def test_a_diagnosis_begins_with_what_each_process_waits_for() -> None:
 def test_a_process_that_gives_no_stack_is_named() -> None:
     roles = [RoleState("engine-0", "n1", None, True, 12.0, "bye", "engine-0")]
     silent = describe("asked for", roles, {}, {})
-    assert "  engine-0         waits for unknown: it gave no stack" in silent.splitlines()
+    assert "  engine-0         waits for an unknown event: it wrote no stack" in silent.splitlines()
     idle = """Stack (most recent call first):
   File "/venv/zmq/sugar/poll.py", line 106 in poll
   File "/venv/sglang/srt/managers/scheduler_components/idle_sleeper.py", line 2 in maybe_sleep
 """
     lines = describe("asked for", roles, {}, {"engine-0-process7": idle}).splitlines()
     assert (
-        "  engine-0-process7 waits for nobody: a scheduler that has no request (idle_sleeper.py:2)" in lines
+        "  engine-0-process7 waits for no other process: a scheduler without requests (idle_sleeper.py:2)"
+        in lines
     )
-    assert not any("gave no stack" in line for line in lines)
+    assert not any("wrote no stack" in line for line in lines)
 
 
 def test_a_role_writes_its_stack_on_the_signal(tmp_path: Path) -> None:
@@ -179,6 +180,17 @@ def test_logs_of_a_role_and_its_parts(run: Path) -> None:
     assert list(show_logs(role_logs(run, None), 1, follow=False)) == ["rollout: three", "trainer-0: two"]
     with pytest.raises(UserError, match=r"no log of engine-7; logs: rollout, trainer-0"):
         role_logs(run, "engine-7")
+
+
+def test_a_followed_log_may_contain_invalid_bytes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.status.FOLLOW_SECONDS", 0.0)
+    lines = show_logs(role_logs(run, "trainer"), 1, follow=True)
+    assert next(lines) == "two"
+    with (run / "logs" / "trainer-0.log").open("ab") as log:
+        for data, expected in ((b"\xff\n", "\N{REPLACEMENT CHARACTER}"), (b"three\n", "three")):
+            log.write(data)
+            log.flush()
+            assert next(lines) == expected
 
 
 def test_spaces_in_job_options_are_quoted_and_line_breaks_are_refused(tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ def test_a_run_folder_of_another_config_names_the_differing_field(tmp_path: Path
         begin(run.path)
     text_before = (tmp_path / "run/config.yaml").read_text()
     with (
-        pytest.raises(UserError, match=r"another config \(rollout\.group_size = 8 there, 4 here\)"),
+        pytest.raises(UserError, match=r"another config \(rollout\.group_size = 8 in the run, 4 now\)"),
         open_run_dir(config(where, "rollout.group_size=4"), quiet),
     ):
         pass
@@ -330,7 +330,7 @@ def test_an_evaluation_before_the_first_start_is_no_run(tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with (
-        pytest.raises(UserError, match=r"holds thesis\.tex but no config\.yaml"),
+        pytest.raises(UserError, match=r"contains thesis\.tex but no config\.yaml"),
         open_run_dir(config(f"run.dir={tmp_path}"), quiet),
     ):
         pass

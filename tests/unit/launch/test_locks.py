@@ -133,5 +133,5 @@ def test_set_up_uses_the_lock_when_rlsys_locked_is_set(
     assert pip_calls[:2] == [target, (*target, "-c", str(bootstrap.LOCKS["gpu"]))]
     assert pip_calls[3] == ("-e", ".[cpu]", "-c", str(bootstrap.LOCKS["cpu"]))
     monkeypatch.setenv(bootstrap.LOCKED, "yes")
-    with pytest.raises(bootstrap.SetupError, match=r"RLSYS_LOCKED = yes: expected 1, or nothing"):
+    with pytest.raises(bootstrap.SetupError, match=r"RLSYS_LOCKED = yes: expected 1, or an unset variable"):
         bootstrap.set_up(dev=False)

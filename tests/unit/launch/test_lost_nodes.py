@@ -88,7 +88,7 @@ def test_a_node_that_the_run_cannot_do_without_ends_everything(
     stage = stage_with(tmp_path, fewest)
     *other_roles, trainer = roles_of(stage, LEAVES, "while True: signal.pause()")
     with pytest.raises(
-        NodeLost, match="node n1 is lost; the same command resumes the run when there are enough nodes"
+        NodeLost, match="node n1 is lost; the same command resumes the run when enough nodes are available"
     ):
         stage.run(
             *other_roles, replace(trainer, node=node_of_trainer),

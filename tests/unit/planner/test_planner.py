@@ -493,9 +493,9 @@ def test_the_forecast_for_3072_gpus_matches_the_documentation() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (["configs/quickstart.yaml"], "add --gpus N, or --calibrate RUN"),
+        (["configs/quickstart.yaml"], "launch.gpus_per_node = 0: expected --gpus N, or --calibrate RUN"),
         ([str(BIG), "--steps", "0"], "--steps 0: expected 1 or more"),
-        ([str(BIG), "--gpus", "12"], "--gpus 12: expected at most 8, or whole nodes of 8"),
+        ([str(BIG), "--gpus", "12"], "--gpus 12: expected at most 8, or a multiple of 8"),
         ([str(BIG), "--gpus", "1"], "no setting can run; colocated, 0 engines"),
         ([str(BIG), "--calibrate", "nowhere"], "nowhere: contains no metrics.jsonl"),
         ([str(BIG), "--gpus", "8", "--calibrate", "runs/x"], "use one of them"),

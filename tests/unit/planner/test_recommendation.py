@@ -70,10 +70,13 @@ def test_a_model_that_is_too_large_names_a_sufficient_number(model: str, gpus: i
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gpus", "8"], "--gpus: it requires --model FOLDER"),
-        (["--reward", "score.py:score"], "--reward: it requires --data FILE"),
-        (["--heldout", "test.parquet"], "--heldout: it requires --data FILE"),
-        (["--model", "M", "--heldout", "test.parquet"], "--heldout: it requires --data FILE"),
+        (["--gpus", "8"], "--gpus 8: expected together with --model FOLDER"),
+        (["--reward", "score.py:score"], "--reward score.py:score: expected together with --data FILE"),
+        (["--heldout", "test.parquet"], "--heldout test.parquet: expected together with --data FILE"),
+        (
+            ["--model", "M", "--heldout", "test.parquet"],
+            "--heldout test.parquet: expected together with --data FILE",
+        ),
         (["--model", "M", "--gpus", "-1"], "--gpus -1: expected a number from 0 to 65536"),
         (["--model", "M", "--gpus", "8", "--gpu", "tpu"], "--gpu tpu: expected one of"),
         (
@@ -219,7 +222,7 @@ def test_a_host_without_gpus_gets_a_config_that_fits_its_memory(
     )
     assert main(large) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "need" in line and line.endswith("this one has 64; for machines with GPUs give --gpus N")
+    assert "need" in line and line.endswith("this one has 64; for a machine with N GPUs use --gpus N")
     assert not Path("large").exists()
     assert main(["new", "small", "--model", str(MODELS / "quickstart-moe")]) == 0
     assert "for the CPU of this host; --gpus N: for N GPUs" in capsys.readouterr().out

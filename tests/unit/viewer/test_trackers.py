@@ -123,7 +123,7 @@ def test_a_package_that_is_missing_is_one_line_before_the_run(monkeypatch: pytes
 
 def test_track_without_a_tracker_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["track", str(run)]) == 2
-    assert "run.trackers is empty; name one with --to, of mlflow, wandb" in capsys.readouterr().err
+    assert "run.trackers is empty; expected --to with one of mlflow, wandb" in capsys.readouterr().err
 
 
 def test_a_tracker_that_fails_ends_no_run(run: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_failed_broadcast_to_live_engines_excludes_all_of_them(
             Timer(0.05, lambda a=answer: a.set_result(None)).start()
         transport._abandon(receivers, answers)
     assert receivers.excluded == dict.fromkeys(
-        ("http://a", "http://b"), "the broadcast of weights to 2 engines failed"
+        ("http://a", "http://b"), "the broadcast of a bucket to 2 engines failed"
     )
 
 

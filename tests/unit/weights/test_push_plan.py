@@ -43,7 +43,9 @@ def test_engines_with_other_gpus_are_reached_by_a_group_without_shared_gpus() ->
 
 
 def test_invalid_nccl_groups_are_refused_before_the_start() -> None:
-    with pytest.raises(UserError, match=r"each trainer rank, first on GPU 0 of node 0, shares its GPU"):
+    with pytest.raises(
+        UserError, match=r"every trainer rank, for example on GPU 0 of node 0, shares its GPU"
+    ):
         plan_push(places(0), [places(0, 1)], "broadcast", gpus=True)
     with pytest.raises(UserError, match=r"two ranks of one NCCL group are on GPU 3 of node 1"):
         check_group([DeviceLocation(1, 3), DeviceLocation(0, 3), DeviceLocation(1, 3)])
