@@ -13,7 +13,7 @@ from rlsys.algo.corrections import Correction, CorrectionPlugin, PositiveFloat
 from rlsys.algo.losses import View
 from rlsys.algo.reduction import Reduce, single_rank
 from rlsys.algo.segments import running_min
-from rlsys.algo.sequences import at_sequences, least_before, sequence_table
+from rlsys.algo.sequences import at_sequences, minimum_before, sequence_table
 
 
 def least_by(part: Batch, values: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class MinPro(CorrectionPlugin):
     @staticmethod
     def _smallest_before(views: Sequence[View], samples: int, reduce: Reduce) -> Tensor:
         least = [least_by(v.batch, v.log_total_ratio) for v in views]
-        return least_before(sequence_table([v.batch for v in views], least, samples, reduce))
+        return minimum_before(sequence_table([v.batch for v in views], least, samples, reduce))
 
     def __call__(self, view: View, update_stats: Any) -> Correction:
         batch, keep = view.batch, view.keep
