@@ -42,7 +42,7 @@ class GroupReward(Plugin):
     async def __call__(
         self, prompt: str, responses: Sequence[Response], judge: Judge | None
     ) -> list[float | None]:
-        """Return the reward of each response; None for a response that cannot be judged, whose sample is censored.
+        """Return the reward of each response; None for a response that cannot be judged, which censors the group.
 
         Args:
             prompt: text of the group's prompt.

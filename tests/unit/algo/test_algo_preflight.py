@@ -177,7 +177,7 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         ),
         (
             ["algo.corrections=[{name: icepop, low: 1.5, high: 1.5}]"],
-            "low = 1.5: expected less than high = 1.5; no token would be kept",
+            "low = 1.5: expected less than high = 1.5; otherwise all tokens are rejected",
         ),
     ],
 )
