@@ -342,7 +342,9 @@ def test_costs_are_calibrated_from_a_run(tmp_path: Path) -> None:
         "what no log tells is taken from the run's own steps"
     )
     assert set(result.lengths.values) == {7}
-    with pytest.raises(UserError, match="engines have tp 1, so the costs of tp 2 are unknown"):
+    with pytest.raises(
+        UserError, match=r"engine\.tp = 2: expected a size of an engine of the --calibrate run, 1"
+    ):
         result.costs(2)
 
 
