@@ -40,10 +40,7 @@ STAGES = {
     "imitation": "rlsys sft",
     "preference": "rlsys sft",
 }
-"""Kind -> stage at which its plug-ins act.
-
-The stages control, generate, filter and replay come before the trainer's work, the others are part of it.
-"""
+"""Kind -> stage at which its plug-ins act."""
 OTHER_STAGES = {
     ("prompt", "prompt_augmentation"): "generate",
     ("planner", "dapo"): "filter",

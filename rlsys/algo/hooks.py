@@ -57,8 +57,10 @@ class Hook(Plugin):
         return {}
 
     def reference(self) -> dict[str, Tensor]:
-        """Return this rank's weights of the reference model by name; empty if the hook updates none, and before
-        `start`."""
+        """Return this rank's weights of the reference model by name.
+
+        Empty if the hook does not update them, and before `start`.
+        """
         return {}
 
     def totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

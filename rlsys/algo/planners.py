@@ -132,8 +132,7 @@ class Planner(Plugin):
         return {}
 
     def needs_guidance(self, group: SampleGroup) -> Sequence[int]:
-        """Return the indices of the failed samples from which a judge derives a hint before the planner's
-        decision."""
+        """Return the indices of the failed samples from which a judge must derive a hint before the decision."""
         return ()
 
     def receive_guidance(self, group_id: int, prompt_ids: Sequence[int]) -> None:

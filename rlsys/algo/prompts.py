@@ -49,8 +49,7 @@ class PromptChooser(Plugin):
         return group_id
 
     def template(self, group_id: int) -> Template:
-        """Return the template of the group. It must be a function of the group id, because resumed samples need
-        it."""
+        """Return the template of a group, always the same one, so that resumed samples keep it."""
         return Template()
 
     def on_rewards(self, group: SampleGroup) -> None:

@@ -1,5 +1,4 @@
-"""Memory of a run, estimated from the config and config.json of the model: parameters, and memory of a GPU and a
-host.
+"""Estimates of a run's memory on GPUs and hosts, from the config and from config.json of the model.
 
 - Parameter counts are exact.
 - Weights, gradients, optimizer states and the KV pool follow from them.

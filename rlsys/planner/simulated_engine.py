@@ -385,8 +385,7 @@ class SimulatedEngine:
             self._remove(request, {"type": "abort"})
 
     def _pause(self, mode: str) -> None:
-        """Pause the scheduler. In mode `retract`, running requests return to the queue, and are prefilled again
-        later."""
+        """Pause the scheduler. In mode `retract`, running requests return to the queue; a prefill follows later."""
         self._paused = mode
         if mode == "retract":
             for request in reversed(list(self._running.values())):

@@ -50,8 +50,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._virtual_selector.virtual_now
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
-        """Call the function in the loop's thread, so that the time of its end does not depend on the machine's
-        speed."""
+        """Call the function in the loop's thread, so that its duration does not depend on the machine's speed."""
         return self.create_task(_call(func, args))
 
 

@@ -55,8 +55,7 @@ class AdaptiveEntropy(EntropyBonus):
         return self._current_weight if self._entropy <= self.target else 0.0
 
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
-        """Return true for all tokens, even if the current weight is 0, because only an update can raise the
-        weight."""
+        """Return true for all tokens if the weight can be above 0, because only an update can raise it from 0."""
         return torch.full_like(advantages, self.highest > 0, dtype=torch.bool)
 
     def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:

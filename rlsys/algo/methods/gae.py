@@ -65,10 +65,10 @@ def timesteps(part: Batch, unit: Literal["token", "turn"]) -> Timesteps:
 
 
 class Gae(Advantage):
-    """PPO's advantages from a critic: GAE(gamma, lambda), whitened over all tokens, with the reward on the last
-    token.
+    """PPO's advantages from a critic: GAE(gamma, lambda), whitened over all tokens.
 
-    The estimator also computes the targets of the critic, advantage + value, for the loss term `value`.
+    The reward is on the last token. The estimator also computes the targets of the critic, advantage + value, for the
+    loss term `value`.
 
     - `timestep: turn` (AReaL): a timestep is a turn of the policy. Its reward is the sum over its tokens, and its
       value is that of its first token. All its tokens have its advantage and its return.

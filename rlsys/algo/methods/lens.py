@@ -17,8 +17,7 @@ from rlsys.algo.selectors import Selector
 
 
 class LensWeights(CorrectionPlugin):
-    """Divide ratios by a weight w in groups that contain samples of a cleaned prompt, which are trained on the
-    original.
+    """Divide ratios by a weight w in groups with samples of a cleaned prompt, which are trained on the original.
 
     In such groups (after `selectors: [lens]`) the ratio of a response y to the original prompt x is
     exp(logp(y | x) - mu(y | sampled prompt)) / w. With the success rate a of the original prompt's samples, w is

@@ -16,8 +16,9 @@ from rlsys.algo.token_advantages import Unit
 
 
 class Mssr(Advantage):
-    """One sample per prompt: reward minus the mean of a Beta distribution of the prompt, plus a bonus for uncertain
-    tokens.
+    """Reward minus the mean of a Beta distribution of the prompt, plus a bonus for uncertain tokens.
+
+    Each prompt has one sample per group.
 
     1. The baseline of a prompt is v = alpha / (alpha + beta) from its earlier samples; initially alpha = beta = 1,
        which the paper does not state. The advantage of the sample is a = whiten(r - v) over the step.

@@ -40,8 +40,7 @@ def running_sum(part: Batch, values: Tensor) -> Tensor:
 
 
 class OptimalTokenBaseline(Advantage):
-    """R - B_t, where B_t = sum W_t R / sum W_t over the group's responses is the baseline of least variance for token
-    t.
+    """R - B_t with the baseline of least variance for token t, B_t = sum W_t R / sum W_t over the group's responses.
 
     W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi_jv^2) is the squared norm of the gradient, with respect to the logits,
     of the response's log-prob up to token t. t counts the trained tokens of the sample in all its sequences. At a

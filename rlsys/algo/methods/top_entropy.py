@@ -15,7 +15,8 @@ from rlsys.algo.reduction import Reduce, threshold
 from rlsys.algo.selectors import Selector
 
 GRID = 2.0**-10
-"""Resolution of entropies in nats: tokens of equal responses in a group are all kept or all dropped."""
+"""Spacing in nats of the grid to which entropies are rounded, so that the same tokens of equal responses are
+trained."""
 
 
 MAX_ENTROPY = 32.0

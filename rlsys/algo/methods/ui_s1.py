@@ -56,8 +56,7 @@ def ui_s1(
     groups = group_ids[:, None].expand_as(rewards)[is_turn]
 
     def normalise(values: Tensor, ids: Tensor, single_values: Tensor) -> Tensor:
-        """Normalise `values` `[n]` over equal `ids`; a value with an id of its own becomes that of
-        `single_values`."""
+        """Normalise `values` `[n]` over equal `ids` `[n]`; use `single_values` `[n]` where an id occurs once."""
         index, sizes = group_index(ids)
         values = merge_close(values, ids, values.abs(), REWARD_TOLERANCE)
         is_single = (sizes == 1)[index]

@@ -26,8 +26,7 @@ def imitation(answers: Answers) -> Tensor:
 
 
 class SimPo(Preference):
-    """SimPO: the reward is the mean log-prob per token; the chosen answer's reward must exceed the other by a
-    margin."""
+    """SimPO: reward is beta times the mean log-prob per token; chosen answers must lead by a margin."""
 
     paper: ClassVar[str] = "SimPO (Meng et al. 2024), eq. 6"
     evidence: ClassVar[str] = "R"
@@ -75,8 +74,7 @@ class Cpo(Preference):
 
 
 class Orpo(Preference):
-    """Odds-ratio preference optimisation: cross entropy of the chosen answers, and the odds ratio of chosen to
-    rejected.
+    """Odds-ratio preference optimisation: cross entropy of the chosen answers, plus a loss of the log odds ratio.
 
     The odds of an answer are those of the probability exp(mean log-prob per token). TRL's cross entropy also includes
     the prompts.
@@ -124,8 +122,7 @@ class Kto(WithReference):
 
 
 class ApoZeroLabels(WithReference):
-    """APO-zero for single answers: raise the gain of good answers and lower that of bad ones, without a reference
-    point."""
+    """APO-zero for single answers: raise the gain of good answers, and lower the gain of bad ones."""
 
     paper: ClassVar[str] = (
         "Anchored Preference Optimization (D'Oosterlinck et al. 2024), eq. 7, for single answers as in TRL"

@@ -87,8 +87,7 @@ class Preference(Plugin):
 
 
 class WithReference(Preference):
-    """Base of losses with reward beta * gain, where gain is the answer's log-prob minus that of the initial
-    weights."""
+    """Base of losses with reward beta * gain; gain is the log-prob minus that of the initial weights."""
 
     beta: Beta = 0.1
     """Reward per nat of gain. A larger value keeps the model closer to its initial weights."""
