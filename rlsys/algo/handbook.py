@@ -9,9 +9,9 @@ from rlsys.algo.registry import KINDS
 INTRO = """# Algorithms
 
 `python -m rlsys.algo.handbook > docs/algorithms.md` generates this file from the plug-ins. `rlsys algo show NAME`
-the section of one plug-in. Each method has a recipe in `configs/algorithms/`. For `rlsys sft` ([sft.md](sft.md)),
-recipes of losses on pairs of answers are in `configs/preferences/`, and recipes of other losses in
-`configs/imitation/`.
+prints the section of one plug-in. Each method has a recipe in `configs/algorithms/`. For `rlsys sft`
+([sft.md](sft.md)), recipes of losses on pairs of answers are in `configs/preferences/`, and recipes of other losses
+are in `configs/imitation/`.
 
 An algorithm consists of plug-ins, one kind for each decision. In the config:
 
@@ -33,10 +33,10 @@ In Python: `rlsys.algo.build("loss", "clip", clip_low=0.2)`.
 ## Custom plug-ins
 
 A plug-in is a function with the signature of its kind, or a subclass of the kind's base class (the table `KINDS` in
-`rlsys/algo/registry.py`). Name it in the config by its file or import path, and test it with `rlsys algo check
-path/to/file.py:name --kind loss`. `examples/own_loss.py` is an example of a loss. A built-in plug-in needs a line in
-the table of `rlsys/algo/registry.py`, a recipe in `configs/algorithms/` and a unit test with numbers computed by
-hand.
+`rlsys/algo/registry.py`). Name it in the config by its file or import path, and test it with
+`rlsys algo check path/to/file.py:name --kind loss`. `examples/own_loss.py` is an example of a loss. A built-in
+plug-in needs a line in the table of `rlsys/algo/registry.py`, a recipe in `configs/algorithms/` and a unit test with
+numbers computed by hand.
 
 `evidence` is the source of a formula: {evidence}. Every built-in plug-in has one; for custom plug-ins the default is
 `own`. A run that uses a method with evidence `N` or `A` reports this at its start.

@@ -43,11 +43,11 @@ class Timesteps(NamedTuple):
     """Timesteps of the trained tokens.
 
     Attributes:
-        index: Timestep of each trained token, `[n]`.
+        step: Timestep of each trained token, `[n]`.
         is_first: Whether the token is the first of its timestep, `[n]` bool.
     """
 
-    index: Tensor
+    step: Tensor
     is_first: Tensor
 
 
@@ -136,7 +136,7 @@ class Gae(Advantage):
         steps, keep = timesteps(part, self.timestep), part.keep
         values = part.signal("values").detach()[keep][steps.is_first]
         ids = part.ids[keep][steps.is_first]
-        step_rewards = sum_by(rewards[keep], steps.index, len(ids))
+        step_rewards = sum_by(rewards[keep], steps.step, len(ids))
         lam = self._lambda(ids, part.sequences).to(values)
         estimates = target_estimates = gae(step_rewards, values, ids, self.gamma, lam)
         if self.critic_lam is not None:
@@ -144,7 +144,7 @@ class Gae(Advantage):
 
         def to_tokens(x: Tensor) -> Tensor:
             """Return for each token the entry of its timestep in `x` `[K]`, as `[T]`."""
-            return torch.zeros_like(part.mu).masked_scatter(keep, x[steps.index])
+            return torch.zeros_like(part.mu).masked_scatter(keep, x[steps.step])
 
         return to_tokens(estimates), to_tokens(target_estimates + values)
 
