@@ -39,6 +39,11 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def _check(rewards: Tensor, group_ids: Tensor) -> None:
+    """Check that both tensors are `[N]`, and that rewards have a floating-point type.
+
+    Raises:
+        ValueError: they are not.
+    """
     if rewards.shape != group_ids.shape or rewards.dim() != 1:
         raise ValueError(
             f"rewards have shape {tuple(rewards.shape)}, group_ids {tuple(group_ids.shape)}; expected both to be [N]"

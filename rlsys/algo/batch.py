@@ -70,7 +70,7 @@ class Samples:
             raise ValueError(f"rewards = {self.rewards!r:.80}: expected a tensor of shape [N] or [N, R]")
         check_floating("rewards", self.rewards)
         if self.group_ids.dim() != 1:
-            raise ValueError(f"group_ids has shape {tuple(self.group_ids.shape)}, expected [N]")
+            raise ValueError(f"group_ids has shape {tuple(self.group_ids.shape)}; expected [N]")
         n = len(self.rewards)
         for column in fields(self):
             value = getattr(self, column.name)
@@ -83,6 +83,7 @@ class Samples:
             object.__setattr__(self, "rewards", torch.stack(columns, 1).view_as(self.rewards))
 
     def _merged(self, rewards: Tensor, scale: Tensor) -> Tensor:
+        """Return rewards `[N]` in which rewards of a group that are equal up to rounding are equal."""
         return merge_close(rewards, self.group_ids, scale, REWARD_TOLERANCE)
 
     def __len__(self) -> int:
@@ -234,6 +235,7 @@ class Batch:
 
     @property
     def sequences(self) -> int:
+        """Number of sequences, S."""
         return len(self.cu_seqlens) - 1
 
     @cached_property

@@ -105,6 +105,7 @@ def find(name: str) -> list[Entry]:
 
 
 def _entry(kind: str, name: str, path: str) -> Entry:
+    """Return the description of the plug-in at an import path."""
     plugin: Any = load(kind, path)
     doc = inspect.cleandoc(plugin.__doc__ or "")
     return Entry(
@@ -129,6 +130,7 @@ def _entry(kind: str, name: str, path: str) -> Entry:
 
 
 def _is_sections(default: Any) -> TypeGuard[list[BaseModel]]:
+    """Return whether the default of a field is a list of config sections."""
     return isinstance(default, list) and any(isinstance(item, BaseModel) for item in default)
 
 
@@ -141,6 +143,7 @@ def _sections(entry: Entry) -> Iterator[str]:
 
 
 def _type_name(annotation: Any) -> str:
+    """Return the name of a type as in Python, without module names."""
     if get_origin(annotation) is Annotated:  # _bounds describes the metadata
         return _type_name(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):

@@ -55,10 +55,12 @@ class View:
 
     @property
     def keep(self) -> Tensor:
+        """Mask of the trained tokens, `[T]` bool."""
         return self.batch.keep
 
     @property
     def advantages(self) -> Tensor:
+        """Advantages of the tokens, `[T]`."""
         return self.batch.signal("advantages")
 
     @cached_property
@@ -68,6 +70,7 @@ class View:
 
     @cached_property
     def ratio(self) -> Tensor:
+        """exp(logp - anchor), `[T]`; 1 where masked."""
         return self.log_ratio.exp()
 
     @cached_property

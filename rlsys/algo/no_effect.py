@@ -56,7 +56,8 @@ def warnings(config: Config, plugins: Mapping[str, Sequence[Any]]) -> list[str]:
         *_replay_warnings(config),
         *_loss_warnings(plugins["loss"], plugins["corrections"]),
         *_advantage_warnings(plugins),
-        *_correction_warnings(plugins),
+        *_correction_warnings(plugins["corrections"]),
+        *_policy_loss_warnings(plugins),
         *_critic_warnings(config),
         *_exact_token_warnings(plugins["corrections"]),
     ]
@@ -81,6 +82,7 @@ def _anchor_warnings(config: Config, losses: Sequence[Loss]) -> Iterator[str]:
 
 
 def _uses_anchor(term: Loss) -> bool:
+    """Return whether a loss term reads logp - anchor."""
     return term.ratio or term.reads_anchor
 
 
@@ -132,11 +134,15 @@ def _advantage_warnings(plugins: Mapping[str, Sequence[Any]]) -> Iterator[str]:
             )
 
 
-def _correction_warnings(plugins: Mapping[str, Sequence[Any]]) -> Iterator[str]:
-    """Yield a line for corrections with the same factor, and for plug-ins of a policy loss that is missing."""
-    weighting = [correction for correction in plugins["corrections"] if correction.weighs]
+def _correction_warnings(corrections: Sequence[Any]) -> Iterator[str]:
+    """Yield a line if several corrections multiply by the same factor."""
+    weighting = [correction for correction in corrections if correction.weighs]
     if len(weighting) > 1:
         yield f"algo.corrections ({_names(weighting)}) multiply by exp(anchor - mu) more than once; name one"
+
+
+def _policy_loss_warnings(plugins: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    """Yield a line for plug-ins that have an effect only on a policy loss, if there is none."""
     if any(term.policy for term in plugins["loss"]):
         return
     selecting = [
@@ -162,6 +168,7 @@ def _critic_warnings(config: Config) -> Iterator[str]:
 
 
 def _names(plugins: Iterable[Any]) -> str:
+    """Return the class names of plug-ins, separated by commas."""
     return ", ".join(type(plugin).__name__ for plugin in plugins)
 
 

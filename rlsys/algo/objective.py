@@ -590,6 +590,7 @@ class Objective:
             hook.load_totals(totals.get(hook.prefix, {}))
 
     def _keyed_plugins(self) -> list[tuple[str, Plugin]]:
+        """Return the plug-ins with their keys in the state."""
         return [(f"{i}.{type(plugin).__name__}", plugin) for i, plugin in enumerate(self.plugins)]
 
 

@@ -111,6 +111,7 @@ def _first_fit(
     size = model_size(hf)
 
     def sections_of(candidate: Candidate) -> Sections:
+        """Return the values of a layout without the KV pool."""
         return _sections(model, hf, size, candidate, gpus, machine.memory)
 
     fit = first_fit(hf, gpus, machine, lambda candidate: _config(sections_of(candidate), data))

@@ -424,6 +424,7 @@ class SimulatedSession:
 
     @asynccontextmanager
     async def _send(self, url: str, body: dict[str, Any]) -> AsyncIterator[_Answer]:
+        """Send a request to the engine at `url`; yield the response."""
         parts = urlsplit(url)
         engine = self._engines[f"{parts.scheme}://{parts.netloc}"]
         await asyncio.sleep(_ANSWER_SECONDS)
@@ -434,4 +435,5 @@ class SimulatedSession:
 
 
 async def _single_chunk(text: str) -> AsyncIterator[bytes]:
+    """Yield a text as the only chunk of a response."""
     yield text.encode()

@@ -140,6 +140,11 @@ class DistillPolicyGradient(Loss):
 
 
 def _divergence_of(view: View, term: str) -> Tensor:
+    """Return the divergence from the teacher, `[T]`.
+
+    Raises:
+        ValueError: it is not set; the message names the loss term.
+    """
     if view.divergence is None:
         raise ValueError(
             f"divergence = None; expected the teacher's divergence, which the loss term '{term}' needs"

@@ -48,6 +48,7 @@ class Fapo(GroupReward):
         return list(await asyncio.gather(*(self._score(prompt, r, judge) for r in responses)))
 
     async def _score(self, prompt: str, response: Response, judge: Judge) -> float | None:
+        """Return the reward of a response; None if it cannot be judged."""
         if response.reward is None:
             return None
         if response.reward <= self.correct:
@@ -58,6 +59,11 @@ class Fapo(GroupReward):
         return 1.0 if step == -1 else 1.0 - self.penalty
 
     def _question(self, prompt: str, response: Response) -> str:
+        """Return the judge's prompt for a response.
+
+        Raises:
+            ValueError: the prompt needs a correct answer that the data does not have.
+        """
         question = self.question
         if "{key}" in question and response.key is None:
             raise ValueError(

@@ -63,6 +63,7 @@ class Answers:
         return values[self._ordered_indices(~self.liked)]
 
     def _ordered_indices(self, selection: Tensor) -> Tensor:
+        """Return the indices where `selection` `[S]` bool is true, ordered by pair."""
         indices = selection.nonzero().flatten()
         return indices[self.pair[indices].argsort()]
 
