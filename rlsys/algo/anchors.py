@@ -12,7 +12,7 @@ from rlsys.config.algo import Anchor
 CURRENT = frozenset({"old", "current", "behaviour", "entropy", "values", "sum_pi_squared", "divergence"})
 """Signals that one forward pass with the current weights provides."""
 PASSES = CURRENT | {"ewma", "ref"}
-"""Signals that forward passes of the trainer provide; each is a field of Batch."""
+"""Signals that forward passes of the trainer provide."""
 
 AnyAnchor = Anchor | Literal["current"]
 """An objective without a ratio has the anchor `current`, the policy itself. Its corrections use exp(logp - mu)."""

@@ -176,7 +176,7 @@ def _rewards(samples: Sequence[Sample]) -> Tensor:
 class Batch:
     """Packed sequences of one rank. A sample may have several sequences, possibly on different ranks.
 
-    Log-prob passes set the optional fields from `old` to `divergence`, `[T]` each. The objective sets the others.
+    Log-prob passes set the optional fields from `old` to `sum_pi_squared`, `[T]` each. The objective sets the others.
     """
 
     tokens: Tensor  # [T] int64

@@ -13,10 +13,10 @@ from rlsys.algo.segments import group_std
 
 
 class Gpg(Advantage):
-    """alpha (R - mean) / f_norm, where alpha compensates for groups without a gradient. Use it with `loss:
-    [reinforce]`.
+    """alpha (R - mean) / f_norm, where alpha compensates for groups without a gradient.
 
-    alpha is the number B of samples of the step divided by the number of counted samples:
+    Use it with `loss: [reinforce]`. alpha is the number B of samples of the step divided by the number of counted
+    samples:
     - `counts: mixed` (the authors): samples in groups whose rewards differ. The authors also sample groups until
       there are beta_th B such samples, with beta_th from 0.4 to 0.6; in rlsys, `planners: [dapo]` replaces groups of
       equal rewards.
