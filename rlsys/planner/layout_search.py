@@ -114,8 +114,8 @@ def _trainer_layouts(hf: HFConfig, gpus: int) -> Iterator[Candidate]:
     within_node = [n for n in powers if n <= per_node]
     ep_sizes = [1]
     if hf.experts:
-        ordered = [*reversed(within_node), *powers[len(within_node) :]]
-        ep_sizes = [n for n in ordered if hf.experts % n == 0]
+        all_sizes = [*reversed(within_node), *powers[len(within_node) :]]
+        ep_sizes = [n for n in all_sizes if hf.experts % n == 0]
     for offload in (0.0, 1.0):
         for product in [n for n in powers if gpus % n == 0]:
             for tp in reversed([n for n in within_node if n <= product]):

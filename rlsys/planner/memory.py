@@ -457,15 +457,15 @@ def _activations(config: Config, size: ModelSize, stage: int, layers: int, moe: 
         layer += _NORM_BYTES * size.hidden * (1 if config.trainer.lora else 2)
     dispatched = _DISPATCHED_BYTES * size.experts_per_token * size.hidden if moe else 0
     if "layer" in config.trainer.recompute:  # layers store their inputs, and one layer at a time everything
-        stored, working = in_flight * 2 * size.hidden, layer + dispatched
+        stored_units, working = in_flight * 2 * size.hidden, layer + dispatched
     else:
-        stored, working = in_flight * layer, dispatched
+        stored_units, working = in_flight * layer, dispatched
     scale = value_bytes(config) / 2
     if stage < p.pp - 1:
-        return tokens * scale * (stored + working)
+        return tokens * scale * (stored_units + working)
     # Logits are freed before the last layer is recomputed. A scoring pass stores no layers.
     training, scoring = _output_layer(config, size)
-    return max(tokens * scale * stored + max(tokens * scale * working, training), scoring)
+    return max(tokens * scale * stored_units + max(tokens * scale * working, training), scoring)
 
 
 def _output_layer(config: Config, size: ModelSize) -> tuple[float, float]:
@@ -637,17 +637,17 @@ def size_warnings(config: Config, hf: HFConfig) -> list[str]:
     """
     warnings = []
     pool_tokens = budget(config, model_size(hf)).pool_tokens
-    held, in_flight = samples_held(config, pool_tokens), engine_samples(config)
+    held_samples, in_flight = samples_held(config, pool_tokens), engine_samples(config)
     limit, capacity = config.max_running_requests, _pool_samples(config, pool_tokens)
     if config.slots > config.engine.writers * limit and capacity > limit:
         warnings.append(
             f"{config.slots} samples are in flight, but the engines decode {config.engine.writers * limit} at once; "
             f"the KV pool of an engine would hold {capacity}"
         )
-    if held < in_flight:
+    if held_samples < in_flight:
         warnings.append(
-            f"the KV pool of an engine holds about {held} responses of a long-tailed length distribution; expected "
-            f"{in_flight}, the number of its samples in flight"
+            f"the KV pool of an engine holds about {held_samples} responses of a long-tailed length distribution; "
+            f"expected {in_flight}, the number of its samples in flight"
         )
     return warnings
 

@@ -273,18 +273,18 @@ def _add_pool(sections: Sections, config: Config, size: ModelSize) -> None:
         size: the model.
     """
     in_flight = engine_samples(config)
-    held = max(1, samples_held(config, budget(config, size).pool_tokens))
+    held_samples = max(1, samples_held(config, budget(config, size).pool_tokens))
     if config.launch.gpus_per_node:
-        engine = config.engine.model_copy(update={"max_running_requests": held})  # fewer CUDA graphs
+        engine = config.engine.model_copy(update={"max_running_requests": held_samples})  # fewer CUDA graphs
         b = budget(config.model_copy(update={"engine": engine}), size)
         sections["engine"]["memory_fraction"] = Value(
             config.engine.memory_fraction,
             f"leaves {b.kv_pool / GB:.3g} GB per GPU, {b.pool_tokens} tokens, to the KV pool",
         )
     sections["engine"]["max_running_requests"] = Value(
-        held,
+        held_samples,
         f"of {in_flight} samples in flight, as many as the pool holds with long-tailed response lengths"
-        if held < in_flight
+        if held_samples < in_flight
         else "all samples in flight",
     )
 

@@ -114,8 +114,8 @@ class D3S(Selector):
             return table_sum(counts, [part.rows for part in parts], len(samples), reduce).cpu()
 
         packed = count_by_row([part.keep for part in parts])
-        counted = count_by_row([part.counted_tokens for part in parts])
-        tokens = torch.where(packed > 0, counted, samples.lengths.cpu().double())
+        counted_tokens = count_by_row([part.counted_tokens for part in parts])
+        tokens = torch.where(packed > 0, counted_tokens, samples.lengths.cpu().double())
         return float(tokens[samples.column("selected").cpu()].sum())
 
     def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:

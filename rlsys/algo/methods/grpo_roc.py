@@ -74,7 +74,7 @@ class GrpoRoc(Selector):
             total: number of selected samples.
         """
         proportional = round(total * successes / (successes + failures))
-        fewest = min(self.least, successes)
-        most = total - min(self.least, failures)
-        bounded = max(min(proportional, most), fewest)
+        min_successes = min(self.least, successes)
+        max_successes = total - min(self.least, failures)
+        bounded = max(min(proportional, max_successes), min_successes)
         return min(max(bounded, total - failures), successes)

@@ -42,9 +42,13 @@ class TopEntropy(Selector):
 
     def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
         entropies = [(part.masked(part.signal("entropy").detach()) / GRID).round() * GRID for part in parts]
-        counted = [entropy[part.counted_tokens] for entropy, part in zip(entropies, parts, strict=True)]
-        local_count = float(sum(len(values) for values in counted))
+        counted_entropies = [
+            entropy[part.counted_tokens] for entropy, part in zip(entropies, parts, strict=True)
+        ]
+        local_count = float(sum(len(values) for values in counted_entropies))
         count = reduce(torch.tensor(local_count, dtype=torch.float64, device=parts[0].mu.device))
         dropped = math.ceil((1 - self.share) * (float(count) - 1) - 1e-9)
-        bound = threshold(counted, lambda edges, counts, sums: counts <= dropped, -1.0, MAX_ENTROPY, reduce)
+        bound = threshold(
+            counted_entropies, lambda edges, counts, sums: counts <= dropped, -1.0, MAX_ENTROPY, reduce
+        )
         return [(entropy > bound).to(entropy) for entropy in entropies]
