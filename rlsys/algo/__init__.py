@@ -1,7 +1,7 @@
-"""The algorithms: pure plug-ins, each named by a short name or an import path, all built by `build`.
+"""Algorithms as plug-ins without I/O. `build` makes a plug-in from its short name or import path.
 
-Importing this package imports no torch: the rollout process builds planners, prompt choosers and group rewards
-with it. Tensor plug-ins import torch when they are built.
+Importing this package imports no torch, because the rollout process builds planners, prompt choosers and group
+rewards with it. A plug-in on tensors imports torch when it is built.
 """
 
 from rlsys.algo.registry import build, check

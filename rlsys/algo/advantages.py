@@ -1,7 +1,8 @@
-"""Advantage estimators over groups: rewards of complete groups -> one advantage per sample.
+"""Advantage estimators: map the rewards of complete groups to one advantage per sample.
 
-Shapes: N samples, R rewards each, G groups, T tokens. `group_ids` `[N]` says which samples share a prompt (any
-integers, any order). The pure functions are the formulas; the classes below them are the plug-ins.
+Shapes: N samples, R rewards per sample, T tokens. Samples of one group have the same value in `group_ids` `[N]`, any
+integer in any order. mean_g and std_g are over the samples of a group. The functions are the formulas, and the
+classes are the plug-ins.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ Eps = Annotated[float, Field(ge=0)]
 
 
 def grpo(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
-    """Compute (R - mean_g) / (std_g + eps), std with n - 1 (GRPO, DeepSeekMath, section 4.1).
+    """Compute (R - mean_g) / (std_g + eps), `[N]` (GRPO, DeepSeekMath, section 4.1).
 
-    The advantage is 0 if all rewards of the group are equal up to rounding.
+    std_g divides by n - 1. The advantage is 0 if all rewards of the group are equal up to rounding.
     """
     _check(rewards, group_ids)
     rewards = merge_close(rewards, group_ids, rewards.abs(), REWARD_TOLERANCE)
@@ -32,12 +33,17 @@ def grpo(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Compute R - mean_g without division by the deviation (Dr. GRPO, section 3)."""
+    """Compute R - mean_g, `[N]`, without division by the standard deviation (Dr. GRPO, section 3)."""
     _check(rewards, group_ids)
     return rewards - group_mean(rewards, group_ids)
 
 
 def _check(rewards: Tensor, group_ids: Tensor) -> None:
+    """Check that both tensors are `[N]`, and that rewards have a floating-point type.
+
+    Raises:
+        ValueError: they are not.
+    """
     if rewards.shape != group_ids.shape or rewards.dim() != 1:
         raise ValueError(
             f"rewards have shape {tuple(rewards.shape)}, group_ids {tuple(group_ids.shape)}; expected both to be [N]"
@@ -46,19 +52,22 @@ def _check(rewards: Tensor, group_ids: Tensor) -> None:
 
 
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Compute R_i - mean of the *other* rewards of its group = n / (n - 1) (R_i - mean_g); 0 in a group of one."""
+    """Compute each reward minus the mean of the other rewards of its group, `[N]`.
+
+    This is n / (n - 1) (R - mean_g) in a group of n samples, and 0 in a group of one.
+    """
     index, sizes = group_index(group_ids)
     n = sizes[index].to(rewards.dtype)
     return dr_grpo(rewards, group_ids) * n / (n - 1).clamp(min=1)
 
 
 def deviation(values: Tensor) -> Tensor:
-    """Return the standard deviation of `[N]` with n - 1; 0 for a single value."""
+    """Return the standard deviation of `values` `[N]`, with divisor n - 1; 0 for a single value."""
     return values.std() if len(values) > 1 else values.new_zeros(())
 
 
 def whiten(values: Tensor, eps: float = 1e-6) -> Tensor:
-    """Compute (x - mean) / (std + eps) over all of `[N]`, std with n - 1.
+    """Compute (x - mean) / (std + eps), `[N]`, with mean and std (divisor n - 1) over all values.
 
     The result is 0 for a single value, and if all values are equal up to rounding.
     """
@@ -69,16 +78,15 @@ def whiten(values: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 class Advantage(Plugin):
-    """Rewards of complete groups -> an advantage per sample, spread over its tokens."""
+    """Base of advantage estimators: map the rewards of complete groups to advantages of samples and tokens."""
 
     group_local: ClassVar[bool] = True
     """Whether a group's advantages depend on that group alone."""
     compares: ClassVar[bool] = False
-    """Whether it compares the samples of a group, so that a group of one sample has no advantage."""
+    """Whether the estimator compares the samples of a group. The advantage in a group of one sample is then 0."""
 
     of_samples: ClassVar[bool] = True
-    """Whether `__call__` returns advantages of samples; if not, it returns rewards, from which `per_token` computes
-    advantages."""
+    """Whether `__call__` returns advantages. If not, it returns rewards, and `per_token` computes advantages."""
 
     @property
     def of_turns(self) -> bool:
@@ -92,7 +100,16 @@ class Advantage(Plugin):
     def per_token(
         self, advantages: Tensor, samples: Samples, parts: Sequence[Batch], reduce: Reduce
     ) -> list[Tensor]:
-        """Return `[T]` for each packed batch of this rank: by default each token gets its sample's advantage."""
+        """Return the advantages of tokens, `[T]` for each packed batch.
+
+        By default, a token has the advantage of its sample.
+
+        Args:
+            advantages: result of `__call__`, `[N]`.
+            samples: the sample table of the step.
+            parts: packed batches of this rank.
+            reduce: sum over ranks, for statistics over all tokens of the step.
+        """
         return [part.masked(part.expand(advantages)) for part in parts]
 
     @classmethod
@@ -102,7 +119,7 @@ class Advantage(Plugin):
 
 
 class Grpo(Advantage):
-    """(R - mean) / (std + eps) within the group. 0 for groups of one reward."""
+    """(R - mean) / (std + eps) within the group; 0 if all rewards of the group are equal."""
 
     paper: ClassVar[str] = "DeepSeekMath (GRPO), section 4.1"
     evidence: ClassVar[str] = "R"
@@ -115,9 +132,10 @@ class Grpo(Advantage):
 
 
 class DrGrpo(Advantage):
-    """R - mean within the group, without division by the deviation, which would amplify hard and easy prompts.
+    """R - mean within the group, without division by the standard deviation.
 
-    Dr. GRPO also divides the loss by a constant instead of the lengths: `reducer: constant`.
+    The division would give more weight to prompts that are nearly always or nearly never solved. Dr. GRPO also
+    divides the loss by a constant length instead of the responses' lengths: `reducer: constant`.
     """
 
     paper: ClassVar[str] = "Understanding R1-Zero-like training (Dr. GRPO), section 3"
@@ -129,7 +147,7 @@ class DrGrpo(Advantage):
 
 
 class Rloo(Advantage):
-    """R minus the mean reward of the other samples of its group."""
+    """A sample's reward minus the mean reward of the other samples of its group."""
 
     paper: ClassVar[str] = "Back to basics: REINFORCE leave-one-out (Ahmadian et al. 2024)"
     evidence: ClassVar[str] = "R"

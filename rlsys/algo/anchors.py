@@ -1,4 +1,7 @@
-"""Anchors of ratios, `algo.anchor`, and the log-probs that they need; Objective.anchor_of returns the value."""
+"""Anchors of the policy's probability ratios (`algo.anchor`), and the signals that each anchor needs.
+
+Objective.anchor_of computes the log-probs of an anchor.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,10 @@ from rlsys.config.algo import Anchor
 CURRENT = frozenset({"old", "current", "behaviour", "entropy", "values", "sum_pi_squared", "divergence"})
 """Signals that one forward pass with the current weights provides."""
 PASSES = CURRENT | {"ewma", "ref"}
-"""Signals from forward passes of the trainer, as fields of Batch."""
+"""Signals that forward passes of the trainer provide."""
 
 AnyAnchor = Anchor | Literal["current"]
-"""`current`, the policy itself, is the anchor of an objective without a ratio: corrections then use exp(logp -
-mu)."""
+"""An objective without a ratio has the anchor `current`, the policy itself. Its corrections use exp(logp - mu)."""
 
 ANCHOR_NEEDS: dict[str, frozenset[str]] = {
     "mu": frozenset(),
@@ -24,4 +26,5 @@ ANCHOR_NEEDS: dict[str, frozenset[str]] = {
     "ewma": frozenset({"ewma"}),
 }
 MOVING = frozenset({"interpolated", "current"})
-"""Anchors that change with the current policy. A plug-in that reads them before the loss call needs `current`."""
+"""Anchors that depend on the current weights. A plug-in that reads such an anchor before the loss call needs the
+signal `current`."""

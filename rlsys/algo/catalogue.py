@@ -40,7 +40,7 @@ STAGES = {
     "imitation": "rlsys sft",
     "preference": "rlsys sft",
 }
-"""Kind -> stage at which its plug-ins act: before the trainer (generate, filter, control, replay), or in it."""
+"""Kind -> stage at which its plug-ins act."""
 OTHER_STAGES = {
     ("prompt", "prompt_augmentation"): "generate",
     ("planner", "dapo"): "filter",
@@ -54,16 +54,28 @@ OTHER_STAGES = {
     ("hook", "ewma"): "correction",
     ("hook", "sync_ref"): "policy loss",
 }
-"""Plug-ins whose stage differs from that of their kind."""
+"""(kind, name) -> stage of a plug-in that acts at another stage than its kind."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Description of one plug-in. `fields` are (name, type and limits, default, description)."""
+    """Description of one plug-in.
+
+    Attributes:
+        kind: Key of KINDS.
+        name: Short name.
+        summary: First line of `doc`.
+        doc: Docstring of the class.
+        paper: Publication of the method; empty if there is none.
+        evidence: Key of EVIDENCE.
+        stage: Stage at which the plug-in acts.
+        needs: Names of the required signals, sorted.
+        fields: Name, type with limits, default and description of each parameter.
+    """
 
     kind: str
     name: str
-    line: str
+    summary: str
     doc: str
     paper: str
     evidence: str
@@ -73,12 +85,12 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """Return all built-in plug-ins, by kind in the order in which a sample passes them."""
+    """Return all built-in plug-ins, ordered by kind as in KINDS."""
     return [_entry(kind, name, path) for kind in KINDS for name, path in TABLE[kind].items()]
 
 
 def find(name: str) -> list[Entry]:
-    """Return the plug-ins with this short name, at most one per kind.
+    """Return the built-in plug-ins with this short name, at most one per kind.
 
     Raises:
         UserError: no plug-in has the name.
@@ -93,12 +105,13 @@ def find(name: str) -> list[Entry]:
 
 
 def _entry(kind: str, name: str, path: str) -> Entry:
+    """Return the description of the plug-in at an import path."""
     plugin: Any = load(kind, path)
     doc = inspect.cleandoc(plugin.__doc__ or "")
     return Entry(
         kind=kind,
         name=name,
-        line=doc.splitlines()[0],
+        summary=doc.splitlines()[0],
         doc=doc,
         paper=plugin.paper,
         evidence=evidence_of(plugin),
@@ -117,11 +130,12 @@ def _entry(kind: str, name: str, path: str) -> Entry:
 
 
 def _is_sections(default: Any) -> TypeGuard[list[BaseModel]]:
+    """Return whether the default of a field is a list of config sections."""
     return isinstance(default, list) and any(isinstance(item, BaseModel) for item in default)
 
 
 def _sections(entry: Entry) -> Iterator[str]:
-    """Yield the plug-in's defaults that are lists of sections, as YAML for a config."""
+    """Yield each default of the plug-in that is a list of config sections, as YAML."""
     for name, info in load(entry.kind, TABLE[entry.kind][entry.name]).model_fields.items():
         if _is_sections(info.default):
             plain = [section.model_dump(mode="json", exclude_defaults=True) for section in info.default]
@@ -129,7 +143,8 @@ def _sections(entry: Entry) -> Iterator[str]:
 
 
 def _type_name(annotation: Any) -> str:
-    if get_origin(annotation) is Annotated:  # its bounds are for the check
+    """Return the name of a type as in Python, without module names."""
+    if get_origin(annotation) is Annotated:  # _bounds describes the metadata
         return _type_name(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
         return " | ".join(map(_type_name, get_args(annotation)))
@@ -142,7 +157,10 @@ def _type_name(annotation: Any) -> str:
 
 
 def _bounds(annotation: Any) -> Iterator[str]:
-    """Describe the bounds of a field, or of a part of its type: `int | None` may bound its `int`."""
+    """Yield a phrase for each bound of a field, for example "at least 0".
+
+    Bounds may be in a part of the field's type, for example in the `int` of `int | None`.
+    """
     if isinstance(annotation, FieldInfo):
         for limit in annotation.metadata:
             for name, phrase in _LIMITS.items():
@@ -155,12 +173,12 @@ def _bounds(annotation: Any) -> Iterator[str]:
 
 
 def render_list() -> str:
-    """Return the list of all plug-ins: one line each, then its source and parameters."""
+    """Return the list of all plug-ins: for each, a line with name and summary, its source, and its parameters."""
     lines = []
     for kind, (_, purpose) in KINDS.items():
         lines.append(f"{kind}: {purpose}")
         for entry in (e for e in entries() if e.kind == kind):
-            lines.append(f"  {entry.name:22} {entry.line}")
+            lines.append(f"  {entry.name:22} {entry.summary}")
             source = f"{entry.paper} [{entry.evidence}]" if entry.paper else f"[{entry.evidence}]"
             lines.append(f"  {'':22} {source}")
             if entry.fields:
@@ -172,7 +190,7 @@ def render_list() -> str:
 
 
 def render_show(name: str) -> str:
-    """Return the description of all plug-ins with this name.
+    """Return the descriptions of the built-in plug-ins with this short name.
 
     Raises:
         UserError: no plug-in has the name.
@@ -191,7 +209,10 @@ def render_show(name: str) -> str:
 
 
 def recipes() -> dict[tuple[str, str], str]:
-    """Return (kind, name) -> recipe in configs/: the recipe with the plug-in's name, else the first that uses it."""
+    """Return the recipe of each plug-in, as (kind, name) -> path below configs/ without suffix.
+
+    It is the recipe with the plug-in's name, or else the first one that uses the plug-in.
+    """
     recipe_of: dict[tuple[str, str], str] = {}
     for path in sorted(RECIPES.glob("*.yaml")):
         section = AlgoSection.model_validate(read_layers(path)["algo"])

@@ -1,8 +1,10 @@
 """Contract test of a user's plug-in: `rlsys algo check`.
 
-The test checks that the plug-in can be built from its parameters, that its results on a synthetic step are finite,
-reproducible and independent of the assignment of sequences to micro-batches and ranks, and that its state can be
-stored as JSON.
+The test checks that
+- the plug-in can be built from its parameters;
+- its results on a synthetic step are finite and reproducible, and do not depend on the division of an update into
+  micro-batches;
+- its state can be stored as JSON.
 """
 
 from __future__ import annotations
@@ -25,16 +27,18 @@ from rlsys.config.algo import Spec
 from rlsys.core.errors import UserError
 
 PIECES = (1, 2, 5, 1000)
-"""Micro-batches of an update; the last exceeds the number of rows: one sequence per micro-batch."""
+"""Numbers of micro-batches of an update that are compared. The last one exceeds the number of sequences, so each
+micro-batch has one sequence."""
 TOLERANCE = 1e-9
-"""Tolerance in float64, relative to the largest compared number. Sums in another order differ by about 1e-15."""
+"""Largest difference in float64, relative to the largest compared number. Sums in another order differ by about
+1e-15."""
 
 
 def check_kind(kind: str) -> str:
-    """Return `kind` if it is a kind of plug-in.
+    """Return `kind`, the value of --kind.
 
     Raises:
-        UserError: it is not.
+        UserError: there is no such kind of plug-in.
     """
     if kind not in KINDS:
         similar_kinds = difflib.get_close_matches(kind.lower(), KINDS, n=1, cutoff=0.5)
@@ -44,10 +48,10 @@ def check_kind(kind: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a built-in plug-in, or of a plug-in class.
+    """Return the kind of the plug-in with this short name or import path.
 
     Raises:
-        UserError: the kind is ambiguous, because the name is a function's or belongs to several kinds.
+        UserError: several kinds have the short name, or the path names a function, which has no kind.
     """
     kinds = [kind for kind, names in TABLE.items() if name in names]
     if len(kinds) > 1:
@@ -60,7 +64,9 @@ def kind_of(name: str) -> str:
     for kind, (base, _) in KINDS.items():
         if isinstance(plugin, type) and issubclass(plugin, load(kind, base)):
             return kind
-    raise UserError(f"{name} is a plain function: give its kind with --kind, one of {', '.join(KINDS)}")
+    raise UserError(
+        f"{name} is a function without a kind: set its kind with --kind, one of {', '.join(KINDS)}"
+    )
 
 
 def check_promises(config: Config, kind: str, name: str) -> Iterator[str]:
@@ -75,9 +81,16 @@ def check_promises(config: Config, kind: str, name: str) -> Iterator[str]:
     Raises:
         UserError: a property does not hold.
     """
-    if kind in ("imitation", "preference"):
-        yield from _check_imitation(name) if kind == "imitation" else _check_preference(name)
-        return
+    if kind == "imitation":
+        yield from _check_imitation(name)
+    elif kind == "preference":
+        yield from _check_preference(name)
+    else:
+        yield from _check_algorithm(config, kind, name)
+
+
+def _check_algorithm(config: Config, kind: str, name: str) -> Iterator[str]:
+    """Check a plug-in of the section `algo`; see check_promises."""
     config, spec = with_plugin(config, kind, name)
     plugin: Plugin = build(kind, name, **spec.params)
     yield _describe_plugin(kind, name, plugin)
@@ -87,64 +100,72 @@ def check_promises(config: Config, kind: str, name: str) -> Iterator[str]:
     if kind in ("prompt", "planner", "group_reward"):
         return
     groups = made_up_groups(config, ())
-    first, *outcomes = (
+    reference, repeated, *divided = (
         made_up_step(Objective(config.algo), groups, pieces) for pieces in (PIECES[0], *PIECES)
     )
     _compare(
-        first,
-        outcomes[0],
+        reference,
+        repeated,
         f"{name} gives different results for the same step; expected no random numbers of its own",
     )
     yield "the same step gives the same numbers"
-    for pieces, outcome in zip(PIECES[1:], outcomes[1:], strict=True):
+    for pieces, outcome in zip(PIECES[1:], divided, strict=True):
         division = f"cut into {pieces} micro-batches" if pieces < PIECES[-1] else "cut into single sequences"
         advice = "compute quantities of all tokens of an update in `prepare`, with its `reduce`"
-        _compare(first, outcome, f"{name} gives another result if an update is {division}: {advice}")
+        _compare(reference, outcome, f"{name} gives another result if an update is {division}: {advice}")
     yield "an update cut into 2 or 5 micro-batches, or into single sequences, gives the same numbers"
 
 
 def _describe_plugin(kind: str, name: str, plugin: Plugin) -> str:
+    """Return a line with the kind, the name, the evidence and the summary of a plug-in."""
     doc_lines = (plugin.__doc__ or "").strip().splitlines()
     summary = doc_lines[0] if doc_lines else "it has no docstring"
     return f"made: {kind} {name}, evidence {evidence_of(type(plugin))}: {summary}"
 
 
 def _check_imitation(name: str) -> Iterator[str]:
+    """Check an imitation loss; see check_promises."""
     loss_fn: Imitation = build("imitation", name)
     yield _describe_plugin("imitation", name, loss_fn)
-    g = torch.Generator().manual_seed(0)
-    logp, chance, expected = -torch.rand(3, 8, generator=g, dtype=torch.float64) * 5
-
-    def loss_and_gradient(order: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute loss and gradient, `[8]`, of eight synthetic tokens in this order."""
-        leaf = logp[order].requires_grad_()
-        losses = loss_fn(Tokens(leaf, chance[order].exp(), expected[order]))
-        if losses.shape != leaf.shape:
-            raise UserError(
-                f"{name} returns losses of shape {list(losses.shape)} for 8 tokens; expected one loss per token"
-            )
-        (gradient,) = torch.autograd.grad(losses.sum(), leaf)
-        return losses.detach(), gradient
-
-    order = torch.tensor([6, 1, 4, 3, 0, 7, 2, 5])
-    (loss, gradient), reordered = loss_and_gradient(torch.arange(8)), loss_and_gradient(order)
+    loss, gradient = _imitation_loss(name, loss_fn, torch.arange(8))
     if not (loss.isfinite().all() and gradient.isfinite().all() and gradient.any()):
         raise UserError(
             f"{name}: for made-up tokens the losses are {loss.tolist()}, the gradient {gradient.tolist()}; expected "
             "finite numbers, and a gradient other than 0"
         )
     yield "runs on made-up tokens: losses and gradient are finite, and the gradient is not 0"
-    if not _close(loss[order], reordered[0]) or not _close(gradient[order], reordered[1]):
+    order = torch.tensor([6, 1, 4, 3, 0, 7, 2, 5])
+    reordered_loss, reordered_gradient = _imitation_loss(name, loss_fn, order)
+    if not _close(loss[order], reordered_loss) or not _close(gradient[order], reordered_gradient):
         raise UserError(
             f"{name}: a token's loss depends on the other tokens of its batch; expected a function of the token alone"
         )
     yield "a token's loss does not depend on other tokens"
 
 
+def _imitation_loss(name: str, loss_fn: Imitation, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the losses of eight synthetic tokens in this order, and their gradient, `[8]` each.
+
+    Raises:
+        UserError: the losses have another shape.
+    """
+    g = torch.Generator().manual_seed(0)
+    logp, chance, expected = -torch.rand(3, 8, generator=g, dtype=torch.float64) * 5
+    leaf = logp[order].requires_grad_()
+    losses = loss_fn(Tokens(leaf, chance[order].exp(), expected[order]))
+    if losses.shape != leaf.shape:
+        raise UserError(
+            f"{name} returns losses of shape {list(losses.shape)} for 8 tokens; expected one loss per token"
+        )
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    return losses.detach(), gradient
+
+
 def _check_preference(name: str) -> Iterator[str]:
+    """Check a preference loss; see check_promises."""
     loss_fn: Preference = build("preference", name)
     yield _describe_plugin("preference", name, loss_fn)
-    loss, gradient = _loss_and_gradient(loss_fn, torch.arange(8))
+    loss, gradient = _preference_loss(loss_fn, torch.arange(8))
     if not (loss.isfinite() and gradient.isfinite().all() and gradient.any()):
         raise UserError(
             f"{name}: for made-up answers the loss is {float(loss):.4g}, its gradient {gradient.tolist()}; expected "
@@ -152,16 +173,16 @@ def _check_preference(name: str) -> Iterator[str]:
         )
     yield "runs on made-up answers: loss and gradient are finite, and the gradient is not 0"
     for order in (torch.arange(8), torch.tensor([6, 1, 4, 3, 0, 7, 2, 5])):
-        reordered = _loss_and_gradient(loss_fn, order)
-        if not _close(loss, reordered[0]) or not _close(gradient[order], reordered[1]):
+        reordered_loss, reordered_gradient = _preference_loss(loss_fn, order)
+        if not _close(loss, reordered_loss) or not _close(gradient[order], reordered_gradient):
             raise UserError(
-                f"{name} gives another result if the answers have the order {order.tolist()}; expected the same"
+                f"{name} gives another result if the answers are reordered to {order.tolist()}; expected no change"
             )
     yield "the same answers give the same numbers in any order"
 
 
-def _loss_and_gradient(loss: Preference, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute loss and gradient, `[8]`, of four synthetic pairs in this order."""
+def _preference_loss(loss: Preference, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the loss of the eight answers of four synthetic pairs in this order, and its gradient, `[8]`."""
     g = torch.Generator().manual_seed(0)
     logp, ref, drift, value = -torch.rand(4, 8, generator=g, dtype=torch.float64)[:, order] * 5
     leaf = (value if "values" in loss.needs() else logp).requires_grad_()
@@ -172,7 +193,10 @@ def _loss_and_gradient(loss: Preference, order: Tensor) -> tuple[Tensor, Tensor]
 
 
 def with_plugin(config: Config, kind: str, name: str) -> tuple[Config, Spec]:
-    """Return the config with this plug-in in the field of its kind, and its spec."""
+    """Return the config with this plug-in in the field of its kind, and the plug-in's entry.
+
+    If the config already has the plug-in, it is returned as it is.
+    """
     field = next(field for field, field_kind in SECTION_KINDS.items() if field_kind == kind)
     value = getattr(config.algo, field)
     for spec in value if isinstance(value, list) else [] if value is None else [value]:
@@ -185,17 +209,29 @@ def with_plugin(config: Config, kind: str, name: str) -> tuple[Config, Spec]:
     return Config.model_validate(data), Spec(name=name)
 
 
-def _compare(a: Outcome, b: Outcome, message: str) -> None:
-    if a.metrics.keys() != b.metrics.keys() or a.gradients.keys() != b.gradients.keys():
-        raise UserError(f"{message} (other metrics or other samples)")
-    for row, expected in a.gradients.items():
-        if not _close(expected, b.gradients[row]):
+def _compare(expected: Outcome, outcome: Outcome, message: str) -> None:
+    """Check that two outcomes are equal up to TOLERANCE.
+
+    Raises:
+        UserError: they differ; the text is `message` with the first difference.
+    """
+    if expected.metrics.keys() != outcome.metrics.keys():
+        raise UserError(
+            f"{message} (names of metrics: {sorted(expected.metrics.keys() ^ outcome.metrics.keys())})"
+        )
+    if expected.gradients.keys() != outcome.gradients.keys():
+        raise UserError(
+            f"{message} (trained samples: {sorted(expected.gradients.keys() ^ outcome.gradients.keys())})"
+        )
+    for row, gradient in expected.gradients.items():
+        if not _close(gradient, outcome.gradients[row]):
             raise UserError(f"{message} (the gradient of sample {row})")
-    for name, value in a.metrics.items():
-        if not _close(torch.tensor(value), torch.tensor(b.metrics[name])):
-            raise UserError(f"{message} ({name} = {value:.10g} and {b.metrics[name]:.10g})")
+    for name, value in expected.metrics.items():
+        if not _close(torch.tensor(value), torch.tensor(outcome.metrics[name])):
+            raise UserError(f"{message} ({name} = {value:.10g} and {outcome.metrics[name]:.10g})")
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same shape, and values that are equal up to TOLERANCE."""
     scale = float(torch.maximum(a.abs().max(), b.abs().max())) if a.numel() else 0.0
     return a.shape == b.shape and torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True)

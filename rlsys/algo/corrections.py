@@ -1,8 +1,10 @@
-"""Corrections for tokens that another policy sampled: weights and rejections, kept separate. All detached.
+"""Corrections for tokens that another policy sampled: weights and rejections.
 
-rho = exp(anchor - mu): the probability ratio of the anchor to the policy that sampled the token; for a term without a
-ratio to the anchor, exp(logp - mu) of the current policy (Loss.ratio). A weight multiplies the policy's loss; a
-rejection removes a token from it. Neither changes the denominator.
+A weight multiplies a token's policy loss; a rejection removes the token from it. Neither has a gradient, and neither
+changes the denominator. Most corrections are functions of rho, the token's probability under a policy divided by its
+probability under the policy that sampled it:
+- rho = exp(anchor - mu) for a loss term with a ratio to the anchor;
+- rho = exp(logp - mu) of the current policy for a loss term without a ratio (Loss.ratio).
 """
 
 from __future__ import annotations
@@ -24,23 +26,24 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class Correction(NamedTuple):
-    """Factors `weight` `[T]` of the loss, and mask `keep` `[T]` bool of the tokens that are not rejected."""
+    """Correction of each token: its factor `weight` `[T]`, and `keep` `[T]` bool, false if it is rejected."""
 
     weight: Tensor
     keep: Tensor
 
 
 class CorrectionPlugin(UpdatePlugin):
-    """Weights and rejections of tokens."""
+    """Base of corrections: return the weight of each token, and whether it is rejected."""
 
     of_anchor: ClassVar[bool] = False
-    """Whether it depends on rho: with `algo.anchor: mu` it has no effect on a term with a ratio."""
+    """Whether the correction depends on rho only. With `algo.anchor: mu` it then has no effect on a term with a
+    ratio."""
 
     weighs: ClassVar[bool] = False
-    """Whether it multiplies the loss by exp(anchor - mu), within its bounds."""
+    """Whether the correction multiplies the loss by rho, within bounds."""
 
     def shift(self, part: Batch, samples: Samples) -> Tensor | None:
-        """Return a term that is added to the anchor, `[T]`, that is, a factor inside the ratio; None for no term."""
+        """Return a term that is added to the anchor, `[T]`; None for no term. It is a factor inside the ratio."""
         return None
 
     def __call__(self, view: View, update_stats: Any) -> Correction:
@@ -48,7 +51,14 @@ class CorrectionPlugin(UpdatePlugin):
 
 
 def at_level(log_rho: Tensor, batch: Batch, level: Level) -> Tensor:
-    """Return rho at each token, `[T]`: the token's own, or the product or geometric mean over its sequence."""
+    """Return rho of each token, `[T]`, aggregated over the token's sequence.
+
+    Args:
+        log_rho: log of the tokens' own rho, `[T]`.
+        batch: packed batch of the tokens.
+        level: `token`: no aggregation; `sequence`: product over the trained tokens; `geometric`: geometric mean over
+            them.
+    """
     if level == "token":
         return log_rho.exp()
     total = batch.per_sequence(log_rho)
@@ -58,15 +68,15 @@ def at_level(log_rho: Tensor, batch: Batch, level: Level) -> Tensor:
 
 
 class Normalised(CorrectionPlugin):
-    """Base of corrections whose weights can be normalised to a mean of 1 over the accepted tokens."""
+    """Base of corrections whose weights can be normalised to a mean of 1 over the tokens that are not rejected."""
 
     of_anchor: ClassVar[bool] = True
     normalise: bool = False
-    """Divide by the mean weight of the update's kept tokens that have an advantage (with `anchor: interpolated`, or
-    losses without a ratio, that needs `current`)."""
+    """Divide weights by their mean over the update's tokens with an advantage that are not rejected. With `anchor:
+    interpolated`, or with losses without a ratio, this needs `current`."""
 
     def correct(self, view: View) -> Correction:
-        """Return the weights before normalisation."""
+        """Return the correction before normalisation."""
         raise NotImplementedError
 
     @property
@@ -74,7 +84,7 @@ class Normalised(CorrectionPlugin):
         return self.normalise
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """Return the mean weight; None without normalisation or without tokens."""
+        """Return the mean weight over all tokens of the update; None without normalisation or without tokens."""
         if not self.normalise:
             return None
         sums = torch.zeros(2, dtype=torch.float64, device=parts[0].mu.device)

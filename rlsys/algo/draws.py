@@ -1,7 +1,7 @@
-"""Random numbers that break ties between samples or tokens. They depend only on a seed and the sample or token.
+"""Random numbers that break ties between samples or between tokens.
 
-They do not depend on the layout, nor on the order in which groups finish, which correlates with response length.
-Shapes: N samples of the step, T tokens.
+They depend only on a seed and the sample or token: neither on the layout, nor on the order in which groups finish,
+which correlates with response length. Shapes: N samples of the step, T tokens of a packed batch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ def sample_draws(samples: Samples, seed: int = 0) -> Tensor:
 
 
 def sample_keys(samples: Samples) -> Tensor:
-    """Return an integer for each sample, `[N]`: its id, or in a table without ids a hash of its group and
-    position."""
+    """Return an integer for each sample, `[N]`: its id, or without ids a hash of its group and its rank therein."""
     if samples.sample_ids is not None:
         return samples.sample_ids.long()
     index, sizes = group_index(samples.group_ids)
@@ -36,7 +35,7 @@ def sample_keys(samples: Samples) -> Tensor:
 def token_draws(batch: Batch) -> Tensor:
     """Draw a number in [0, 1) for each token, `[T]` float64.
 
-    It depends on the step's version, the sample and the token's position in its sequence.
+    It depends on the weight version of the step, the sample, and the token's position in its sequence.
     """
     position = (
         torch.arange(len(batch.tokens), device=batch.tokens.device) - batch.cu_seqlens.long()[batch.ids]
@@ -51,13 +50,13 @@ def token_draws(batch: Batch) -> Tensor:
 
 
 def argsort_with_draws(values: Tensor, draws: Tensor) -> Tensor:
-    """Return the indices of `values` `[n]` in ascending order; `draws` `[n]` order equal values."""
+    """Return the indices of `values` `[n]` in ascending order; equal values are in the order of `draws` `[n]`."""
     first = torch.argsort(draws)
     return first[torch.argsort(values[first], stable=True)]
 
 
 def mix(values: Tensor) -> Tensor:
-    """Hash integers `[n]` to integers below 2^32, with xor-shifts and products that stay within 63 bits."""
+    """Hash the low 32 bits of integers `[n]` to integers below 2^32, by xor-shifts and products below 2^63."""
     values = values & 0xFFFFFFFF
     for _ in range(2):
         values = ((values >> 16) ^ values) * 0x45D9F3B & 0xFFFFFFFF

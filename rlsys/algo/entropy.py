@@ -1,4 +1,7 @@
-"""Loss term that rewards entropy of the policy. See also methods/adaptive_entropy, top_entropy, entropy_mechanism."""
+"""Loss term that rewards the entropy of the policy.
+
+Related methods: methods/adaptive_entropy.py, methods/top_entropy.py and methods/entropy_mechanism.py.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from rlsys.algo.losses import Figures, Loss, View
 
 
 class EntropyBonus(Loss):
-    """-coefficient times the policy's entropy at each token."""
+    """Entropy bonus: -coefficient times the policy's entropy at each token."""
 
     paper: ClassVar[str] = "Asynchronous methods for deep RL (Mnih et al. 2016)"
     evidence: ClassVar[str] = "R"
     policy: ClassVar[bool] = False
     ratio: ClassVar[bool] = False
     coefficient: float = 1e-3
-    """Weight; negative lowers the entropy."""
+    """Weight of the entropy. A negative weight lowers the entropy."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"entropy"})
@@ -27,7 +30,7 @@ class EntropyBonus(Loss):
         return frozenset()
 
     def weight(self) -> float:
-        """Return the coefficient of the entropy."""
+        """Return the current weight of the entropy."""
         return self.coefficient
 
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
@@ -35,5 +38,7 @@ class EntropyBonus(Loss):
 
     def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         if view.entropy is None:
-            raise ValueError("the loss was called without the entropy, which the term 'entropy' needs")
+            raise ValueError(
+                "entropy = None; expected the policy's entropy, which the loss term 'entropy' needs"
+            )
         return -self.weight() * view.entropy, {}

@@ -1,6 +1,6 @@
-"""Loss metrics of a train step: sums over each micro-batch, which are added over ranks, and metrics from the sums.
+"""Loss metrics of a train step: sums over each micro-batch, and metrics from the sums over micro-batches and ranks.
 
-Most of them measure the difference between the trainer's and the engine's log-probs by the age of the token.
+Most metrics measure the difference between the trainer's and the engine's log-probs, by age of the token.
 """
 
 from __future__ import annotations
@@ -15,20 +15,27 @@ from rlsys.algo.losses import LOG_RATIO_LIMIT, Sums
 from rlsys.algo.segments import sum_by
 
 AGES = ((0, 0), (1, 1), (2, 3), (4, 7), (8, 2**31))
-"""Classes of token age in weight versions, both bounds included."""
+"""Classes of token age: smallest and largest age in weight versions."""
 SHARES = {"clipped": "clip_share", "rejected": "rejected_share"}
-"""Sum -> metric: a share of the trained tokens. A rejected token is not counted as clipped."""
+"""Name of a sum -> metric that is its share of the counted tokens. A rejected token does not count as clipped."""
 MEANS = (
     "kl", "kl_beta", "value_error", "anchor_missing", "entropy_coefficient", "capped_share", "held_share",
     "divergence",
 )  # fmt: skip
-"""Figures of loss terms whose mean over the trained tokens is a metric."""
+"""Metrics of loss terms: means over the counted tokens."""
 
 
 def mismatch_sums(logp: Tensor, batch: Batch, clipped: Tensor, rejected: Tensor) -> Sums:
-    """Sum per age class `[5]` over counted tokens: their number, |d|, k3, w, w^2, and clipped and rejected tokens.
+    """Return sums over the counted tokens of each age class, `[5]` float64, with d = logp - mu and w = exp(d).
 
-    d = logp - mu and w = exp(d). `clipped`, `rejected` `[T]` bool. float64.
+    The sums are named mismatch_tokens (number of tokens), mismatch_abs (|d|), mismatch_k3 (w - 1 - d), mismatch_w
+    (w), mismatch_w2 (w^2), mismatch_clipped and mismatch_rejected (numbers of such tokens).
+
+    Args:
+        logp: log-probs of the current weights, `[T]`.
+        batch: the micro-batch.
+        clipped: whether a loss term clips the token, `[T]` bool.
+        rejected: whether corrections reject the token, `[T]` bool.
     """
     gap = batch.masked(logp.detach() - batch.mu).double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     age = batch.version - batch.versions
@@ -49,13 +56,16 @@ def mismatch_sums(logp: Tensor, batch: Batch, clipped: Tensor, rejected: Tensor)
 
 
 def engine_gaps(logp: Tensor, batch: Batch, bins: int) -> Sums:
-    """Sum |logp - mu| over comparable tokens (`mismatch`), and over those of responses that older weights started
-    (`mismatch_kept`).
+    """Return sums and histograms of |logp - mu|.
+
+    `mismatch` is the sum over the comparable tokens, and `mismatch_counts` the histogram `[bins]` of its log10 from
+    -12 to 2. `mismatch_kept` and `mismatch_kept_counts` are over the comparable tokens of responses that older
+    weights started.
 
     Args:
-        logp: `[T]`, log-probs of the weights at the start of the step.
-        batch: the tokens.
-        bins: bins of the histograms `mismatch_counts` and `mismatch_kept_counts` of log10 from -12 to 2.
+        logp: log-probs of the weights at the start of the step, `[T]`.
+        batch: the micro-batch.
+        bins: number of bins of each histogram.
     """
     gaps, alike = (logp.detach() - batch.mu).abs(), comparable(batch)
     sums: Sums = {}
@@ -67,15 +77,19 @@ def engine_gaps(logp: Tensor, batch: Batch, bins: int) -> Sums:
 
 
 def comparable(batch: Batch) -> Tensor:
-    """Return the trained tokens that the weights at the start of the step sampled for this prompt, `[T]` bool."""
+    """Return the mask of the tokens whose engine and trainer log-probs are comparable, `[T]` bool.
+
+    The weights at the start of the step sampled such a token, from the prompt that it is trained on.
+    """
     tokens = batch.keep & (batch.versions == batch.version)
     return tokens if batch.transferred is None else tokens & ~batch.transferred
 
 
 def carried_over(batch: Batch) -> Tensor:
-    """Return the tokens of responses that older weights started, `[T]` bool.
+    """Return the mask of the tokens of responses that older weights started, `[T]` bool.
 
-    With router.interruption = in_place their later tokens were predicted from the KV cache of the older weights.
+    With router.interruption = in_place, the engine predicts the later tokens of such a response from the KV cache of
+    the older weights.
     """
     older = (batch.versions >= 0) & (batch.versions < batch.version)
     from_older = sum_by(older.long(), batch.ids, batch.sequences) > 0
@@ -85,13 +99,13 @@ def carried_over(batch: Batch) -> Tensor:
 def loss_metrics(sums: Sums, needs: Collection[str]) -> dict[str, float]:
     """Convert sums over micro-batches, ranks and updates into a step's metrics.
 
-    `active_share` is the share of tokens with an advantage that neither clip nor rejection removes. `policy_kl` is
-    KL(previous version || weights at the update), estimated by k3 over the tokens that the previous version sampled;
-    without such tokens it is the movement within the step, over tokens of the current version (0 at its first
-    update).
+    `active_share` is the share of the tokens with an advantage that are neither clipped nor rejected. `policy_kl` is
+    KL(previous version || weights at the update), estimated by k3 over the tokens that the previous version sampled.
+    If there are none, it is estimated over the tokens of the current version; it is then 0 at the first update of a
+    step.
 
     Args:
-        sums: the sums.
+        sums: sums that the objective returned.
         needs: `Requirements.needs` of the objective.
     """
     tokens = max(float(sums["tokens"]), 1.0)
@@ -107,9 +121,9 @@ def loss_metrics(sums: Sums, needs: Collection[str]) -> dict[str, float]:
 
 
 def mismatch_metrics(sums: Sums) -> dict[str, float]:
-    """Return mean |d|, k3, the effective sample share, and the shares of clipped and rejected tokens.
+    """Return mean |d|, mean k3, effective sample size per token, and the shares of clipped and rejected tokens.
 
-    Each is over all tokens, and over each age class that has tokens.
+    Each metric is over all counted tokens and, with suffix `_ageN`, over each age class that has tokens.
     """
     metrics: dict[str, float] = {}
     tokens = sums["mismatch_tokens"]

@@ -1,7 +1,6 @@
-"""Rewards that are computed from all samples of a group, for example by votes or by a judge. No torch.
+"""Rewards that are computed from all samples of a group, for example by majority vote or by a judge.
 
-They run in the rollout process. `answers` are canonical strings, None for a response without an answer. A judge is an
-async function from a text to a text, for example a generative reward model behind the same or a separate router.
+Imports no torch, because it runs in the rollout process.
 """
 
 from __future__ import annotations
@@ -12,15 +11,22 @@ from dataclasses import dataclass
 from rlsys.algo.plugin import Plugin
 
 Judge = Callable[[str], Awaitable[str | None]]
-"""Prompt of a judge model -> its response; None if it does not respond in time."""
+"""Async function: prompt of a judge model -> its response; None if it does not respond in time.
+
+The model may be a generative reward model behind the run's router or another one.
+"""
 
 
 @dataclass(frozen=True)
 class Response:
     """One response of a group.
 
-    `mu` are its tokens' log-probs; `reward` is the verifier's, if there is one; `key` the correct answer, if the
-    problem's entry has one.
+    Attributes:
+        text: Decoded response.
+        answer: Canonical final answer; None if the response has none.
+        mu: The engine's log-prob of each token.
+        reward: Reward from `data.reward`; None if there is none.
+        key: Correct answer of the problem; None if the data has none.
     """
 
     text: str
@@ -31,9 +37,16 @@ class Response:
 
 
 class GroupReward(Plugin):
-    """Map the responses of one complete group to rewards; None for a sample that cannot be judged (censored)."""
+    """Base of group rewards: map the responses of one complete group to a reward for each response."""
 
     async def __call__(
         self, prompt: str, responses: Sequence[Response], judge: Judge | None
     ) -> list[float | None]:
+        """Return the reward of each response; None for a response that cannot be judged, which censors the group.
+
+        Args:
+            prompt: text of the group's prompt.
+            responses: the responses of the group.
+            judge: judge of `data.judge`; None if it is not set.
+        """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Generator of docs/algorithms.md: the general rules, and one short section for each plug-in."""
+"""Generator of docs/algorithms.md: rules for all algorithms, signals, measurements, a section for each plug-in."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from rlsys.algo.registry import KINDS
 INTRO = """# Algorithms
 
 `python -m rlsys.algo.handbook > docs/algorithms.md` generates this file from the plug-ins. `rlsys algo show NAME`
-prints one of them. Each method has a recipe in `configs/algorithms/`. Recipes of losses on pairs of answers are in
-`configs/preferences/`, those of fine-tuning in `configs/imitation/`; [sft.md](sft.md) describes their training.
+prints the section of one plug-in. Each method has a recipe in `configs/algorithms/`. For `rlsys sft`
+([sft.md](sft.md)), recipes of losses on pairs of answers are in `configs/preferences/`, and recipes of other losses
+are in `configs/imitation/`.
 
 An algorithm consists of plug-ins, one kind for each decision. In the config:
 
@@ -31,38 +32,40 @@ In Python: `rlsys.algo.build("loss", "clip", clip_low=0.2)`.
 
 ## Custom plug-ins
 
-A function with the signature of its kind is a plug-in; so is a subclass of the kind's base class (the table `KINDS`
-in `rlsys/algo/registry.py`). Name it in the config by its file or import path, and test it with
-`rlsys algo check path/to/file.py:name --kind loss`. `examples/own_loss.py` is a loss. A built-in plug-in needs
-a line in the table of `rlsys/algo/registry.py`, a recipe in `configs/algorithms/` and a unit test with numbers
-computed by hand.
+A plug-in is a function with the signature of its kind, or a subclass of the kind's base class (the table `KINDS` in
+`rlsys/algo/registry.py`). Name it in the config by its file or import path, and test it with
+`rlsys algo check path/to/file.py:name --kind loss`. `examples/own_loss.py` is an example of a loss. A built-in
+plug-in needs a line in the table of `rlsys/algo/registry.py`, a recipe in `configs/algorithms/` and a unit test with
+numbers computed by hand.
 
-`evidence` is the source of a formula: {evidence}. Every built-in plug-in states it; the default is `own`. A run that
-uses a method with evidence `N` or `A` reports this at its start.
+`evidence` is the source of a formula: {evidence}. Every built-in plug-in has one; for custom plug-ins the default is
+`own`. A run that uses a method with evidence `N` or `A` reports this at its start.
 
 ## Three rules
 
-1. A bound, a mask or a scale is a function of all tokens of the update. A plug-in receives a `Reduce` that sums over
-   data-parallel ranks, and whole sequences under context parallelism. Loss, gradients and metrics are therefore the
-   same for every layout: within 1e-6 in float64, for every recipe and every single plug-in, on one process, two
-   data-parallel and two context-parallel ranks (tests/unit/algo/test_algo_parallel.py).
+1. A bound, a mask or a scale is a function of all tokens of the update. A plug-in receives a `Reduce`, which sums
+   over data-parallel ranks, and receives whole sequences even with context parallelism. Loss, gradients and metrics
+   are therefore the same for every layout: within 1e-6 in float64, for every recipe and every single plug-in, on one
+   process, two data-parallel and two context-parallel ranks (tests/unit/algo/test_algo_parallel.py).
 2. The denominator is fixed before any token is masked or dropped, so a rejection never increases the weight of other
-   tokens. It counts all samples of the step, including those with advantage 0; with `over: active` only samples with
-   a nonzero advantage, if any exist. Samples that a selector drops before the advantages do not count. The exceptions
-   are `d3s`, and `overlong_filter` with `denominator: kept`: their loss is a mean over the tokens that they keep, and
-   with both of them over the tokens that both keep (with `denominator: all` they follow the rule).
+   tokens. It counts all samples of the step, including those with advantage 0. With `over: active` it counts only
+   samples with a nonzero advantage, if any exist. Samples that a selector drops before the advantages do not count.
+   The exceptions are `d3s`, and `overlong_filter` with `denominator: kept`: the loss is then a mean over the tokens
+   that all such selectors keep. With `denominator: all` they follow the rule.
 3. A token counts in a statistic of the update (a pool, a budget, a mean weight, a whitening, a metric) if and only if
-   its weight is not 0 (`Batch.counted_tokens`). A token that a selector dropped, or whose sample it dropped, does not
-   count, even if it is packed for another reason. Group baselines use all samples that such selectors keep. An update
-   in which no token has a gradient is skipped.
+   its weight is not 0 (`Batch.counted_tokens`). The weight is 0 if a selector drops the token or its sample. Such a
+   token does not count even if it is packed for another reason. Selectors that act before the advantages also exclude
+   samples from group baselines. An update in which no token has a gradient is skipped.
 
 Selectors act in order, each on the samples that its predecessors keep. Ties, for example between equal rewards, are
-resolved at random from a seed, the step and the sample's id. The order in which groups finish is never used, because
-it depends on their length. Rewards of a group are equal if they differ by at most a millionth of its largest.
+resolved by random numbers that depend on a seed, the step and the sample's id. They do not depend on the order in
+which groups finish, because that order depends on response lengths. Rewards of a group are equal if they differ by at
+most a millionth of the group's largest reward.
 
-If a sample has several sequences, the ratio of a response (gspo, luspo, gmpo, vespo, topr) is over all of them;
-corrections at the level `sequence` are of one sequence, and `gae` treats each as an episode. A correction multiplies
-a term with a ratio to the anchor by exp(anchor - mu), one without (reinforce, dro) by exp(logp - mu).
+If a sample has several sequences, losses with one ratio per response (gspo, luspo, gmpo, vespo, topr) compute it over
+all sequences. Corrections at the level `sequence` use the token's own sequence, and `gae` treats each sequence as an
+episode. A correction multiplies a loss term with a ratio to the anchor by exp(anchor - mu), and a term without such a
+ratio (reinforce, dro) by exp(logp - mu).
 
 ## Signals
 
@@ -75,53 +78,59 @@ SIGNALS_TEXT = """
 ### Sources of the signals
 
 **`old`, `current`, `entropy`, `values`** come from one forward pass of the trainer before the first update of a step.
-The pass is omitted if the training pass computes the same: for the first update of a step, if no plug-in needs
-log-probs before its backward pass ([trainer.md](trainer.md), "Log-prob passes"; `rlsys explain` prints the passes).
+The trainer omits this pass for the first update of a step if no plug-in needs log-probs before the update's backward
+pass; the training pass then provides the same values ([trainer.md](trainer.md), "Log-prob passes"). `rlsys explain`
+prints the passes.
 
 **`ref` and `ewma`** need a pass with other weights. Each needs one more copy of a rank's weights in memory, and a
-second one during the pass. With router replay `ewma` uses the policy's experts, `ref` its own.
+second one during the pass. With router replay, the pass of `ewma` uses the policy's experts, and the pass of `ref`
+chooses its own.
 
-**`behaviour`** is exact `old` for interrupted samples. Before each update the trainer scores the tokens of unfinished
-samples that its current weights sampled, and the rollout process stores the scores with the tokens. This needs
-colocated engines; `time_score` in metrics.jsonl is its cost. [Which anchor?](rollout.md#which-anchor) lists the
+**`behaviour`** is the exact `old` of interrupted samples. Before each update the trainer scores the tokens of
+unfinished samples that its current weights sampled, and the rollout process stores the scores with the tokens. This
+needs colocated engines; the metric `time_score` is its duration. [Which anchor?](rollout.md#which-anchor) lists the
 choice for each kind of run.
 
-**`values`** come from a linear head on the policy's trunk, whose loss changes the trunk too; or, with
-`algo.critic`, from a second model of the policy's architecture and layout, with its own optimizer and learning
-rate. It needs as much memory as the policy, and its own forward and backward passes. In the first `warmup_steps`
-steps only the critic is trained.
+**`values`** come from a linear head on the policy's trunk; its loss also changes the trunk. With `algo.critic`, they
+come from a second model of the policy's architecture and layout, with its own optimizer and learning rate. This model
+needs as much memory as the policy, and its own forward and backward passes. In the first `warmup_steps` steps only
+the critic is trained.
 
-**`answers`** are the texts of the last `<answer>`. **`tool_penalty`**: a tool's result is an error if one of its
-lines begins with `error`, as in the calculator's results; answers are those of `<answer>`.
+**`answers`** are the texts of the last `<answer>`. **`tool_penalty`** counts a tool call as failed if a line of its
+result begins with `error`, as in the calculator's results, and counts the `<answer>` elements of the response.
 
 **`verdicts`** come from `data.judge`: a generative reward model behind an OpenAI-compatible URL (for example
-`rlsys router`), the run's own engines, or a rule. It receives the problem's `answer` if there is one. `judge_hung`
-and `judge_failed` count questions without a verdict.
+`rlsys router`), the run's own engines, or a rule. The judge receives the problem's `answer` if there is one. The
+metrics `judge_hung` and `judge_failed` count questions without a verdict.
 
-**Several named rewards**: `data.reward` returns a dictionary; `gdpo` uses each of them.
+**Several named rewards** come from a `data.reward` that returns a dictionary; `gdpo` uses each of them.
 
-**`prompt_scores`**: when a group is finished, its engine and the engine `engine.reference` score its prompt. Special
-tokens are never removed. **`transferred`**: a sample records the prompt that it was sampled from, and is trained on
-its group's prompt. `mismatch_mean` excludes it, and it has no experts to replay.
+**`prompt_scores`** come from the group's engine and the engine `engine.reference`, which score the prompt when the
+group is finished. Special tokens are never removed.
+
+**`transferred`** samples were generated from a rewritten prompt, which the sample records, and are trained on their
+group's prompt. The metric `mismatch_mean` excludes such samples, and they have no experts to replay.
 
 ## Several passes, early passes, and ReMax
 
-With `algo.epochs` above 1 a step trains on its mini-batches several times, in the same order. Packing, scores and
-advantages are those of the first epoch; only `current` is computed again before each further update, if a plug-in
-needs it. Ratios are still relative to the start of the step, so they differ more from 1 and are clipped more often.
-Staleness does not increase: there is one push a step. Checkpoints are between steps, and the order is a function of
-(run.seed, step), so a resumed run is the same. The extra update of samples that a selector deferred happens once.
+With `algo.epochs` above 1, a step trains on its mini-batches several times, in the same order. All epochs use the
+packing, scores and advantages of the first one; only `current` is computed again before each further update, if a
+plug-in needs it. Ratios are relative to the start of the step, so in later epochs they differ more from 1 and are
+clipped more often. Staleness does not increase, because there is one push per step. Checkpoints are written between
+steps, and the order is a function of (run.seed, step), so a resumed run is the same. The extra update on samples that
+a selector deferred happens once.
 
-With `trainer.early_backward` (FlexMARL's micro-batch pipeline; its code was not read) the backward pass of finished
+With `trainer.early_backward` (FlexMARL's micro-batch pipeline; its code was not read), the backward pass of finished
 groups starts when they fill a micro-batch of every rank, while the engines generate the rest of the step. The weights
 do not change, gradients accumulate, and one update divides them by the whole step's denominator, so the step differs
-only in the order of its sums. It needs disaggregated engines and an algorithm that does not need a whole step
-(`Requirements.needs_whole_step`): no selector, no hook, no bound over the mini-batch, and advantages of each group
-independent of others. `early_share` and `time_early` measure the overlap; a repeated step has the same early groups.
+only in the order of its sums. Early backward passes need disaggregated engines and an algorithm that does not need a
+whole step (`Requirements.needs_whole_step`): no selector, no hook, no bound over the mini-batch, and advantages that
+depend only on their own group. The metrics `early_share` and `time_early` measure the overlap. A repeated step has
+the same early groups.
 
-ReMax is not included. Its baseline is the reward of one more greedy response per prompt, which is never trained.
-`rloo` computes its baseline from trained samples, with less variance for the same tokens. A greedy sample in a group
-would also need a separate temperature in every request, resume and repeat.
+ReMax is not included. Its baseline is the reward of an additional greedy response per prompt, which is not trained.
+`rloo` computes its baseline from trained samples, with less variance for the same number of tokens. A greedy sample
+in a group would also need its own temperature in every request, resume and repeat.
 """
 
 MEASURED = """
@@ -131,7 +140,8 @@ MEASURED = """
 
 `python bench/algorithms.py --part curves` on the quickstart task with a quarter of its batch and learning rate, 24
 steps, one real engine, two seeds. N'/N = 5 and 9 increase staleness: a group's oldest token is then 4.2 and 6.0 train
-steps old on average (2.6 at N'/N = 2). Mean accuracy over all nine evaluations; faster learning gives a higher mean:
+steps old on average (2.6 at N'/N = 2). The table has the mean accuracy over all nine evaluations for each seed;
+faster learning gives a higher mean:
 
 | recipe | N'/N = 2 | N'/N = 5 | N'/N = 9 |
 |---|---|---|---|
@@ -148,22 +158,23 @@ steps old on average (2.6 at N'/N = 2). Mean accuracy over all nine evaluations;
 | tis | 0.68, 0.67 | | |
 | m2po | 0.68, 0.68 | 0.65 | 0.64 |
 
-Rows with two values at N'/N = 5 and 9 are of 2026-11-22, the others of 2026-11-21.
+Rows with two values at N'/N = 5 and 9 were measured on 2026-11-22, the others on 2026-11-21.
 
-- Every method learns the task; all end between 0.95 and 1.0. The task is easy: the figure compares only speed.
+- Every method learns the task; all end between 0.95 and 1.0. The task is easy, so the figure compares only the speed
+  of learning.
 - At N'/N = 9 the two seeds of a recipe differ by 0.01 to 0.05. dppo and sapo are ahead of grpo by 0.05 to 0.08 with
   the first seed and by 0.05 with the second; vcpo is ahead by less; exact_old does not differ measurably from grpo.
-- decoupled_ppo's recipe has four optimizer updates a step, the others one, at the same learning rate. Its lead is due
-  to the updates, not to its correction: with one update it had 0.67 and 0.65 (one seed).
+- decoupled_ppo's recipe has four optimizer updates per step, the others one, at the same learning rate. Its lead is
+  due to the updates, not to its correction: with one update per step it had 0.67 and 0.65 (one seed).
 - At N'/N = 2, cispo, tis and m2po are ahead of grpo by about 0.03, more than the seeds differ; bapo, gspo and dapo do
-  not differ measurably from it. Recipes also differ in other settings: some average over sequences, others over
-  tokens, and the two effects were not separated.
-- One small model, one task, one learning rate for all: the results do not extend to other scales.
+  not differ measurably from it. Recipes also differ in the average, over sequences or over tokens; this effect was
+  not separated from that of the method.
+- All runs had the same small model, task and learning rate, so the results do not extend to other scales.
 """
 
 
 def render_docs() -> str:
-    """Return the page: rules, signals, measurements, a table and a section for each plug-in."""
+    """Return docs/algorithms.md as text."""
     evidence = ", ".join(f"{key} = {text}" for key, text in EVIDENCE.items())
     lines = [INTRO.replace("{evidence}", evidence).rstrip("\n"), ""]
     lines += [f"- `{name}`: {text}" for name, text in NEEDS.items()]

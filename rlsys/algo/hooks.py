@@ -17,61 +17,70 @@ class Hook(Plugin):
     """Base of the plug-ins that run around an optimizer update."""
 
     prefix: ClassVar[str] = "average."
-    """Prefix of the names of its `totals` in a checkpoint."""
+    """Prefix of the names of `totals` in a checkpoint."""
 
     def start(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Run before a train step, with this rank's parameters.
+        """Run before the first pass of a train step.
 
-        In the first step of a run they are the initial ones.
+        Args:
+            parameters: this rank's parameters by name; in the first step of a run, the initial weights.
         """
 
     def lr_factor(self, samples: Samples, rows: Sequence[int], size: float) -> float:
-        """Return the factor of the learning rate of an update on these rows of the table.
+        """Return the factor by which the learning rate of an optimizer update is multiplied.
 
         Args:
-            samples: the table of all samples of the step.
-            rows: packed rows of the update.
-            size: number of samples of the update, including those of advantage 0, which are not in `rows`.
+            samples: the sample table of the step.
+            rows: rows of the table that the update trains.
+            size: number of samples of the update, including samples with advantage 0 that are not in `rows`.
         """
         return 1.0
 
     def after_step(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
-        """Run after the update.
+        """Run after each optimizer update.
 
-        `active_share`: share of the policy's tokens that neither clip nor rejection removed.
+        Args:
+            parameters: this rank's parameters by name.
+            active_share: share of the tokens with an advantage that were neither clipped nor rejected.
         """
 
     def after_version(self, parameters: Iterable[tuple[str, Tensor]], active_share: float) -> None:
         """Run after the last update of a train step, when the parameters are a new weight version.
 
-        `active_share` is over all updates of the step; 1 without updates.
+        Args:
+            parameters: this rank's parameters by name.
+            active_share: as in `after_step`, over all updates of the step; 1 without updates.
         """
 
     def average(self) -> dict[str, Tensor]:
-        """Return averaged weights by name, if the hook keeps them."""
+        """Return this rank's averaged weights by name; empty if the hook computes none, and before `start`."""
         return {}
 
     def reference(self) -> dict[str, Tensor]:
-        """Return the reference's weights by name if the hook updates them; empty before `start`."""
+        """Return this rank's weights of the reference model by name.
+
+        Empty if the hook does not update them, and before `start`.
+        """
         return {}
 
     def totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Return state tensors, one per parameter of this rank, by its name.
+        """Return the hook's state tensors, one for each parameter of this rank, by the parameter's name.
 
-        The checkpoint stores them like weights.
+        The checkpoint stores them in the same layout as the weights.
         """
         return {}
 
     def load_totals(self, totals: dict[str, Tensor]) -> None:
-        """Restore `totals` of an earlier process."""
+        """Restore the `totals` of a checkpoint."""
 
 
 class EwmaAnchor(Hook):
     """A bias-corrected exponential average of the weights, as the anchor of stale data (`anchor: ewma`).
 
     theta_avg(t) = sum_k beta^(t-k) theta(k) / sum_k beta^(t-k) over weight versions k = 0 (the initial weights), 1,
-    ..., t, with beta = W / (W + 2) for a staleness window of W versions. It restarts from the current weights if the
-    share of active tokens of a step falls below `reset_below`.
+    ..., t, with beta = W / (W + 2) for a staleness window of W versions. The average restarts from the current
+    weights if fewer than a share `reset_below` of a step's tokens with an advantage were neither clipped nor
+    rejected.
     """
 
     paper: ClassVar[str] = "Missing old logits: revised PPO-EWMA"
@@ -79,7 +88,7 @@ class EwmaAnchor(Hook):
     window: Annotated[int, Field(gt=0)] = 4
     """Staleness window W in versions."""
     reset_below: Annotated[float, Field(ge=0, le=1)] = 0.9
-    """Restart when fewer tokens than this share have a gradient."""
+    """Smallest share of active tokens of a step without a restart of the average."""
     _total: dict[str, Tensor] = PrivateAttr(default_factory=dict)
     _mass: float = PrivateAttr(default=0.0)
 

@@ -1,4 +1,4 @@
-"""KL from a reference model: estimators, the loss term, and a variant whose weight adapts to a target."""
+"""KL divergence of the policy from a reference model: estimators, a loss term, and one with an adaptive weight."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from rlsys.algo.losses import LOG_RATIO_LIMIT, Figures, Loss, View
 KlKind = Literal["k1", "k2", "k3"]
 KL_KINDS: tuple[KlKind, ...] = ("k1", "k2", "k3")
 K3_CAP = 10.0
-"""The largest k3 of a token: without a bound, one token 20 nats from the reference has 4.9e8."""
+"""Largest k3 of a token. Without this bound, the k3 of a token that is 20 nats from the reference is 4.9e8."""
 
 
 def kl_estimate(logp: Tensor, ref: Tensor, kind: str, cap: float | None = K3_CAP) -> Tensor:
-    """Estimate KL(policy || ref) on the policy's own samples; Schulman, "Approximating KL divergence".
+    """Estimate KL(policy || ref) from samples of the policy; Schulman, "Approximating KL divergence".
 
-    k1 = logp - ref; k2 = (logp - ref)^2 / 2; k3 = exp(ref - logp) - 1 - (ref - logp), at most `cap`. Unbiased (k2:
-    nearly; k3: except for the cap).
+    k1 = logp - ref is unbiased; k2 = (logp - ref)^2 / 2 has a small bias; k3 = exp(ref - logp) - 1 - (ref - logp) is
+    unbiased if `cap` does not limit it.
+
+    Args:
+        logp: log-probs of the policy, any shape.
+        ref: log-probs of the reference model, same shape.
+        kind: k1, k2 or k3.
+        cap: largest k3; None for no limit.
     """
     gap = (logp - ref).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if kind == "k1":
@@ -35,11 +41,14 @@ def kl_estimate(logp: Tensor, ref: Tensor, kind: str, cap: float | None = K3_CAP
 class Kl(Loss):
     """beta times an estimate of KL(policy || reference).
 
-    The gradient of an estimate does not estimate the gradient of KL: k1's gradient is zero on average, k3's is that
-    of the reverse KL, and only k2's is correct, on the policy's own samples. `gradient` selects a remedy. `ratio`
-    multiplies the estimate by exp(logp - mu) and differentiates the product: correct for k1 and k3 on samples of any
-    policy, including stale tokens (DeepSeek-V3.2; slime and TRL take the ratio to their old policy, which equals mu
-    unless they recompute log-probs). `k2` has the value of the estimate and the gradient of k2 (verl: `k3+`).
+    The gradient of an estimate is in general no estimate of the gradient of KL: on the policy's own samples, the
+    gradient of k1 is 0 on average, that of k3 belongs to the reverse KL, and only that of k2 is correct. `gradient`
+    selects the differentiated quantity:
+    - `estimate`: the estimate.
+    - `ratio`: the estimate times exp(logp - mu). The gradient is correct for k1 and k3 on samples of any policy,
+      including stale tokens (DeepSeek-V3.2). slime and TRL use the ratio to their old policy, which equals mu unless
+      they recompute log-probs.
+    - `k2`: the term has the value of the estimate and the gradient of k2 (verl: `k3+`).
     """
 
     paper: ClassVar[str] = "Schulman, Approximating KL divergence; GRPO eq. 4; DeepSeek-V3.2"
@@ -53,14 +62,15 @@ class Kl(Loss):
     gradient: Literal["estimate", "ratio", "k2"] = "estimate"
     """Differentiated quantity: the estimate, the estimate times exp(logp - mu), or k2."""
     cap: Annotated[float, Field(gt=0)] | None = K3_CAP
-    """Largest k3 of a token, after the ratio; above it there is no gradient. verl, slime, NeMo-RL: 10. null: none."""
+    """Largest k3 of a token, after the ratio; a token above it has no gradient (verl, slime, NeMo-RL: 10). null: no
+    limit."""
 
     @model_validator(mode="after")
     def _ratio_of_an_estimate(self) -> Self:
         if self.kind == "k2" and self.gradient == "ratio":
             raise ValueError(
-                "gradient = 'ratio' with kind = 'k2': k2 is a biased estimate, whose gradient with the ratio is not "
-                "that of KL; use kind = k1 or k3, or gradient = k2 on the policy's own samples"
+                "gradient = 'ratio' with kind = 'k2': k2 is biased, so the gradient with the ratio is not that of "
+                "KL; use kind = k1 or k3, or gradient = k2 on the policy's own samples"
             )
         return self
 
@@ -68,7 +78,7 @@ class Kl(Loss):
         return frozenset({"ref"})
 
     def weight(self) -> float:
-        """Return the coefficient of the estimate."""
+        """Return the current weight of the estimate."""
         return self.beta
 
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
@@ -93,8 +103,8 @@ class Kl(Loss):
 class AdaptiveKl(Kl):
     """KL to the reference with a weight that grows while KL is above `target` and falls while it is below.
 
-    After each optimizer update beta is multiplied by 1 + clip(KL / target - 1, -0.2, 0.2) / horizon, KL = the mean of
-    the estimate over the update's tokens. Metric `kl_beta`; the checkpoint keeps it.
+    After each optimizer update, beta is multiplied by 1 + clip(KL / target - 1, -0.2, 0.2) / horizon, where KL is the
+    mean of the estimate over the update's tokens. The metric `kl_beta` is the current beta; checkpoints store it.
     """
 
     paper: ClassVar[str] = (
@@ -106,7 +116,8 @@ class AdaptiveKl(Kl):
     target: Annotated[float, Field(gt=0)] = 0.1
     """Target KL per token, in nats."""
     horizon: Annotated[float, Field(ge=1)] = 80.0
-    """Optimizer updates in which the weight moves by a fifth at most. verl counts samples: 10000."""
+    """Number of optimizer updates in which the weight changes by at most a fifth. verl's horizon counts samples
+    (10000)."""
     _beta: float | None = PrivateAttr(default=None)
 
     def weight(self) -> float:

@@ -1,15 +1,15 @@
 """Objective of a run: its plug-ins, in the order in which they act.
 
-    plan      shaping -> selectors before advantages -> advantages -> selectors -> token weights  (sample table)
-    (pack the planned rows; run the log-prob passes of `requirements.passes`, over the whole step)
+    plan      selectors before advantages -> shaping -> advantages -> selectors         (sample table)
+    (the trainer packs the planned rows and runs the passes of `requirements.passes` over the whole step)
     finish    table columns from the passes -> late advantages -> advantages and weights of tokens   (all parts)
-    prepare   bounds and normalisers from all tokens of one optimizer update                         (its parts)
-    __call__  corrections x loss terms of one packed micro-batch -> loss sum, sums for metrics
+    prepare   bounds and normalisers from all tokens of one optimizer update           (parts of the update)
+    __call__  corrections and loss terms of one micro-batch -> sum of the loss, sums for metrics
     (the update divides by `plan.denominator / minibatches`; `lr_factor` scales its learning rate)
 
-Advantages that follow from rewards alone are known in `plan`, so that samples without a gradient are not packed;
-`late` ones wait for the passes. Sequences stay whole; the result does not depend on their assignment to micro-batches
-and ranks.
+If advantages depend on rewards alone, `plan` computes them, so that samples without a gradient are not packed;
+otherwise `finish` does. Sequences are not divided, and the result does not depend on their assignment to
+micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from rlsys.algo.advantages import Advantage
 from rlsys.algo.anchors import AnyAnchor
-from rlsys.algo.asks import Requirements
 from rlsys.algo.batch import Batch, Samples
 from rlsys.algo.corrections import Correction, CorrectionPlugin
 from rlsys.algo.draws import sample_draws, sample_keys
@@ -39,6 +38,7 @@ from rlsys.algo.plugin import Plugin
 from rlsys.algo.reducers import Reducer, Reduction
 from rlsys.algo.reduction import Reduce, single_rank, table_sum
 from rlsys.algo.registry import make_all
+from rlsys.algo.requirements import Requirements
 from rlsys.algo.segments import group_index
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Shaping
@@ -48,24 +48,35 @@ from rlsys.core.errors import UserError
 from rlsys.core.types import Sample, SampleGroup
 
 Parameters = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Iterates over this rank's parameters by name, for hooks."""
+"""Function that returns this rank's parameters with their names, for hooks."""
 DeferredSample = tuple[SampleGroup, float]
-"""One deferred sample, as a group of one, and its advantage."""
+"""A deferred sample, in a group of its own, and its advantage."""
 DEFERRED_KEY = "replay"
 """Key of the deferred samples in the objective's state; existing checkpoints use this word."""
 
 
 @dataclass
 class StepPlan:
-    """Trained samples of one step. Rows index `samples`; Objective.finish sets the optional fields."""
+    """Trained samples of one step. Rows are indices into the sample table.
 
-    samples: Samples  # with the column `eligible`
-    weight: Tensor  # [N]
-    rows: list[int]  # to be packed
-    deferred: list[int]  # deferred by a selector
-    updates: int = 1  # optimizer updates that share the rows
-    trained: tuple[int, ...] = ()  # those of `rows` that have a gradient; known once the advantages are
-    advantages: Tensor | None = None  # [N]
+    Attributes:
+        samples: The sample table, with the column `eligible`.
+        weight: Weight of each sample from the selectors, `[N]`; 0 if it is dropped.
+        rows: Rows to pack.
+        deferred: Rows that a selector deferred.
+        updates: Number of optimizer updates over which `rows` are distributed.
+        trained: Members of `rows` that have a gradient; empty before the advantages are set.
+        advantages: Advantage of each sample, `[N]`; None before Objective.finish if they need a log-prob pass.
+        reduction: Factors and denominator of the loss; None as for `advantages`.
+    """
+
+    samples: Samples
+    weight: Tensor
+    rows: list[int]
+    deferred: list[int]
+    updates: int = 1
+    trained: tuple[int, ...] = ()
+    advantages: Tensor | None = None
     reduction: Reduction | None = None
 
     @property
@@ -78,15 +89,15 @@ class StepPlan:
         """Divisor of the step's loss sum.
 
         Raises:
-            ValueError: it is not known before Objective.finish.
+            ValueError: the advantages, which determine it, are not set.
         """
         if self.reduction is None:
-            raise ValueError("the denominator is known after Objective.finish")
+            raise ValueError("StepPlan.denominator is not set; expected a call of Objective.finish first")
         return self.reduction.denominator
 
 
 class Objective:
-    """Owner of the trainer's plug-ins and, between `prepare` and the end of an update, of their update statistics."""
+    """The trainer's plug-ins, and their statistics of the current optimizer update (`prepare`)."""
 
     def __init__(self, section: AlgoSection) -> None:
         plugins = make_all(section)
@@ -116,7 +127,7 @@ class Objective:
         self._columns = frozenset[str]().union(*(p.needs() for p in self.plugins))
         self._minibatches = section.minibatches
         self._update_stats: dict[tuple[int, AnyAnchor], Any] = {}
-        self._totals: dict[int, Tensor] = {}  # of losses, over samples of several sequences
+        self._totals: dict[int, Tensor] = {}  # id of a loss -> View.totals
 
         deferring = [s for s in self.selectors if s.defers]
         if self.advantage.of_turns and (conflicts := [*self.shaping, *deferring]):
@@ -129,7 +140,7 @@ class Objective:
     # -- one train step -----------------------------------------------------------------------------------------
 
     def plan(self, samples: Samples) -> StepPlan:
-        """Return the plan of a step: the rows to pack. It is equal on every rank, because the table is."""
+        """Return the plan of a step. Every rank has the same sample table, and thus the same plan."""
         eligible = torch.ones(len(samples.rewards), dtype=torch.bool, device=samples.rewards.device)
         for selector in (s for s in self.selectors if s.before_advantages):
             eligible[eligible.clone()] = selector(samples.take(eligible), None) > 0
@@ -151,7 +162,7 @@ class Objective:
         step: int,
         load: Callable[[Sample], Sample] = lambda sample: sample,
     ) -> list[DeferredSample]:
-        """Store the samples that a selector deferred, with their tokens, and return those due for an extra update.
+        """Store the samples that a selector deferred in this step; return the samples for an extra update now.
 
         Call it after `finish`, if `finish` is called.
 
@@ -159,14 +170,14 @@ class Objective:
             plan: the plan of the step.
             groups: the groups of the step.
             step: number of the train step.
-            load: loads the tokens of a sample into memory, because the rollout process deletes them earlier.
+            load: returns a sample with its tokens in memory; the rollout process may delete them from disk before the
+                extra update.
         """
         if self._deferred is None:
             return []
         samples = [(g, s) for g in groups for s in g.samples]
-        draws = sample_draws(
-            plan.samples
-        )  # the oldest may expire: the order must not depend on when groups finished
+        # The store drops its oldest samples, so their order must not depend on when groups finished.
+        draws = sample_draws(plan.samples)
         for row in sorted(plan.deferred, key=draws.__getitem__):
             assert plan.advantages is not None
             group, sample = samples[row]
@@ -174,7 +185,12 @@ class Objective:
         return self._deferred.take(step)
 
     def plan_deferred(self, samples: Samples, advantages: Tensor) -> StepPlan:
-        """Plan all of these samples, with the advantages that they had in their own groups."""
+        """Return the plan of an extra update on deferred samples.
+
+        Args:
+            samples: table of the deferred samples, `[N]`.
+            advantages: advantages that the samples had in their own groups, `[N]`.
+        """
         all_rows = torch.ones(len(samples), dtype=torch.bool)
         reduction = self.reducer(samples.lengths, advantages != 0)
         table = replace(samples, eligible=all_rows)
@@ -184,31 +200,35 @@ class Objective:
         return plan
 
     def _set_trained(self, plan: StepPlan) -> None:
-        """Set the rows that have a gradient, as far as weights and advantages of samples determine it."""
+        """Set `plan.trained`, if the advantages are known."""
         if plan.advantages is None:
             return
-        acts = self._acts_on(plan.advantages, plan.samples.reward) | self.advantage.changes_tokens()
-        trained = (acts & (plan.weight != 0).to(acts.device)).tolist()
-        plan.trained = tuple(r for r in plan.rows if trained[r])
+        has_gradient = self._acts_on(plan.advantages, plan.samples.reward) | self.advantage.changes_tokens()
+        is_trained = (has_gradient & (plan.weight != 0).to(has_gradient.device)).tolist()
+        plan.trained = tuple(r for r in plan.rows if is_trained[r])
 
     def _acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
-        """Return the samples `[N]` or tokens `[T]` at which some term has a gradient, bool."""
+        """Return the mask of the samples or tokens that can have a gradient of a term, `[N]` or `[T]` bool."""
         return torch.stack([term.acts_on(advantages, rewards) for term in self.losses]).any(0)
 
     def trains(self, parts: Sequence[Batch], reduce: Reduce = single_rank) -> bool:
-        """Return whether any token of an update, over all ranks, can have a gradient. Call it after `finish`.
+        """Return whether any token of an update, on any rank, can have a gradient. Call it after `finish`.
 
-        An update without such a token must be skipped: the optimizer's momentum alone would move the weights. Clips
-        and corrections in the loss may still remove all gradients; the loss's sum `effective` is then 0.
+        The trainer must skip an update without such a token, because the optimizer's momentum alone would change the
+        weights. If clips and corrections remove all gradients, the sum `effective` of `__call__` is 0.
+
+        Args:
+            parts: micro-batches of the update on this rank.
+            reduce: sum over ranks.
         """
-        acting = [self._acts_on(part.signal("advantages"), part.signal("rewards")) for part in parts]
-        counts = [
-            (part.counted_tokens & acts).double().sum() for part, acts in zip(parts, acting, strict=True)
-        ]
+        counts = []
+        for part in parts:
+            has_gradient = self._acts_on(part.signal("advantages"), part.signal("rewards"))
+            counts.append((part.counted_tokens & has_gradient).double().sum())
         return bool(reduce(torch.stack(counts).sum()))
 
     def _score(self, plan: StepPlan) -> None:
-        """Set the advantages of eligible samples, then the weights of selectors, then the denominator."""
+        """Set the plan's advantages, then its weights from the selectors, then its reduction."""
         samples = plan.samples
         for shape in self.shaping:
             samples = replace(samples, rewards=shape(samples))
@@ -221,25 +241,47 @@ class Objective:
         )
         mass = self.reducer.mass(samples.lengths, advantages != 0).to(factors) * eligible.to(factors)
         plan.advantages = advantages
+        denominator = self._select(plan, samples, advantages, mass, denominator)
+        plan.reduction = Reduction(factors, denominator or 1.0)  # 0 if nothing is selected
+
+    def _select(
+        self, plan: StepPlan, samples: Samples, advantages: Tensor, mass: Tensor, denominator: float
+    ) -> float:
+        """Multiply the plan's weights by those of the selectors, and add the rows that selectors defer.
+
+        Args:
+            plan: the plan.
+            samples: the sample table with shaped rewards.
+            advantages: advantages of the samples, `[N]`.
+            mass: contribution of each sample to the denominator, `[N]`.
+            denominator: denominator before the selection.
+
+        Returns:
+            The denominator after the selection.
+        """
         for selector in (s for s in self.selectors if not s.before_advantages):
-            present, weight = plan.weight != 0, torch.zeros_like(plan.weight)
+            present = plan.weight != 0
+            weight = torch.zeros_like(plan.weight)
             if present.any():
                 weights = selector(samples.take(present), advantages[present])
                 weight[present] = weights.to(weight)
             share = selector.denominator_share(weight, mass, samples.step)
             denominator *= share
-            if share != 1:  # a mean over the selected samples: the next selector's share refers to them
+            if share != 1:  # the loss is a mean over the selected samples, which the next share refers to
                 mass = mass * (weight != 0).to(mass)
             if selector.defers:
-                deferred = (plan.weight != 0) & (weight == 0) & (advantages != 0)
+                deferred = present & (weight == 0) & (advantages != 0)
                 plan.deferred += deferred.nonzero().flatten().tolist()
             plan.weight = plan.weight * weight
-        plan.reduction = Reduction(factors, denominator or 1.0)  # 0 if nothing is selected
+        return denominator
 
     def finish(self, plan: StepPlan, parts: Sequence[Batch], reduce: Reduce = single_rank) -> None:
-        """Set advantages and weights of the tokens of all parts of the step, after the log-prob passes.
+        """Set the fields of the step's batches that the loss reads, after the log-prob passes.
 
-        `parts`, at least one, are this rank's packed sequences, each of the planned rows on exactly one rank.
+        Args:
+            plan: the plan of the step; its late advantages are set.
+            parts: this rank's packed batches, at least one. Each sequence of the planned rows is on exactly one rank.
+            reduce: sum over ranks.
         """
         self._update_stats, self._totals = {}, {}
         plan.samples = self._with_columns(plan.samples, parts, reduce)
@@ -257,13 +299,14 @@ class Objective:
             part.weight = part.masked(part.expand(plan.weight * plan.reduction.factor.to(plan.weight.device)))
             shifts = [s for c in self.corrections if (s := c.shift(part, plan.samples)) is not None]
             part.shift = part.masked(torch.stack(shifts).sum(0)) if shifts else None
-        self._spread(plan, parts, reduce)
-        weighted = [self._weight_tokens(s, plan, parts, reduce) for s in self.selectors]
-        if any(weighted) and self.advantage.changes_tokens():  # a mean over tokens, whose number has changed
-            self._spread(plan, parts, reduce)
+        self._set_token_advantages(plan, parts, reduce)
+        has_token_weights = [self._weight_tokens(s, plan, parts, reduce) for s in self.selectors]
+        # Statistics of token advantages are over the counted tokens, which token weights may have changed.
+        if any(has_token_weights) and self.advantage.changes_tokens():
+            self._set_token_advantages(plan, parts, reduce)
 
-    def _spread(self, plan: StepPlan, parts: Sequence[Batch], reduce: Reduce) -> None:
-        """Set the advantages of tokens."""
+    def _set_token_advantages(self, plan: StepPlan, parts: Sequence[Batch], reduce: Reduce) -> None:
+        """Set the advantages of the tokens of all batches."""
         assert plan.advantages is not None
         tokens = self.advantage.per_token(plan.advantages, plan.samples, parts, reduce)
         for part, advantages in zip(parts, tokens, strict=True):
@@ -271,18 +314,19 @@ class Objective:
 
     @staticmethod
     def _weight_tokens(selector: Selector, plan: StepPlan, parts: Sequence[Batch], reduce: Reduce) -> bool:
-        """Apply a selector's token weights; return whether it has any."""
+        """Multiply the weights of tokens by those of a selector; return whether the selector has token weights."""
         weights = selector.per_token(parts, plan.samples, reduce)
         for part, weight in zip(parts, weights or [], strict=weights is not None):
             part.weight = part.signal("weight") * weight
         return weights is not None
 
     def _with_columns(self, samples: Samples, parts: Sequence[Batch], reduce: Reduce) -> Samples:
-        """Return the table with the columns that depend on the trainer's log-probs."""
+        """Return the table with the required columns that are sums over the tokens of the passes."""
         rows = [part.rows for part in parts]
         columns: dict[str, Any] = {}
 
         def column(values: Iterable[Tensor]) -> Tensor:
+            """Sum `values`, `[T]` for each part, over the tokens of each sample, `[N]`."""
             sums = [part.per_sequence(v) for part, v in zip(parts, values, strict=True)]
             return table_sum(sums, rows, len(samples), reduce).to(samples.rewards.device)
 
@@ -302,34 +346,39 @@ class Objective:
     def prepare(
         self, parts: Sequence[Batch], reduce: Reduce = single_rank, *, split_samples: bool = False
     ) -> None:
-        """Compute the update statistics before each optimizer update, with all its parts, if `requirements.prepares`.
+        """Compute the plug-ins' statistics of an optimizer update. Call it before the update's first `__call__`.
 
-        split_samples: samples have more than one sequence, and `requirements.whole_samples`: then it always runs, and
-        `current` is set.
+        The call is required if `requirements.prepares` or `split_samples`.
+
+        Args:
+            parts: micro-batches of the update on this rank.
+            reduce: sum over ranks.
+            split_samples: whether `requirements.whole_samples` holds and a sample has several sequences. The field
+                `current` of all parts must then be set.
         """
         self._update_stats, self._totals = {}, {}
+        current_logps = [part.mu if part.current is None else part.current for part in parts]
         anchored_plugins: list[tuple[AnyAnchor, Sequence[UpdatePlugin]]] = [(self.anchor, self.losses)]
         anchored_plugins += [(anchor, self.corrections) for anchor in self._correction_anchors.values()]
         for anchor, plugins in anchored_plugins:
-            current_logps = [part.mu if part.current is None else part.current for part in parts]
             anchors = [
                 self.anchor_of(part, logp, anchor) for part, logp in zip(parts, current_logps, strict=True)
             ]
             for plugin in plugins:
-                split = split_samples and plugin.whole_samples
-                if isinstance(plugin, Loss) and split:
-                    views = [
-                        View(p, p.masked(p.signal("current")), a) for p, a in zip(parts, anchors, strict=True)
-                    ]
-                    sums = [v.batch.per_sequence(plugin.sample_values(v)) for v in views]
-                    groups = parts[0].groups
-                    assert groups is not None, "finish sets it"
-                    self._totals[id(plugin)] = table_sum(sums, [p.rows for p in parts], len(groups), reduce)
-                if plugin.prepares or (split and not isinstance(plugin, Loss)):
+                aggregates = split_samples and plugin.whole_samples
+                if aggregates and isinstance(plugin, Loss):
+                    self._totals[id(plugin)] = _sample_totals(plugin, parts, anchors, reduce)
+                if plugin.prepares or (aggregates and not isinstance(plugin, Loss)):
                     self._update_stats[id(plugin), anchor] = plugin.prepare(parts, anchors, reduce)
 
     def anchor_of(self, batch: Batch, logp: Tensor, name: AnyAnchor | None = None) -> Tensor:
-        """Return the anchor of ratios, `[T]`, detached; any number where masked. logp: of the current weights."""
+        """Return the log-probs of an anchor, `[T]`, detached, plus the batch's shift; undefined where masked.
+
+        Args:
+            batch: a packed batch.
+            logp: log-probs of the current weights, `[T]`.
+            name: the anchor; None for `algo.anchor`.
+        """
         current, name = logp.detach(), name or self.anchor
         if name == "current":
             anchor = current
@@ -344,7 +393,7 @@ class Objective:
             age = (batch.version - batch.versions).clamp(min=1).to(batch.mu.dtype)
             anchor = batch.mu + (age - 1) / age * (
                 current - batch.mu
-            )  # 0 up to an age of 1: see `algo.anchor`
+            )  # see `algo.anchor` (rlsys/config/algo.py)
         else:
             anchor = batch.mu
         return anchor if batch.shift is None else anchor + batch.shift
@@ -357,15 +406,14 @@ class Objective:
         values: Tensor | None = None,
         divergence: Tensor | None = None,
     ) -> tuple[Tensor, Sums]:
-        """Return the loss sum of one micro-batch and sums for metrics.
+        """Return the loss of one micro-batch, as a sum over tokens, and sums for metrics.
 
         Args:
-            logp: log-probs of the batch's tokens under the current weights, `[T]`, with gradient.
-            batch: the micro-batch of `T` tokens.
-            entropy: entropy of the policy at each token, `[T]`, with gradient. Optional, as are the next two: None
-                if no term of the loss and no metric reads it.
-            values: outputs of the value head on the policy's trunk, `[T]`, with gradient.
-            divergence: divergence from the teacher at each token, `[T]`, with gradient.
+            logp: log-probs of the current weights, `[T]`, with gradient.
+            batch: the micro-batch.
+            entropy: entropy of the policy, `[T]`, with gradient; None if no loss term and no metric reads it.
+            values: outputs of the value head on the policy's trunk, `[T]`, with gradient; None if no term reads them.
+            divergence: divergence from the teacher, `[T]`, with gradient; None if no term reads it.
 
         Returns:
             The loss, a scalar with gradient, and sums by metric name, detached.
@@ -375,12 +423,12 @@ class Objective:
         """
         if logp.shape != batch.mask.shape:
             raise ValueError(
-                f"logp has shape {tuple(logp.shape)}, the batch's tokens {tuple(batch.mask.shape)}"
+                f"logp has shape {tuple(logp.shape)}; expected {tuple(batch.mask.shape)}, that of the batch's tokens"
             )
         anchor = batch.masked(self.anchor_of(batch, logp))
         view = View(batch, batch.masked(logp), anchor, entropy, values, divergence)
-        share = batch.signal("weight")
-        acting = batch.signal("advantages"), batch.signal("rewards")
+        token_weight = batch.signal("weight")
+        advantages, rewards = batch.signal("advantages"), batch.signal("rewards")
         no_correction = Correction(torch.ones_like(view.anchor), view.keep)
         corrected = {
             ratio: self._corrected(view, anchor_name)
@@ -403,11 +451,11 @@ class Objective:
                 else no_correction
             )
             corrections += [Correction(weight, keep)] if term.policy else []
-            scale = share * weight * keep
+            scale = token_weight * weight * keep
             total = total + batch.masked(torch.where(scale != 0, loss * scale, torch.zeros_like(loss))).sum()
             clips = keep & term_figures.pop("clipped", torch.zeros_like(keep))
             clipped = clipped | clips
-            effective = effective | ((scale != 0) & ~clips & term.acts_on(*acting))
+            effective = effective | ((scale != 0) & ~clips & term.acts_on(advantages, rewards))
             figures |= term_figures
         corrections = corrections or [no_correction]
         return total, self._metric_sums(view, figures, corrections, clipped, effective)
@@ -420,9 +468,9 @@ class Objective:
         Args:
             view: the micro-batch under the current policy.
             figures: metrics of each token, `[T]`, by name.
-            corrections: those of the terms of the policy, at least one.
-            clipped: `[T]` bool, whether a term clips the token.
-            effective: `[T]` bool, whether a term gives the token a gradient.
+            corrections: corrections of the policy losses, at least one.
+            clipped: whether a term clips the token, `[T]` bool.
+            effective: whether a term gives the token a gradient, `[T]` bool.
         """
         batch = view.batch
         weight = corrections[0].weight
@@ -444,7 +492,7 @@ class Objective:
         return sums | mismatch_sums(view.logp, batch, clipped, rejected)
 
     def _corrected(self, view: View, name: AnyAnchor) -> Correction:
-        """Combine all corrections of this anchor's exp(anchor - mu)."""
+        """Return the combination of all corrections, where rho is relative to the anchor `name`."""
         anchor = view.anchor if name == self.anchor else self.anchor_of(view.batch, view.logp, name)
         corrected_view = View(view.batch, view.logp, view.batch.masked(anchor))
         weight, keep = torch.ones_like(view.anchor), view.keep
@@ -454,10 +502,17 @@ class Objective:
         return Correction(weight, keep)
 
     def critic_loss(self, values: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
-        """Return loss and sums of the terms of a separate critic. values `[T]` with gradient."""
-        zeros, is_counted = torch.zeros_like(values), batch.counted_tokens
-        view, weight = View(batch, zeros, zeros, values=values), batch.signal("weight")
-        total, sums = values.new_zeros(()), {"tokens": is_counted.to(values).sum()}
+        """Return the loss of a separate critic, as a sum over tokens, and sums for metrics.
+
+        Args:
+            values: outputs of the critic, `[T]`, with gradient.
+            batch: the micro-batch.
+        """
+        zeros = torch.zeros_like(values)
+        view = View(batch, zeros, zeros, values=values)
+        weight, is_counted = batch.signal("weight"), batch.counted_tokens
+        total = values.new_zeros(())
+        sums = {"tokens": is_counted.to(values).sum()}
         for term in (t for t in self.losses if t.critic):
             loss, term_figures = term(view, self._update_stats.get((id(term), self.anchor)))
             total = total + batch.masked(torch.where(weight != 0, loss * weight, zeros)).sum()
@@ -469,41 +524,44 @@ class Objective:
     # -- around the optimizer -----------------------------------------------------------------------------------
 
     def lr_factor(self, plan: StepPlan, rows: Sequence[int]) -> float:
-        """Return the factor of the learning rate of an update on these rows."""
+        """Return the factor of the learning rate of an update that trains these rows: the product over the hooks."""
         size = float(plan.eligible.sum()) / plan.updates
         rows = [row for row in rows if plan.weight[row] != 0]
         return math.prod(hook.lr_factor(plan.samples, rows, size) for hook in self.hooks)
 
     def start(self, parameters: Parameters) -> None:
-        """Run the hooks before the first pass of a train step, with this rank's parameters."""
+        """Call `start` of the hooks, before the first pass of a train step."""
         for hook in self.hooks:
             hook.start(list(parameters()))
 
     def after_step(self, parameters: Parameters, metrics: dict[str, float]) -> None:
-        """Run the hooks after each optimizer update, with this rank's parameters and the update's metrics."""
+        """Call `after_step` of the hooks and `observe` of the plug-ins, after an optimizer update.
+
+        Args:
+            parameters: this rank's parameters.
+            metrics: metrics of the update.
+        """
         for hook in self.hooks:
             hook.after_step(list(parameters()), metrics["active_share"])
         for plugin in self._observing:
             plugin.observe(metrics)
 
     def after_version(self, parameters: Parameters, active_share: float) -> None:
-        """Run the hooks after the last update of a step, with this rank's parameters and the step's
-        `active_share`."""
+        """Call `after_version` of the hooks, after the last update of a train step."""
         for hook in self.hooks:
             hook.after_version(list(parameters()), active_share)
 
     # -- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every plug-in that has one, by its index; the checkpoint stores it."""
+        """Return the states of the plug-ins by index and class name, for the checkpoint."""
         states = {key: state for key, plugin in self._keyed_plugins() if (state := plugin.state_dict())}
-        return (
-            states
-            if self._deferred is None
-            else {**states, DEFERRED_KEY: self._deferred.state_dict(_encode_deferred)}
-        )
+        if self._deferred is not None:
+            states[DEFERRED_KEY] = self._deferred.state_dict(_encode_deferred)
+        return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the `state_dict` of a checkpoint. A plug-in without an entry keeps its initial state."""
         for key, plugin in self._keyed_plugins():
             if key in state:
                 plugin.load_state_dict(state[key])
@@ -511,39 +569,55 @@ class Objective:
             self._deferred.load_state_dict(state[DEFERRED_KEY], _decode_deferred)
 
     def average(self) -> dict[str, Tensor]:
-        """Return the averaged weights of this rank by name, for `anchor: ewma`; empty before `start`."""
+        """Return this rank's averaged weights by name, for `anchor: ewma`; empty without such a hook."""
         return {name: t for hook in self.hooks for name, t in hook.average().items()}
 
     def reference(self) -> dict[str, Tensor]:
-        """Return the reference's weights of this rank by name, if a hook moves them; else empty."""
+        """Return this rank's weights of the reference model by name; empty if no hook updates them."""
         return {name: t for hook in self.hooks for name, t in hook.reference().items()}
 
     def average_totals(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Return the hooks' state tensors of the size of the weights, by hook prefix and parameter name.
+        """Return the hooks' state tensors, one for each parameter, by prefix of the hook and name of the parameter.
 
-        The checkpoint shards them over ranks like the weights.
+        The checkpoint stores them in the same layout as the weights.
         """
         named_parameters = list(parameters)
         return {hook.prefix: totals for hook in self.hooks if (totals := hook.totals(named_parameters))}
 
     def load_average_totals(self, totals: dict[str, dict[str, Tensor]]) -> None:
+        """Restore the `average_totals` of a checkpoint."""
         for hook in self.hooks:
             hook.load_totals(totals.get(hook.prefix, {}))
 
     def _keyed_plugins(self) -> list[tuple[str, Plugin]]:
+        """Return the plug-ins with their keys in the state."""
         return [(f"{i}.{type(plugin).__name__}", plugin) for i, plugin in enumerate(self.plugins)]
 
 
 def _select_correction(ratio: Tensor, by_ratio: Mapping[bool, Correction]) -> Correction:
-    """Select the correction of each token `[T]` by whether it has a ratio."""
+    """Return for each token the correction of tokens with a ratio or of those without.
+
+    Args:
+        ratio: whether the token's loss has a ratio, `[T]` bool.
+        by_ratio: the two corrections, or the only one that occurs.
+    """
     if len(by_ratio) == 1:
         return next(iter(by_ratio.values()))
     weight = torch.where(ratio, by_ratio[True].weight, by_ratio[False].weight)
     return Correction(weight, torch.where(ratio, by_ratio[True].keep, by_ratio[False].keep))
 
 
+def _sample_totals(loss: Loss, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Tensor:
+    """Return the sum of the loss's `sample_values` over all sequences of each sample, `[N]`."""
+    views = [View(p, p.masked(p.signal("current")), a) for p, a in zip(parts, anchors, strict=True)]
+    sums = [view.batch.per_sequence(loss.sample_values(view)) for view in views]
+    groups = parts[0].groups
+    assert groups is not None, "finish sets it"
+    return table_sum(sums, [p.rows for p in parts], len(groups), reduce)
+
+
 def _encode_deferred(item: DeferredSample) -> Any:
-    """Convert a deferred sample to JSON values: arrays become lists."""
+    """Convert a deferred sample to JSON values; arrays become lists."""
     return msgspec.to_builtins(item, enc_hook=lambda values: values.tolist())
 
 

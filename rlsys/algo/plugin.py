@@ -1,7 +1,6 @@
-"""Base class of all plug-ins: typed parameters, needs, state. No torch.
+"""Base class of all plug-ins: typed parameters, required signals, state. Imports no torch.
 
-A plug-in is a callable whose fields are its parameters. It may keep state in private attributes, which `state_dict`
-returns as JSON values for the checkpoint; `observe` receives the metrics of an update.
+A plug-in is a callable whose fields are its parameters. It may have state in private attributes.
 """
 
 from __future__ import annotations
@@ -33,48 +32,50 @@ NEEDS: dict[str, str] = {
     "probes": "rewards of responses to the prompt from engines of a pool with role explore",
     "prompt_scores": "the disagreement of policy and reference on each prompt token",
 }
-"""Signals that a plug-in may request beyond rewards, groups, lengths, `mu` and weight versions."""
+"""Signal -> description. A plug-in requests signals in `needs`; rewards, groups, lengths, `mu` and weight versions
+are always available."""
 
 
 REWARD_TOLERANCE = 1e-6
-"""Rewards of a group that differ by at most this share of the largest count as equal. float32 has seven digits, and
-an estimator that divides by the deviation would amplify a rounding difference to the size of a success."""
+"""Largest difference of equal rewards, as a share of the largest absolute reward of the group. float32 has seven
+digits, and an estimator that divides by the standard deviation would amplify a rounding difference to the size of a
+success."""
 
 EVIDENCE: dict[str, str] = {
-    "R": "read in the authors' code, or in that of the framework where the method is from",
-    "F": "read in a framework's code; the authors' was not seen",
-    "P": "read in the paper's text or a formula-level note of it",
-    "N": "from a second-hand note; defaults unconfirmed",
+    "R": "the authors' code, or the code of the framework that introduced the method",
+    "F": "the code of another framework; the authors' code was not read",
+    "P": "the paper's text, or a note with its formulas",
+    "N": "a second-hand note; the defaults are not confirmed",
     "A": "a reading of the abstract",
-    "own": "ours",
+    "own": "this project",
 }
-"""Source of a plug-in's formula."""
+"""Evidence of a plug-in -> source of its formula."""
 
 
 class Plugin(Section):
-    """Base of the built-in plug-ins. Fields are parameters; the class docstring is what `rlsys algo show` prints."""
+    """Base of the plug-ins. The fields are the parameters; `rlsys algo show` prints the class docstring."""
 
     paper: ClassVar[str] = ""
     """Publication of the method."""
     evidence: ClassVar[str]
-    """A key of EVIDENCE. It has no default, and a subclass does not inherit it: see evidence_of."""
+    """Key of EVIDENCE. It has no default, and a subclass does not inherit it; see evidence_of."""
     every_sample: ClassVar[bool] = False
-    """Whether it reads or trains samples of advantage 0, which are then packed like the others."""
+    """Whether the plug-in reads or trains samples with advantage 0. They are then packed like other samples."""
 
     def needs(self) -> frozenset[str]:
         """Return the required signals, as names of NEEDS; the run collects only these."""
         return frozenset()
 
     def needs_before(self) -> frozenset[str]:
-        """Return the part of `needs` that a batch must have before the loss is called.
+        """Return the members of `needs` that a batch must have before the loss is called.
 
-        A loss is called with the log-probs, entropy and values of the training pass; a plug-in that reads only these
-        needs no additional pass.
+        The training pass gives its log-probs, entropy and values to the loss. A plug-in that reads only these does
+        not need an additional pass.
         """
         return self.needs()
 
     def observe(self, metrics: dict[str, float]) -> None:
-        """Receive a finished optimizer update's metrics."""
+        """Receive the metrics of a finished optimizer update."""
 
     @property
     def observes(self) -> bool:
@@ -82,24 +83,22 @@ class Plugin(Section):
         return type(self).observe is not Plugin.observe
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values that a checkpoint stores."""
+        """Return the plug-in's state as JSON values, for the checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict()` of an earlier process."""
+        """Restore the `state_dict` of a checkpoint."""
 
 
 def evidence_of(plugin: type[Plugin]) -> str:
-    """Return the evidence that the class itself states; a subclass does not inherit it.
-
-    A unit test checks that every built-in states it. A user's class or function without it counts as `own`.
+    """Return the attribute `evidence` of the class itself, not of its bases; `own` if the class has none.
 
     Raises:
         UserError: the value is not a key of EVIDENCE.
     """
-    stated = vars(plugin).get("evidence", "own")
-    if stated not in EVIDENCE:
+    evidence = vars(plugin).get("evidence", "own")
+    if evidence not in EVIDENCE:
         raise UserError(
-            f"{plugin.__module__}:{plugin.__name__}.evidence = {stated!r}: expected one of {', '.join(EVIDENCE)}"
+            f"{plugin.__module__}:{plugin.__name__}.evidence = {evidence!r}: expected one of {', '.join(EVIDENCE)}"
         )
-    return str(stated)
+    return str(evidence)

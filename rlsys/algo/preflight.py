@@ -1,4 +1,4 @@
-"""Checks of an algorithm before the start: unknown plug-ins, unavailable signals and contradictory fields."""
+"""Checks of an algorithm before a run starts: unknown plug-ins, unavailable signals and contradictory fields."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from rlsys.algo import no_effect
 from rlsys.algo.anchors import ANCHOR_NEEDS
 from rlsys.algo.hooks import Hook
+from rlsys.algo.losses import Loss
 from rlsys.algo.methods.brorl import BatchScaling
 from rlsys.algo.methods.dapo import Dapo
 from rlsys.algo.methods.dars import Dars
@@ -23,14 +24,14 @@ from rlsys.algo.registry import SECTION_KINDS, make_all
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Overlong
 from rlsys.config import Config
-from rlsys.config.algo import AlgoSection
+from rlsys.config.algo import AlgoSection, TeacherSection
 from rlsys.config.plugins import one_line_errors
-from rlsys.config.rollout import TREES
+from rlsys.config.rollout import TREES, RolloutConfig
 from rlsys.core.errors import UserError
 
 
 def check(config: Config) -> None:
-    """Check the algorithm of a config.
+    """Check the section `algo` of a config, alone and with the other sections.
 
     Raises:
         UserError: a name or parameter is unknown, the run cannot provide a signal that a plug-in needs, or fields
@@ -46,11 +47,11 @@ def check(config: Config) -> None:
                 needs_of[name] = plugin.needs()
     for field, needs in needs_of.items():
         for need in sorted(needs):
-            if reason := _why_not(need, config):
+            if reason := _why_unavailable(need, config):
                 raise UserError(f"{field} needs {need}, {NEEDS[need]}: {reason}")
     if config.engine.explorers and not any("probes" in needs for needs in needs_of.values()):
         raise UserError(
-            "engine.pools: role = explore, but no group policy uses such engines; name explore in algo.planners"
+            "engine.pools: role = explore, but no planner uses such engines; name explore in algo.planners"
         )
     _check_teacher(config, plugins)
     _check_reducer(plugins)
@@ -61,7 +62,8 @@ def check(config: Config) -> None:
     deferring = [i for i, selector in enumerate(plugins["selectors"]) if selector.defers]
     if len(deferring) > 1:
         raise UserError(f"algo.selectors[{deferring[1]}]: only one selector can defer samples; name one")
-    _check_terms(plugins, config.algo.critic is not None)
+    _check_loss(plugins)
+    _check_critic(plugins, config.algo.critic is not None)
     _check_sequence_ratio(plugins)
     _check_average(config.algo.anchor, plugins)
     _check_reference(plugins)
@@ -81,14 +83,14 @@ def notes(config: Config) -> list[str]:
     """
     plugins = make_all(config.algo)
     reward_notes = no_effect.reward_scale_notes(config, plugins)
-    return [*_weak_evidence(plugins), *no_effect.lines(config, plugins), *reward_notes]
+    return [*_weak_evidence(plugins), *no_effect.warnings(config, plugins), *reward_notes]
 
 
 def _weak_evidence(plugins: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return notes on methods whose implementation follows neither code nor formulas of a paper."""
+    """Return a line for each plug-in whose source is neither code nor the formulas of a paper."""
     return [
-        f"algo.{field}[{i}] ({type(plugin).__name__}): evidence {evidence}, {EVIDENCE[evidence]}: it may differ from "
-        f"the authors' implementation of {plugin.paper or 'the method'}"
+        f"algo.{field}[{i}] ({type(plugin).__name__}) has evidence {evidence} ({EVIDENCE[evidence]}), so it may "
+        f"differ from the authors' implementation of {plugin.paper or 'the method'}"
         for field, field_plugins in plugins.items()
         for i, plugin in enumerate(field_plugins)
         if (evidence := evidence_of(type(plugin))) in ("A", "N")
@@ -96,20 +98,20 @@ def _weak_evidence(plugins: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def _why_not_early(config: Config) -> str:
-    """Return the reason against early backward passes of finished groups; empty if there is none."""
+    """Return the reason why finished groups cannot have early backward passes; empty if they can."""
     whole_step = Objective(config.algo).requirements.needs_whole_step
     reasons = {
         "launch.placement = colocated: engines pause while the trainer works; use disaggregated": (
             config.launch.placement == "colocated"
         ),
         f"the algorithm needs whole steps: {', '.join(whole_step)}": bool(whole_step),
-        f"algo.minibatches = {config.algo.minibatches}: a step's groups are shuffled over them; use 1": (
+        f"algo.minibatches = {config.algo.minibatches}: a mini-batch has groups from the whole step; use 1": (
             config.algo.minibatches > 1
         ),
         f"algo.epochs = {config.algo.epochs}: a second pass needs the step's samples again; use 1": (
             config.algo.epochs > 1
         ),
-        "parallel.overlap = true reduces the gradients in the last backward pass of each portion; use false": (
+        "parallel.overlap = true would reduce gradients in every early backward pass; use false": (
             config.parallel.overlap
         ),
         f"trainer.balance_loss = {config.trainer.balance_loss} needs all tokens of a step; use balance_rate": (
@@ -126,15 +128,15 @@ def _why_not_early(config: Config) -> str:
 
 
 _COMPARED_TOKENS = {
-    "distill": "most probable tokens; expected 1 or more, or null",
+    "distill": "the most probable tokens; expected 1 or more, or null",
     "distill_pg": "the sampled token; expected 0",
 }
-"""Loss term -> the teacher's tokens that it reads."""
+"""Loss term -> tokens whose teacher log-probs it reads, and the values of algo.teacher.top_k that provide them."""
 
 
 def _check_teacher(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
-    """Check that a loss term uses the teacher and that its engine supports the sampling settings."""
-    teacher, rollout = config.algo.teacher, config.rollout
+    """Check that the teacher provides the tokens that the loss terms compare."""
+    teacher = config.algo.teacher
     if teacher is None:
         return
     for spec in config.algo.loss:
@@ -142,9 +144,13 @@ def _check_teacher(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None
             raise UserError(
                 f"algo.teacher.top_k = {teacher.top_k}: algo.loss {spec.name} compares {_COMPARED_TOKENS[spec.name]}"
             )
-    if teacher.engine is None:
-        return
-    if not any("divergence" in term.needs() for term in plugins["loss"]):
+    if teacher.engine is not None:
+        _check_teacher_engine(teacher, config.rollout, plugins["loss"])
+
+
+def _check_teacher_engine(teacher: TeacherSection, rollout: RolloutConfig, losses: Sequence[Loss]) -> None:
+    """Check that a loss term uses the teacher's engine, and that the engine supports the settings of the rollout."""
+    if not any("divergence" in term.needs() for term in losses):
         raise UserError(
             f"algo.teacher.engine = {teacher.engine} is unused: no term of algo.loss compares the policy "
             "with a teacher; add distill"
@@ -153,8 +159,9 @@ def _check_teacher(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None
         "algo.teacher.top_k = null: an engine returns only its most probable ids; use a number": teacher.top_k
         is None,
         "algo.teacher.by_source names additional teachers; expected one": bool(teacher.by_source),
-        f"rollout.workers = {rollout.workers}: only one process can query it; use 1": rollout.workers > 1,
-        f"rollout.temperature = {rollout.temperature:g}: SGLang returns log-probs of a prompt at 1 only; use 1": (
+        f"rollout.workers = {rollout.workers}: only one rollout process can use it; use 1": rollout.workers
+        > 1,
+        f"rollout.temperature = {rollout.temperature:g}: SGLang returns prompt log-probs at 1 only; use 1": (
             rollout.temperature != 1
         ),
         f"rollout.top_k = {rollout.top_k}: an engine does not restrict log-probs to a sampling mask; use null": (
@@ -167,18 +174,17 @@ def _check_teacher(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None
 
 
 def _check_reducer(plugins: Mapping[str, Sequence[Any]]) -> None:
-    """Check `over: active`: if tokens have their own advantages, a sample's advantage does not identify active
-    tokens."""
+    """Check that `over: active` is not used with advantages of tokens, for which no sample is active or inactive."""
     (advantage,), (reducer,) = plugins["advantage"], plugins["reducer"]
     if reducer.over == "active" and advantage.changes_tokens():
         raise UserError(
             "algo.reducer.over = 'active' counts samples whose advantage is not 0, but algo.advantage "
-            f"({type(advantage).__name__}) gives each token its own advantage: use all"
+            f"({type(advantage).__name__}) gives each token its own advantage; use all"
         )
 
 
 def _check_anchor(anchor: str, plugins: Mapping[str, Sequence[Any]]) -> None:
-    """Check corrections: with anchor mu, rho is 1 for every term with a ratio."""
+    """Check that no correction acts only on a rho of 1, which anchor mu gives to every term with a ratio."""
     ratios = frozenset[bool]().union(*(term.ratios() for term in plugins["loss"]))
     for i, correction in enumerate(plugins["corrections"]):
         if anchor == "mu" and correction.of_anchor and ratios == {True}:
@@ -189,12 +195,12 @@ def _check_anchor(anchor: str, plugins: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _check_lens(algo: AlgoSection) -> None:
-    """Check that LENS is complete: cleaned prompts need its planner, its selector and its correction."""
+    """Check that a config has all three plug-ins of LENS: planner, selector and correction, or none of them."""
     fields = {"planners": algo.planners, "selectors": algo.selectors, "corrections": algo.corrections}
     lens_fields = [field for field, specs in fields.items() if "lens" in {spec.name for spec in specs}]
     if lens_fields and (missing := sorted(set(fields) - set(lens_fields))):
         raise UserError(
-            f"algo.{lens_fields[0]} has lens, but algo.{missing[0]} has not: name it in all of {', '.join(fields)}"
+            f"algo.{lens_fields[0]} has lens, but algo.{missing[0]} has not; name lens in all of {', '.join(fields)}"
         )
 
 
@@ -204,17 +210,28 @@ def _check_duplicates(algo: AlgoSection) -> None:
         specs = getattr(algo, field)
         for i, spec in enumerate(specs if isinstance(specs, list) else []):
             if spec in specs[:i]:
-                raise UserError(f"algo.{field}[{i}] = {spec.name!r}: this {kind} is named twice")
+                first = f"algo.{field}[{specs.index(spec)}]"
+                raise UserError(f"algo.{field}[{i}] = {spec.name!r} repeats {first}; name each {kind} once")
 
 
-def _check_terms(plugins: Mapping[str, Sequence[Any]], own_critic: bool) -> None:
-    """Check that a term trains the policy, and that a critic has both a loss and an advantage that uses it."""
-    (advantage,), losses = plugins["advantage"], plugins["loss"]
-    names = ", ".join(type(term).__name__ for term in losses)
-    if not any(term.policy or term.trains_policy for term in losses):
+def _check_loss(plugins: Mapping[str, Sequence[Any]]) -> None:
+    """Check that a loss term trains the policy."""
+    if not any(term.policy or term.trains_policy for term in plugins["loss"]):
+        names = ", ".join(type(term).__name__ for term in plugins["loss"])
         raise UserError(
             f"algo.loss ({names}) has no term that trains on advantages; add one, for example clip"
         )
+
+
+def _check_critic(plugins: Mapping[str, Sequence[Any]], own_critic: bool) -> None:
+    """Check that a critic has both a loss that trains it and an advantage that uses its values.
+
+    Args:
+        plugins: plug-ins of the config by field of the section `algo`.
+        own_critic: whether the critic is a separate model.
+    """
+    (advantage,), losses = plugins["advantage"], plugins["loss"]
+    names = ", ".join(type(term).__name__ for term in losses)
     needs_values = "values" in advantage.needs()
     trained = any("values" in term.needs() for term in losses)
     if trained and not needs_values:
@@ -235,51 +252,55 @@ def _check_terms(plugins: Mapping[str, Sequence[Any]], own_critic: bool) -> None
 
 
 def _check_sequence_ratio(plugins: Mapping[str, Sequence[Any]]) -> None:
-    """Check the reducer of a loss with one ratio per sequence, whose gradient is divided by the sequence's length."""
+    """Check that a loss with one ratio per response has a reducer that gives all responses the same weight."""
     (reducer,) = plugins["reducer"]
     names = [type(term).__name__ for term in plugins["loss"] if term.per_sequence]
     if names and isinstance(reducer, TokenMean | Constant):
         raise UserError(
-            f"algo.loss has {names[0].lower()}, with one ratio per sequence, but algo.reducer "
-            f"({type(reducer).__name__}) gives long sequences more weight: use algo.reducer = sequence_mean"
+            f"algo.loss ({names[0]}) has one ratio per response, but algo.reducer ({type(reducer).__name__}) gives "
+            "long responses more weight; use algo.reducer = sequence_mean"
         )
 
 
 def _check_average(anchor: str, plugins: Mapping[str, Sequence[Any]]) -> None:
-    """Check averaged weights: exactly one hook computes them, and the anchor uses them."""
+    """Check that one hook averages the weights if the anchor or a plug-in uses the average, and none otherwise."""
     averaging = [type(hook).__name__ for hook in plugins["hooks"] if type(hook).average is not Hook.average]
     is_needed = "ewma" in ANCHOR_NEEDS[anchor].union(
         *(p.needs() for field_plugins in plugins.values() for p in field_plugins)
     )
     if is_needed and not averaging:
         raise UserError(
-            f"algo.anchor = {anchor!r} needs averaged weights, but no hook computes them: use algo.hooks = [ewma]"
+            f"algo.anchor = {anchor!r} needs averaged weights, but no hook computes them; use algo.hooks = [ewma]"
         )
     if averaging and not is_needed:
         raise UserError(
-            f"algo.hooks ({averaging[0]}) averages the weights, but algo.anchor = {anchor!r} does not use them; use "
-            "ewma"
+            f"algo.hooks ({averaging[0]}) averages the weights, but algo.anchor = {anchor!r} does not use the "
+            "average; use algo.anchor = ewma"
         )
     if len(averaging) > 1:
         raise UserError(f"algo.hooks ({', '.join(averaging)}) average the weights more than once; name one")
 
 
 def _check_reference(plugins: Mapping[str, Sequence[Any]]) -> None:
-    """Check that at most one hook moves the reference, and that a plug-in uses it."""
-    moving = [type(hook).__name__ for hook in plugins["hooks"] if type(hook).reference is not Hook.reference]
-    if moving and "ref" not in frozenset().union(
+    """Check that at most one hook updates the reference model, and that a plug-in then uses the model."""
+    updating = [
+        type(hook).__name__ for hook in plugins["hooks"] if type(hook).reference is not Hook.reference
+    ]
+    if updating and "ref" not in frozenset().union(
         *(p.needs() for field_plugins in plugins.values() for p in field_plugins)
     ):
         raise UserError(
-            f"algo.hooks ({moving[0]}) moves the reference model, but no plug-in uses it; add kl to algo.loss"
+            f"algo.hooks ({updating[0]}) updates the reference model, but no plug-in uses it; add kl to algo.loss"
         )
-    if len(moving) > 1:
-        raise UserError(f"algo.hooks ({', '.join(moving)}) move the reference model more than once; name one")
+    if len(updating) > 1:
+        raise UserError(
+            f"algo.hooks ({', '.join(updating)}) update the reference model more than once; name one"
+        )
 
 
 def _check_groups(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
     """Check that groups have the sizes that their planners and their estimator require."""
-    (advantage,), planners, size = plugins["advantage"], plugins["planners"], config.rollout.group_size
+    planners, size = plugins["planners"], config.rollout.group_size
     with one_line_errors("algo.planners: size or limit"):
         start, largest = start_size(planners, size), largest_size(planners, size)
     size_text = f"rollout.group_size = {size}"
@@ -288,19 +309,40 @@ def _check_groups(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
             f"algo.planners: with {size_text} groups grow to {largest} samples; expected at most {MAX_GROUP}"
         )
     if largest == 1:
-        filtering = [i for i, planner in enumerate(planners) if isinstance(planner, Dapo)]
-        if advantage.compares and any(term.policy for term in plugins["loss"]):
-            raise UserError(
-                f"{size_text}, but algo.advantage ({type(advantage).__name__}) compares the samples of a group; use "
-                "group_size >= 2"
-            )
-        if filtering:
-            raise UserError(
-                f"{size_text}, but algo.planners[{filtering[0]}] (Dapo) drops groups of equal rewards; use "
-                "group_size >= 2"
-            )
-    if isinstance(advantage, McGrpo):
+        _check_single_samples(size_text, plugins)
+    if isinstance(plugins["advantage"][0], McGrpo):
         _check_odd(start, size_text, planners, plugins["selectors"])
+    _check_growth(start, size, planners)
+
+
+def _check_single_samples(size_text: str, plugins: Mapping[str, Sequence[Any]]) -> None:
+    """Check that no plug-in compares the samples of a group, because groups have one sample.
+
+    Args:
+        size_text: the setting of the group size, for messages.
+        plugins: plug-ins of the config by field of the section `algo`.
+    """
+    (advantage,) = plugins["advantage"]
+    if advantage.compares and any(term.policy for term in plugins["loss"]):
+        raise UserError(
+            f"{size_text}, but algo.advantage ({type(advantage).__name__}) compares the samples of a group; use "
+            "group_size >= 2"
+        )
+    for i, planner in enumerate(plugins["planners"]):
+        if isinstance(planner, Dapo):
+            raise UserError(
+                f"{size_text}, but algo.planners[{i}] (Dapo) drops groups of equal rewards; use group_size >= 2"
+            )
+
+
+def _check_growth(start: int, size: int, planners: Sequence[Planner]) -> None:
+    """Check the planners that add samples to a group.
+
+    Args:
+        start: number of samples that groups start with.
+        size: rollout.group_size.
+        planners: planners of the config.
+    """
     growing = [type(p).__name__ for p in planners if p.limit(start) > start]
     for exclusive, reason in (
         ("Xrpo", "assigns all additional samples of a group"),
@@ -311,18 +353,25 @@ def _check_groups(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
     for i, planner in enumerate(planners):
         if isinstance(planner, Explore) and not planner.first <= size <= planner.largest > planner.first:
             raise UserError(
-                f"algo.planners[{i}] (Explore): {size_text} is the size of a group without probes; expected a "
-                f"size between first = {planner.first} and largest = {planner.largest}, which must differ"
+                f"algo.planners[{i}] (Explore): rollout.group_size = {size} is the size of a group without probes; "
+                f"expected a size between first = {planner.first} and largest = {planner.largest}, which must differ"
             )
         if isinstance(planner, Dars | Xrpo) and planner.largest <= start:
             raise UserError(
                 f"algo.planners[{i}] ({type(planner).__name__}).largest = {planner.largest}: expected more than the "
-                f"{start} samples that groups start with ({size_text})"
+                f"{start} samples that groups start with (rollout.group_size = {size})"
             )
 
 
 def _check_odd(size: int, size_text: str, planners: Sequence[Planner], selectors: Sequence[Selector]) -> None:
-    """Check that every group has an odd number of samples, as the median requires. `size`: samples at its start."""
+    """Check that every group has an odd number of samples, so that its median is the reward of one sample.
+
+    Args:
+        size: number of samples that groups start with.
+        size_text: the setting of the group size, for messages.
+        planners: planners of the config.
+        selectors: selectors of the config.
+    """
     needs = "algo.advantage (McGrpo) needs an odd number of samples"
     if size % 2 == 0:
         raise UserError(f"{size_text} gives groups of {size}, but {needs}; use algo.planners = [mc_grpo]")
@@ -337,13 +386,13 @@ def _check_odd(size: int, size_text: str, planners: Sequence[Planner], selectors
         if remaining is not None and remaining % 2 == 0:
             raise UserError(
                 f"algo.selectors[{i}] ({type(selector).__name__}) leaves {remaining} of groups of {size}, but "
-                f"{needs}; choose `keep` so that the number is odd"
+                f"{needs}; set `keep` so that the number is odd"
             )
         size = size if remaining is None else remaining
 
 
 def _check_batch_scaling(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
-    """Check that a learning rate scaled by the batch is not always scaled by 1."""
+    """Check that the hook brorl, which scales the learning rate by the batch size, has a factor other than 1."""
     size, planners = config.rollout.group_size, plugins["planners"]
     start = start_size(planners, size)
     batch = config.rollout.groups_per_step * start / config.algo.minibatches
@@ -357,6 +406,7 @@ def _check_batch_scaling(config: Config, plugins: Mapping[str, Sequence[Any]]) -
 
 
 def _check_judge(config: Config) -> None:
+    """Check that a plug-in uses the judge."""
     is_needed = any(spec.name == "aoi" for spec in config.algo.planners)
     is_needed |= any(spec.name == "reasoning_answer_consistency" for spec in config.data.reward)
     if config.data.judge is not None and config.algo.group_reward is None and not is_needed:
@@ -367,7 +417,7 @@ def _check_judge(config: Config) -> None:
 
 
 def _check_overlong(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
-    """Check that the overlong penalty starts below the longest response."""
+    """Check that the overlong penalty starts below the largest response length."""
     longest = config.rollout.max_response_tokens
     for i, shaping in enumerate(plugins["shaping"]):
         if isinstance(shaping, Overlong) and shaping.cap - shaping.buffer >= longest:
@@ -377,24 +427,10 @@ def _check_overlong(config: Config, plugins: Mapping[str, Sequence[Any]]) -> Non
             )
 
 
-def _why_not(need: str, config: Config) -> str:
+def _why_unavailable(need: str, config: Config) -> str:
     """Return the reason why the run cannot provide the signal `need`; empty if it can."""
-    placement = config.launch.placement
-    if need == "behaviour" and placement != "colocated":
-        return (
-            f"with launch.placement = {placement!r} the weights have changed before tokens can be scored; use "
-            "colocated, or algo.anchor = interpolated or ewma"
-        )
-    if need == "behaviour" and config.router.interruption != "abort":
-        return (
-            f"router.interruption = {config.router.interruption} keeps the last tokens of a sample in its engine "
-            "until the weights have changed; use abort, or algo.anchor = interpolated or ewma"
-        )
-    if need == "behaviour" and config.trainer.replay == "trainer":
-        return (
-            "trainer.replay = 'trainer' trains a token with the experts of the step's scoring pass, but its log-prob "
-            "was computed with other experts; use trainer.replay = engine, or algo.anchor = old"
-        )
+    if need == "behaviour":
+        return _why_no_behaviour(config)
     if need == "tool_penalty" and config.rollout.generator == "single_turn":
         return "rollout.generator = single_turn calls no tools; use calculator, or penalty: length"
     if need == "values" and config.trainer.lora is not None:
@@ -412,11 +448,31 @@ def _why_not(need: str, config: Config) -> str:
         return "data.process_judge is not set"
     if need == "repairs" and config.rollout.generator not in ("single_turn", *TREES):
         return (
-            f"rollout.generator = {config.rollout.generator} cannot continue tokens of another response; use "
+            f"rollout.generator = {config.rollout.generator} cannot continue a prefix of another response; use "
             "single_turn"
         )
     if need == "probes" and not config.engine.explorers:
         return "engine.pools has no pool with role = explore"
     if need == "prompt_scores" and config.engine.reference is None:
         return "engine.reference is not set: expected own, or the URL of a server with the reference weights"
+    return ""
+
+
+def _why_no_behaviour(config: Config) -> str:
+    """Return the reason why tokens cannot be scored by the weights that sampled them; empty if they can."""
+    if config.launch.placement != "colocated":
+        return (
+            f"with launch.placement = {config.launch.placement!r} the weights have changed before tokens can be "
+            "scored; use colocated, or algo.anchor = interpolated or ewma"
+        )
+    if config.router.interruption != "abort":
+        return (
+            f"router.interruption = {config.router.interruption} keeps the last tokens of a sample in its engine "
+            "until the weights have changed; use abort, or algo.anchor = interpolated or ewma"
+        )
+    if config.trainer.replay == "trainer":
+        return (
+            "trainer.replay = 'trainer' trains a token with the experts of the step's scoring pass, but its log-prob "
+            "was computed with other experts; use trainer.replay = engine, or algo.anchor = old"
+        )
     return ""

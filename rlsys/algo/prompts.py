@@ -1,8 +1,7 @@
-"""Choice and wording of the prompt of a new group.
+"""Prompt choosers: plug-ins that choose the prompt of a new group and its wording.
 
-Imports no torch, because it runs in the rollout process.
-
-A chooser depends only on its state and the group's id, so that a resumed run uses the same prompts.
+A choice depends only on the chooser's state and the group's id, so that a resumed run uses the same prompts. Imports
+no torch, because it runs in the rollout process.
 """
 
 from __future__ import annotations
@@ -20,10 +19,14 @@ from rlsys.core.types import SampleGroup
 
 @dataclass(frozen=True)
 class Template:
-    """Wording of a question: a system message ("" for none), the question with `{question}`, the start of the answer.
+    """Wording of a question, and the expected form of the response.
 
-    It also defines the expected response: the `form` of its final answer (rlsys.rewards.answer), and `marks`, texts
-    that the response must contain exactly once.
+    Attributes:
+        system: System message; "" for none.
+        user: User message, in which `{question}` stands for the question.
+        opening: Text with which the response starts.
+        form: Form of the final answer (rlsys.rewards.answer).
+        marks: Texts that the response must contain exactly once.
     """
 
     system: str = ""
@@ -33,31 +36,31 @@ class Template:
     marks: tuple[str, ...] = ()
 
     def messages(self, question: str) -> list[dict[str, str]]:
-        """Return the chat up to the answer; `opening` is the forced start of the answer."""
+        """Return the chat messages that ask the question."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.user.replace("{question}", question)}]
 
 
 class PromptChooser(Plugin):
-    """Map a group id to a prompt index and a template."""
+    """Base of prompt choosers: map a group id to a prompt index and a template."""
 
     def index(self, group_id: int) -> int:
         """Return the index of the prompt in its source."""
         return group_id
 
     def template(self, group_id: int) -> Template:
-        """Return the template of the group. It depends on the group only, so that a resumed sample keeps it."""
+        """Return the template of a group, always the same one, so that resumed samples keep it."""
         return Template()
 
     def on_rewards(self, group: SampleGroup) -> None:
-        """Record the rewards of a group."""
+        """Receive a group whose samples have their rewards."""
 
     def forget(self, group_id: int) -> None:
         """Delete the state of a group that was dropped before it had rewards."""
 
 
 class InOrder(PromptChooser):
-    """Prompts in the order of their source, each with the source's own template."""
+    """The prompts in the order of their source, with the default template."""
 
     evidence: ClassVar[str] = "own"
 
@@ -65,16 +68,16 @@ class InOrder(PromptChooser):
 class Pool(PromptChooser):
     """The first `size` prompts of the source, in rounds; each round has all of them in a new random order.
 
-    For plug-ins with state per prompt (mssr) and an endless source.
+    Use this for an endless source if a plug-in has state for each prompt (mssr).
     """
 
     evidence: ClassVar[str] = "own"
     size: Annotated[int, Field(gt=0, le=2**20)] = 1024
-    """Prompts in the pool."""
+    """Number of prompts in the pool."""
     seed: int = 0
-    """Seed of the order."""
+    """Seed of the random orders."""
     _order: tuple[int, list[int]] = PrivateAttr(default=(-1, []))
-    """The last requested round."""
+    """Number and order of the round that was last requested."""
 
     def index(self, group_id: int) -> int:
         round_number, position = divmod(group_id, self.size)

@@ -1,6 +1,7 @@
-"""Weight of each token in the loss, and the divisor of the sum. Both are fixed before any token is masked or dropped.
+"""Reducers: the weight of each token in the loss, and the denominator.
 
-The objective is sum over tokens of factor(sample) * token loss, divided by `denominator`.
+The loss of a step is the sum over tokens of factor(sample) * token loss, divided by `denominator`. Both are known
+before any token is masked or dropped. Shapes: N samples of the step.
 """
 
 from __future__ import annotations
@@ -15,35 +16,44 @@ from rlsys.algo.plugin import Plugin
 
 
 class Reduction(NamedTuple):
-    """factor `[N]` of each sample's tokens, and the denominator of the whole step."""
+    """Factor of each sample's tokens, `[N]`, and denominator of the whole step."""
 
     factor: Tensor
     denominator: float
 
 
 class Reducer(Plugin):
-    """Base of reducers: map the lengths of all samples of the step to a factor of each sample's tokens."""
+    """Base of reducers: map the lengths of all samples of the step to factors and a denominator."""
 
     over: Literal["all", "active"] = "all"
-    """Samples in the denominator: all, or active: those with an advantage other than 0, independent of the loss
-    terms; if no sample has one, all."""
+    """Samples in the denominator. all: all samples. active: the samples with an advantage other than 0, for any loss
+    terms; all samples if there are none."""
     sample_local: ClassVar[bool] = False
-    """Whether a sample's factor depends on that sample only."""
+    """Whether the factor of a sample depends on that sample only."""
 
     def __call__(self, lengths: Tensor, active: Tensor) -> Reduction:
-        """Return factors and denominator. `lengths` `[N]`: trained tokens; `active` `[N]` bool: advantages other
-        than 0."""
+        """Return factors and denominator.
+
+        Args:
+            lengths: number of trained tokens of each sample, `[N]`.
+            active: whether the sample's advantage is not 0, `[N]` bool.
+        """
         return self.reduce(lengths, self._counts(active))
 
     def _counts(self, active: Tensor) -> Tensor:
-        """Return the samples in the denominator.
+        """Return the mask of the samples in the denominator, `[N]` bool.
 
-        If none is active, these are all: otherwise terms that do not use advantages would be divided by 1.
+        If no sample is active, it is true for all: otherwise terms that do not use advantages would be divided by 1.
         """
         return active if self.over == "active" and bool(active.any()) else torch.ones_like(active)
 
     def reduce(self, lengths: Tensor, is_counted: Tensor) -> Reduction:
-        """Return factors and denominator. `is_counted` `[N]` bool: samples in the denominator."""
+        """Return factors and denominator.
+
+        Args:
+            lengths: number of trained tokens of each sample, `[N]`.
+            is_counted: mask of the samples in the denominator, `[N]` bool.
+        """
         raise NotImplementedError
 
     def mass(self, lengths: Tensor, active: Tensor) -> Tensor:
@@ -52,12 +62,12 @@ class Reducer(Plugin):
         return share * self._counts(active).to(share)
 
     def share(self, lengths: Tensor) -> Tensor:
-        """Return the contribution of each sample if it is counted, `[N]`: 1, or its tokens."""
+        """Return the contribution of each sample if it is in the denominator, `[N]`: by default 1."""
         return torch.ones(len(lengths))
 
 
 class TokenMean(Reducer):
-    """Equal weight for every token of the step (DAPO), so that long responses have more weight."""
+    """Mean over all tokens of the step (DAPO), in which long responses have more weight."""
 
     paper: ClassVar[str] = "DAPO, section 3.3"
     evidence: ClassVar[str] = "R"
@@ -71,7 +81,7 @@ class TokenMean(Reducer):
 
 
 class SequenceMean(Reducer):
-    """The mean over each response's tokens, then over responses (GRPO, GSPO)."""
+    """Mean over the tokens of each response, then over responses (GRPO, GSPO)."""
 
     paper: ClassVar[str] = "DeepSeekMath (GRPO), eq. 3"
     evidence: ClassVar[str] = "R"
@@ -82,9 +92,9 @@ class SequenceMean(Reducer):
 
 
 class Constant(Reducer):
-    """The sum over tokens divided by a constant length, then the mean over responses (Dr. GRPO).
+    """Sum over the tokens of each response divided by a constant length, then mean over responses (Dr. GRPO).
 
-    The denominator is known before any response is finished.
+    The denominator does not depend on the lengths of the responses.
     """
 
     paper: ClassVar[str] = "Dr. GRPO, section 3"

@@ -1,8 +1,8 @@
-"""Reductions across ranks: sums over data-parallel ranks, and global thresholds.
+"""Reductions across ranks: sums over data-parallel ranks, and thresholds over the tokens of all ranks.
 
-A plug-in does not depend on the layout. It gets whole sequences of its own rank (the trainer gathers the results of
-context-parallel ranks, see rlsys.trainer.model.context_parallel), the table of all samples, and a `Reduce` that sums
-a tensor over the data-parallel ranks. Decisions from such sums are equal on every rank and in every layout.
+A plug-in receives whole sequences of its rank (rlsys.trainer.model.context_parallel gathers the results of
+context-parallel ranks), the table of all samples, and a `Reduce`, which sums a tensor over the data-parallel ranks.
+Decisions that use only the table and such sums are equal on every rank and in every layout.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 Reduce = Callable[[Tensor], Tensor]
-"""Element-wise sum of equally shaped tensors over ranks; every rank gets the result."""
+"""Function that returns the element-wise sum of all ranks' tensors, on every rank. The shapes must be equal."""
 
 Condition = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(edges `[E]`, number of values <= edge `[E]`, their sum `[E]`) -> `[E]` bool: true up to an edge, false after
-it."""
+"""Function of (edges `[E]`, number of values <= each edge `[E]`, sum of these values `[E]`) that returns `[E]` bool:
+true up to an edge, false for all later ones."""
 
 
 def single_rank(values: Tensor) -> Tensor:
@@ -26,7 +26,17 @@ def single_rank(values: Tensor) -> Tensor:
 
 
 def table_sum(values: Sequence[Tensor], rows: Sequence[Tensor], samples: int, reduce: Reduce) -> Tensor:
-    """Return the sum of all ranks' sequence values `[S]` for each row of the sample table, `[samples]` float64."""
+    """Sum values of sequences over each sample's sequences on all ranks.
+
+    Args:
+        values: values of the sequences, `[S]` for each packed batch of this rank.
+        rows: row of each sequence in the sample table, `[S]` for each packed batch.
+        samples: number of rows of the sample table.
+        reduce: sum over ranks.
+
+    Returns:
+        `[samples]` float64.
+    """
     device = values[0].device if values else torch.device("cpu")
     sums = torch.zeros(samples, dtype=torch.float64, device=device)
     for value, row in zip(values, rows, strict=True):
@@ -46,34 +56,43 @@ def threshold(
 ) -> float:
     """Return the largest value in [low, high] for which a condition holds, up to (high - low) / bins^rounds.
 
-    All ranks count their values into bins, which are refined around the result in each round. So no rank needs the
-    values of another one, and the result does not depend on the layout.
+    In each round, all ranks count their values in bins between the edges around the result of the previous round. The
+    result does not depend on the assignment of values to ranks.
 
     Args:
-        parts: values `[n]` of this rank.
+        parts: values of this rank, `[n]` each.
         holds: the condition.
-        low: lower limit, the result if the condition never holds.
+        low: lower limit, and the result if the condition never holds.
         high: upper limit.
         reduce: sum over ranks.
         bins: number of bins.
-        rounds: number of refinements.
+        rounds: number of rounds.
     """
     start, end = low, high
     for _ in range(rounds):
         edges = torch.linspace(start, end, bins + 1, dtype=torch.float64)
-        counts, sums = torch.zeros(bins + 2, dtype=torch.float64), torch.zeros(bins + 2, dtype=torch.float64)
-        for part in parts:
-            values = part.double()
-            bucket = torch.bucketize(values, edges.to(values.device))
-            counts += torch.bincount(bucket, minlength=bins + 2).cpu()
-            sums += torch.bincount(bucket, weights=values, minlength=bins + 2).cpu()
-        device = parts[0].device if parts else torch.device("cpu")
-        counts, sums = reduce(torch.stack([counts, sums]).to(device)).cpu()
-        good = holds(edges, counts.cumsum(0)[:-1], sums.cumsum(0)[:-1])
-        last = int(good.long().cumprod(0).sum()) - 1
+        counts, sums = _histogram(parts, edges, reduce)
+        is_true = holds(edges, counts.cumsum(0)[:-1], sums.cumsum(0)[:-1])
+        last = int(is_true.long().cumprod(0).sum()) - 1
         if last < 0:
             return low
         if last == bins:
             return end
         start, end = float(edges[last]), float(edges[last + 1])
     return start
+
+
+def _histogram(parts: Sequence[Tensor], edges: Tensor, reduce: Reduce) -> Tensor:
+    """Return the number of values of all ranks in each bin, and their sum, `[2, E + 1]`.
+
+    Bin i has the values above edge i - 1 and up to edge i; the last bin has the values above all edges.
+    """
+    counts = torch.zeros(len(edges) + 1, dtype=torch.float64)
+    sums = torch.zeros_like(counts)
+    for part in parts:
+        values = part.double()
+        bucket = torch.bucketize(values, edges.to(values.device))
+        counts += torch.bincount(bucket, minlength=len(counts)).cpu()
+        sums += torch.bincount(bucket, weights=values, minlength=len(counts)).cpu()
+    device = parts[0].device if parts else torch.device("cpu")
+    return reduce(torch.stack([counts, sums]).to(device)).cpu()

@@ -1,4 +1,4 @@
-"""Table of all plug-ins: kind -> short name -> import path. A plug-in is imported when it is built."""
+"""Table of the built-in plug-ins, and functions that build plug-ins. A plug-in is imported when it is built."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[str, str]] = {
         "losses of `rlsys sft` on compared answers (sft.loss)",
     ),
 }
-"""kind -> (its base class, its purpose), in the order in which a sample passes them."""
+"""Kind -> (import path of its base class, its purpose), in the order in which the plug-ins act on a sample."""
 
 TABLE: dict[str, dict[str, str]] = {
     "prompt": {
@@ -178,6 +178,7 @@ TABLE: dict[str, dict[str, str]] = {
         "reward_model": "rlsys.algo.sft.more_preferences:RewardModel",
     },
 }
+"""Kind -> short name -> import path of a built-in plug-in."""
 
 SECTION_KINDS: Mapping[str, str] = {
     "prompt": "prompt",
@@ -191,7 +192,7 @@ SECTION_KINDS: Mapping[str, str] = {
     "reducer": "reducer",
     "hooks": "hook",
 }
-"""Field of the config section `algo` -> kind."""
+"""Field of the config section `algo` -> kind of its plug-ins."""
 
 
 def build(kind: str, name: str, /, **params: Any) -> Any:
@@ -203,7 +204,7 @@ def build(kind: str, name: str, /, **params: Any) -> Any:
         params: parameters of the plug-in.
 
     Raises:
-        UserError: the name, the kind or a parameter is invalid.
+        UserError: the kind, the name or a parameter is invalid.
     """
     if not isinstance(name, str):
         raise UserError(f"{kind} = {name!r}: expected a short name or an import path package.module:name")
@@ -211,7 +212,16 @@ def build(kind: str, name: str, /, **params: Any) -> Any:
 
 
 def make(field: str, kind: str, spec: Spec) -> Any:
-    """Return the plug-in of a config entry. `field`: its config field, for error messages. See `build`."""
+    """Return the plug-in of a config entry.
+
+    Args:
+        field: config field of the entry, for error messages.
+        kind: a key of KINDS.
+        spec: name and parameters of the plug-in.
+
+    Raises:
+        UserError: the kind, the name or a parameter is invalid.
+    """
     if kind not in TABLE:
         raise UserError(f"unknown kind of plug-in {kind!r}; {hint(str(kind), TABLE)}")
     path = TABLE[kind].get(spec.name, spec.name)
@@ -228,7 +238,11 @@ def make(field: str, kind: str, spec: Spec) -> Any:
 
 
 def make_all(section: AlgoSection, fields: Collection[str] = SECTION_KINDS) -> dict[str, list[Any]]:
-    """Return the plug-ins of these fields of the section, by field; a field with one plug-in gives a list of one."""
+    """Return the plug-ins of the section `algo` by field. A field that holds a single plug-in has a list of one.
+
+    Raises:
+        UserError: a name or a parameter is invalid.
+    """
     plugins = {}
     for field in fields:
         kind, value = SECTION_KINDS[field], getattr(section, field)
@@ -241,10 +255,10 @@ def make_all(section: AlgoSection, fields: Collection[str] = SECTION_KINDS) -> d
 
 
 def check(section: AlgoSection) -> None:
-    """Check that all plug-ins of the section can be built.
+    """Check that all plug-ins of the section `algo` can be built.
 
     Raises:
-        UserError: one cannot.
+        UserError: a name or a parameter is invalid.
     """
     make_all(section)
 
@@ -253,7 +267,7 @@ def load(field: str, path: str) -> Any:
     """Return the class or function at `package.module:attribute`.
 
     Raises:
-        UserError: it cannot be imported or is not callable; the message starts with `field`.
+        UserError: the attribute cannot be imported or is not callable; the message starts with `field`.
     """
     module_name, _, attribute = path.partition(":")
     attribute_value = import_attribute(field, path)
@@ -263,9 +277,17 @@ def load(field: str, path: str) -> Any:
 
 
 def _adapt(field: str, base: type[Plugin], function: Callable[..., Any], params: Mapping[str, Any]) -> Plugin:
-    """Return a plug-in of class `base` that calls a plain function.
+    """Return a plug-in of a new subclass of `base` that calls a function.
 
-    The function may have the attributes `needs`, a collection of names, and `evidence`.
+    Args:
+        field: config field, for error messages.
+        base: base class of the kind.
+        function: the function. Its optional attributes `needs` (a collection of names) and `evidence` become those of
+            the plug-in.
+        params: keyword arguments of every call.
+
+    Raises:
+        UserError: the function does not accept `params`, or its `evidence` is invalid.
     """
     try:
         inspect.signature(function).bind_partial(**params)
@@ -284,21 +306,21 @@ def _adapt(field: str, base: type[Plugin], function: Callable[..., Any], params:
     }
     if hasattr(function, "evidence"):
         members["evidence"] = function.evidence
-    kind = type(function.__name__, (base,), members)
-    evidence_of(kind)
-    adapted: Plugin = kind()
-    return adapted
+    plugin_class = type(function.__name__, (base,), members)
+    evidence_of(plugin_class)
+    plugin: Plugin = plugin_class()
+    return plugin
 
 
 def _unknown_name_hint(kind: str, name: str) -> str:
-    """Return a hint for a name that this kind does not have."""
+    """Return a hint for a name that no plug-in of this kind has."""
     other_kinds = [k for k, names in TABLE.items() if name in names]
     if other_kinds:
-        return f"{name} is of kind {' and '.join(other_kinds)}; of this kind: {', '.join(TABLE[kind])}"
+        return f"{name} is of kind {' and '.join(other_kinds)}; known: {', '.join(TABLE[kind])}"
     return hint(name, TABLE[kind]) + " (or package.module:name, or path/to/file.py:name)"
 
 
 def hint(name: str, names: Mapping[str, object]) -> str:
-    """Suggest the most similar name, or list all of them."""
+    """Return a hint for an unknown name: the most similar known name, or all known names."""
     similar_names = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     return f"did you mean {similar_names[0]}?" if similar_names else f"known: {', '.join(names)}"

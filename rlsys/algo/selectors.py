@@ -1,7 +1,7 @@
-"""Selection and weights of samples and tokens. A dropped sample stays in the denominator, except before the
-advantages.
+"""Selectors: selection and weights of samples and tokens.
 
-Shapes: N samples of the step, T tokens. A selector uses only the table, which every rank has, and sums over ranks.
+A dropped sample stays in the denominator unless the selector acts before the advantages. A selector uses only the
+sample table, which every rank has, and sums over ranks. Shapes: N samples of the step, T tokens of a packed batch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Selector(Plugin):
-    """Base of selectors: weights of samples and tokens, where 0 drops; each acts on the result of those before it."""
+    """Base of selectors: return weights of samples and tokens, where 0 drops the sample or token.
+
+    A selector receives the samples that the selectors before it keep.
+    """
 
     before_advantages: ClassVar[bool] = False
-    """Whether it acts before the advantages: baselines and denominators then exclude dropped samples."""
+    """Whether the selector acts before the advantages. Baselines and denominators then exclude dropped samples."""
     defers: ClassVar[bool] = False
     """Whether dropped samples are stored for a later extra update (see rlsys.algo.methods.deferred_samples)."""
 
@@ -34,42 +37,57 @@ class Selector(Plugin):
         raise NotImplementedError
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
-        """Return the weight of each sample, `[N]`. `advantages` `[N]` is None before they are known."""
+        """Return the weight of each sample, `[N]`.
+
+        Args:
+            samples: table of the samples that earlier selectors keep.
+            advantages: advantages of the samples, `[N]`; None for a selector with `before_advantages`.
+        """
         return torch.ones(len(samples), device=samples.rewards.device)
 
     def denominator_share(self, weight: Tensor, mass: Tensor, step: int) -> float:
-        """Return the share of the denominator that remains.
+        """Return the factor of the denominator; by default 1.
 
         Args:
-            weight: `[N]`, weights of samples.
-            mass: `[N]`, contribution of each sample to the denominator.
-            step: train steps before this one.
+            weight: weights of all samples of the step from this selector, `[N]`.
+            mass: contribution of each sample to the denominator, `[N]`.
+            step: number of train steps before this one.
         """
         return 1.0
 
     def size_of(self, group: int) -> int | None:
-        """Return the number of remaining samples of a group, if the selector acts before the advantages.
+        """Return the number of samples of a group that remain for the advantages.
 
-        None if it depends on the group's samples.
+        None if the selector does not act before the advantages, or if the number depends on the samples.
+
+        Args:
+            group: number of samples of the group.
         """
         return None
 
     def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
-        """Return the weight of each token, `[T]` for each packed batch of this rank; None for weights of 1."""
+        """Return the weights of tokens, `[T]` for each packed batch of this rank; None if all weights are 1.
+
+        Args:
+            parts: packed batches of this rank.
+            samples: the sample table of the step.
+            reduce: sum over ranks.
+        """
         return None
 
 
 class OverlongFilter(Selector):
     """Exclude truncated responses from training, because their outcome is unknown.
 
-    Their rewards stay in the baselines of their groups. Denominators count them, as in ROLL and, over sequences, in
-    TRL; with `denominator: kept` the loss is the mean over the other responses, as in TRL over tokens.
+    Group baselines include their rewards. With `denominator: all` the denominator counts truncated responses, as in
+    ROLL and in TRL's mean over sequences. With `denominator: kept` the loss is the mean over the other responses, as
+    in TRL's mean over tokens.
     """
 
     paper: ClassVar[str] = "DAPO, section 3.4: overlong filtering"
     evidence: ClassVar[str] = "R"
     denominator: Literal["kept", "all"] = "all"
-    """Denominator of the mean loss: kept: the responses that are not truncated. all: all of the step."""
+    """Responses in the denominator. kept: those that are not truncated. all: all responses of the step."""
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         return (~samples.column("truncated").bool()).to(samples.rewards)

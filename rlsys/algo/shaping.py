@@ -1,5 +1,7 @@
-"""Reward shaping in the trainer: only advantages use shaped rewards; the ledger and planners use the original
-ones."""
+"""Reward shaping in the trainer.
+
+Only advantages use shaped rewards; the ledger and planners use the original ones. Shapes: N samples, R rewards each.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +19,32 @@ class Shaping(Plugin):
     """Base of reward shaping: map the sample table to the shaped reward of each sample."""
 
     def __call__(self, samples: Samples) -> Tensor:
-        """Return the shaped rewards, `[N]` or `[N, R]` as `samples.rewards`."""
+        """Return the shaped rewards in the shape of `samples.rewards`, `[N]` or `[N, R]`."""
         raise NotImplementedError
 
 
-def take_off(rewards: Tensor, penalty: Tensor) -> Tensor:
-    """Return rewards `[N]` minus a penalty `[N]`; for `[N, R]` each of the R rewards is reduced by an equal part."""
+def subtract_penalty(rewards: Tensor, penalty: Tensor) -> Tensor:
+    """Return rewards `[N]` minus a penalty `[N]`. From rewards `[N, R]`, subtract penalty / R from each of the R."""
     return rewards - penalty if rewards.dim() == 1 else rewards - penalty[:, None] / rewards.shape[1]
 
 
 class Overlong(Shaping):
-    """DAPO's soft overlong punishment: a linear penalty in the last `buffer` tokens before the cap.
+    """DAPO's soft overlong punishment: a penalty that grows linearly in the last `buffer` tokens before the cap.
 
-    R - factor * clip((length - (cap - buffer)) / buffer, 0, 1).
+    The shaped reward is R - factor * clip((length - (cap - buffer)) / buffer, 0, 1).
     """
 
     paper: ClassVar[str] = "DAPO, section 3.4, eq. 13"
     evidence: ClassVar[str] = "R"
     cap: Annotated[int, Field(gt=0)] = 256
-    """Length in tokens from which the penalty is full, usually rollout.max_response_tokens."""
+    """Smallest length with the full penalty, in tokens; usually rollout.max_response_tokens."""
     buffer: Annotated[int, Field(gt=0)] = 64
-    """Tokens before the cap in which the penalty grows (DAPO: a fifth of the cap)."""
+    """Number of tokens before the cap over which the penalty grows (DAPO: a fifth of the cap)."""
     factor: Annotated[float, Field(ge=0)] = 1.0
-    """Penalty at the cap."""
+    """Full penalty."""
 
     @model_validator(mode="after")
-    def _cross(self) -> Self:
+    def _check_buffer(self) -> Self:
         if self.buffer > self.cap:
             raise ValueError(
                 f"buffer = {self.buffer}: expected at most cap = {self.cap}; otherwise every response is penalised"
@@ -50,28 +52,28 @@ class Overlong(Shaping):
         return self
 
     def __call__(self, samples: Samples) -> Tensor:
-        over = (samples.lengths.to(samples.rewards) - (self.cap - self.buffer)) / self.buffer
-        penalty = self.factor * over.clamp(0, 1)
-        return take_off(samples.rewards, penalty)
+        excess = (samples.lengths.to(samples.rewards) - (self.cap - self.buffer)) / self.buffer
+        penalty = self.factor * excess.clamp(0, 1)
+        return subtract_penalty(samples.rewards, penalty)
 
 
 class KlReward(Shaping):
-    """R - beta * sum over tokens of an estimate of KL(old || ref): inside the reward, before the group's baseline.
+    """KL penalty in the reward: R - beta * sum over tokens of an estimate of KL(old || ref).
 
-    The estimates are those of the loss term `kl`, from the log-probs at the start of the step; k1 = old - ref. k3 is
-    at most 10 for a token, as in the loss term.
+    The penalty changes the reward before the group's baseline is subtracted. The estimators are those of the loss
+    term `kl`, with the log-probs at the start of the step. k3 is at most 10 for each token, as in the loss term.
     """
 
     paper: ClassVar[str] = "InstructGPT, eq. 2; Schulman, Approximating KL divergence"
     evidence: ClassVar[str] = "R"
     beta: Annotated[float, Field(ge=0)] = 1e-3
-    """Weight."""
+    """Weight of the penalty."""
     kind: KlKind = "k1"
-    """Estimator."""
+    """Estimator of the KL divergence."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"old", "ref"})
 
     def __call__(self, samples: Samples) -> Tensor:
         penalty = self.beta * samples.column("kl")[:, KL_KINDS.index(self.kind)].to(samples.rewards)
-        return take_off(samples.rewards, penalty)
+        return subtract_penalty(samples.rewards, penalty)

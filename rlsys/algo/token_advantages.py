@@ -1,6 +1,6 @@
-"""Helpers for advantages that differ between tokens: whitening, scans over trained tokens.
+"""Helpers for advantages that differ between tokens: whitening, scans over trained tokens, masks of last tokens.
 
-Shapes: N samples, T packed tokens. All statistics over tokens are sums over ranks.
+Shapes: T packed tokens.
 """
 
 from __future__ import annotations
@@ -22,17 +22,25 @@ Unit = Annotated[float, Field(ge=0, le=1)]
 def whiten_tokens(
     values: Sequence[Tensor], parts: Sequence[Batch], reduce: Reduce, eps: float = 1e-6
 ) -> list[Tensor]:
-    """Return (x - mean) / (std + eps), with mean and std (n - 1) over the counted tokens of all ranks; 0 where
-    masked.
+    """Compute (x - mean) / (std + eps), with mean and std over the counted tokens of all ranks.
 
-    If all values are equal up to rounding, the result is 0.
+    The divisor of the variance is n - 1. The result is 0 if all values are equal up to rounding.
+
+    Args:
+        values: x, `[T]` for each packed batch of this rank.
+        parts: the batches.
+        reduce: sum over ranks.
+        eps: added to the standard deviation.
+
+    Returns:
+        `[T]` for each batch; 0 where masked.
     """
     is_counted = [p.counted_tokens for p in parts]
 
-    def total(fields: list[Tensor]) -> Tensor:
-        return reduce(
-            torch.stack([f[c].double().sum() for f, c in zip(fields, is_counted, strict=True)]).sum()
-        )
+    def total(terms: list[Tensor]) -> Tensor:
+        """Return the sum of `terms`, `[T]` for each batch, over the counted tokens of all ranks."""
+        sums = [term[mask].double().sum() for term, mask in zip(terms, is_counted, strict=True)]
+        return reduce(torch.stack(sums).sum())
 
     count = total([torch.ones_like(v) for v in values])
     mean = total(list(values)) / count.clamp(min=1)
@@ -43,25 +51,36 @@ def whiten_tokens(
 
 
 def on_trained(part: Batch, values: Tensor, scan: Any) -> Tensor:
-    """Apply `scan(values, ids)` to the sequence of only the trained tokens; return `[T]`, 0 on the other tokens."""
+    """Apply a scan to the trained tokens, as if the other tokens did not exist.
+
+    Args:
+        part: a packed batch.
+        values: `[T]`.
+        scan: function of values and sequence indices of the trained tokens, `[n]` each, that returns `[n]`.
+
+    Returns:
+        `[T]`; 0 on tokens that are not trained.
+    """
     return torch.zeros_like(values).masked_scatter(part.keep, scan(values[part.keep], part.ids[part.keep]))
 
 
 def last_token(part: Batch) -> Tensor:
-    """Return the mask of each sequence's last trained token, `[T]` bool."""
+    """Return the mask of the last trained token of each sequence, `[T]` bool."""
     position = torch.arange(len(part.mask), device=part.mask.device)
     last = torch.full((part.sequences,), -1, dtype=torch.long, device=part.mask.device)
     last = last.scatter_reduce(0, part.ids[part.keep], position[part.keep], "amax")
-    out = torch.zeros_like(part.keep)
-    out[last[last >= 0]] = True
-    return out
+    mask = torch.zeros_like(part.keep)
+    mask[last[last >= 0]] = True
+    return mask
 
 
 def turn_ends(part: Batch) -> Tensor:
     """Return the mask of the last trained token of each turn, `[T]` bool."""
-    index, turns = part.keep.nonzero().flatten(), part.signal("turns")[part.keep]
-    ids, last = part.ids[part.keep], torch.ones_like(index, dtype=torch.bool)
-    last[:-1] = (turns[1:] != turns[:-1]) | (ids[1:] != ids[:-1])
-    out = torch.zeros_like(part.keep)
-    out[index[last]] = True
-    return out
+    trained = part.keep.nonzero().flatten()
+    turns = part.signal("turns")[trained]
+    ids = part.ids[trained]
+    is_last = torch.ones_like(trained, dtype=torch.bool)
+    is_last[:-1] = (turns[1:] != turns[:-1]) | (ids[1:] != ids[:-1])
+    mask = torch.zeros_like(part.keep)
+    mask[trained[is_last]] = True
+    return mask

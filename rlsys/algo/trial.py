@@ -1,9 +1,10 @@
-"""Trial of the trainer's objective on a synthetic step before the start.
+"""Trial of the trainer's objective on a synthetic step before a run starts.
 
-There are four groups: two with successes and failures, one of successes, one of failures. Their tokens have four
-weight versions; the last response is truncated, and one was generated from another prompt. Results of forward passes
-are drawn with a fixed seed. The step runs as in rlsys.trainer.step: plan, finish, prepare, loss, backward, hooks and
-deferred samples. Then the state is stored as JSON and loaded into a second objective.
+The step has four groups: two with successes and failures, one with successes only, one with failures only. Their
+tokens have four weight versions. The last response is truncated and was generated from another prompt. Results of
+forward passes are random numbers with a fixed seed. The step runs as in rlsys.trainer.step: plan, finish, prepare,
+loss, backward, hooks and deferred samples. Then the objective's state is stored as JSON and loaded into a second
+objective.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rlsys.algo.objective import Objective, StepPlan
 from rlsys.algo.planners import start_size
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.registry import make_all
+from rlsys.algo.requirements import Requirements
 from rlsys.config import Config
 from rlsys.core.errors import RlsysError, UserError
 from rlsys.core.spans import Fork, VersionSpan
@@ -33,10 +35,11 @@ from rlsys.core.types import Sample, SampleGroup, Segment, Status
 
 GROUPS = 4
 LARGEST = 8
-"""Maximum number of samples of a synthetic group; one more if the run's groups are odd."""
+"""Largest even number of samples of a synthetic group."""
 VERSION = 7
+"""Weight version at the start of the synthetic step."""
 PROMPT = 2
-"""Tokens of each prompt."""
+"""Number of tokens of each prompt."""
 
 
 def try_objective(config: Config, rewards: Sequence[str] | None = ()) -> None:
@@ -44,11 +47,11 @@ def try_objective(config: Config, rewards: Sequence[str] | None = ()) -> None:
 
     Args:
         config: the config.
-        rewards: names of the reward's components; empty for a plain number; None if unknown: as many as the objective
-            needs.
+        rewards: names of the named rewards; empty for a single reward; None if the names are unknown, in which case
+            there are as many as the advantage estimator has weights.
 
     Raises:
-        UserError: the objective fails, or its loss is not finite.
+        UserError: the objective raises an exception, or its loss or gradient is not finite.
     """
     objective = Objective(config.algo)
     if rewards is None:
@@ -62,15 +65,22 @@ def try_objective(config: Config, rewards: Sequence[str] | None = ()) -> None:
     except RlsysError:
         raise
     except Exception as e:  # user code: any error is reported in one line
-        at = traceback.extract_tb(e.__traceback__)[-1]
+        frame = traceback.extract_tb(e.__traceback__)[-1]
         raise UserError(
-            f"algo{_culprit(objective, e.__traceback__)} fails on a made-up step: {type(e).__name__}: {e} "
-            f"({at.filename.rpartition('/')[2]}:{at.lineno})"
+            f"algo{_failing_plugin(e.__traceback__)} fails on a made-up step: {type(e).__name__}: {e} "
+            f"({frame.filename.rpartition('/')[2]}:{frame.lineno})"
         ) from e
 
 
 def made_up_groups(config: Config, rewards: Sequence[str]) -> list[SampleGroup]:
-    """Return synthetic groups as the trainer receives them; their size is odd if the run's group size is."""
+    """Return synthetic groups as the trainer receives them.
+
+    The number of samples is odd if the run's groups start with an odd number.
+
+    Args:
+        config: config of the run.
+        rewards: names of the named rewards; empty for a single reward.
+    """
     plugins = make_all(config.algo, ("planners",))
     start = start_size(plugins["planners"], config.rollout.group_size)
     size = min(start, LARGEST + start % 2)
@@ -85,6 +95,7 @@ def made_up_groups(config: Config, rewards: Sequence[str]) -> list[SampleGroup]:
 
 
 def _sample(number: int, group: int, index: int, is_success: bool, rewards: Sequence[str]) -> Sample:
+    """Return a finished sample of 1 to 7 response tokens. See made_up_groups for `rewards`."""
     sample = Sample(number, group, index, [1] * PROMPT, seed=number, status=Status.FINISHED)
     length = 1 + (3 * number) % 7
     older = min(length, number % 3)
@@ -126,8 +137,9 @@ class Outcome:
     """Result of a synthetic step.
 
     Attributes:
-        metrics: metrics of the step.
-        gradients: packed row -> gradient of the loss by the log-probs, `[tokens]`, summed over the updates.
+        metrics: Metrics of the last update.
+        gradients: Row of a packed sample -> gradient of the loss with respect to the log-probs of its tokens,
+            `[tokens]`, summed over the updates.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -135,21 +147,27 @@ class Outcome:
 
 
 def made_up_step(objective: Objective, groups: Sequence[SampleGroup], pieces: int = 2) -> Outcome:
-    """Run a train step as rlsys.trainer.step does, on one rank, with `pieces` micro-batches per update.
+    """Run a train step on one rank, as rlsys.trainer.step does.
+
+    Args:
+        objective: the objective, whose state changes.
+        groups: result of made_up_groups.
+        pieces: number of micro-batches per update.
 
     Raises:
         UserError: a loss or a gradient is not finite.
-        Exception: a plug-in raised it.
+        Exception: any exception of a plug-in.
     """
-    weights, outcome = [("weight", torch.ones(2, 2))], Outcome()
+    weights = [("weight", torch.ones(2, 2))]
+    outcome = Outcome()
     objective.start(lambda: weights)
     plan = objective.plan(_table(groups))
     updates = [rows for k in range(plan.updates) if (rows := plan.rows[k :: plan.updates])]
     if updates:
         _learn(objective, plan, groups, updates, pieces, outcome)
-    if later := objective.defer(plan, groups, 4):
-        deferred_groups = [group for group, _ in later]
-        plan = objective.plan_deferred(_table(deferred_groups), torch.tensor([a for _, a in later]))
+    if deferred := objective.defer(plan, groups, 4):
+        deferred_groups = [group for group, _ in deferred]
+        plan = objective.plan_deferred(_table(deferred_groups), torch.tensor([a for _, a in deferred]))
         _learn(objective, plan, deferred_groups, [plan.rows], pieces, outcome)
     objective.after_version(lambda: weights, 1.0)
     objective.average_totals(weights)
@@ -165,37 +183,61 @@ def _learn(
     pieces: int,
     outcome: Outcome,
 ) -> None:
-    samples, asks = [s for group in groups for s in group.samples], objective.requirements
-    early = asks.passes if asks.looks_ahead else asks.passes - (asks.current - {"behaviour"})
-    batches = [
-        _micro_batches(samples, rows, asks.passes if i else early, pieces) for i, rows in enumerate(updates)
-    ]
-    for part in () if asks.looks_ahead else batches[0]:
-        part.old_is_current = True
+    """Run the optimizer updates of a plan, and add metrics and gradients to `outcome`.
+
+    Args:
+        objective: the objective.
+        plan: the plan.
+        groups: groups of the plan's samples.
+        updates: rows of each update.
+        pieces: number of micro-batches per update.
+        outcome: is changed in place.
+    """
+    requirements = objective.requirements
+    batches = _update_batches(requirements, [s for group in groups for s in group.samples], updates, pieces)
     objective.finish(plan, [part for parts in batches for part in parts])
     for parts, rows in zip(batches, updates, strict=True):
         if not objective.trains(parts):
             continue
-        if asks.prepares:
+        if requirements.prepares:
             objective.prepare(parts)
         sums: dict[str, Tensor] = {}
         for part in parts:
             for name, value in _backward(objective, part, plan.denominator / len(updates), outcome).items():
                 sums[name] = sums[name] + value if name in sums else value
         objective.lr_factor(plan, list(rows))
-        outcome.metrics = loss_metrics(sums, objective.requirements.needs)
+        outcome.metrics = loss_metrics(sums, requirements.needs)
         objective.after_step(lambda: [("weight", torch.ones(2, 2))], outcome.metrics)
+
+
+def _update_batches(
+    requirements: Requirements, samples: Sequence[Sample], updates: Sequence[Sequence[int]], pieces: int
+) -> list[list[Batch]]:
+    """Return the micro-batches of each update, with the fields of the required passes.
+
+    As in the trainer, the first update has no separate pass of the policy unless a plug-in looks ahead.
+    """
+    passes = requirements.passes
+    first_passes = passes if requirements.looks_ahead else passes - (requirements.current - {"behaviour"})
+    batches = [
+        _micro_batches(samples, rows, passes if i else first_passes, pieces) for i, rows in enumerate(updates)
+    ]
+    if not requirements.looks_ahead:
+        for part in batches[0]:
+            part.old_is_current = True
+    return batches
 
 
 def _micro_batches(
     samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str], pieces: int
 ) -> list[Batch]:
-    """Return up to `pieces` micro-batches of these rows, with the fields of these passes."""
+    """Return up to `pieces` micro-batches of these rows, with a field for each member of `passes`."""
     cuts = [len(rows) * k // pieces for k in range(pieces + 1)]
     return [_pack(samples, rows[a:b], passes) for a, b in pairwise(cuts) if b > a]
 
 
 def _pack(samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str]) -> Batch:
+    """Return a packed batch of the samples with these rows, with random values for each member of `passes`."""
     packed = [samples[r] for r in rows]
     lengths = [PROMPT + len(s.response_ids) for s in packed]
     batch = Batch(
@@ -219,7 +261,7 @@ def _pack(samples: Sequence[Sample], rows: Sequence[int], passes: frozenset[str]
 
 
 def _noise(batch: Batch, name: str) -> Tensor:
-    """Return random numbers `[T]` that are the same for a row in any packing."""
+    """Return random numbers, `[T]`, that depend only on the name, the row and the position in the row."""
     values = []
     for row, length in zip(batch.rows.tolist(), batch.cu_seqlens.diff().tolist(), strict=True):
         g = torch.Generator().manual_seed(zlib.crc32(f"{name} {row}".encode()))
@@ -228,7 +270,7 @@ def _noise(batch: Batch, name: str) -> Tensor:
 
 
 def _backward(objective: Objective, part: Batch, denominator: float, outcome: Outcome) -> dict[str, Tensor]:
-    """Return the sums for metrics of a micro-batch, and add its gradients to `outcome`.
+    """Run forward and backward pass of a micro-batch; add gradients to `outcome`, and return the sums for metrics.
 
     Raises:
         UserError: the loss or a gradient is not finite.
@@ -249,19 +291,16 @@ def _backward(objective: Objective, part: Batch, denominator: float, outcome: Ou
     if not (loss.isfinite() and all(bool(grad.isfinite().all()) for grad in gradients)):
         raise UserError(f"algo: on a made-up step the loss is {loss.item():g}, or its gradient is not finite")
     logp_gradient = current["logp"].grad
-    for row, gradient in zip(
-        part.rows.tolist(),
-        (torch.zeros_like(part.mu) if logp_gradient is None else logp_gradient).split(
-            part.cu_seqlens.diff().tolist()
-        ),
-        strict=True,
-    ):
+    if logp_gradient is None:
+        logp_gradient = torch.zeros_like(part.mu)
+    row_gradients = logp_gradient.split(part.cu_seqlens.diff().tolist())
+    for row, gradient in zip(part.rows.tolist(), row_gradients, strict=True):
         outcome.gradients[row] = outcome.gradients.get(row, torch.zeros_like(gradient)) + gradient
     return sums
 
 
-def _culprit(objective: Objective, tb: TracebackType | None) -> str:
-    """Return ` (Class)` of the innermost plug-in in the traceback; empty if there is none."""
+def _failing_plugin(tb: TracebackType | None) -> str:
+    """Return " (CLASS)" for the innermost plug-in of a traceback; empty if there is none."""
     label = ""
     while tb is not None:
         owner: Any = tb.tb_frame.f_locals.get("self", tb.tb_frame.f_locals.get("_self"))

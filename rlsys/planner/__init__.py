@@ -1,14 +1,24 @@
-"""Forecast of a run on other machines or with other settings, before it is started: `rlsys plan`.
+"""Forecast of a run on other machines or with other settings before its start: `rlsys plan`.
 
-    rates of a machine, or of an own run -> costs of a pass, a train step, a push
-    response lengths, a config           -> one simulated run: the rollout's own code, engines that only count
-    several settings                     -> a table, and the best of them with the reason
+    rates of a machine, or log of a run  -> costs of a pass, a train step, a push
+    costs, response lengths, a config    -> forecast from a simulated run
+    forecasts of several settings        -> a table, and the best setting with the reason
 
-costs             seconds of a forward pass, of prefill, of training, of a push, on a machine (rlsys/core/machines.py)
-calibration       the same, measured on an own run
-lengths           distribution of response lengths
-virtual_time      an event loop in which waiting costs nothing
-simulated_engine  SGLang's HTTP API over a continuous batch that is timed, not computed
-simulation        the product's rollout manager, router and buffer over such engines, and the trainer's clock
-settings          the placements, engine counts and N'/N to try
+costs                 seconds of a forward pass, a train step and a push on a machine (rlsys/core/machines.py)
+calibration           the same costs, measured on a run
+lengths               distribution of response lengths
+virtual_time          event loop in which waiting takes no real time
+simulated_engine      SGLang's HTTP API over a batch whose passes take time but compute nothing
+simulation            the rollout manager, router and buffer of a real run over simulated engines
+settings              placements, numbers of engines and N'/N to compare
+capacity              number of engines that a trainer needs, without a simulation
+memory                memory of trainer and engines
+layout                assignment of ranks and engines to nodes and GPUs
+layout_search         search for a layout that fits
+recommendation        a config for a model and a number of GPUs
+model_preflight       checks of the model folder and the layout
+unusual_settings      warnings about settings that do not fit the model's size
+traffic               data of the rollout processes
+weight_update_cost    bytes and seconds of a weight update
+duration              duration of a run
 """

@@ -1,11 +1,11 @@
-"""Costs measured on an own run: from its metrics, and from SGLang's log lines about batches."""
+"""Costs measured on a run of this installation: from its metrics, and from SGLang's log lines about batches."""
 
 from __future__ import annotations
 
 import math
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -23,80 +23,102 @@ from rlsys.planner.simulation import simulate
 
 _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+),.*?gen throughput \(token/s\): ([\d.]+)")
 _PREFILL = re.compile(r"Prefill batch.*?#new-token: (\d+),.*?input throughput \(token/s\): ([\d.]+)")
-_LARGE = 64
-"""Minimum tokens of a prefill batch whose throughput depends on the tokens rather than on the pass."""
+_MIN_PREFILL_TOKENS = 64
+"""Smallest number of tokens of a prefill batch whose duration depends mainly on the tokens, not on the pass."""
 _MIN_POINTS = 5
-"""Minimum number of decode log lines, or of train steps, for a calibration."""
-_ROUNDS, _STEPS, _DAMPING = 4, 12, 0.7
-"""Fit of the remaining costs: number of simulations, their train steps, and the damping of each correction."""
+"""Smallest number of decode log lines, and of train steps, for a calibration."""
+_FIT_ROUNDS = 4
+"""Number of simulations of the fit in `_fit_overheads`."""
+_FIT_STEPS = 12
+"""Number of train steps of each simulation."""
+_DAMPING = 0.7
+"""Share of the remaining error that a round of the fit corrects."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured costs of a run, for its machine and layout."""
+    """Measured costs of a run, for its machine and layout.
+
+    Attributes:
+        by_tp: Tensor-parallel size of an engine -> costs.
+        lengths: Response lengths.
+        prompt_tokens: Mean prompt length in tokens.
+    """
 
     by_tp: dict[int, Costs]
-    """Tensor-parallel size of an engine -> costs."""
     lengths: LengthDistribution
     prompt_tokens: int
-    """Mean prompt length."""
 
     def costs(self, tp: int) -> Costs:
-        """Return the costs of engines of a size.
+        """Return the costs of engines with tensor-parallel size `tp`.
 
         Raises:
-            UserError: the run had no such engine.
+            UserError: the run had no engine of this size.
         """
         if tp not in self.by_tp:
             sizes = ", ".join(map(str, sorted(self.by_tp)))
-            raise UserError(
-                f"--calibrate: the run's engines have tp {sizes}, so the costs of tp {tp} are unknown"
-            )
+            raise UserError(f"engine.tp = {tp}: expected a size of an engine of the --calibrate run, {sizes}")
         return self.by_tp[tp]
 
 
 def calibrate(run: Path) -> Calibration:
     """Measure the costs of a run.
 
+    Args:
+        run: folder of the run.
+
     Raises:
-        UserError: the run folder has too little data.
+        UserError: the run has too few train steps or log lines.
     """
     steps = read_metrics(run).steps
     if len(steps) < _MIN_POINTS:
         raise UserError(f"--calibrate {run}: {len(steps)} train steps; expected at least {_MIN_POINTS}")
     groups = RunReader(run).lengths()
-    lengths = lengths_of(groups)
     prompts = [length.prompt for group in groups for length in group if length.prompt is not None]
-    prompt = (
-        round(fmean(prompts)) if prompts else MEAN_PROMPT_TOKENS
-    )  # every prompt was prefilled more than once
+    # Without a known length, every prompt was prefilled more than once.
+    prompt_tokens = round(fmean(prompts)) if prompts else MEAN_PROMPT_TOKENS
     config = load_run_config(run)
     later = steps[1:]  # the first step compiles
-    shares = [s.get("shared_share", 0.0) for s in later]  # of a run of an older rlsys, nothing is shared
-    tokens = [s["tokens"] + prompt * config.samples_per_step for s in later]
-    computed = [n * (1 - share) for n, share in zip(tokens, shares, strict=True)]
-    step, token = _slope(list(zip(computed, (s["time_train"] for s in later), strict=True)))
+    train_step, trained_token = _train_costs(later, prompt_tokens * config.samples_per_step)
     by_tp = {}
     for tp in config.engine.tps:
         lines = _log_lines(run, config, tp)
-        every_pass, decoded = _decoding(run, lines)
-        read = _prefill(lines, every_pass)
+        pass_overhead, decoded_token = _decode_costs(run, lines)
+        prompt_token = _prefill_cost(lines, pass_overhead)
         by_tp[tp] = Costs(
-            pass_overhead=every_pass,
-            decoded_token=decoded,
-            prompt_token=decoded if read is None else read,
-            trained_token=token,
-            shared_prompts=any(shares),
-            train_step=step,
+            pass_overhead=pass_overhead,
+            decoded_token=decoded_token,
+            prompt_token=decoded_token if prompt_token is None else prompt_token,
+            trained_token=trained_token,
+            shared_prompts=any(_shared_share(step) for step in later),
+            train_step=train_step,
         )
-    rollout_seconds, push_seconds = (
-        fmean(_without_outliers([s[name] for s in later])) for name in ("time_rollout", "time_sync")
-    )
-    return _fit_overheads(config, Calibration(by_tp, lengths, prompt), rollout_seconds, push_seconds)
+    calibration = Calibration(by_tp, lengths_of(groups), prompt_tokens)
+    rollout_seconds = fmean(_without_outliers([step["time_rollout"] for step in later]))
+    push_seconds = fmean(_without_outliers([step["time_sync"] for step in later]))
+    return _fit_overheads(config, calibration, rollout_seconds, push_seconds)
+
+
+def _train_costs(steps: Sequence[Mapping[str, float]], prompt_tokens: int) -> tuple[float, float]:
+    """Return the overhead of a train step and the seconds of a trained token, by a fit over train steps.
+
+    Args:
+        steps: metrics of the steps.
+        prompt_tokens: number of prompt tokens of a step.
+    """
+    points = [
+        ((step["tokens"] + prompt_tokens) * (1 - _shared_share(step)), step["time_train"]) for step in steps
+    ]
+    return _slope(points)
+
+
+def _shared_share(step: Mapping[str, float]) -> float:
+    """Return the share of a step's tokens whose computation samples shared; 0 for runs without this metric."""
+    return step.get("shared_share", 0.0)
 
 
 def _without_outliers(seconds: Sequence[float]) -> list[float]:
-    """Return the values without the largest tenth, which includes checkpoints, evaluations and pauses."""
+    """Return the values in ascending order without the largest tenth: checkpoints, evaluations and pauses."""
     return sorted(seconds)[: max(1, math.ceil(0.9 * len(seconds)))]
 
 
@@ -105,29 +127,30 @@ def _fit_overheads(
 ) -> Calibration:
     """Fit the costs that no log contains, so that a simulation of the run reproduces its times.
 
-    These are an engine's overhead per request, and the time of a push.
+    These costs are an engine's overhead per request, and the time of a push.
 
     Args:
-        config: the run's config.
+        config: config of the run.
         calibration: the other costs.
-        rollout_seconds: the run's waiting time per step.
-        push_seconds: the run's push time per step.
+        rollout_seconds: seconds per step in which the trainer waited for groups.
+        push_seconds: seconds of a push.
+
+    Returns:
+        The calibration with all costs.
     """
     requests = config.slots / config.engine.writers
-    for _ in range(_ROUNDS):
+    for _ in range(_FIT_ROUNDS):
         by_tp = calibration.by_tp
         simulated = simulate(
             config,
             next(iter(by_tp.values())),
             calibration.lengths,
             prompt_tokens=calibration.prompt_tokens,
-            steps=_STEPS,
+            steps=_FIT_STEPS,
             by_tp=by_tp,
         )
-        request_error, push_error = (
-            rollout_seconds - simulated.rollout_seconds,
-            push_seconds - simulated.push_seconds,
-        )
+        request_error = rollout_seconds - simulated.rollout_seconds
+        push_error = push_seconds - simulated.push_seconds
         fitted = {
             tp: replace(
                 costs,
@@ -141,22 +164,25 @@ def _fit_overheads(
 
 
 def lengths_of(groups: Sequence[Sequence[Length]]) -> LengthDistribution:
-    """Return the lengths of the newest half of the groups, since lengths change while a policy learns.
+    """Return the response lengths of the newest half of the groups, because lengths change while a policy learns.
 
-    An unfinished response is assumed to have the length of a random finished one that is longer. Without unfinished
-    responses, a run that stopped with long responses in flight would have short ones only.
+    An unfinished response gets the length of a random longer finished response. Without unfinished responses, the
+    distribution would lack the long responses that were in flight when the run stopped.
+
+    Args:
+        groups: length of each response of each group, in the order of the groups' start.
     """
-    newest, rng = groups[len(groups) // 2 :], random.Random(0)
+    newest = groups[len(groups) // 2 :]
+    rng = random.Random(0)
     finished = sorted(length.tokens for group in newest for length in group if length.complete)
     longest = max((length.tokens for group in newest for length in group), default=1)
 
     def final_tokens(length: Length) -> int:
-        longer = (
-            finished
-            if length.complete
-            else finished[int(np.searchsorted(finished, length.tokens, side="right")) :]
-        )
-        return length.tokens if length.complete else rng.choice(longer or [longest])
+        """Return the number of tokens of a response at its end."""
+        if length.complete:
+            return length.tokens
+        longer = finished[int(np.searchsorted(finished, length.tokens, side="right")) :]
+        return rng.choice(longer or [longest])
 
     newest_lengths = [[final_tokens(length) for length in group] for group in newest]
     return LengthDistribution(
@@ -165,7 +191,10 @@ def lengths_of(groups: Sequence[Sequence[Length]]) -> LengthDistribution:
 
 
 def _log_lines(run: Path, config: Config, tp: int) -> list[str]:
-    """Return the log lines of the engines of this size; engines that joined later count as engine.tp."""
+    """Return the log lines of the engines with tensor-parallel size `tp`.
+
+    Engines that joined during the run have the size engine.tp.
+    """
     lines = []
     for log in sorted((run / "logs").glob("engine-*.log")):
         index = int(match[1]) if (match := re.search(r"engine-(\d+)", log.name)) else 0
@@ -174,63 +203,78 @@ def _log_lines(run: Path, config: Config, tp: int) -> list[str]:
     return lines
 
 
-def _decoding(run: Path, lines: Iterable[str]) -> tuple[float, float]:
-    """Return the seconds of a decode pass, and of each request in it, from the log lines of every 40 passes.
+def _decode_costs(run: Path, lines: Iterable[str]) -> tuple[float, float]:
+    """Return the overhead of a decode pass, and the seconds of each request in it.
 
-    If possible, only lines without a prefill since the previous line are used, since a line covers the time
-    between two lines.
+    SGLang logs a line every 40 passes, which covers the time since the previous line. The fit uses the lines without
+    a prefill in this time if there are enough, else all lines.
+
+    Args:
+        run: folder of the run, for messages.
+        lines: log lines of engines.
+
+    Raises:
+        UserError: the log has too few lines about decoding.
     """
-    all_lines: list[tuple[float, float]] = []
-    decoding: list[tuple[float, float]] = []
-    prompts = True
+    all_points: list[tuple[float, float]] = []
+    decode_only_points: list[tuple[float, float]] = []
+    had_prefill = True
     for line in lines:
         if (match := _DECODE.search(line)) and (rate := float(match[2])) > 0:
             point = float(match[1]), int(match[1]) / rate
-            all_lines.append(point)
-            if not prompts:
-                decoding.append(point)
-            prompts = False
+            all_points.append(point)
+            if not had_prefill:
+                decode_only_points.append(point)
+            had_prefill = False
         elif _PREFILL.search(line):
-            prompts = True
-    if len(all_lines) < _MIN_POINTS:
+            had_prefill = True
+    if len(all_points) < _MIN_POINTS:
         raise UserError(
-            f"--calibrate {run}: logs/engine-*.log: fewer than {_MIN_POINTS} lines about decoding"
+            f"--calibrate {run}: logs/engine-*.log have {len(all_points)} lines about decoding; expected at least "
+            f"{_MIN_POINTS}"
         )
-    return _mean_line(decoding) if len(decoding) >= _MIN_POINTS else _slope(all_lines)
+    return _mean_line(decode_only_points) if len(decode_only_points) >= _MIN_POINTS else _slope(all_points)
 
 
-def _prefill(lines: Iterable[str], every_pass: float) -> float | None:
-    """Return the seconds of a prompt token besides those of its pass.
+def _prefill_cost(lines: Iterable[str], pass_overhead: float) -> float | None:
+    """Return the seconds of a prompt token without the overhead of its pass; None without log lines.
 
-    It is the median over batches directly after another batch, if there are enough, since a line covers the
-    time from one batch to the next; else the fastest tenth of all.
+    A log line covers the time since the previous batch. The result is the median over batches that directly follow
+    another prefill batch if there are enough, else the 0.1 quantile over all batches.
+
+    Args:
+        lines: log lines of engines.
+        pass_overhead: seconds of a pass.
     """
-    token_seconds: list[float] = []
-    second: list[float] = []
+    all_seconds: list[float] = []
+    following_seconds: list[float] = []
     follows_prefill = False
     for line in lines:
         if (match := _PREFILL.search(line)) and (rate := float(match[2])) > 0:
-            if (tokens := int(match[1])) >= _LARGE:
-                token_seconds.append(max(0.0, tokens / rate - every_pass) / tokens)
+            if (tokens := int(match[1])) >= _MIN_PREFILL_TOKENS:
+                all_seconds.append(max(0.0, tokens / rate - pass_overhead) / tokens)
                 if follows_prefill:
-                    second.append(token_seconds[-1])
+                    following_seconds.append(all_seconds[-1])
             follows_prefill = True
         elif _DECODE.search(line):
             follows_prefill = False
-    if len(second) >= _MIN_POINTS:
-        return median(second)
-    return float(np.quantile(token_seconds, 0.1)) if token_seconds else None
+    if len(following_seconds) >= _MIN_POINTS:
+        return median(following_seconds)
+    return float(np.quantile(all_seconds, 0.1)) if all_seconds else None
 
 
 def _mean_line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return intercept and slope, neither negative, by least squares without outliers.
+    """Return intercept and slope, both at least 0, by least squares without outliers.
 
-    Least squares fit the mean, which includes occasional slow passes. Points that take twice the usual time
-    are dropped: the engine was paused.
+    Least squares fit the mean, which includes occasional slow passes. Points with more than twice the seconds of a
+    robust fit are outliers, because the engine was paused.
+
+    Args:
+        points: (number of requests, seconds) of each log line.
     """
-    start, rise = _slope(points)
-    usual = [(n, seconds) for n, seconds in points if seconds <= 2 * (start + rise * n)]
-    x, y = (np.array(column, dtype=np.float64) for column in zip(*usual, strict=True))
+    robust_intercept, robust_slope = _slope(points)
+    inliers = [(n, seconds) for n, seconds in points if seconds <= 2 * (robust_intercept + robust_slope * n)]
+    x, y = (np.array(column, dtype=np.float64) for column in zip(*inliers, strict=True))
     (intercept, slope), *_ = np.linalg.lstsq(np.stack([np.ones_like(x), x], axis=1), y, rcond=None)
     if slope < 0 or not np.ptp(x):
         return float(y.mean()), 0.0
@@ -238,7 +282,10 @@ def _mean_line(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _slope(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return intercept and slope, neither negative, by the Theil-Sen estimator, which tolerates outliers."""
+    """Return intercept and slope of points (x, y), both at least 0, by the Theil-Sen estimator.
+
+    The estimator tolerates outliers.
+    """
     x, y = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
     first, second = np.triu_indices(len(x), 1)
     differs = x[first] != x[second]

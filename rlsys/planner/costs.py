@@ -1,4 +1,4 @@
-"""Seconds of an engine's forward pass, of a train step and of a push, from a machine's rates. Pure."""
+"""Costs in seconds of an engine's forward pass, a train step and a push, from the rates of a machine."""
 
 from __future__ import annotations
 
@@ -21,52 +21,62 @@ from rlsys.planner.weight_update_cost import GB, hashing, rate
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs in seconds. A pass decodes one token of each running request, or reads prompts; both read the weights."""
+    """Costs in seconds. A pass of an engine decodes one token of each running request, or prefills prompts.
+
+    Attributes:
+        pass_overhead: Overhead of a pass.
+        weights: Time to read the weights outside of routed experts, in each pass.
+        experts: Time to read all routed experts.
+        expert_fraction: Fraction of a layer's experts that one token uses.
+        cached_token: Time to read the keys and values of one token.
+        decoded_token: Time to compute one decoded token.
+        prompt_token: Time to compute one prompt token.
+        trained_token: Time in which all ranks together train one token, without attention.
+        crossover: Sequence length in tokens at which attention takes as long as the rest of training.
+        shared_prompts: Whether a train step computes the prompt of a group once (rlsys.convert.prefixes).
+        train_step: Overhead of a train step.
+        push: Time of a push, without waiting for the end of a pass and without canaries, which are simulated.
+        request: Time in which an engine's server receives one request; it receives requests one after the other.
+    """
 
     pass_overhead: float
-    """Overhead of a pass."""
     weights: float = 0.0
-    """Reading the weights that every token needs."""
     experts: float = 0.0
-    """Reading all experts."""
     expert_fraction: float = 1.0
-    """Fraction of a layer's experts that one token visits."""
     cached_token: float = 0.0
-    """Reading one token's keys and values."""
     decoded_token: float = 0.0
-    """Computing one decoded token."""
     prompt_token: float = 0.0
-    """Computing one prompt token."""
     trained_token: float = 0.0
-    """Training one token on all ranks together; attention is added (`crossover`)."""
     crossover: float = math.inf
-    """Sequence length at which attention costs as much as everything else."""
     shared_prompts: bool = False
-    """Whether a train step computes the prompt of a group once (rlsys.convert.prefixes)."""
     train_step: float = 0.0
-    """Overhead of a train step."""
     push: float = 0.0
-    """A push without the parts that the simulation includes: waiting for the end of a pass, and canaries."""
     request: float = 0.0
-    """Overhead of an engine's server per request, sequentially."""
 
     def decode(self, running: int, context: float) -> float:
-        """Return the seconds of one pass over `running` requests with `context` tokens in total."""
-        touched = 1.0 - (1.0 - self.expert_fraction) ** running
-        memory = self.weights + touched * self.experts + context * self.cached_token
+        """Return the seconds of a decode pass over `running` requests with `context` tokens in total."""
+        used_fraction = 1.0 - (1.0 - self.expert_fraction) ** running
+        memory = self.weights + used_fraction * self.experts + context * self.cached_token
         return self.pass_overhead + max(memory, running * self.decoded_token)
 
     def prefill(self, tokens: float) -> float:
-        """Return the seconds of passes that read this number of prompt tokens."""
+        """Return the seconds of a pass that prefills this number of prompt tokens."""
         return self.pass_overhead + max(self.weights + self.experts, tokens * self.prompt_token)
 
     def train(self, sequences: Sequence[Sharing]) -> float:
-        """Return the seconds of a train step on sequences, prompts included."""
+        """Return the seconds of a train step on these sequences, which include their prompts."""
         return self.train_step + cost(sequences, self.crossover) * self.trained_token
 
 
 def estimate_costs(config: Config, hf: HFConfig, machine: Machine, tp: int | None = None) -> Costs:
-    """Estimate the costs of a config's layout on such GPUs, from config.json only. `tp`: default engine.tp."""
+    """Estimate the costs of a config from config.json of the model.
+
+    Args:
+        config: config of the run.
+        hf: the model.
+        machine: rates of a GPU.
+        tp: tensor-parallel size of an engine; None: engine.tp.
+    """
     width, size, tp = value_bytes(config), model_size(hf), tp or config.engine.tp
     pushed = width * size.total
     efficiency, bandwidth = machine.efficiency, tp * machine.bandwidth * 1e12

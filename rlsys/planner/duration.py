@@ -1,4 +1,4 @@
-"""Duration of a run: measured on its earlier steps, or the planner's forecast of a step. Pure."""
+"""Duration of a run, from its earlier steps or from the planner's forecast of a step, as text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from rlsys.core.machines import TRAIN_EFFICIENCY
 from rlsys.planner.capacity import StepForecast
 
 RECENT = 10
+"""Number of last train steps whose median is the duration of a step."""
 NO_ESTIMATE = "not estimated without GPUs; shown after the first steps"
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds in a readable unit."""
+    """Format a duration in the largest unit, from seconds to days, of which it has at least two."""
     for unit, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.3g} {name}"
@@ -22,7 +23,12 @@ def format_duration(seconds: float) -> str:
 
 
 def measured_duration(seconds: Sequence[float], steps_left: int) -> str | None:
-    """Describe the duration from the run's recent steps; None before the first."""
+    """Describe the remaining duration of a run; None before its first train step.
+
+    Args:
+        seconds: duration of each train step so far.
+        steps_left: number of remaining train steps.
+    """
     if not seconds:
         return None
     step_seconds = median(seconds[-RECENT:])
@@ -33,7 +39,7 @@ def measured_duration(seconds: Sequence[float], steps_left: int) -> str | None:
 
 
 def describe_forecast(config: Config, forecast: StepForecast) -> str:
-    """Describe the seconds of a step's parts and of the whole run."""
+    """Describe the forecast duration of a step, of its parts and of the whole run."""
     waves = f" in {forecast.waves:.2g} waves of {forecast.running} an engine" if forecast.waves > 1 else ""
     training = forecast.demand.busy - forecast.push
     return (

@@ -1,4 +1,4 @@
-"""Distribution of response lengths: from a file, from a run, or a long tail up to the maximum."""
+"""Distributions of response lengths: from a file, from a run, or an assumed long-tailed one."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ import msgspec
 
 from rlsys.core.errors import UserError
 
-_MEDIAN, _SIGMA = 0.085, 1.25
-"""Median as a fraction of the maximum, and sigma of the log-normal: half of all responses end within a tenth of the
-maximum, and a tail reaches it, as in long reasoning runs (bench/traces/long_tail.json)."""
+_MEDIAN = 0.085
+"""Median of the log-normal distribution as a fraction of the largest length. Half of all responses end within a tenth
+of the largest length, as in runs with long reasoning (bench/traces/long_tail.json)."""
+_SIGMA = 1.25
+"""Sigma of the log-normal distribution; the tail reaches the largest length."""
 _POINTS = 2000
+"""Number of quantiles of the log-normal distribution."""
 
 
 class _Trace(msgspec.Struct):
+    """Content of a --trace file."""
+
     lengths: list[int]
 
 
 class LengthDistribution:
     """A distribution of response lengths in tokens.
 
-    A sample's length depends on its prompt and its seed only, not on interruptions.
+    Attributes:
+        values: Equally likely lengths.
     """
 
     def __init__(
@@ -34,21 +40,20 @@ class LengthDistribution:
         """Create a distribution.
 
         Args:
-            lengths: response lengths.
-            cap: rollout.max_response_tokens.
-            groups: the same lengths by prompt, if known: responses to one prompt are similar, so that a group
-                of long ones delays a step by itself.
+            lengths: response lengths, at least one.
+            cap: rollout.max_response_tokens; longer lengths are truncated.
+            groups: the same lengths by prompt, because responses to one prompt have similar lengths; None if unknown.
         """
         self.values = [min(n, cap) for n in lengths]
         self._groups = None if groups is None else [[min(n, cap) for n in group] for group in groups if group]
 
     def sample(self, seed: int, prompt: int) -> int:
-        """Return the length of a sample; prompts are numbered."""
+        """Return the length of a sample's response, which depends only on its seed and its prompt's number."""
         candidates = self.values if self._groups is None else random.Random(prompt).choice(self._groups)
         return random.Random(seed).choice(candidates)
 
     def truncate(self, cap: int) -> LengthDistribution:
-        """Return the same distribution with another maximum."""
+        """Return the distribution with another largest length `cap`."""
         return LengthDistribution(self.values, cap, self._groups)
 
     @property
@@ -58,29 +63,35 @@ class LengthDistribution:
 
     @property
     def in_flight(self) -> float:
-        """Mean length of a response at a random time of its generation."""
+        """Mean number of tokens that a response in flight has at a random time."""
         return sum(n * n for n in self.values) / len(self.values) / self.mean / 2
 
 
 def long_tail(cap: int) -> LengthDistribution:
-    """Return an assumed distribution: log-normal, truncated at the maximum; `[2000]` quantiles."""
+    """Return the assumed long-tailed distribution: log-normal, with lengths above `cap` set to `cap`."""
     normal = NormalDist(math.log(_MEDIAN * cap), _SIGMA)
     quantiles = (normal.inv_cdf((i + 0.5) / _POINTS) for i in range(_POINTS))
     return LengthDistribution([max(1, round(math.exp(x))) for x in quantiles], cap)
 
 
 def read_trace(file: Path, cap: int) -> LengthDistribution:
-    """Read a JSON file with `lengths`, a list of token counts.
+    """Read a distribution from a JSON file {"lengths": [tokens, ...]}.
+
+    Args:
+        file: the file.
+        cap: rollout.max_response_tokens.
 
     Raises:
-        UserError: the file is invalid.
+        UserError: the file cannot be read, or is invalid.
     """
     try:
         lengths = msgspec.json.decode(file.read_bytes(), type=_Trace).lengths
     except OSError as e:
-        raise UserError(f"--trace {file}: {e.strerror}") from None
+        raise UserError(f"--trace {file}: {e.strerror}; expected a readable file") from None
     except msgspec.DecodeError as e:
         raise UserError(f'--trace {file}: expected JSON {{"lengths": [tokens, ...]}}: {e}') from None
-    if not lengths or min(lengths) < 1:
-        raise UserError(f"--trace {file}: lengths: expected at least one, and each at least 1 token")
+    if not lengths:
+        raise UserError(f"--trace {file}: lengths = []: expected at least one length")
+    if (shortest := min(lengths)) < 1:
+        raise UserError(f"--trace {file}: lengths contains {shortest}; expected at least 1 token")
     return LengthDistribution(lengths, cap)

@@ -1,9 +1,10 @@
-"""Memory of a model and a layout: parameters, memory of one GPU, bytes of a push. Estimates, from config.json only.
+"""Estimates of a run's memory on GPUs and hosts, from the config and from config.json of the model.
 
-Exact: parameter counts (tested against a model's files). By formula: weights, gradients, optimizer, KV pool.
-Rough: activations, after Korthikanti et al. 2022 ("Reducing Activation Recomputation"): about 34 bytes per
-token, layer and hidden unit in bfloat16, with attention that stores no scores; recomputed layers keep 2.
-Modules in `trainer.recompute` are not subtracted. `rlsys rehearse` counts what the trainer's code keeps.
+- Parameter counts are exact.
+- Weights, gradients, optimizer states and the KV pool follow from them.
+- Activations are rough, after Korthikanti et al. 2022 ("Reducing Activation Recomputation"): about 34 bytes per
+  token, layer and hidden unit in bfloat16, for attention that stores no scores; 2 bytes for a recomputed layer. Other
+  modules in `trainer.recompute` are not subtracted. `rlsys rehearse` measures the activations of the trainer's code.
 """
 
 from __future__ import annotations
@@ -22,55 +23,61 @@ from rlsys.convert.fit import layer_stages
 from rlsys.planner.lengths import long_tail
 from rlsys.planner.weight_update_cost import GB, describe_push, short
 
-PROMPT_TOKENS, MEAN_PROMPT_TOKENS = 2048, 512
-"""Assumed length of the longest prompt, and of all prompts on average."""
+PROMPT_TOKENS = 2048
+"""Assumed length of the longest prompt, in tokens."""
+MEAN_PROMPT_TOKENS = 512
+"""Assumed mean length of prompts, in tokens."""
 _ACTIVATION_BYTES = 34
-"""Bytes of activations per token and hidden unit of a layer in bfloat16; twice as many in float32."""
+"""Bytes of a layer's activations per token and hidden unit in bfloat16; twice as many in float32."""
 _NORM_BYTES = 8
-"""Bytes per token and hidden unit of a layer in bfloat16 without GPUs: its two norms keep their input in float32, and
-as much of their output if their weights are trained; counted by `rlsys rehearse`."""
+"""Additional bytes of a layer per token and hidden unit in bfloat16 without GPUs, measured by `rlsys rehearse`: the
+two norms keep their inputs in float32. If their weights are trained, they keep as many bytes of their outputs."""
 _EXPERT_ACTIVATION_BYTES = 8
-"""Bytes per token, selected expert and intermediate unit in bfloat16: gate, up, their product, and its gradient's
-input."""
-_SENT_BYTES = 18
-"""Bytes per token, selected expert and hidden unit in bfloat16: nine copies of dispatched and combined tokens, and
-their gradients, during recomputation and backward of one layer; counted by `rlsys rehearse`."""
+"""Bytes of an MoE layer per token, selected expert and intermediate unit in bfloat16: gate, up, their product, and
+the input of its gradient."""
+_DISPATCHED_BYTES = 18
+"""Bytes of an MoE layer per token, selected expert and hidden unit in bfloat16 during recomputation and backward
+pass, measured by `rlsys rehearse`: nine copies of dispatched and combined tokens and their gradients."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameter counts of a model. Experts are routed ones, which expert parallelism splits; dense is all else."""
+    """Parameter counts of a model. Routed experts are counted separately, because expert parallelism splits them.
+
+    Attributes:
+        hidden: Hidden size. vocab: Vocabulary size. tied: Whether embedding and head share their weights. moe_layers:
+            Whether each layer is an MoE layer. attention: Parameters of each layer's attention that tensor
+            parallelism splits. replicated: Parameters of each layer that tensor-parallel ranks replicate: norms, and
+            down-projections of latent attention.
+        ffn: Parameters of the feed-forward block of a dense layer. shared: Parameters of the shared experts of an MoE
+            layer. router: Parameters of the router of an MoE layer, which tensor-parallel ranks replicate. routed:
+            Parameters of all routed experts of an MoE layer. ffn_width: Number of intermediate units of a dense
+            layer. active_width: Number of intermediate units of the routed experts that a token uses in an MoE layer.
+            experts_per_token: Number of routed experts that a token uses. kv_values: Number of values per token in
+            the KV cache of all layers. kv_heads: Number of heads over which tensor parallelism splits the KV cache;
+            None if ranks replicate it (latent attention).
+        delta_net: Whether layers with a gated delta net have states of requests instead of a KV cache.
+        mtp: Dense and routed-expert parameters of the layer for multi-token prediction, if it is trained. All other
+            fields exclude this layer.
+    """
 
     hidden: int
     vocab: int
     tied: bool
     moe_layers: tuple[bool, ...]
     attention: tuple[int, ...]
-    """Parameters of each layer's attention that tensor parallelism splits."""
     replicated: tuple[int, ...]
-    """Parameters of each layer that tensor-parallel ranks replicate: norms, down-projections of latent attention."""
     ffn: int
-    """Parameters of the feed-forward block of a dense layer."""
     shared: int
-    """Shared experts of an MoE layer."""
     router: int
-    """Router of an MoE layer; tensor-parallel ranks replicate it."""
     routed: int
-    """All routed experts of an MoE layer."""
     ffn_width: int
     active_width: int
-    """Intermediate units that a token uses in a dense layer, and in the routed experts of an MoE layer."""
     experts_per_token: int
-    """Experts that a token is routed to."""
     kv_values: int
-    """Values per token in the KV cache of all layers."""
     kv_heads: int | None
-    """Heads over which tensor parallelism splits the cache; None: replicated (latent attention)."""
     delta_net: bool = False
-    """Whether layers with a gated delta net keep states of requests in place of a KV cache."""
     mtp: tuple[int, int] = (0, 0)
-    """Dense and routed-expert parameters of the layer for multi-token prediction, if it is trained; not included
-    above."""
 
     @property
     def layers(self) -> int:
@@ -79,17 +86,17 @@ class ModelSize:
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding."""
+        """Number of parameters of the embedding."""
         return self.vocab * self.hidden
 
     @property
     def experts(self) -> int:
-        """Parameters of all routed experts."""
+        """Number of parameters of all routed experts."""
         return self.routed * sum(self.moe_layers)
 
     @property
     def dense(self) -> int:
-        """Number of parameters outside routed experts."""
+        """Number of parameters outside of routed experts."""
         split, replicated = self.dense_of(range(self.layers))
         return split + replicated + self.embedding * (1 if self.tied else 2) + self.hidden
 
@@ -99,10 +106,13 @@ class ModelSize:
         return self.dense + self.experts
 
     def dense_of(self, layers: Sequence[int]) -> tuple[int, int]:
-        """Return the dense parameters of layers, without embedding and head.
+        """Return the numbers of parameters of layers outside of routed experts, embedding and head.
+
+        Args:
+            layers: indices of the layers.
 
         Returns:
-            Parameters that tensor parallelism splits, and those that it replicates.
+            Number of parameters that tensor parallelism splits, and number of those that its ranks replicate.
         """
         moe = sum(self.moe_layers[i] for i in layers)
         split = sum(self.attention[i] for i in layers) + moe * self.shared + (len(layers) - moe) * self.ffn
@@ -110,14 +120,14 @@ class ModelSize:
 
 
 def model_size(hf: HFConfig) -> ModelSize:
-    """Count parameters from the name table, with one layer of each kind."""
+    """Count the parameters of a model from the shapes in its name table."""
     kinds = [(moe, bool(hf.linear_layers) and hf.linear_layers[i]) for i, moe in enumerate(hf.moe_layers)]
     counts = {kind: _layer(hf, kinds.index(kind)) for kind in dict.fromkeys(kinds)}
-    of_moe, of_dense = (
+    moe_count, dense_count = (
         next((count for kind, count in counts.items() if kind[0] is moe), Counter[str]())
         for moe in (True, False)
     )
-    kv_values, kv_heads = _cache(hf)
+    kv_values, kv_heads = _kv_values(hf)
     return ModelSize(
         hidden=hf.hidden_size,
         vocab=hf.vocab_size,
@@ -125,10 +135,10 @@ def model_size(hf: HFConfig) -> ModelSize:
         moe_layers=hf.moe_layers,
         attention=tuple(counts[kind]["attention"] for kind in kinds),
         replicated=tuple(counts[kind]["replicated"] for kind in kinds),
-        ffn=of_dense["ffn"],
-        shared=of_moe["shared"],
-        router=of_moe["router"],
-        routed=of_moe["routed"] * hf.experts,
+        ffn=dense_count["ffn"],
+        shared=moe_count["shared"],
+        router=moe_count["router"],
+        routed=moe_count["routed"] * hf.experts,
         ffn_width=hf.ffn_size,
         active_width=hf.experts_per_token * hf.expert_ffn_size,
         experts_per_token=hf.experts_per_token,
@@ -140,20 +150,22 @@ def model_size(hf: HFConfig) -> ModelSize:
 
 
 def _mtp_size(hf: HFConfig) -> tuple[int, int]:
-    """Return the size of the multi-token-prediction layer: dense parameters, and those of routed experts.
+    """Return the numbers of dense and of routed-expert parameters of the multi-token-prediction layer.
 
-    It consists of a layer like the last one, three norms, and the projection of embedding and hidden state.
+    The layer consists of a copy of the last layer, three norms, and a projection of embedding and hidden state.
     """
     if not hf.mtp:
         return 0, 0
     layer = _layer(hf, hf.layers - 1)
-    others_count = sum(prod(hf.shape(letters)) for rule in hf.family.mtp for letters in rule.hf.values())
+    norms_and_projection = sum(
+        prod(hf.shape(letters)) for rule in hf.family.mtp for letters in rule.hf.values()
+    )
     routed = layer.pop("routed", 0) * hf.experts
-    return others_count + sum(layer.values()), routed
+    return norms_and_projection + sum(layer.values()), routed
 
 
 def _layer(hf: HFConfig, layer: int) -> Counter[str]:
-    """Count the parameters of one layer by the fields of ModelSize; of one routed expert."""
+    """Count the parameters of a layer by field of ModelSize; `routed` counts a single routed expert."""
     count: Counter[str] = Counter()
     for rule in hf.rules(layer):
         if rule.per_expert:
@@ -170,8 +182,8 @@ def _layer(hf: HFConfig, layer: int) -> Counter[str]:
     return count
 
 
-def _cache(hf: HFConfig) -> tuple[int, int | None]:
-    """Return the cached values per token and layer, and the number of heads that split them."""
+def _kv_values(hf: HFConfig) -> tuple[int, int | None]:
+    """Return the number of values per token and layer in the KV cache, and ModelSize.kv_heads."""
     if (latent := hf.latent) is not None:
         return latent.kv_rank + latent.rotary, None
     return 2 * hf.kv_heads * hf.head_dim, hf.kv_heads
@@ -179,7 +191,20 @@ def _cache(hf: HFConfig) -> tuple[int, int | None]:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes on one GPU."""
+    """Memory of a trainer rank and of an engine rank in bytes.
+
+    Attributes:
+        weights: Weights of the trainer rank.
+        gradients: Gradients of the trainer rank.
+        optimizer: Optimizer states of the trainer rank in GPU memory.
+        activations: Activations of the trainer rank.
+        engine_weights: Weights of the engine rank.
+        pool_tokens: Number of tokens that the KV pool of an engine holds.
+        token_bytes: Bytes of one token in the KV pool of the engine rank.
+        graphs: Memory that SGLang reserves for the CUDA graphs of the engine rank.
+        host: Optimizer states of the trainer rank in host memory.
+        stage: Pipeline stage of the trainer rank.
+    """
 
     weights: float
     gradients: float
@@ -187,58 +212,59 @@ class MemoryBudget:
     activations: float
     engine_weights: float
     pool_tokens: int
-    """Tokens in the KV pool of an engine."""
     token_bytes: float
-    """Bytes of one token in the pool of an engine rank."""
     graphs: float
-    """An engine's CUDA graphs, as SGLang reserves memory for them."""
     host: float
-    """Optimizer states in host memory."""
     stage: int = 0
-    """The pipeline stage of the rank."""
 
     @property
     def trainer(self) -> float:
-        """Bytes of a trainer rank."""
+        """Bytes of the trainer rank."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
     @property
     def idle_trainer(self) -> float:
-        """Bytes of a trainer rank while engines generate."""
+        """Bytes of the trainer rank while engines generate."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def kv_pool(self) -> float:
-        """Bytes of the KV pool of an engine rank."""
+        """Bytes of the KV pool of the engine rank."""
         return self.pool_tokens * self.token_bytes
 
     @property
     def engine(self) -> float:
-        """Bytes of an engine rank without CUDA graphs."""
+        """Bytes of the engine rank without CUDA graphs."""
         return self.engine_weights + self.kv_pool
 
     @property
     def engine_with_graphs(self) -> float:
-        """Bytes of an engine rank."""
+        """Bytes of the engine rank."""
         return self.engine + self.graphs
 
 
 def budget(config: Config, size: ModelSize) -> MemoryBudget:
-    """Return the memory of a rank of the largest pipeline stage, with experts and tokens evenly distributed."""
-    stages = [stage_budget(config, size, s) for s in range(config.parallel.pp)]
-    b = max(stages, key=lambda b: b.trainer)
-    return replace(b, pool_tokens=_pool_tokens(config, size, b))
+    """Return the memory of a rank of the pipeline stage that needs most.
+
+    Experts and tokens are assumed to be distributed evenly.
+    """
+    stages = [stage_budget(config, size, stage) for stage in range(config.parallel.pp)]
+    largest = max(stages, key=lambda stage: stage.trainer)
+    return replace(largest, pool_tokens=_pool_tokens(config, size, largest))
 
 
-_POOL_OF_DELTA_NET = 1 / 1.9
-"""Share of the KV pool beside the states of gated delta nets (SGLang 0.5.23, mamba_full_memory_ratio 0.9)."""
+_DELTA_NET_POOL_SHARE = 1 / 1.9
+"""Share of the KV pool in the memory of KV pool and states of gated delta nets (SGLang 0.5.23,
+mamba_full_memory_ratio 0.9)."""
 
 
 def _pool_tokens(config: Config, size: ModelSize, b: MemoryBudget) -> int:
-    """Return the tokens in an engine's KV pool: a share of what remains, and at most what the samples in flight need.
+    """Return the number of tokens that an engine's KV pool holds.
 
-    While engines generate, a colocated trainer keeps its weights, gradients and optimizer; activations, too, if
-    engines do not release the pool while it works.
+    The pool gets the engine's share of a GPU without the engine's weights and CUDA graphs and without the memory of a
+    colocated trainer, but at most what the samples in flight need. A colocated trainer has weights, gradients and
+    optimizer states in memory while engines generate. If engines do not release the pool while the trainer works, the
+    activations are subtracted, too.
     """
     if (tokens := config.fixed_pool_tokens) is not None:
         return tokens
@@ -246,31 +272,34 @@ def _pool_tokens(config: Config, size: ModelSize, b: MemoryBudget) -> int:
     if config.launch.placement == "colocated":
         available -= b.idle_trainer if config.launch.release_memory else b.trainer
     if size.delta_net:
-        available *= _POOL_OF_DELTA_NET
+        available *= _DELTA_NET_POOL_SHARE
     longest = PROMPT_TOKENS + config.rollout.max_response_tokens
     tokens = min(int(max(0.0, available) / b.token_bytes), engine_samples(config) * longest)
     return tokens // 1024 * 1024
 
 
 def engine_samples(config: Config) -> int:
-    """Return the samples that one engine has in flight and may decode at once."""
+    """Return the number of samples in flight that an engine may decode at once."""
     return min(config.max_running_requests, -(-config.slots // config.engine.writers))
 
 
 def samples_held(config: Config, pool_tokens: int) -> int:
-    """Return the samples of an engine that a KV pool holds, with the lengths that they have on average in flight."""
+    """Return the number of an engine's samples in flight that a KV pool holds, by their mean length in flight."""
     return min(engine_samples(config), _pool_samples(config, pool_tokens))
 
 
 def _pool_samples(config: Config, pool_tokens: int) -> int:
+    """Return the number of samples with the mean length in flight that a KV pool holds."""
     longest = config.rollout.max_response_tokens
     prompt = min(MEAN_PROMPT_TOKENS, longest // 4)  # tasks with short responses have short prompts
     return int(pool_tokens / (prompt + long_tail(longest).in_flight))
 
 
 def with_pool(config: Config) -> Config:
-    """Return the config with the tokens of its KV pool, if the model's folder exists and memory suffices for a
-    pool."""
+    """Return the config with the estimated tokens of its KV pool in engine.max_total_tokens.
+
+    The config does not change if it sets the size, or if the model's folder does not exist.
+    """
     if config.fixed_pool_tokens is not None or not (config.model.path / "config.json").is_file():
         return config
     tokens = budget(config, model_size(HFConfig.read(config.model.path))).pool_tokens
@@ -279,45 +308,29 @@ def with_pool(config: Config) -> Config:
 
 
 def stage_budget(config: Config, size: ModelSize, stage: int) -> MemoryBudget:
-    """Return the memory of a rank of a stage.
+    """Return the memory of a rank of a pipeline stage, without the size of the KV pool.
 
-    The first stage has the embedding and most micro-batches in flight, the last one the head and its logits.
+    The first stage has the embedding and most micro-batches in flight; the last stage has the head and the logits.
     """
-    p, width = config.parallel, value_bytes(config)
+    width = value_bytes(config)
     layers = _layers_of(config, size, stage)
     moe = sum(size.moe_layers[i] for i in layers)
     dense, experts = _rank_parameters(config, size, stage)
-    expert_copies = max(1, p.world_size // (p.pp * p.ep * p.expert_tp))
-    states = 8 if width == 4 else 12  # two moments, and float32 weights in addition to bfloat16 ones
-    per_matrix = states - 4 * (config.trainer.optimizer == "muon")  # Muon has one moment
-    copies = p.data_parallel * p.cp
-    matrices = size.dense_of(layers)[0] / p.tp
-    trained, of_experts, adapters = dense, experts, 0.0
+    trained_dense, trained_experts, adapters = dense, experts, 0.0
     if config.trainer.lora is not None:
-        layer_factors = _adapter_sizes(config)
-        stage_factors = [layer_factors[i] for i in layers]
-        trained, of_experts = (
-            sum(f.dense for f in stage_factors),
-            sum(f.experts for f in stage_factors) / p.ep,
-        )
-        adapters = trained + of_experts
-        matrices = 0.0
-    states_held = states * (trained - matrices) / copies + per_matrix * (
-        matrices / copies + of_experts / expert_copies
-    )
+        all_sizes = _adapter_sizes(config)
+        adapter_sizes = [all_sizes[i] for i in layers]
+        trained_dense = sum(layer.dense for layer in adapter_sizes)
+        trained_experts = sum(layer.experts for layer in adapter_sizes) / config.parallel.ep
+        adapters = trained_dense + trained_experts
+    optimizer = _optimizer_bytes(config, size, layers, trained_dense, trained_experts)
     engine_tp = config.engine.tps[0]  # the smallest engines have most per GPU
     kv_share = 1 if size.kv_heads is None else min(engine_tp, size.kv_heads)
-    teacher_parameters = 0.0
-    if config.algo.teacher is not None and config.algo.teacher.engine is None:
-        folders = set(config.algo.teacher.folders.values())
-        teacher_parameters = sum(
-            sum(_rank_parameters(config, model_size(HFConfig.read(folder)), stage)) for folder in folders
-        )
     return MemoryBudget(
-        weights=width * (dense + experts + adapters + teacher_parameters),
-        gradients=4.0 * (trained + of_experts),
-        optimizer=(1 - config.trainer.offload_optimizer) * states_held,
-        host=config.trainer.offload_optimizer * states_held,
+        weights=width * (dense + experts + adapters + _teacher_parameters(config, stage)),
+        gradients=4.0 * (trained_dense + trained_experts),
+        optimizer=(1 - config.trainer.offload_optimizer) * optimizer,
+        host=config.trainer.offload_optimizer * optimizer,
         activations=_activations(config, size, stage, len(layers), moe),
         engine_weights=width * size.total / engine_tp,
         pool_tokens=0,
@@ -327,31 +340,71 @@ def stage_budget(config: Config, size: ModelSize, stage: int) -> MemoryBudget:
     )
 
 
-_DECODE_GRAPH, _PREFILL_GRAPH, _LATENT_GRAPHS = 2 * 2**20, 8 * 2**20, 1.5 * 2**30
-"""Bytes per decoded sequence, per prefill graph, and of all prefill graphs with latent attention (SGLang 0.5.23,
-arg_groups/memory_hook.py)."""
+def _optimizer_bytes(
+    config: Config, size: ModelSize, layers: Sequence[int], dense: float, experts: float
+) -> float:
+    """Return the bytes of a rank's optimizer states.
+
+    Args:
+        config: config of the run.
+        size: the model.
+        layers: layers of the rank.
+        dense: number of trained parameters of the rank outside of routed experts.
+        experts: number of trained parameters of the rank in routed experts.
+    """
+    p = config.parallel
+    copies = p.data_parallel * p.cp
+    expert_copies = max(1, p.world_size // (p.pp * p.ep * p.expert_tp))
+    per_parameter = 8 if value_bytes(config) == 4 else 12  # two moments; for bfloat16 also float32 weights
+    per_matrix = per_parameter - 4 * (config.trainer.optimizer == "muon")  # Muon has one moment
+    matrices = 0.0 if config.trainer.lora is not None else size.dense_of(layers)[0] / p.tp
+    return per_parameter * (dense - matrices) / copies + per_matrix * (
+        matrices / copies + experts / expert_copies
+    )
+
+
+def _teacher_parameters(config: Config, stage: int) -> float:
+    """Return the number of parameters of the teachers that a rank of a pipeline stage holds."""
+    teacher = config.algo.teacher
+    if teacher is None or teacher.engine is not None:
+        return 0.0
+    folders = set(teacher.folders.values())
+    return sum(sum(_rank_parameters(config, model_size(HFConfig.read(folder)), stage)) for folder in folders)
+
+
+_DECODE_GRAPH_BYTES = 2 * 2**20
+"""Bytes of the decode graphs per sequence of the largest batch (SGLang 0.5.23, arg_groups/memory_hook.py)."""
+_PREFILL_GRAPH_BYTES = 8 * 2**20
+"""Bytes of a prefill graph (same source)."""
+_LATENT_GRAPH_BYTES = 1.5 * 2**30
+"""Bytes of all prefill graphs with latent attention (same source)."""
 _PREFILL_SHAPES = ((32, 4), (256, 16), (512, 32), (1024, 64), (4096, 256), (8192, 512))
-"""SGLang captures prefill graphs up to this number of tokens -> in steps of this size."""
+"""(number of tokens, step): up to this number of tokens, SGLang captures a prefill graph for each multiple of
+step."""
 
 
 def _graphs(config: Config, size: ModelSize, tp: int) -> float:
+    """Return the bytes of the CUDA graphs of a rank of an engine with tensor-parallel size `tp`."""
     decoded = min(config.max_running_requests, 256 if tp < 4 else 512)
-    shapes, start = 0, 0
+    if size.kv_heads is None:
+        return decoded * _DECODE_GRAPH_BYTES + _LATENT_GRAPH_BYTES
+    shapes = 0
+    start = 0
     for end, step in _PREFILL_SHAPES:
         shapes += max(0, min(end, config.prefill_graph_tokens) - start) // step
         start = end
-    return decoded * _DECODE_GRAPH + (_LATENT_GRAPHS if size.kv_heads is None else shapes * _PREFILL_GRAPH)
+    return decoded * _DECODE_GRAPH_BYTES + shapes * _PREFILL_GRAPH_BYTES
 
 
 class AdapterSize(NamedTuple):
-    """Adapter parameters of a layer, without tensor parallelism."""
+    """Numbers of a layer's adapter parameters outside of and in routed experts, without tensor parallelism."""
 
     dense: int
     experts: int
 
 
 def _adapter_sizes(config: Config) -> list[AdapterSize]:
-    """Return the adapter parameters of each layer."""
+    """Return the size of each layer's adapters."""
     assert config.trainer.lora is not None
     hf = HFConfig.read(config.model.path)
     counts = [[0, 0] for _ in range(hf.layers)]
@@ -362,13 +415,13 @@ def _adapter_sizes(config: Config) -> list[AdapterSize]:
 
 
 def _rank_parameters(config: Config, size: ModelSize, stage: int) -> tuple[float, float]:
-    """Return the number of parameters of one rank: dense ones, and those of routed experts."""
+    """Return the numbers of parameters of a rank outside of and in routed experts."""
     p, layers = config.parallel, _layers_of(config, size, stage)
-    ends = size.embedding * ((stage == 0) + (stage == p.pp - 1))
+    embedding_and_head = size.embedding * ((stage == 0) + (stage == p.pp - 1))
     if p.pp == 1 and size.tied:
-        ends = size.embedding
+        embedding_and_head = size.embedding
     split, replicated = size.dense_of(layers)
-    dense = (split + ends) / p.tp + replicated + (size.hidden if stage == p.pp - 1 else 0)
+    dense = (split + embedding_and_head) / p.tp + replicated + (size.hidden if stage == p.pp - 1 else 0)
     routed = size.routed * sum(size.moe_layers[i] for i in layers)
     if stage == p.pp - 1 and any(size.mtp):  # with a copy of the embedding if the first stage has it
         dense += (size.mtp[0] + size.embedding * (p.pp > 1)) / p.tp
@@ -377,13 +430,23 @@ def _rank_parameters(config: Config, size: ModelSize, stage: int) -> tuple[float
 
 
 def _layers_of(config: Config, size: ModelSize, stage: int) -> list[int]:
-    """Return the layers of a stage."""
+    """Return the indices of the layers of a pipeline stage."""
     p = config.parallel
-    return [i for i, at in enumerate(layer_stages(size.layers, p.pp, p.vpp)) if at == stage]
+    return [i for i, s in enumerate(layer_stages(size.layers, p.pp, p.vpp)) if s == stage]
 
 
 def _activations(config: Config, size: ModelSize, stage: int, layers: int, moe: int) -> float:
-    """Return the activations of the micro-batches in flight: pp - s on stage s, and more chunks if interleaved."""
+    """Return the bytes of a rank's activations, which are those of the micro-batches in flight.
+
+    Stage s has pp - s micro-batches in flight, and more chunks of layers with an interleaved schedule.
+
+    Args:
+        config: config of the run.
+        size: the model.
+        stage: pipeline stage.
+        layers: number of layers of the stage.
+        moe: number of MoE layers among them.
+    """
     p = config.parallel
     tokens = config.trainer.token_budget / p.cp / p.tp  # sequence parallelism splits all other activations
     chunks = 2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1
@@ -392,12 +455,11 @@ def _activations(config: Config, size: ModelSize, stage: int, layers: int, moe: 
     layer = _ACTIVATION_BYTES * size.hidden + _EXPERT_ACTIVATION_BYTES * widest
     if value_bytes(config) == 2 and not config.launch.gpus_per_node:
         layer += _NORM_BYTES * size.hidden * (1 if config.trainer.lora else 2)
-    dispatched = _SENT_BYTES * size.experts_per_token * size.hidden if moe else 0
-    # Recomputed layers store their inputs; one layer at a time stores everything.
-    recomputes = "layer" in config.trainer.recompute
-    stored_units, working = (
-        (in_flight * 2 * size.hidden, layer + dispatched) if recomputes else (in_flight * layer, dispatched)
-    )
+    dispatched = _DISPATCHED_BYTES * size.experts_per_token * size.hidden if moe else 0
+    if "layer" in config.trainer.recompute:  # layers store their inputs, and one layer at a time everything
+        stored_units, working = in_flight * 2 * size.hidden, layer + dispatched
+    else:
+        stored_units, working = in_flight * layer, dispatched
     scale = value_bytes(config) / 2
     if stage < p.pp - 1:
         return tokens * scale * (stored_units + working)
@@ -407,11 +469,12 @@ def _activations(config: Config, size: ModelSize, stage: int, layers: int, moe: 
 
 
 def _output_layer(config: Config, size: ModelSize) -> tuple[float, float]:
-    """Return the largest memory of the output layer in a training and a scoring pass.
+    """Return the peak bytes of the output layer in a training pass and in a scoring pass.
 
-    Logits exist in float32 and in the model's dtype, in a scoring pass as two copies in float32. If they are computed
-    for some rows at a time (rlsys.trainer.model.output_layer), the hidden states, their gradient and that of the
-    weight exist in addition. With fused accumulation, which depends on installed packages, the latter takes less.
+    A training pass has the logits in float32 and in the model's dtype, a scoring pass has two copies in float32. If
+    logits are computed for some rows at a time (rlsys.trainer.model.output_layer), the hidden states, their gradient
+    and the gradient of the weight are in memory, too. Fused accumulation of this gradient, which depends on installed
+    packages, would need less.
     """
     p, width = config.parallel, value_bytes(config)
     rows, columns = config.trainer.token_budget / p.cp, size.vocab / p.tp
@@ -425,44 +488,47 @@ def _output_layer(config: Config, size: ModelSize) -> tuple[float, float]:
     return training, scoring
 
 
-_SAVED_BYTES = 2 * 12
-"""Bytes per parameter while a checkpoint is written: float32 weight and two moments, gathered on the first
-data-parallel rank (Megatron's fully_reshardable, mem_efficient), and copied for the writing thread."""
+_CHECKPOINT_BYTES = 2 * 12
+"""Host memory per parameter while a checkpoint is written: float32 weight and two moments, gathered on the first
+data-parallel rank (Megatron's fully_reshardable, mem_efficient), and a copy of them for the writing thread."""
 
 
 def checkpoint_host(config: Config, size: ModelSize) -> float:
-    """Return the host memory of a checkpoint on the node that needs most.
+    """Return the bytes of host memory that writing a checkpoint takes on the node that needs most.
 
-    Megatron numbers ranks by stage; of a stage the first tp ranks hold all dense parameters, the first ep *
-    etp ranks all experts.
+    Megatron numbers ranks by pipeline stage. The first tp ranks of a stage gather its dense parameters, and the first
+    ep * etp ranks gather its experts.
     """
     p = config.parallel
-    lanes, per_node = p.world_size // p.pp, config.launch.gpus_per_node or p.world_size
-    bytes_per_parameter = _SAVED_BYTES + value_bytes(config)
-    parameter_counts = (size.dense + size.mtp[0], size.experts + size.mtp[1])
+    ranks_per_stage, ranks_per_node = p.world_size // p.pp, config.launch.gpus_per_node or p.world_size
+    bytes_per_parameter = _CHECKPOINT_BYTES + value_bytes(config)
+    dense, experts = size.dense + size.mtp[0], size.experts + size.mtp[1]
     if config.trainer.lora is not None:
         adapter_sizes = _adapter_sizes(config)
-        parameter_counts = (sum(f.dense for f in adapter_sizes), sum(f.experts for f in adapter_sizes))
-    nodes: dict[int, float] = {}
+        dense = sum(layer.dense for layer in adapter_sizes)
+        experts = sum(layer.experts for layer in adapter_sizes)
+    node_bytes: dict[int, float] = {}
     for stage in range(p.pp):
-        for owners, parameters in ((p.tp, parameter_counts[0]), (p.ep * p.expert_tp, parameter_counts[1])):
-            for rank in range(stage * lanes, stage * lanes + owners):
-                share = bytes_per_parameter * parameters / p.pp / owners
-                nodes[rank // per_node] = nodes.get(rank // per_node, 0.0) + share
-    return max(nodes.values())
+        for gathering_ranks, parameters in ((p.tp, dense), (p.ep * p.expert_tp, experts)):
+            first = stage * ranks_per_stage
+            for rank in range(first, first + gathering_ranks):
+                share = bytes_per_parameter * parameters / p.pp / gathering_ranks
+                node = rank // ranks_per_node
+                node_bytes[node] = node_bytes.get(node, 0.0) + share
+    return max(node_bytes.values())
 
 
 def value_bytes(config: Config) -> int:
-    """Return the bytes per parameter."""
+    """Return the bytes of a parameter in the model's dtype."""
     return 4 if config.model.dtype == "float32" else 2
 
 
 Fact = tuple[str, str]
-"""Name and description."""
+"""Name and description of a property of a run, for `rlsys explain`."""
 
 
 def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
-    """Describe the memory of a run, for `explain`."""
+    """Describe the memory of a run for `rlsys explain`."""
     size = model_size(hf)
     b = budget(config, size)
     on_host = (config.launch.gpus_per_node or config.parallel.world_size) * b.host
@@ -494,6 +560,7 @@ def describe_memory(config: Config, hf: HFConfig) -> list[Fact]:
 
 
 def _describe_mtp(config: Config, size: ModelSize) -> list[Fact]:
+    """Describe the layer for multi-token prediction; no fact if it is not trained."""
     if not any(size.mtp):
         return []
     usage = (
@@ -503,13 +570,14 @@ def _describe_mtp(config: Config, size: ModelSize) -> list[Fact]:
 
 
 def _pushed(config: Config, size: ModelSize) -> int:
-    """Return the number of parameters that each engine receives in a push."""
+    """Return the number of parameters that an engine receives in a push."""
     if config.weights.method != "adapter":
         return size.total
     return sum(f.dense + f.experts for f in _adapter_sizes(config))
 
 
 def _describe_adapters(config: Config) -> list[Fact]:
+    """Describe the adapters; no fact without them."""
     if (lora := config.trainer.lora) is None:
         return []
     trained = sum(f.dense + f.experts for f in _adapter_sizes(config))
@@ -517,9 +585,9 @@ def _describe_adapters(config: Config) -> list[Fact]:
 
 
 def expected_staleness(config: Config) -> str:
-    """Describe the expected staleness by Little's law.
+    """Describe the expected staleness of tokens by Little's law.
 
-    With k batches in flight and one leaving per step, a sample stays for k steps.
+    With k batches in flight, of which each step trains one, a sample is in flight for k steps.
     """
     r = config.rollout
     if r.max_staleness == 0:
@@ -530,11 +598,11 @@ def expected_staleness(config: Config) -> str:
 
 
 TRAINER_FACTS = ("parameters", "trainer, one rank", "a checkpoint")
-"""Facts of `describe_memory` that hold without engines."""
+"""Names of the facts of `describe_memory` that apply to runs without engines."""
 
 
 def trainer_memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
-    """Return one line if a trainer rank needs more memory than a GPU with `gpu_gb` GB has."""
+    """Return a line if a trainer rank needs more memory than a GPU of `gpu_gb` GB has, else no line."""
     need = budget(config, model_size(hf)).trainer
     if need <= gpu_gb * GB:
         return []
@@ -542,51 +610,50 @@ def trainer_memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list
 
 
 def memory_problems(config: Config, hf: HFConfig, gpu_gb: float) -> list[str]:
-    """Return one line for each part of a run that needs more memory than a GPU with `gpu_gb` GB has."""
-    size = model_size(hf)
-    b, problems = budget(config, size), []
+    """Return a line for each part of a run that needs more memory than a GPU of `gpu_gb` GB has."""
+    b = budget(config, model_size(hf))
+    problems = []
     for name, need in (("a trainer rank", b.trainer), ("an engine rank", b.engine_with_graphs)):
         if need > gpu_gb * GB:
             problems.append(f"{name} needs {need / GB:.3g} GB, a GPU has {gpu_gb:g} GB")
     releases_memory = config.launch.release_memory
-    idle_engine = (
-        0.0 if releases_memory else b.engine_with_graphs
-    )  # memory of an engine while the trainer works
+    idle_engine = 0.0 if releases_memory else b.engine_with_graphs
     both = max(b.trainer + idle_engine, b.engine_with_graphs + b.idle_trainer)
     if config.launch.placement == "colocated" and both > gpu_gb * GB:
         hint = "" if releases_memory else "; see launch.release_memory"
         problems.append(f"trainer and engine on one GPU need {both / GB:.3g} GB, it has {gpu_gb:g} GB{hint}")
     if not problems and b.pool_tokens < config.rollout.max_response_tokens:
         problems.append(
-            f"in addition to weights and trainer the KV pool of an engine holds {b.pool_tokens} tokens, but a "
-            f"response has up to rollout.max_response_tokens = {config.rollout.max_response_tokens}"
+            f"beside weights and trainer, the KV pool of an engine holds {b.pool_tokens} tokens; expected at least "
+            f"rollout.max_response_tokens = {config.rollout.max_response_tokens}"
         )
     return problems
 
 
 def size_warnings(config: Config, hf: HFConfig) -> list[str]:
-    """Return warnings about sizes that do not match.
+    """Return a line for each limit due to which samples in flight wait instead of being decoded.
 
-    Engines may decode fewer samples than are in flight if their KV pools hold no more; the others wait.
+    The limits are engine.max_running_requests and the KV pool.
     """
     warnings = []
     pool_tokens = budget(config, model_size(hf)).pool_tokens
-    responses, samples = samples_held(config, pool_tokens), engine_samples(config)
-    limit = config.max_running_requests
-    if config.slots > config.engine.writers * limit and (room := _pool_samples(config, pool_tokens)) > limit:
+    held_samples, in_flight = samples_held(config, pool_tokens), engine_samples(config)
+    limit, capacity = config.max_running_requests, _pool_samples(config, pool_tokens)
+    if config.slots > config.engine.writers * limit and capacity > limit:
         warnings.append(
             f"{config.slots} samples are in flight, but the engines decode {config.engine.writers * limit} at once; "
-            f"the KV pool of an engine would hold {room}"
+            f"the KV pool of an engine would hold {capacity}"
         )
-    if responses < samples:
+    if held_samples < in_flight:
         warnings.append(
-            f"the KV pool holds about {responses} responses with lengths of a long tail, of {samples} that an "
-            "engine has in flight"
+            f"the KV pool of an engine holds about {held_samples} responses of a long-tailed length distribution; "
+            f"expected {in_flight}, the number of its samples in flight"
         )
     return warnings
 
 
 def _count(n: int) -> str:
+    """Format a number with three digits and the unit k, M or B."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if n >= unit:
             return f"{n / unit:.3g} {name}"

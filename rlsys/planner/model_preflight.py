@@ -1,4 +1,4 @@
-"""Checks before any process starts: the model folder, and layouts that do not fit the model."""
+"""Checks before any process starts: GPUs of this host, the model folder, and the layout for the model."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from rlsys.core.model_folder import vocabulary_files
 
 
 def check_gpus(config: Config) -> None:
-    """Check that this host has GPUs if the run needs them.
+    """Check that this host has GPUs, if a local run needs them.
 
     Raises:
-        UserError: the host has no GPUs.
+        UserError: the host has no visible GPU.
     """
     if config.launch.backend != "local" or not config.launch.gpus_per_node or have_cuda():
         return
     hidden = visible_devices() == []
     reason = (
-        f"{VARIABLE} = {os.environ[VARIABLE]!r} hides all" if hidden else "this host has no NVIDIA driver"
+        f"{VARIABLE} = {os.environ[VARIABLE]!r} hides all GPUs"
+        if hidden
+        else "this host has no NVIDIA driver"
     )
     raise UserError(
         f"launch.gpus_per_node = {config.launch.gpus_per_node}, but {reason}; expected 0, or a host with GPUs"
@@ -39,22 +41,20 @@ def check_gpus(config: Config) -> None:
 
 
 def check_model(config: Config) -> None:
-    """Check that model.path can be trained and served by this config.
-
-    algo.teacher is checked, too, and must have the same vocabulary.
+    """Check that this config can train and serve model.path, and that its teachers have the same vocabulary.
 
     Raises:
-        UserError: a file is missing or truncated, a tensor is missing or has another shape, the architecture
-            is unknown, or the config does not fit the model.
+        UserError: a file is missing or truncated, a tensor is missing or has another shape, the architecture is
+            unknown, or the config does not fit the model.
     """
     path = config.model.path
     hf = read_model(config)
     weights = ("*.safetensors", ".metadata")
     if not any(any(path.glob(pattern)) for pattern in weights):
-        raise UserError(f"model.path = {path}: contains no weights ({' or '.join(weights)})")
+        raise UserError(f"model.path = {path}: contains no weights; expected {' or '.join(weights)}")
     if not vocabulary_files(path):
         raise UserError(
-            f"model.path = {path}: contains neither tokenizer.json nor another vocabulary that AutoTokenizer reads"
+            f"model.path = {path}: contains no vocabulary; expected tokenizer.json, or files that AutoTokenizer reads"
         )
     check_tensors(config, hf)
 
@@ -87,10 +87,10 @@ def check_tensors(config: Config, hf: HFConfig) -> None:
 
 
 def read_model(config: Config) -> HFConfig:
-    """Read config.json of model.path, and check it against the layout. Needs no weights.
+    """Read config.json of model.path, and check that the layout and the config fit the model, without its weights.
 
     Raises:
-        UserError: the model does not fit the layout, or the config.
+        UserError: the folder or the architecture is unknown, or the layout or the config does not fit the model.
     """
     check_folder(config.model.path)
     hf = trained_model(config)
@@ -100,14 +100,14 @@ def read_model(config: Config) -> HFConfig:
 
 
 def check_folder(path: Path, field: str = "model.path") -> None:
-    """Check that `path` is a folder with a config.json of a model.
+    """Check that `path` is a folder with a config.json.
 
     Raises:
-        UserError: it is not.
+        UserError: it is not; the message starts with `field`.
     """
     if not path.exists():
         raise UserError(f"{field} = {path}: no such folder")
     if not path.is_dir():
         raise UserError(f"{field} = {path}: not a folder; expected a Hugging Face model folder")
     if not (path / "config.json").is_file():
-        raise UserError(f"{field} = {path}: not a Hugging Face model folder: contains no config.json")
+        raise UserError(f"{field} = {path}: contains no config.json; expected a Hugging Face model folder")

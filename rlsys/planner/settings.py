@@ -1,4 +1,4 @@
-"""Candidate settings for a config: placement, number of trainer ranks and engines, N'/N, and staleness."""
+"""Settings that `rlsys plan` compares: placement, numbers of trainer ranks and engines, N'/N, and staleness."""
 
 from __future__ import annotations
 
@@ -21,43 +21,44 @@ from rlsys.planner.layout_search import Candidate, first_fit
 from rlsys.planner.memory import memory_problems
 
 PER_NODE = 8
-"""GPUs per node of larger runs."""
-_OVER = (1.0, 1.5, 2.0)
-_AGE = 4
-"""max_staleness to try with N'/N above 1, if the config has 0."""
-_SHARES = (0.25, 0.5, 0.75)
-"""Fractions of the GPUs for the trainer of a disaggregated run."""
+"""Largest number of GPUs per node."""
+_OVER_PROVISIONS = (1.0, 1.5, 2.0)
+"""Compared values of N'/N (rollout.over_provision)."""
+_DEFAULT_AGE = 4
+"""max_staleness of settings with N'/N above 1, if the config has 0."""
+_TRAINER_SHARES = (0.25, 0.5, 0.75)
+"""Compared shares of the GPUs for the trainer of a disaggregated run."""
 
 
 Changes = dict[str, dict[str, Any]]
-"""Changed fields by section."""
+"""Changes of a config: section -> field -> value."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A candidate config and its description."""
+    """A config to compare, and its description."""
 
     name: str
     config: Config
 
 
 def unchanged_setting(config: Config) -> Setting:
-    """Return the config itself as a setting."""
+    """Return the config as a setting without changes."""
     return Setting("unchanged", config)
 
 
 def settings(
     config: Config, hf: HFConfig, gpus: int | None, machine: Machine | None
 ) -> Iterator[Setting | str]:
-    """Yield settings, or for an impossible setting a text with the reason.
+    """Yield the settings to compare, and for each impossible setting a line with the reason.
 
-    If none is possible with the config's parallelism, settings with the first layout that fits follow.
+    If no setting with the config's parallelism is possible, settings with the first layout that fits follow.
 
     Args:
         config: the config.
         hf: its model.
-        gpus: number of GPUs; None: the config's own layout only.
-        machine: the GPU; None: memory is not checked.
+        gpus: number of GPUs; None for the layout of the config only.
+        machine: the GPU; None if the memory is not checked.
     """
     possible = False
     for placement, layout in _layouts(config, gpus):
@@ -74,9 +75,17 @@ def settings(
 def _variants(
     config: Config, hf: HFConfig, machine: Machine | None, layout_name: str, layout: Changes
 ) -> Iterator[Setting | str]:
-    """Yield a layout with each N'/N and staleness."""
-    for over in _OVER:
-        ages = {0} if over == 1.0 else {config.rollout.max_staleness or _AGE}
+    """Yield the settings of a layout with each N'/N and staleness.
+
+    Args:
+        config: the config.
+        hf: its model.
+        machine: the GPU; None if the memory is not checked.
+        layout_name: description of the layout.
+        layout: changes of the config for the layout.
+    """
+    for over in _OVER_PROVISIONS:
+        ages = {0} if over == 1.0 else {config.rollout.max_staleness or _DEFAULT_AGE}
         if over == 1.0 and config.launch.placement == "disaggregated":
             ages.add(config.rollout.max_staleness)
         for age in sorted(ages):
@@ -98,11 +107,13 @@ def _variants(
 
 
 def _describe(c: Candidate) -> str:
+    """Describe a layout."""
     offload = ", optimizer in host memory" if c.offload else ""
     return f"colocated, bfloat16, tp {c.tp}, pp {c.pp}, ep {c.ep}{offload}, engines of tp {c.engine_tp}"
 
 
 def _launch_changes(config: Config, gpus: int) -> dict[str, Any]:
+    """Return the changed fields of `launch` for a number of GPUs."""
     per_node = min(gpus, PER_NODE)
     launch: dict[str, Any] = {"nodes": -(-gpus // per_node), "gpus_per_node": per_node}
     if launch["nodes"] > 1 and config.launch.backend == "local":
@@ -111,7 +122,7 @@ def _launch_changes(config: Config, gpus: int) -> dict[str, Any]:
 
 
 def _changes(config: Config, hf: HFConfig, gpus: int, c: Candidate) -> Changes:
-    """Return the changed fields of another layout, in which trainer and engines share all GPUs."""
+    """Return the changes for a layout in which trainer and engines share all GPUs."""
     launch = {"placement": "colocated", "release_memory": True}
     return {
         "model": {"dtype": "bfloat16"},
@@ -126,37 +137,51 @@ def _changes(config: Config, hf: HFConfig, gpus: int, c: Candidate) -> Changes:
 
 
 def _layouts(config: Config, gpus: int | None) -> Iterator[tuple[str, Changes]]:
-    """Yield a description, and the changed fields by section."""
+    """Yield descriptions of layouts with the config's parallelism, and their changes.
+
+    Args:
+        config: the config.
+        gpus: number of GPUs; None for the layout of the config only.
+    """
     if gpus is None:
         count, placement = config.engine.count, config.launch.placement
         yield f"{placement}, {count} engine{'s' * (count > 1)}", {}
         return
     launch, p, tp = _launch_changes(config, gpus), config.parallel, config.engine.tp
-    of_model = p.tp * p.pp * p.cp
-    least = math.lcm(of_model, p.pp * p.ep * p.expert_tp)
+    replica_ranks = p.tp * p.pp * p.cp
+    smallest_world = math.lcm(replica_ranks, p.pp * p.ep * p.expert_tp)
     yield (
         f"colocated, {gpus // tp} engines",
         {
             "launch": {**launch, "placement": "colocated"},
-            "parallel": {"dp": gpus // least * least // of_model},
+            "parallel": {"dp": gpus // smallest_world * smallest_world // replica_ranks},
             "engine": {"count": gpus // tp},
         },
     )
-    for_trainer = {max(least, round(share * gpus / least) * least) for share in _SHARES}
-    for trained_on in sorted(for_trainer):
-        count = (gpus - trained_on) // tp
+    worlds = {
+        max(smallest_world, round(share * gpus / smallest_world) * smallest_world)
+        for share in _TRAINER_SHARES
+    }
+    for world in sorted(worlds):
+        count = (gpus - world) // tp
         yield (
-            f"disaggregated, {count} engines beside {trained_on} trainer GPUs",
+            f"disaggregated, {count} engines beside {world} trainer GPUs",
             {
                 "launch": {**launch, "placement": "disaggregated", "release_memory": False},
-                "parallel": {"dp": trained_on // of_model},
+                "parallel": {"dp": world // replica_ranks},
                 "engine": {"count": count},
             },
         )
 
 
 def _with_changes(config: Config, changes: Changes) -> Config:
-    """Return the config with these changes, and with the nearest number of groups that divides over its ranks."""
+    """Return the config with these changes, and with the nearest valid rollout.groups_per_step.
+
+    The samples of a step must be divisible by the data-parallel size times the number of mini-batches.
+
+    Raises:
+        UserError: the changed config is invalid.
+    """
     values = config.model_dump()
     for section, fields in changes.items():
         values[section] |= fields

@@ -1,7 +1,7 @@
-"""Simulation of one run in virtual time: the product's rollout manager, router and buffer over simulated engines.
+"""Simulation of a run in virtual time: rollout manager, router and buffer of a real run over simulated engines.
 
-The trainer only waits. Admission, interruption, resumption, selection and dropping of samples are decided by
-the code of a real run; tokens, losses and weights are not computed.
+The code of a real run decides about admission, interruption, resumption, selection and dropping of samples. The
+simulated trainer only waits: tokens, losses and weights are not computed.
 """
 
 from __future__ import annotations
@@ -41,53 +41,60 @@ from rlsys.worker.scoring import Scorer
 from rlsys.worker.workers import direct_workers
 
 _NEVER = 366 * 86400.0
-"""Seconds: disables the time limits of a run."""
+"""Time limit in seconds that no simulation reaches."""
 _VOCABULARY = 10**9
-_UNITS = 50_000
-"""Maximum number of units of a step's responses, which determines the tokens per unit."""
+_MAX_UNITS = 50_000
+"""Largest number of units of a step's responses, which determines the number of tokens per unit."""
 _MIN_WARMUP_STEPS = 3
-"""Minimum number of train steps before the measured ones."""
+"""Smallest number of train steps before the measured ones."""
 _SUCCESS_RATE = 0.5
-"""Assumed fraction of responses with reward 1. It has an effect only if groups with equal rewards are dropped."""
+"""Assumed share of responses with reward 1. It has an effect only if groups with equal rewards are dropped."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Means over the measured train steps."""
+    """Means over the measured train steps.
+
+    Attributes:
+        step_seconds: Duration of a train step. rollout_seconds: Time in which the trainer waits for groups.
+            train_seconds: Time of training. push_seconds: Time of the push. tokens_per_s: Trained response tokens per
+            second. idle_slots: Fraction of the slots that do not decode. The number of slots is the number of samples
+            in flight, or the number of requests that the engines decode at once if this is smaller.
+        staleness: Train steps between a group's oldest token and its training. off_policy: Fraction of the trained
+            tokens that older weights sampled. recomputed: Tokens that engines prefill again after interruptions, per
+            trained token. dropped: Fraction of the sampled tokens that are not trained, because they are too old or
+            their group has equal rewards.
+        pools: Name of each of engine.pools -> its forecast.
+    """
 
     step_seconds: float
     rollout_seconds: float
-    """Time per step in which the trainer waited for groups."""
     train_seconds: float
     push_seconds: float
     tokens_per_s: float
-    """Trained response tokens."""
     idle_slots: float
-    """Fraction of slots (samples that may be in flight, limited by the engines) that did not decode."""
     staleness: float
-    """Train steps between a group's oldest token and its training."""
     off_policy: float
-    """Fraction of trained tokens that older weights sampled."""
     recomputed: float
-    """Tokens that engines prefilled again after interruptions, per trained token."""
     dropped: float
-    """Fraction of sampled tokens that no step trains: too old, or in a group without a signal."""
     pools: dict[str, PoolForecast] = field(default_factory=dict)
-    """Name of each of engine.pools -> its forecast."""
 
 
 @dataclass(frozen=True)
 class PoolForecast:
-    """Forecast of an engine pool."""
+    """Forecast of an engine pool.
+
+    Attributes:
+        tokens: Fraction of all sampled tokens that the pool's engines generate.
+        cost: Cost of the pool's ranks per million trained tokens, in the unit of engine.pools[].cost.
+    """
 
     tokens: float
-    """Fraction of all sampled tokens that its engines generated."""
     cost: float
-    """Cost of its ranks per million trained tokens, in the unit of engine.pools[].cost."""
 
 
 class _Prompts:
-    """Source of prompts of a fixed length, whose first id is the prompt's number; rewards are random."""
+    """Prompt source. Prompts have `tokens` tokens, and prompt `i` starts with the id FIRST_PROMPT + i."""
 
     def __init__(self, tokens: int) -> None:
         self._tail = [TOKEN] * (tokens - 1)
@@ -100,12 +107,13 @@ class _Prompts:
 
 
 async def _random_reward(prompt: Prompt, text: str) -> float:
+    """Return a random reward of 0 or 1 that depends only on the prompt and the text."""
     return float(random.Random(f"{prompt.index} {text}").random() < _SUCCESS_RATE)
 
 
 def tokens_per_unit(config: Config, lengths: LengthDistribution) -> int:
-    """Return the number of tokens per simulated unit: 1 for small steps."""
-    return max(1, math.ceil(config.samples_per_step * config.over_provision * lengths.mean / _UNITS))
+    """Return the smallest number of tokens per unit with which a step's responses have at most _MAX_UNITS units."""
+    return max(1, math.ceil(config.samples_per_step * config.over_provision * lengths.mean / _MAX_UNITS))
 
 
 def simulate(
@@ -126,12 +134,12 @@ def simulate(
         lengths: distribution of response lengths.
         prompt_tokens: length of every prompt.
         steps: number of measured train steps.
-        by_tp: costs of engines by size, if `engine.pools` has several sizes.
-        warmup_steps: number of earlier train steps; by default enough for a steady state.
+        by_tp: costs of engines by tensor-parallel size, if they differ from `costs`.
+        warmup_steps: number of train steps before the measured ones; None: enough for a steady state.
 
     Raises:
-        UserError: the rollout of this config cannot be simulated.
-        RunError: such a run would stop.
+        UserError: rollout.generator cannot be simulated.
+        RunError: the simulated run ends with an error.
     """
     with tempfile.TemporaryDirectory(prefix="rlsys-plan-") as folder:
         run = _Run(config, costs, by_tp or {}, lengths, prompt_tokens, Path(folder))
@@ -150,22 +158,26 @@ class _Run:
         prompt_tokens: int,
         folder: Path,
     ) -> None:
-        self._grain = tokens_per_unit(config, lengths)
+        self._unit_tokens = tokens_per_unit(config, lengths)
         self._costs, self._by_tp, self._lengths = costs, by_tp, lengths
-        # Without pools, speed and pool of an engine are not needed.
+        # Otherwise the router does not use the speed of engines.
         self._reports_speed = bool(config.engine.pools) or config.router.strategy == "hardware_affinity"
-        self._prompt = max(1, round(prompt_tokens / self._grain))
+        self._prompt = max(1, round(prompt_tokens / self._unit_tokens))
         self._config = self._in_units(config, folder)
         self._early = config.trainer.early_backward
         self._step = 0
         self._waited = self._trained = self._pushed = 0.0
 
     def _in_units(self, config: Config, folder: Path) -> Config:
-        """Return the config with lengths in units, and without parts that are not simulated."""
+        """Return the config with lengths in units, and without parts that are not simulated.
+
+        Raises:
+            UserError: rollout.generator cannot be simulated.
+        """
         pool_tokens = with_pool(config).fixed_pool_tokens or 0
         if config.rollout.generator != "single_turn":
             raise UserError(
-                f"rollout.generator = {config.rollout.generator}: only single_turn can be simulated"
+                f"rollout.generator = {config.rollout.generator} cannot be simulated; expected single_turn"
             )
         values = config.model_dump()
         rollout, engine = values["rollout"], values["engine"]
@@ -192,10 +204,11 @@ class _Run:
         return Config.model_validate(values)
 
     def _units(self, tokens: int) -> int:
-        return max(1, round(tokens / self._grain))
+        """Return the number of units of this number of tokens, at least 1."""
+        return max(1, round(tokens / self._unit_tokens))
 
     async def measure(self, steps: int, warmup_steps: int | None) -> Forecast:
-        """Simulate the warm-up, then the measured steps."""
+        """Simulate the warm-up steps, then the measured steps. Args: see `simulate`."""
         config = self._config
         source = _Prompts(self._prompt)
         engines = [self._engine(i) for i in range(config.engine.count)]
@@ -232,18 +245,21 @@ class _Run:
             stack.push_async_callback(manager.close)
             await manager.restore(0)
             await self._push(manager)
-            # Long enough for the longest response to start and end between takes.
-            units_per_step = config.samples_per_step * self._lengths.mean / config.slots
-            longest = math.ceil(max(self._lengths.values) / units_per_step)
-            for _ in range(
-                _MIN_WARMUP_STEPS + min(config.rollout.max_staleness, longest)
-                if warmup_steps is None
-                else warmup_steps
-            ):
+            for _ in range(self._warmup_steps() if warmup_steps is None else warmup_steps):
                 await self._train(manager)
             return await self._measure_steps(manager, router, engines, steps)
 
+    def _warmup_steps(self) -> int:
+        """Return the number of train steps until a steady state.
+
+        In this time the longest response can start and end, or becomes too old.
+        """
+        tokens_per_step = self._config.samples_per_step * self._lengths.mean / self._config.slots
+        longest = math.ceil(max(self._lengths.values) / tokens_per_step)
+        return _MIN_WARMUP_STEPS + min(self._config.rollout.max_staleness, longest)
+
     def _engine(self, index: int) -> SimulatedEngine:
+        """Return the simulated engine with this index."""
         config = self._config.engine
         return SimulatedEngine(
             f"http://engine-{index}",
@@ -252,20 +268,22 @@ class _Run:
             self._prompt,
             self._config.max_running_requests,
             config.max_total_tokens or 0,
-            self._grain,
+            self._unit_tokens,
             reports_first_token=self._reports_speed,
         )
 
     async def _measure_steps(
         self, manager: RolloutManager, router: Router, engines: Sequence[SimulatedEngine], steps: int
     ) -> Forecast:
+        """Simulate `steps` train steps, and return the means over them."""
         clock = asyncio.get_running_loop().time
         self._waited = self._trained = self._pushed = 0.0
         writers = [e for i, e in enumerate(engines) if not self._config.engine.explores(i)]
-        decoding, previous_stats = sum(e.decoding for e in writers), router.stats()
-        start, batches = clock(), [await self._train(manager) for _ in range(steps)]
+        previous_decoding, previous_stats = sum(e.decoding for e in writers), router.stats()
+        start = clock()
+        batches = [await self._train(manager) for _ in range(steps)]
         seconds = clock() - start
-        decoding = sum(e.decoding for e in writers) - decoding
+        decoding = sum(e.decoding for e in writers) - previous_decoding
         stats = {key: n - previous_stats.get(key, 0.0) for key, n in router.stats().items()}
         samples = [s for t in batches for g in t.groups for s in g.samples]
         tokens = sum(s.tokens for s in samples)
@@ -278,17 +296,22 @@ class _Run:
             rollout_seconds=self._waited / steps,
             train_seconds=self._trained / steps,
             push_seconds=self._pushed / steps,
-            tokens_per_s=tokens * self._grain / seconds,
+            tokens_per_s=tokens * self._unit_tokens / seconds,
             idle_slots=max(0.0, 1.0 - decoding / (slots * seconds)),
             staleness=sum(t.metrics["staleness_mean"] for t in batches) / steps,
             off_policy=sum(t.metrics["off_policy_share"] * t.metrics["tokens"] for t in batches) / tokens,
             recomputed=recomputed / tokens,
             dropped=max(0.0, 1.0 - tokens / received) if received else 0.0,
-            pools=self._pools(stats, tokens * self._grain),
+            pools=self._pools(stats, tokens * self._unit_tokens),
         )
 
     def _pools(self, stats: Mapping[str, float], trained_tokens: int) -> dict[str, PoolForecast]:
-        """Return the forecast of each pool. `stats`: changes of the router's statistics in the measured steps."""
+        """Return the forecast of each engine pool.
+
+        Args:
+            stats: increase of each of the router's statistics in the measured steps.
+            trained_tokens: number of trained response tokens in the measured steps.
+        """
         pools = self._config.engine.pools
         sampled_tokens = sum(stats[f"pool_{p.name}_tokens"] for p in pools)
         return {
@@ -302,19 +325,19 @@ class _Run:
     # -- the trainer's side ---------------------------------------------------------------------------------------
 
     async def _train(self, manager: RolloutManager) -> TrainBatch:
-        """Simulate one train step and its push, in the order of rlsys/train.py."""
+        """Simulate a train step and its push, in the order of rlsys/train.py; return the batch of the step."""
         clock = asyncio.get_running_loop().time
         self._step += 1
-        start, early_seconds = clock(), 0.0
+        start = clock()
+        early_seconds = 0.0
         while self._early and (part := await manager.early(self._step)) is not None:
-            await asyncio.sleep(
-                work := self._costs.train(self._sequence_lengths(part)) - self._costs.train_step
-            )
-            early_seconds += work
+            part_seconds = self._costs.train(self._sequence_lengths(part)) - self._costs.train_step
+            await asyncio.sleep(part_seconds)
+            early_seconds += part_seconds
         batch = await manager.take(self._step)
         if batch is None:
             raise RunError(
-                "simulation: an engine rejoined without weights; expected all engines to keep serving"
+                "simulation: an engine joined again without weights; expected that all engines stay in the run"
             )
         self._waited += clock() - start
         start = clock()
@@ -326,16 +349,16 @@ class _Run:
         return batch
 
     def _sequence_lengths(self, batch: TrainBatch) -> list[Sharing]:
-        """Return the tokens of each sequence, prompts included."""
+        """Return the lengths of the sequences of a batch in tokens, with their prompts."""
         lengths: list[Sharing] = []
-        for g in batch.groups:
-            prompt = self._grain * len(g.samples[0].prompt_ids)
-            lengths += group_of(
-                prompt, [self._grain * s.tokens for s in g.samples], self._costs.shared_prompts
-            )
+        for group in batch.groups:
+            prompt = self._unit_tokens * len(group.samples[0].prompt_ids)
+            responses = [self._unit_tokens * sample.tokens for sample in group.samples]
+            lengths += group_of(prompt, responses, self._costs.shared_prompts)
         return lengths
 
     async def _push(self, manager: RolloutManager) -> None:
+        """Simulate a push with all its rounds."""
         remaining = True
         while remaining:
             update: WeightUpdate = await manager.begin_push()
@@ -345,6 +368,7 @@ class _Run:
 
 
 def _explorer(config: Config, router: Router, scorer: Scorer) -> Explorer | None:
+    """Return the service that runs probes; None without exploration engines."""
     if not config.engine.explorers:
         return None
     generate = build_generator(config, None, sampling_turns(config, router, explorers=True))
@@ -352,7 +376,7 @@ def _explorer(config: Config, router: Router, scorer: Scorer) -> Explorer | None
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel the tasks, and raise the error of a task that has failed."""
+    """Cancel the tasks, and raise the exception of a task that has failed."""
     for task in tasks:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):

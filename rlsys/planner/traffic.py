@@ -1,4 +1,4 @@
-"""Token and step traffic of the rollout processes. Pure: estimates for choosing a layout."""
+"""Estimates of the data that rollout processes and trainer ranks receive, store and read."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ from rlsys.planner.memory import Fact, engine_samples, model_size
 CORE_TOKENS = 400_000
 """Tokens per second that one core can receive (bench/scale.py, docs/performance.md)."""
 MAX_LOAD = 0.7
-"""Load of a core above which its event loop is late."""
-TOKEN_BYTES, ROUTE_BYTES = 12, 1
-"""On disk: a token with its log-prob; a selected expert, with at most 256 experts per layer."""
+"""Largest load of a core without delays of its event loop."""
+TOKEN_BYTES = 12
+"""Bytes on disk of a token with its log-prob."""
+ROUTE_BYTES = 1
+"""Bytes on disk of a selected expert, with at most 256 experts per layer."""
 ANSWER_BYTES = 528
 """Bytes of a sample in the response of `take` (bench/share.py)."""
-PLAN_SECONDS, READ_SECONDS, MEMORY_FACTOR = 20e-6, 0.12e-6, 1.6
-"""CPU time to plan a sample, and to read and pack a token; memory of a rank's data relative to its size
-(bench/share.py)."""
+PLAN_SECONDS = 20e-6
+"""CPU time of the trainer to plan a sample (bench/share.py)."""
+READ_SECONDS = 0.12e-6
+"""CPU time of a rank to read and pack a token (bench/share.py)."""
+MEMORY_FACTOR = 1.6
+"""Memory of a rank's data relative to the data's size on disk (bench/share.py)."""
 ROW_SECONDS = 50e-6
-"""Time of the rollout process to park a sample (bench/scale.py)."""
+"""CPU time of the rollout process to park a sample (bench/scale.py)."""
 
 
 def tokens_per_second(config: Config, hf: HFConfig) -> float | None:
-    """Return the maximum token rate of the engines on H100s: all of a step's first samples decode, in short contexts.
+    """Return the largest number of tokens per second of all engines on H100s; None without GPUs.
 
-    None without GPUs.
+    Engines have this rate if all their samples in flight decode with short contexts.
     """
     if not config.launch.gpus_per_node:
         return None
@@ -46,7 +51,7 @@ def workers_needed(config: Config, hf: HFConfig) -> int:
 
 
 def describe_traffic(config: Config, hf: HFConfig) -> tuple[list[Fact], list[str]]:
-    """Return facts and warnings for `explain`."""
+    """Return facts and warnings for `rlsys explain`; none without GPUs."""
     rate = tokens_per_second(config, hf)
     if rate is None:
         return [], []
@@ -62,14 +67,20 @@ def describe_traffic(config: Config, hf: HFConfig) -> tuple[list[Fact], list[str
     warnings = []
     if needed_workers > workers:
         warnings.append(
-            f"engines may make {rate:,.0f} tokens/s, and rollout.workers = {workers} can receive about "
-            f"{workers * CORE_TOKENS:,}: expected rollout.workers = {min(needed_workers, config.engine.count)}"
+            f"rollout.workers = {workers} can receive about {workers * CORE_TOKENS:,} tokens/s, and engines may "
+            f"generate {rate:,.0f}; expected rollout.workers = {min(needed_workers, config.engine.count)}"
         )
     return [fact, *describe_step_data(config, hf)], warnings
 
 
 class StepShare(NamedTuple):
-    """Data that one trainer rank reads in a step whose responses all have the maximum length, in bytes."""
+    """Data that a trainer rank reads in a step whose responses all have the largest length.
+
+    Attributes:
+        tokens: Number of tokens.
+        token_bytes: Bytes of tokens and log-probs.
+        route_bytes: Bytes of selected experts.
+    """
 
     tokens: float
     token_bytes: float
@@ -77,7 +88,7 @@ class StepShare(NamedTuple):
 
 
 def step_share(config: Config, hf: HFConfig) -> StepShare:
-    """Return the data of a rank of the pipeline stage with most MoE layers."""
+    """Return the data of a trainer rank of the pipeline stage with most MoE layers."""
     p, size = config.parallel, model_size(hf)
     tokens = config.samples_per_step * config.rollout.max_response_tokens / p.data_parallel
     stages = layer_stages(size.layers, p.pp, p.vpp)
@@ -88,7 +99,7 @@ def step_share(config: Config, hf: HFConfig) -> StepShare:
 
 
 def describe_step_data(config: Config, hf: HFConfig) -> list[Fact]:
-    """Describe the data of a step besides weights, and the cost of an interruption."""
+    """Describe the data of a step without weights, and the time that interruptions take, for `rlsys explain`."""
     n, share = config.samples_per_step, step_share(config, hf)
     read = share.token_bytes + share.route_bytes
     ranks_per_node = min(config.parallel.world_size, config.launch.gpus_per_node)

@@ -1,4 +1,4 @@
-"""Valid settings that are unusual for the size of the model; they suit the quickstart's small model."""
+"""Warnings about valid settings that are unusual for the size of the model, or that do not suit this machine."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from rlsys.convert.config import HFConfig
 from rlsys.planner.memory import GB, budget, model_size
 
 PRETRAINED_PARAMETERS = 100_000_000
-"""Number of parameters from which a model counts as a published one."""
+"""Smallest number of parameters of a model that counts as published and pretrained."""
 LARGEST_FULL_LR = 1e-5
-"""SmolLM2-135M lost at 3e-5 what it had learned (docs/performance.md); verl's and slime's examples use 1e-6."""
+"""Largest usual learning rate of full training. At 3e-5, SmolLM2-135M lost what it had learned (docs/performance.md);
+examples of verl and slime use 1e-6."""
 SHORT_RESPONSE = 256
+"""Response length in tokens that most responses of a published model exceed."""
 
 
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Flags of /proc/cpuinfo of CPUs that multiply bfloat16; `bf16` is Arm's."""
+"""Flags in /proc/cpuinfo of CPUs with instructions that multiply bfloat16; `bf16` is the flag on Arm."""
 
 
 def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether this machine's CPU has instructions for bfloat16; True if this is unknown."""
+    """Return whether this machine's CPU has instructions that multiply bfloat16; True if unknown."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -31,7 +33,7 @@ def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def slow_bfloat16(config: Config) -> list[str]:
-    """Return one line if a run on this machine's CPU uses bfloat16, for which the CPU has no instructions."""
+    """Return a line if the model's dtype is bfloat16 and this machine's CPU has no instructions for it."""
     if config.model.dtype != "bfloat16" or cpu_multiplies_bfloat16():
         return []
     return [
@@ -41,7 +43,7 @@ def slow_bfloat16(config: Config) -> list[str]:
 
 
 def unusual_settings(config: Config, hf: HFConfig) -> list[str]:
-    """Describe settings that are unusual for a published model, one per line."""
+    """Return a line for each setting that is unusual for a published model; none for smaller models."""
     if model_size(hf).total < PRETRAINED_PARAMETERS:
         return []
     lines, t = [], config.trainer
@@ -61,11 +63,13 @@ def unusual_settings(config: Config, hf: HFConfig) -> list[str]:
 
 
 def host_memory_problems(config: Config, hf: HFConfig, host_gb: float) -> list[str]:
-    """Return one line if all roles of a run without GPUs need more memory than machines with `host_gb` GB have."""
+    """Return a line if the roles of a run without GPUs need more memory than machines of `host_gb` GB have."""
     b = budget(config, model_size(hf))
     trainer = config.parallel.world_size * (b.trainer + b.host)
     engines = 0.0 if config.fine_tunes else sum(config.engine.tps) * b.engine
     need = (trainer + engines) / config.launch.nodes / GB
     if need <= host_gb:
         return []
-    return [f"trainer and engines need {need:.3g} GB of memory on each machine, this one has {host_gb:.3g}"]
+    return [
+        f"trainer and engines need {need:.3g} GB of memory on each machine; this one has {host_gb:.3g} GB"
+    ]

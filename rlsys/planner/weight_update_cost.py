@@ -1,4 +1,4 @@
-"""Cost of a weight update, from config.json and the layout: bytes of senders and receivers, and seconds."""
+"""Cost of a weight update: bytes of senders and receivers, and seconds, from config.json and the layout."""
 
 from __future__ import annotations
 
@@ -10,34 +10,40 @@ from rlsys.weights.shard_plan import SendersPlan, plan_senders
 
 GB = 1e9
 HASH_RATES = {True: 1000.0, False: 1.0}
-"""Assumed GB/s of hashing. With CUDA, by rlsys/ops/tensor_digest.py: its 28 integer instructions per word allow
-twice as much on an H100; not measured yet. Without, by SHA-256 on one core."""
+"""Assumed GB/s of hashing with CUDA (True) and without (False). With CUDA, rlsys/ops/tensor_digest.py hashes; its 28
+integer instructions per word allow twice this rate on an H100, which was not measured. Without CUDA, SHA-256 on one
+core hashes."""
 LINK = 50.0
-"""GB/s of one 400 Gb/s port; H100 hosts have one per GPU (NVIDIA's data sheet of the DGX H100)."""
+"""GB/s of a 400 Gb/s port. H100 hosts have one port per GPU (NVIDIA's data sheet of the DGX H100)."""
 
 
 def sender_plan(config: Config, hf: HFConfig) -> SendersPlan:
-    """Return the senders with weights.method = sharded."""
+    """Return the plan of the senders for weights.method = sharded."""
     return plan_senders(config, hf, experts_together=not on_cuda(config))
 
 
 def describe_push(config: Config, hf: HFConfig, size: float) -> list[tuple[str, str]]:
-    """Describe a weight update, for `explain`. `size`: bytes of the model as it is sent."""
+    """Describe a weight update for `rlsys explain`.
+
+    Args:
+        config: config of the run.
+        hf: the model.
+        size: bytes that each engine receives.
+    """
     method = config.weights.method
-    of_link = " a link" if method == "sharded" else ""
-    takes = f"{short(size / GB / rate(config), 2)} s at {_assumed_rate(config):g} GB/s{of_link}"
+    per_link = " per link" if method == "sharded" else ""
+    duration = f"{short(size / GB / rate(config), 2)} s at {_assumed_rate(config):g} GB/s{per_link}"
     transport = ("memory" if _by_memory(config) else "broadcast") if method == "auto" else method
-    facts = [("a weight push", f"{_gb(size)} GB to each engine, about {takes} ({transport})")]
-    if (at_once := config.weights.rolling) is not None:
-        rounds, go_on = push_rounds(config), config.engine.count - at_once
+    facts = [("a weight push", f"{_gb(size)} GB to each engine, about {duration} ({transport})")]
+    if (round_size := config.weights.rolling) is not None:
         description = (
-            f"{rounds}, of {at_once} engines each, while {go_on} or more continue; the trainer sends "
+            f"{push_rounds(config)}, of {round_size} engines each, while {config.engine.count - round_size} or more "
+            "continue; the trainer sends once per round"
         )
-        description += "once per round"
         facts.append(("its rounds", description))
-    share, seconds_of_share = hashing(config, size)
-    if share:
-        description = f"{_gb(share)} GB per trainer rank, about {short(seconds_of_share, 2)} s"
+    hashed_bytes, hash_seconds = hashing(config, size)
+    if hashed_bytes:
+        description = f"{_gb(hashed_bytes)} GB per trainer rank, about {short(hash_seconds, 2)} s"
         facts.append(("its hashes", description))
     if method == "sharded":
         plan = sender_plan(config, hf)
@@ -46,25 +52,25 @@ def describe_push(config: Config, hf: HFConfig, size: float) -> list[tuple[str, 
 
 
 def hashing(config: Config, size: float) -> tuple[float, float]:
-    """Return the bytes that a trainer rank hashes in a push of `size` bytes, and the seconds.
+    """Return the bytes that a trainer rank hashes in a push of `size` bytes, and the seconds that it takes.
 
-    Hashing is distributed over all ranks, about evenly (rlsys/convert/hash_shares.py); senders of a sharded
-    push hash what they send.
+    All ranks hash about equal shares (rlsys/convert/hash_shares.py). Senders of a sharded push hash the tensors that
+    they send.
     """
     if config.weights.method == "adapter":
-        return 0.0, 0.0  # the base model below the adapters is hashed once
+        return 0.0, 0.0  # the base model is hashed once, not in each push
     rank_bytes = size / config.parallel.world_size * len(config.engine.tps)
     return rank_bytes, rank_bytes / GB / HASH_RATES[on_cuda(config)]
 
 
 def rate(config: Config) -> float:
-    """Return the GB/s to one engine; with a sharded push, over the links of all of its ranks."""
+    """Return the assumed GB/s to an engine. With a sharded push, these are over the links of all its ranks."""
     links = min(config.engine.tps) if config.weights.method == "sharded" else 1
     return _assumed_rate(config) * links
 
 
 def _assumed_rate(config: Config) -> float:
-    """Return the assumed GB/s of one link: broadcast's for a custom transport, and for auto with a process group."""
+    """Return the assumed GB/s of a link. A custom transport, and `auto` without shared memory, count as broadcast."""
     method = config.weights.method
     if method not in WEIGHT_METHODS or (method == "auto" and not _by_memory(config)):
         method = "broadcast"
@@ -72,44 +78,45 @@ def _assumed_rate(config: Config) -> float:
 
 
 def _by_memory(config: Config) -> bool:
-    """Return whether all engines open memory of trainer ranks with weights.method = auto."""
+    """Return whether engines read weights from memory of trainer ranks with weights.method = auto."""
     return config.launch.placement == "colocated" if on_cuda(config) else config.launch.nodes == 1
 
 
 def push_rounds(config: Config) -> int:
     """Return the number of times that the trainer sends the model in a push."""
-    at_once = config.weights.rolling
-    return 1 if at_once is None else -(-config.engine.count // at_once)
+    round_size = config.weights.rolling
+    return 1 if round_size is None else -(-config.engine.count // round_size)
 
 
 def describe_senders(plan: SendersPlan, config: Config) -> str:
-    """Describe the senders of a sharded push, for `explain`."""
-    of_link = plan.received_bytes / min(config.engine.tps)
+    """Describe the senders of a sharded push for `rlsys explain`."""
+    link_bytes = plan.received_bytes / min(config.engine.tps)
     return (
         f"{len(plan.schedules)} of {len(plan.total_bytes)} trainer ranks; a rank sends {_gb(plan.mean)} GB on "
         f"average, at most {_gb(max(plan.total_bytes))} GB, with data for engines counted once; an engine rank's "
-        f"link receives {_gb(of_link)} GB: {short(seconds(plan, config), 2)} s or more at {LINK:g} GB/s a link"
+        f"link receives {_gb(link_bytes)} GB: {short(seconds(plan, config), 2)} s or more at {LINK:g} GB/s per link"
     )
 
 
 def seconds(plan: SendersPlan, config: Config) -> float:
-    """Return the minimum seconds of a sharded push.
+    """Return the smallest possible duration of a sharded push in seconds.
 
-    A sender's link carries its tensors once per engine, and the shards for other senders; an engine's links
-    share the model.
+    The link of a sender carries its tensors once for each engine, and its shards for other senders. Each link of an
+    engine carries an equal share of the model.
     """
     engines = config.engine.count
-    leaves = max(
+    sent_bytes = max(
         to_engine * engines + to_senders
         for to_engine, to_senders in zip(plan.engine_bytes, plan.gather_bytes, strict=True)
     )
-    return max(plan.received_bytes / min(config.engine.tps), leaves) / GB / LINK
+    return max(plan.received_bytes / min(config.engine.tps), sent_bytes) / GB / LINK
 
 
 def _gb(size: float) -> str:
+    """Format a number of bytes in GB."""
     return short(size / GB)
 
 
 def short(value: float, digits: int = 3) -> str:
-    """Format a number without an exponent."""
+    """Format a number with `digits` significant digits, and without an exponent."""
     return f"{value:.{digits}g}" if value < 100 else f"{value:,.0f}"

@@ -1,1 +1,1 @@
-"""Group policies in the rollout process and their services: judges, probes, repairs, teachers."""
+"""Group plug-ins of the rollout process, and their services: judges, probes, repairs, teachers."""

@@ -1,4 +1,4 @@
-"""Probes of prompts by exploration engines, whose rewards planners use. Probes are not trained."""
+"""Probes: responses of exploration engines whose rewards planners use, and which are not trained."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ log = logging.getLogger("rlsys.rollout")
 
 
 class Explorer:
-    """Runs probes.
-
-    Args:
-        generate: generates responses with exploration engines.
-        scorer: scores them.
-        seed: run.seed. Seeds of probes differ from those of samples.
-    """
+    """Generates and scores probes."""
 
     def __init__(self, generate: Generator, scorer: Scorer, seed: int) -> None:
+        """Create an explorer.
+
+        Args:
+            generate: generator that uses exploration engines.
+            scorer: scorer of the responses.
+            seed: run.seed. The seeds of probes differ from those of samples.
+        """
         self._generate, self._scorer, self._seed = generate, scorer, seed
-        self._warned = False  # whether the missing exploration engine was logged
+        self._warned = False  # whether the current lack of exploration engines was logged
 
     async def rewards(self, prompt: Prompt, group_id: int, count: int) -> list[float]:
-        """Return the rewards of `count` probes of the prompt, without those that failed.
+        """Run `count` probes of a prompt, and return the rewards of those that did not fail.
 
-        It does not wait for an exploration engine if none exists.
+        Without an exploration engine, all probes fail immediately.
         """
         seeds = [sample_seed(self._seed, group_id, MAX_GROUP + i) for i in range(count)]
         probes = [Sample(EVALUATION, EVALUATION, i, prompt.ids, seed=seed) for i, seed in enumerate(seeds)]
@@ -40,12 +41,13 @@ class Explorer:
         return [reward for reward in rewards if reward is not None]
 
     async def _reward(self, sample: Sample, prompt: Prompt) -> float | None:
+        """Return the reward of a probe; None if it failed."""
         try:
             censored = await respond(self._generate, sample, prompt, f"a probe of {prompt_name(prompt)}")
         except NoExplorationEngine:
             if not self._warned:
                 log.warning(
-                    "no engine with role = explore is available: groups get rollout.group_size samples until one is"
+                    "no engine with role = explore is available; until one is, groups get rollout.group_size samples"
                 )
             self._warned = True
             return None

@@ -1,5 +1,4 @@
-"""Group rewards: computation of rewards from the responses of a whole group, or the reason of a failure (invariant
-5)."""
+"""Calls of the group reward (`algo.group_reward`), which is user code and may fail or hang (invariant 5)."""
 
 from __future__ import annotations
 
@@ -16,13 +15,21 @@ from rlsys.rewards.workers import contained
 
 
 class GroupScorer:
-    """Runs the group reward, which is user code: a failure affects one group, and is counted and reported.
+    """Runs the group reward with a time limit. A failure or a timeout affects only its group.
 
-    `timeouts` counts groups without rewards within `timeout` seconds, excluding the time of judge calls (the judge
-    has its own limit); `failures` those for which it raised or gave no usable rewards.
+    Attributes:
+        timeouts: Number of groups without rewards within the time limit.
+        failures: Number of groups for which the group reward raised an exception or returned invalid rewards.
     """
 
     def __init__(self, name: str, reward: GroupReward, timeout: float) -> None:
+        """Create a scorer.
+
+        Args:
+            name: name of the group reward, for messages.
+            reward: the group reward.
+            timeout: time limit in seconds, without the time of judge calls, which have their own limit.
+        """
         self._name = f"algo.group_reward {name}"
         self._reward = reward
         self._timeout = timeout
@@ -31,10 +38,17 @@ class GroupScorer:
     async def score(
         self, prompt: str, responses: Sequence[Response], judge: JudgeWithTimeout | None
     ) -> list[float] | str:
-        """Return a finite reward for each response, or the reason why there are none."""
+        """Return a finite reward for each response, or the reason why the group has no rewards.
+
+        Args:
+            prompt: text of the group's prompt.
+            responses: the responses.
+            judge: the judge of `data.judge`; None without one.
+        """
         open_questions = 0
 
         async def judge_text(text: str) -> str | None:
+            """Ask the judge, and count the open question, during which the time limit does not run."""
             nonlocal open_questions
             assert judge is not None
             open_questions += 1
@@ -62,18 +76,25 @@ class GroupScorer:
         return result
 
     def _validate(self, task: asyncio.Future[Any], count: int) -> list[float] | str:
-        """Validate the result of a finished task."""
+        """Return the rewards of a finished task, or the reason why they are invalid.
+
+        Args:
+            task: the task.
+            count: expected number of rewards.
+        """
         if task.cancelled():
             return f"{self._name} was cancelled"
         if (error := task.exception()) is not None:
             return f"{self._name} raised {type(error).__name__}: {error_text(error)}{source_location(error)}"
         rewards = task.result()
         if not isinstance(rewards, list | tuple) or len(rewards) != count:
-            return f"{self._name} gave {repr(rewards)[:200]}, expected a list of {count} rewards"
-        bad = [r for r in rewards if not is_reward(r)]
-        return f"{self._name} gave {bad[0]!r}, not a finite number" if bad else [float(r) for r in rewards]
+            return f"{self._name} returned {repr(rewards)[:200]}; expected a list of {count} rewards"
+        invalid = [r for r in rewards if not is_reward(r)]
+        if invalid:
+            return f"{self._name} returned the reward {invalid[0]!r}; expected a finite number"
+        return [float(r) for r in rewards]
 
 
 def _unjudged(rewards: Any) -> int:
-    """Return the number of samples for which the group reward returned None."""
+    """Return the number of responses for which the group reward returned None."""
     return sum(r is None for r in rewards) if isinstance(rewards, list | tuple) else 0

@@ -1,4 +1,4 @@
-"""Guidance prompts (AOI): the problem, followed by a judge's guidance from failed responses."""
+"""Guidance (AOI): prompts with a hint that a judge derives from failed responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ GUIDED = "{problem}\n\nHint: {guidance}"
 class Guidance:
     """Requests guidance from the judge, which has its own time limit.
 
-    `counts`: guided prompts, and requests without a response.
+    Attributes:
+        counts: Number of prompts with guidance, and of requests without a response, by metric.
     """
 
     def __init__(self, judge: JudgeWithTimeout, tokenizer: Tokenizer) -> None:
@@ -28,7 +29,12 @@ class Guidance:
         self.counts: dict[str, float] = {"guided": 0, "guidance_missing": 0}
 
     async def of(self, prompt: Prompt, samples: Sequence[Sample]) -> list[int] | None:
-        """Return the ids of the prompt with guidance; None without guidance. `samples`: failed ones, with tokens."""
+        """Return the token ids of the prompt with guidance; None if the judge gives no guidance.
+
+        Args:
+            prompt: the group's prompt.
+            samples: failed samples of the group, with their tokens in memory.
+        """
         problem = prompt.question or prompt.text
         texts = [self._tokenizer.without_special(self._tokenizer.decode(s.judged_ids)) for s in samples]
         failures = "\n".join(FAILED.format(number=i + 1, text=text.strip()) for i, text in enumerate(texts))

@@ -1,16 +1,16 @@
-"""Planning: the algorithm's plug-ins in the rollout process. They determine prompt, size and acceptance of each
-group.
+"""Planning: the algorithm's plug-ins in the rollout process, which decide about prompt, size and training of a group.
 
     group id -> prompt chooser -> Prompt
-    its samples -> group reward -> planners -> Accept | Drop | AddSamples | Hold
+    rewarded samples of a group -> group reward -> planners -> Accept | Drop | AddSamples | Hold
 
-Planning decides; the runner executes. Its state is that of its plug-ins: the buffer commits it together with the
-decisions, so that a restart neither loses nor repeats a decision.
+The runner executes the decisions. The only state of Planning is that of the plug-ins; the buffer commits it together
+with the decisions, so that a restart neither loses nor repeats a decision.
 
-An exception in a plug-in's method for one group (index, template, needs_*, receive_*, decide, on_decided, forget,
-on_rewards, a group reward) censors that group. An exception in a method for all groups (waiting, released,
-close_round, restart, counts, state_dict, load_state_dict) ends the run with a RunError that names the plug-in and
-the method.
+The effect of an exception in a plug-in depends on the method:
+- one group (index, template, needs_*, receive_*, decide, on_decided, forget, on_rewards, a group reward): the group
+  is censored;
+- all groups (waiting, released, close_round, restart, counts, state_dict, load_state_dict): the run ends with a
+  RunError that names the plug-in and the method.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from rlsys.planning.teacher import EngineTeacher
 from rlsys.rewards.judges import JudgeWithTimeout
 
 PromptScores = Callable[[list[int]], Awaitable[tuple[list[float], list[bool]]]]
-"""Prompt ids -> disagreement of policy and reference on each, and which tokens are protected."""
+"""Function: token ids of a prompt -> for each token, the disagreement of policy and reference, and whether it must
+not be removed."""
 FIELDS = ("prompt", "planners", "group_reward")
-"""Fields of the config section `algo`: the plug-ins that act here."""
+"""Fields of the config section `algo` whose plug-ins run in the rollout process."""
 PROMPTS = range(2**63)
-"""Indices of prompts that the ledger can store."""
+"""Prompt indices that the ledger can store."""
 
 log = logging.getLogger("rlsys.rollout.exceptions")
 
 
 class Planning:
-    """Plug-ins and services of group decisions.
+    """Plug-ins that decide about groups, and the services that the plug-ins use.
 
-    `judge` serves group rewards, `prompt_scores` provides scores of prompts, `repairs` repairs of failed responses,
-    `explorer` probes of prompts. `teacher` scores every response.
-
-    Raises:
-        UserError: a plug-in does not exist.
+    Attributes:
+        teacher: Engine that scores every response; None without `algo.teacher.engine`.
+        size: Number of samples that a group starts with.
+        largest: Largest possible number of samples of a group.
     """
 
     def __init__(
@@ -71,6 +71,21 @@ class Planning:
         explorer: Explorer | None = None,
         teacher: EngineTeacher | None = None,
     ) -> None:
+        """Build the plug-ins. A service is None if the config does not need it.
+
+        Args:
+            config: config of the run.
+            source: prompts.
+            tokenizer: the tokenizer; None for plug-ins that need no text.
+            judge: model that answers questions of group rewards and writes guidance.
+            prompt_scores: function that scores the tokens of a prompt.
+            repairs: service that repairs failed responses.
+            explorer: service that runs probes.
+            teacher: teacher engine.
+
+        Raises:
+            UserError: a plug-in is unknown or has invalid parameters.
+        """
         plugins = make_all(config.algo, FIELDS)
         self._chooser: PromptChooser = plugins["prompt"][0]
         self._planners: list[Planner] = plugins["planners"]
@@ -88,26 +103,23 @@ class Planning:
         self._by_source = config.algo.teacher is not None and bool(config.algo.teacher.by_source)
         self._prompt_scores, self._repairs, self._explorer = prompt_scores, repairs, explorer
         self.teacher = teacher
-        """Teacher engine, which scores every response."""
         self._guidance = None if judge is None or tokenizer is None else Guidance(judge, tokenizer)
         group_size = config.rollout.group_size
         self.size = start_size(self._planners, group_size)
-        """Number of samples that a group starts with."""
         self.largest = largest_size(self._planners, group_size)
-        """Largest possible number of samples of a group."""
 
     def sources(self, groups: Sequence[SampleGroup]) -> list[str]:
-        """Return the data sources of the groups' prompts, if teachers are chosen by source."""
+        """Return the data source of each group's prompt; empty if `algo.teacher.by_source` is not set."""
         if not self._by_source:
             return []
         return [str(self._source.train(g.prompt_index).entry.get("data_source", "")) for g in groups]
 
     def prompt(self, group_id: int) -> Prompt:
-        """Return the prompt of a new group; a refused one if the chooser raises."""
+        """Return the prompt of a new group; a refused prompt if the prompt chooser raises an exception."""
         with boundary(f"{self._names[0]}, group {group_id}") as item:
             index = operator.index(self._chooser.index(group_id))
             if index not in PROMPTS:
-                raise ValueError(f"index returned {index}, expected 0 to 2^63 - 1")
+                raise ValueError(f"index returned {index}; expected 0 to 2^63 - 1")
         if item.censored is not None:
             return refused_prompt(Prompt(group_id, "", [], {}), item.censored)
         return self._apply_template(group_id, train_prompt(self._source, index))
@@ -116,7 +128,8 @@ class Planning:
         """Return the prompt of a group that started before a restart.
 
         Raises:
-            UserError: the source returns another prompt, and no agent has derived its own prompts from it.
+            UserError: the prompt source returns another prompt than before. Groups are not checked if an agent wrote
+                the prompts of all their samples.
         """
         prompt = self._apply_template(group.group_id, train_prompt(self._source, group.prompt_index))
         original_ids = next((s.prompt_ids for s in group.samples if not s.own_prompt), prompt.ids)
@@ -127,21 +140,27 @@ class Planning:
             )
         if prompt.ids != original_ids:
             raise UserError(
-                f"data.source: prompt {prompt.index} differs from that of its group in the ledger; expected "
-                "unchanged data"
+                f"data.source: the token ids of prompt {prompt.index} differ from those in the ledger; expected the "
+                "same data as before the restart"
             )
         return prompt
 
     def _apply_template(self, group_id: int, prompt: Prompt) -> Prompt:
-        """Return the prompt in the wording of the group's template; a refused one if the chooser raises."""
+        """Return the prompt in the wording of the group's template; a refused prompt if the chooser raises."""
         with boundary(f"{self._names[0]}, group {group_id}, {prompt_name(prompt)}") as item:
             return self._reworded(self._chooser.template(group_id), prompt)
         assert item.censored is not None
         return refused_prompt(prompt, item.censored)
 
     def _reworded(self, template: object, prompt: Prompt) -> Prompt:
+        """Return the prompt in the wording of a template, which is the result of a plug-in.
+
+        Raises:
+            TypeError: `template` is no Template.
+            UserError: the prompt is a chat, which cannot be reworded.
+        """
         if not isinstance(template, Template):
-            raise TypeError(f"template returned {template!r:.80}, expected a Template")
+            raise TypeError(f"template returned {template!r:.80}; expected a Template")
         if template == Template() or prompt.refusal:
             return prompt
         if not prompt.question:
@@ -155,15 +174,15 @@ class Planning:
     async def reward(
         self, prompt: Prompt, group: SampleGroup, load: Callable[[list[Sample]], list[Sample]] = list
     ) -> str | None:
-        """Set the rewards that need the whole group.
+        """Set the rewards of a group's samples from `algo.group_reward`, if it is set.
 
         Args:
             prompt: the group's prompt.
             group: the group.
-            load: loads the tokens of samples into memory.
+            load: returns samples with their tokens in memory.
 
         Returns:
-            The reason if the group cannot be used, else None.
+            The reason if the group has no rewards, else None.
         """
         if self._scorer is None:
             return None
@@ -183,10 +202,7 @@ class Planning:
 
     @property
     def counts(self) -> dict[str, float]:
-        """Return the counts for metrics of each existing service and planner.
-
-        They include groups for which the group reward failed, and requests without a verdict.
-        """
+        """Counts of the existing services and planners by metric, since the start of the process."""
         counts: dict[str, float] = {}
         if (scorer := self._scorer) is not None:
             counts |= {"group_reward_hung": scorer.timeouts, "group_reward_failed": scorer.failures}
@@ -205,7 +221,7 @@ class Planning:
 
     @property
     def has_timeouts(self) -> bool:
-        """Return whether a task of a plug-in has timed out and may still run in spite of its cancellation."""
+        """Return whether a task of a plug-in has timed out. It may still run in spite of its cancellation."""
         return any(n for name, n in self.counts.items() if name.endswith("_hung"))
 
     def needs_probes(self, group: SampleGroup) -> bool:
@@ -213,7 +229,7 @@ class Planning:
         return any(p.needs_probes(group.group_id) for p in self._planners)
 
     async def explore(self, prompt: Prompt, group: SampleGroup) -> int:
-        """Run probes of the prompt for the planners that need them, and return the number of samples to add."""
+        """Run the probes that planners need, give them the rewards, and return the number of samples to add."""
         extra = 0
         for planner in self._planners:
             if count := planner.needs_probes(group.group_id):
@@ -223,7 +239,7 @@ class Planning:
         return extra
 
     async def score_prompt(self, group: SampleGroup) -> None:
-        """Give the planners that need it the disagreement of policy and reference on the group's prompt."""
+        """Score the tokens of the group's prompt, and give the scores to the planners that need them."""
         if requesting := [p for p in self._planners if p.needs_scores(group)]:
             assert self._prompt_scores is not None, "preflight requires engine.reference"
             scores, protect = await self._prompt_scores(group.samples[0].prompt_ids)
@@ -233,7 +249,10 @@ class Planning:
     async def repair(
         self, prompt: Prompt, group: SampleGroup, load: Callable[[list[Sample]], list[Sample]] = list
     ) -> None:
-        """Give the planners that need them the first wrong steps of responses and their corrections."""
+        """Repair the failed responses that planners need, and give them the repaired prefixes.
+
+        `load` returns samples with their tokens in memory.
+        """
         for planner in self._planners:
             if indices := planner.needs_repairs(group):
                 assert self._repairs is not None, "preflight requires data.process_judge"
@@ -243,7 +262,10 @@ class Planning:
     async def guide(
         self, prompt: Prompt, group: SampleGroup, load: Callable[[list[Sample]], list[Sample]] = list
     ) -> None:
-        """Give the planners that need it the prompt with a judge's guidance from failed responses."""
+        """Request guidance from the judge for the planners that need it, and give them the prompt with guidance.
+
+        `load` returns samples with their tokens in memory.
+        """
         for planner in self._planners:
             if indices := planner.needs_guidance(group):
                 assert self._guidance is not None, "preflight requires data.judge"
@@ -255,11 +277,12 @@ class Planning:
         """Return the decision about a group whose samples all have rewards.
 
         Raises:
-            TypeError, ValueError: a planner returned an invalid decision.
+            TypeError: a planner returned no Decision.
+            ValueError: a planner adds more samples than a group may have.
         """
         decision: object = decide(self._planners, group)
         if not isinstance(decision, Decision):
-            raise TypeError(f"decide returned {decision!r}, expected Accept, Drop, AddSamples or Hold")
+            raise TypeError(f"decide returned {decision!r:.80}; expected Accept, Drop, AddSamples or Hold")
         capacity = self.largest - len(group.samples)
         if isinstance(decision, AddSamples) and decision.samples > capacity:
             raise ValueError(
@@ -269,32 +292,40 @@ class Planning:
         return decision
 
     def waiting(self) -> set[int]:
-        """Return the ids of groups that wait to be decided together with others."""
+        """Return the ids of held groups (Planner.waiting)."""
         return {i for p, name in self._named_planners() for i in _ids(name, "waiting", p.waiting)}
 
     def released(self) -> list[int]:
-        """Return the ids of waiting groups that can be decided now."""
+        """Return the ids of held groups that can be decided now, in ascending order (Planner.released)."""
         return sorted({i for p, name in self._named_planners() for i in _ids(name, "released", p.released)})
 
     def released_error(self, group_id: int) -> RunError:
-        """Return the error of a planner that releases a group which does not wait."""
+        """Return the error for a group that a planner releases, but does not hold."""
         names = (n for p, n in self._named_planners() if group_id in _ids(n, "released", p.released))
-        return RunError(f"{next(names)}: released: group {group_id} does not wait")
+        return RunError(
+            f"{next(names)}: released() contains group {group_id}; expected ids of held groups only"
+        )
 
     def close_round(self) -> None:
-        """Let planners decide the waiting groups, because no other group runs or may start."""
+        """Make the planners release the held groups (Planner.close_round)."""
         for planner, name in self._named_planners():
             with _all_groups(name, "close_round"):
                 planner.close_round()
 
     def restart(self) -> None:
-        """Reset the planners. All undecided groups will be added again."""
+        """Make the planners forget the held groups (Planner.restart). `decide` is called again for each."""
         for planner, name in self._named_planners():
             with _all_groups(name, "restart"):
                 planner.restart()
 
     def close(self, group: SampleGroup, *, rewarded: bool, accepted: bool = False) -> None:
-        """Report a final decision, or a drop without rewards, to the plug-ins. `accepted`: the group is trained."""
+        """Report the end of a group to the plug-ins.
+
+        Args:
+            group: the group.
+            rewarded: whether the planners decided about the group. If not, the group was dropped before.
+            accepted: whether the group is trained.
+        """
         if rewarded:
             self._chooser.on_rewards(group)
         else:
@@ -307,11 +338,12 @@ class Planning:
 
     @property
     def _text(self) -> Tokenizer:
+        """The tokenizer, for plug-ins that need text."""
         assert self._tokenizer is not None, "these plug-ins need a tokenizer"
         return self._tokenizer
 
     def state(self) -> str:
-        """Return the state as JSON; empty if no plug-in has a state."""
+        """Return the states of the plug-ins as a JSON object by plug-in number; empty if no plug-in has a state."""
         states = []
         for number, (plugin, name) in enumerate(self._named_plugins()):
             with _all_groups(name, "state_dict"):
@@ -320,7 +352,7 @@ class Planning:
         return f"{{{', '.join(states)}}}" if states else ""
 
     def restore(self, state: str) -> None:
-        """Restore `state()` of an earlier process."""
+        """Restore the result of `state` of an earlier process."""
         plugins = self._named_plugins()
         for number, plugin_state in (json.loads(state) if state else {}).items():
             plugin, name = plugins[int(number)]
@@ -328,17 +360,18 @@ class Planning:
                 plugin.load_state_dict(plugin_state)
 
     def _named_plugins(self) -> list[tuple[Any, str]]:
-        """Return the plug-ins with their names in messages."""
+        """Return the plug-ins, and their names for messages."""
         plugins = [self._chooser, *self._planners, *([self._reward] if self._reward else [])]
         return list(zip(plugins, self._names, strict=True))
 
     def _named_planners(self) -> list[tuple[Planner, str]]:
+        """Return the planners, and their names for messages."""
         return list(zip(self._planners, self._names[1:], strict=False))
 
 
 @contextmanager
 def _all_groups(plugin: str, method: str) -> Iterator[None]:
-    """Convert an exception of a plug-in's method for all groups, within the context, into a RunError."""
+    """Convert an exception in the context into a RunError that names the plug-in and its method."""
     with one_line_errors(f"{plugin}: {method}", RunError):
         try:
             yield
@@ -348,5 +381,6 @@ def _all_groups(plugin: str, method: str) -> Iterator[None]:
 
 
 def _ids(plugin: str, method: str, groups: Callable[[], Iterable[int]]) -> list[int]:
+    """Return the group ids from a plug-in's method. See _all_groups for exceptions."""
     with _all_groups(plugin, method):
         return [operator.index(i) for i in groups()]

@@ -1,4 +1,4 @@
-"""Disagreement of policy and reference on a prompt's tokens, from two engines (LENS, docs/algorithms.md)."""
+"""Scores of prompt tokens for LENS: the disagreement of policy and reference (docs/algorithms.md)."""
 
 from __future__ import annotations
 
@@ -13,25 +13,38 @@ from rlsys.router.engines import Engines
 from rlsys.router.failure_policy import REFUSAL_STATUSES, RefusedRequest
 
 RETRY_SECONDS = 1.0
+"""Pause before another request to an unavailable reference engine."""
 
 log = logging.getLogger("rlsys.rollout")
 
 
 class ReferenceScores:
-    """Scores of a prompt's tokens: |log policy - log reference|, and whether the token is protected.
-
-    `await scores(ids)` returns both, `[len(ids)]`. The first token has no log-prob and is protected, as are the
-    `protected` ids. `timeout_s`: seconds for which the reference may be unavailable (the supervisor restarts its own
-    one) before a RunError.
-    """
+    """Scores the tokens of prompts with an engine of the policy and the reference engine."""
 
     def __init__(
         self, router: Engines, reference: EngineClient, protected: Collection[int], timeout_s: float
     ) -> None:
+        """Create the scorer.
+
+        Args:
+            router: engines of the policy.
+            reference: engine of the reference model.
+            protected: ids of tokens that must not be removed.
+            timeout_s: seconds for which the reference engine may be unavailable; the supervisor restarts an engine
+                that it started.
+        """
         self._router, self._reference = router, reference
         self._protected, self._timeout_s = frozenset(protected), timeout_s
 
     async def __call__(self, ids: list[int]) -> tuple[list[float], list[bool]]:
+        """Return |log policy - log reference| of each token, and whether the token is protected, `[len(ids)]` each.
+
+        The first token has no log-prob, so it has score 0 and is protected.
+
+        Raises:
+            RefusedRequest: the reference engine refuses the prompt.
+            RunError: the reference engine is unavailable for longer than the time limit.
+        """
         policy, reference = await asyncio.gather(
             self._router.prompt_logprobs(ids), self._reference_logprobs(ids)
         )
@@ -39,6 +52,7 @@ class ReferenceScores:
         return scores, [True, *(i in self._protected for i in ids[1:])]
 
     async def _reference_logprobs(self, ids: list[int]) -> list[float]:
+        """Return the reference's log-prob of each token but the first; repeat the request while it is unavailable."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:

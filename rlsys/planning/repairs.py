@@ -1,4 +1,4 @@
-"""Repairs of failed responses by a process judge, as token prefixes of additional samples of the group."""
+"""Repairs of failed responses by a process judge, as prefixes for additional samples of the group."""
 
 from __future__ import annotations
 
@@ -16,18 +16,31 @@ log = logging.getLogger("rlsys.rollout")
 
 
 class Repairs:
-    """Requests repairs from the process judge, which is user code.
+    """Requests repairs from the process judge, which is user code and may fail or hang.
 
-    A request that fails or exceeds `seconds` returns no repair, and is counted. `budget`: maximum tokens of a
-    response.
+    Attributes:
+        counts: Number of repairs, of failed requests, and of requests without a response in time, by metric.
     """
 
     def __init__(self, judge: ProcessJudge, tokenizer: Tokenizer, seconds: float, budget: int) -> None:
+        """Create the service.
+
+        Args:
+            judge: function that returns the repair of a response.
+            tokenizer: the tokenizer.
+            seconds: time limit of all requests for a group.
+            budget: largest number of tokens of a response.
+        """
         self._judge, self._tokenizer, self._seconds, self._budget = judge, tokenizer, seconds, budget
         self.counts: dict[str, float] = {"repairs": 0, "repairs_failed": 0, "repairs_hung": 0}
 
     async def of(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Prefix]:
-        """Return the prefixes of the repaired samples that leave tokens for an answer. Samples have their tokens."""
+        """Return a prefix for each sample with a repair that leaves tokens for the rest of the response.
+
+        Args:
+            prompt: the group's prompt.
+            samples: failed samples of the group, with their tokens in memory.
+        """
         tasks = [asyncio.ensure_future(self._request(prompt, s)) for s in samples]
         try:
             done, _ = await asyncio.wait(tasks, timeout=self._seconds)
@@ -43,19 +56,28 @@ class Repairs:
                 log.warning("data.process_judge: %s: %s", type(error).__name__, error)
             elif (repair := task.result()) is not None:
                 prefix = self._prefix(sample, repair)
-                prefixes += [prefix] if prefix.at + len(prefix.ids) < self._budget else []
+                if prefix.at + len(prefix.ids) < self._budget:
+                    prefixes.append(prefix)
         self.counts["repairs"] += len(prefixes)
         return prefixes
 
     async def _request(self, prompt: Prompt, sample: Sample) -> Repair | None:
+        """Return the judge's repair of a sample; None if the judge finds no wrong step.
+
+        Raises:
+            TypeError: the judge returned another value.
+            Exception: any exception of the judge.
+        """
         repair = await self._judge(prompt, self._tokenizer.decode(sample.response_ids))
         if repair is not None and not (isinstance(repair, Repair) and repair.at >= 0 and repair.text):
-            raise TypeError(f"returned {repair!r:.80}; expected a Repair with a text, or None")
+            raise TypeError(f"the judge returned {repair!r:.80}; expected a Repair with a text, or None")
         return None if repair is None else repair._replace(text=valid_text(repair.text))
 
     def _prefix(self, sample: Sample, repair: Repair) -> Prefix:
-        """Return the prefix: whole tokens of the response, then the encoded rest of the correct text and the
-        repair."""
+        """Return the prefix of a repair: whole tokens of the response up to the wrong step, then encoded text.
+
+        The encoded text is the part of the response before the wrong step that ends within a token, and the repair.
+        """
         text = ""
         count = 0
         for piece in self._tokenizer.pieces(sample.response_ids):

@@ -1,1 +1,1 @@
-"""Methods of papers, as plug-ins of the objective and of group policies."""
+"""Plug-ins that implement methods of papers, each in a module with the method's name."""

@@ -14,12 +14,14 @@ from rlsys.algo.losses import Figures, View
 
 
 class AdaptiveEntropy(EntropyBonus):
-    """An entropy bonus that applies only while entropy is at or below `target`, with an adaptive weight.
+    """An entropy bonus that applies only while the entropy is at most `target`, with an adaptive weight.
 
-    After each optimizer update the weight rises by `delta` if the mean entropy of the update's tokens was at or
-    below the target, else it falls by `delta`, within [lowest, highest]. The next update has the bonus only in the
-    first case; the first update of a run has it. Metric `entropy_coefficient`: the applied weight. The checkpoint
-    stores the weight and the last entropy.
+    After each optimizer update, the mean entropy of the update's tokens is compared with the target:
+    - at most the target: the weight rises by `delta`, to at most `highest`, and the next update has the bonus;
+    - above the target: the weight falls by `delta`, to at least `lowest`, and the next update has no bonus.
+
+    The first update of a run has the bonus. The metric `entropy_coefficient` is the weight of the update, 0 without
+    the bonus. Checkpoints store the weight and the last entropy.
     """
 
     paper: ClassVar[str] = "Skywork Open Reasoner 1 (He et al. 2025): adaptive entropy control"
@@ -29,7 +31,7 @@ class AdaptiveEntropy(EntropyBonus):
     target: Annotated[float, Field(ge=0)] = 0.2
     """Target entropy per token, in nats."""
     delta: Annotated[float, Field(gt=0)] = 0.005
-    """Change of the weight after an update."""
+    """Change of the weight after each update."""
     lowest: Annotated[float, Field(ge=0)] = 0.0
     """Smallest weight."""
     highest: Annotated[float, Field(ge=0)] = 1.0
@@ -38,7 +40,7 @@ class AdaptiveEntropy(EntropyBonus):
     _entropy: float = PrivateAttr(default=-math.inf)
 
     @model_validator(mode="after")
-    def _cross(self) -> Self:
+    def _check_coefficient(self) -> Self:
         if not self.lowest <= self.coefficient <= self.highest:
             raise ValueError(
                 f"coefficient = {self.coefficient}: expected lowest = {self.lowest} to highest = {self.highest}"
@@ -53,8 +55,7 @@ class AdaptiveEntropy(EntropyBonus):
         return self._current_weight if self._entropy <= self.target else 0.0
 
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
-        """Return all tokens, also with a weight of 0: the weight can only rise after an update has measured
-        entropy."""
+        """Return true for all tokens if the weight can be above 0, because only an update can raise it from 0."""
         return torch.full_like(advantages, self.highest > 0, dtype=torch.bool)
 
     def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
@@ -69,9 +70,10 @@ class AdaptiveEntropy(EntropyBonus):
             self._entropy = entropy
 
     def state_dict(self) -> dict[str, Any]:
-        return (
-            {} if self._coefficient is None else {"coefficient": self._coefficient, "entropy": self._entropy}
-        )
+        if self._coefficient is None:
+            return {}
+        return {"coefficient": self._coefficient, "entropy": self._entropy}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._coefficient, self._entropy = float(state["coefficient"]), float(state["entropy"])
+        self._coefficient = float(state["coefficient"])
+        self._entropy = float(state["entropy"])

@@ -1,8 +1,8 @@
 """BAPO: balanced policy optimisation with adaptive clipping.
 
-Needs `current`, the log-probs just before the update, for a pass over all tokens before the backward pass. The
-decision is a function of sums over all ranks, and does not depend on the signs of log-ratios that are only rounding:
-another CPU or another layout rounds differently.
+The search for the bounds reads `current`, the log-probs just before the update, for all tokens of the update. It uses
+only sums over all ranks. It does not use the signs of log-ratios, because these may be rounding errors, which differ
+between CPUs and layouts.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from rlsys.algo.losses import Figures, Loss, View, clipped_surrogate, gradient_i
 from rlsys.algo.reduction import Reduce
 
 MAX_BOUNDS = 10_000
-"""Bounds that BAPO compares in one update: each is a column of a small table on every rank."""
+"""Largest number of pairs of bounds that one update compares. Each is a column of a table on every rank."""
 
 
 TIE = 1e-9
-"""Relative difference below which float64 sums count as equal: layouts add them in different orders."""
+"""Relative difference below which two float64 sums count as equal, because layouts add in different orders."""
 
 
 class Bapo(Loss):
-    """Clip bounds that widen until positive samples contribute their share of the loss.
+    """PPO's clip with bounds that are raised until positive samples contribute their share of the loss.
 
-    C+ = sum_{A >= 0} min(r, high) A; C- = sum_{A < 0} max(r, low) |A|. From the lowest bounds, `low` goes up to its
-    maximum, then `high`, until C+ / C- reaches `target`. The sums are those of the authors, although a higher `low`
-    makes C- larger: it removes the gradient of negative tokens, not their share of the sum. `target` is a ratio: 1
-    corresponds to the paper's share of one half; the authors' script uses 0.5.
+    With C+ = sum_{A >= 0} min(r, high) A and C- = sum_{A < 0} max(r, low) |A|, the search starts at the smallest
+    bounds and raises `low` to its maximum, then `high`, until C+ / C- reaches `target`. The sums are those of the
+    authors' code. In them a higher `low` makes C- larger, because it removes the gradient of negative tokens but not
+    their share of the sum. A `target` of 1 corresponds to the paper's share of one half; the authors' script uses
+    0.5.
     """
 
     paper: ClassVar[str] = "BAPO: balanced policy optimisation with adaptive clipping"
@@ -47,14 +48,14 @@ class Bapo(Loss):
     high_max: Annotated[float, Field(ge=1)] = 3.0
     """Maximum of the upper bound."""
     step: Annotated[float, Field(gt=0)] = 0.05
-    """Step of the search."""
+    """Increase of a bound per step of the search."""
     target: Annotated[float, Field(ge=0)] = 1.0
     """Target of C+ / C-."""
     dual: Annotated[float, Field(gt=1)] | None = 3.0
-    """Dual clip."""
+    """Largest ratio with a gradient where the advantage is negative (dual clip)."""
 
     @model_validator(mode="after")
-    def _cross(self) -> Self:
+    def _check_bounds(self) -> Self:
         for side, start, end in (
             ("low", self.low_min, self.low_max),
             ("high", self.high_min, self.high_max),
@@ -72,29 +73,29 @@ class Bapo(Loss):
         return frozenset({"current"})
 
     def path(self) -> list[tuple[float, float]]:
-        """Return the compared bounds, in order."""
+        """Return the pairs (low, high) that the search compares, in order."""
         lows = _grid(self.low_min, self.low_max, self.step)
         highs = _grid(self.high_min, self.high_max, self.step)
         return [(low, highs[0]) for low in lows] + [(lows[-1], high) for high in highs[1:]]
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
+        """Return the first pair (low, high) of the path at which C+ / C- reaches the target, or the last pair."""
         path = self.path()
         lows, highs = (torch.tensor(side, dtype=torch.float64) for side in zip(*path, strict=True))
         sums = torch.zeros(2, len(path), dtype=torch.float64, device=parts[0].mu.device)
         for part, delta in zip(parts, log_ratios(parts, anchors), strict=True):
             is_counted = part.counted_tokens
-            ratio, advantages = (
-                delta.double().exp()[is_counted],
-                part.signal("advantages").double()[is_counted],
-            )
-            good, bad = advantages >= 0, advantages < 0
-            under, over, weight = split_sums(ratio[good], advantages[good], highs)
-            sums[0] += under + highs.to(weight) * (weight.sum() - over)
-            under, over, weight = split_sums(ratio[bad], -advantages[bad], lows)
-            sums[1] += lows.to(weight) * over + (ratio[bad] * weight).sum() - under
-        positive, negative = reduce(sums).cpu()
-        enough = (positive >= self.target * negative * (1 - TIE)).tolist()
-        return path[enough.index(True)] if True in enough else path[-1]
+            ratio = delta.double().exp()[is_counted]
+            advantages = part.signal("advantages").double()[is_counted]
+            positive = advantages >= 0
+            below, weight_below = sums_below(ratio[positive], advantages[positive], highs)
+            sums[0] += below + highs.to(ratio) * (advantages[positive].sum() - weight_below)
+            negative = advantages < 0
+            below, weight_below = sums_below(ratio[negative], -advantages[negative], lows)
+            sums[1] += lows.to(ratio) * weight_below + (ratio[negative] * -advantages[negative]).sum() - below
+        positive_sum, negative_sum = reduce(sums).cpu()
+        reaches_target = (positive_sum >= self.target * negative_sum * (1 - TIE)).tolist()
+        return path[reaches_target.index(True)] if True in reaches_target else path[-1]
 
     def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         bounds = (*update_stats, self.dual)
@@ -102,12 +103,18 @@ class Bapo(Loss):
         return clipped_surrogate(view.ratio, view.advantages, *bounds), {"clipped": clipped}
 
 
-def split_sums(values: Tensor, weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sums over the values <= each ascending edge, `[E]`, of value * weight and of weight; and the weights."""
+def sums_below(values: Tensor, weights: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of value * weight and the sum of weight over the values <= each edge, `[E]` each.
+
+    Args:
+        values: `[n]`.
+        weights: weight of each value, `[n]`.
+        edges: ascending, `[E]`.
+    """
     bucket = torch.bucketize(values, edges.to(values.device))
-    sums = [torch.bincount(bucket, weights=w, minlength=len(edges) + 1) for w in (values * weights, weights)]
-    under, over = (s.cumsum(0)[: len(edges)] for s in sums)
-    return under, over, weights
+    value_sums = torch.bincount(bucket, weights=values * weights, minlength=len(edges) + 1)
+    weight_sums = torch.bincount(bucket, weights=weights, minlength=len(edges) + 1)
+    return value_sums.cumsum(0)[: len(edges)], weight_sums.cumsum(0)[: len(edges)]
 
 
 def _grid(start: float, end: float, step: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""BroRL in the trainer: the learning rate grows with the group; brorl_groups.py has the group size."""
+"""BroRL's learning rate, which grows with the batch. The planner of BroRL is in brorl_groups.py."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from rlsys.algo.hooks import Hook
 
 
 class BatchScaling(Hook):
-    """lr0 sqrt(B / B0) for updates on B samples instead of B0: more samples per prompt make a larger batch.
+    """Multiply the learning rate by sqrt(B / B0) for updates on B samples instead of B0.
 
-    B includes samples of advantage 0, so that it depends only on the configuration.
+    With more samples per prompt, a batch is larger. B includes samples with advantage 0, so it depends only on the
+    config.
     """
 
     paper: ClassVar[str] = "BroRL: broad scaling of rollouts"
     evidence: ClassVar[str] = "P"
     samples: Annotated[int, Field(gt=0)] = 128
-    """B0, the samples per update that trainer.lr was chosen for."""
+    """B0, the number of samples per update for which trainer.lr was chosen."""
 
     def lr_factor(self, samples: Samples, rows: Sequence[int], size: float) -> float:
         return math.sqrt(size / self.samples)

@@ -1,4 +1,4 @@
-"""BroRL in the rollout process: broad scaling of rollouts. No torch."""
+"""BroRL's planner: more samples per prompt. Imports no torch, because it runs in the rollout process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from rlsys.algo.planners import Multiple, Planner
 
 
 class Broad(Planner):
-    """Many samples per prompt: rollout.group_size times `factor`. Reduce rollout.groups_per_step to keep the cost."""
+    """Multiply the number of samples per prompt by `factor`.
+
+    Divide rollout.groups_per_step by the same factor to keep the number of samples per step.
+    """
 
     paper: ClassVar[str] = "BroRL: broad scaling of rollouts"
     evidence: ClassVar[str] = "P"
     factor: Multiple = 4.0
-    """Multiple of rollout.group_size."""
+    """Number of samples of a group as a multiple of rollout.group_size."""
 
     def size(self, group_size: int) -> int:
         return round(self.factor * group_size)

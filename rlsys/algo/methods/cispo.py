@@ -11,17 +11,18 @@ from rlsys.algo.losses import Figures, Loss, View
 
 
 class Cispo(Loss):
-    """-sg(clip(r)) A logp: the clip bounds a weight, and every token keeps its gradient.
+    """-sg(clip(r)) A logp, where sg stops the gradient: a clipped ratio is the weight of a token.
 
-    So `clip_share` is 0; the metric `capped_share` is the share of tokens whose weight is clipped.
+    Every token has a gradient, so the metric `clip_share` is 0. The metric `capped_share` is the share of tokens
+    whose weight is clipped.
     """
 
     paper: ClassVar[str] = "MiniMax-M1 (CISPO), eq. 4-5"
     evidence: ClassVar[str] = "R"
     clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """The weight is at most 1 + clip_high."""
+    """Largest weight minus 1."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The weight is at least 1 - clip_low; with the default of 1 there is no lower bound."""
+    """1 minus the smallest weight; 1: no lower bound."""
 
     def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         ratio = view.ratio.detach()

@@ -17,15 +17,20 @@ from rlsys.algo.selectors import Selector
 from rlsys.config.section import Fraction
 
 TIE = 2.0**-20
-"""Difference, as a share of the largest advantage, below which advantages count as equal: rounding differs by
-group."""
+"""Difference below which advantages count as equal, as a share of the largest one, because rounding differs between
+groups."""
 
 
 def widest_subset(values: Tensor, count: int, draws: Tensor) -> Tensor:
-    """Return the subset of `count` of N values with the largest variance, `[N]` bool.
+    """Return the mask of the `count` values with the largest variance, `[N]` bool.
 
-    In sorted order this subset is always a prefix and a suffix, so all `count` + 1 candidates are compared in
-    O(N log N). `draws` `[N]` order equal values, which are frequent with rewards of 0 and 1.
+    In sorted order, these values are always a prefix and a suffix. The function compares all `count` + 1 such subsets
+    in O(N log N).
+
+    Args:
+        values: `[N]`.
+        count: size of the subset.
+        draws: random numbers that order equal values, `[N]`.
     """
     n = len(values)
     if count >= n:
@@ -35,14 +40,13 @@ def widest_subset(values: Tensor, count: int, draws: Tensor) -> Tensor:
     order = argsort_with_draws((values / scale / TIE).round(), draws.cpu())
     sorted_values = values[order]
     zero = sorted_values.new_zeros(1)
-    sums, squares = (
-        torch.cat([zero, sorted_values.cumsum(0)]),
-        torch.cat([zero, (sorted_values**2).cumsum(0)]),
-    )
-    head = torch.arange(count + 1)
-    tail = n - (count - head)
-    total, total2 = sums[head] + sums[n] - sums[tail], squares[head] + squares[n] - squares[tail]
-    best = int((total2 / count - (total / count) ** 2).argmax())
+    sums = torch.cat([zero, sorted_values.cumsum(0)])
+    squares = torch.cat([zero, (sorted_values**2).cumsum(0)])
+    prefix_end = torch.arange(count + 1)
+    suffix_start = n - (count - prefix_end)
+    subset_sums = sums[prefix_end] + sums[n] - sums[suffix_start]
+    subset_squares = squares[prefix_end] + squares[n] - squares[suffix_start]
+    best = int((subset_squares / count - (subset_sums / count) ** 2).argmax())
     keep = torch.zeros(n, dtype=torch.bool)
     keep[order[:best]] = True
     keep[order[n - (count - best) :]] = True
@@ -50,15 +54,15 @@ def widest_subset(values: Tensor, count: int, draws: Tensor) -> Tensor:
 
 
 class D3S(Selector):
-    """Train on the subset of samples with the largest variance of advantages, and on their most informative tokens.
+    """Train on the samples whose advantages have the largest variance, and on their most informative tokens.
 
-    Of the whole step, it selects a share of the samples with the largest variance of advantages, then a share of
-    their tokens with the largest |A_t| H_t, where H is the entropy. Both shares grow linearly over `steps`. The
-    paper does not state its schedule; these defaults are rlsys's.
+    From all samples of a step, the selector selects a share with the largest variance of advantages, then the share
+    of their tokens with the largest |A_t| H_t, where H is the entropy. Both shares grow linearly over `steps`. The
+    paper does not state its schedule; rlsys chose these defaults.
 
-    The loss is the mean over the selected samples and tokens: the denominator shrinks by both shares, so a selection
-    makes gradients larger, as in the paper. With `denominator: all` it makes them smaller, and the growing shares act
-    like a growing learning rate.
+    By default the loss is the mean over the selected samples and tokens: the denominator is multiplied by both
+    shares, so a selection makes gradients larger, as in the paper. With `denominator: all` a selection makes
+    gradients smaller, and the growing shares act like a growing learning rate.
     """
 
     paper: ClassVar[str] = "D3S: dynamic dual-level down-sampling"
@@ -66,26 +70,27 @@ class D3S(Selector):
     samples_start: Fraction = 0.5
     """Share of samples at the first step."""
     samples_end: Fraction = 1.0
-    """Share of samples after `steps`."""
+    """Share of samples from step `steps` on."""
     tokens_start: Fraction = 0.2
     """Share of tokens at the first step."""
     tokens_end: Fraction = 1.0
-    """Share of tokens after `steps`."""
+    """Share of tokens from step `steps` on."""
     steps: Annotated[int, Field(gt=0)] = 100
-    """Train steps over which the shares grow."""
+    """Number of train steps over which the shares grow."""
     denominator: Literal["kept", "all"] = "kept"
-    """Denominator of the mean loss: the kept samples and tokens, or all of the step."""
+    """Samples and tokens in the denominator. kept: the selected ones. all: all of the step."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"entropy"}) if min(self.tokens_start, self.tokens_end) < 1 else frozenset()
 
     def _share(self, start: float, end: float, step: int) -> float:
+        """Return the share at a train step, on the line from `start` to `end`."""
         return start + (end - start) * min(1.0, step / self.steps)
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         if advantages is None:
             raise ValueError(
-                "algo.selectors d3s needs advantages of samples; expected an algo.advantage that provides them"
+                "advantages = None; expected the advantages of samples, which algo.selectors d3s needs"
             )
         count = max(1, round(self._share(self.samples_start, self.samples_end, samples.step) * len(samples)))
         return widest_subset(advantages, count, sample_draws(samples)).to(advantages)
@@ -97,16 +102,21 @@ class D3S(Selector):
         return share * self._share(self.tokens_start, self.tokens_end, step)
 
     @staticmethod
-    def _tokens(parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> float:
-        """Count the tokens of the selected samples, including those without a gradient, which are not packed."""
-        rows, selected = [part.rows for part in parts], samples.column("selected").cpu()
+    def _selected_tokens(parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> float:
+        """Return the number of tokens of the selected samples on all ranks.
 
-        def sum_by_row(tokens: list[Tensor]) -> Tensor:
-            sums = [sum_by(t.double(), p.ids, p.sequences) for t, p in zip(tokens, parts, strict=True)]
-            return table_sum(sums, rows, len(samples), reduce).cpu()
+        It includes the tokens of samples without a gradient, which are not packed.
+        """
 
-        packed, counts = sum_by_row([p.keep for p in parts]), sum_by_row([p.counted_tokens for p in parts])
-        return float(torch.where(packed > 0, counts, samples.lengths.cpu().double())[selected].sum())
+        def count_by_row(masks: list[Tensor]) -> Tensor:
+            """Count the tokens of each sample where a mask, `[T]` for each part, is true, `[N]`."""
+            counts = [sum_by(m.double(), p.ids, p.sequences) for m, p in zip(masks, parts, strict=True)]
+            return table_sum(counts, [part.rows for part in parts], len(samples), reduce).cpu()
+
+        packed = count_by_row([part.keep for part in parts])
+        counted_tokens = count_by_row([part.counted_tokens for part in parts])
+        tokens = torch.where(packed > 0, counted_tokens, samples.lengths.cpu().double())
+        return float(tokens[samples.column("selected").cpu()].sum())
 
     def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
         share = self._share(self.tokens_start, self.tokens_end, samples.step)
@@ -117,28 +127,27 @@ class D3S(Selector):
         ]
         positive = [s[(s > 0) & p.counted_tokens] for s, p in zip(scores, parts, strict=True)]
         device = positive[0].device if positive else torch.device("cpu")
-        candidates = torch.tensor(
-            [float(sum(len(v) for v in positive)), 0.0], dtype=torch.float64, device=device
-        )
-        target = share * self._tokens(parts, samples, reduce)
+        count = float(sum(len(values) for values in positive))
+        candidates = torch.tensor([count, 0.0], dtype=torch.float64, device=device)
+        target = share * self._selected_tokens(parts, samples, reduce)
         dropped = max(0.0, float(reduce(candidates)[0]) - target)
-        largest = _largest(positive, reduce)
-
-        def holds(edges: Tensor, counts: Tensor, _sums: Tensor) -> Tensor:
-            return counts <= dropped
-
-        bound = threshold(positive, holds, 0.0, largest, reduce)
+        upper = _upper_bound(positive, reduce)
+        bound = threshold(positive, lambda edges, counts, sums: counts <= dropped, 0.0, upper, reduce)
         return [(s > bound).to(s) for s in scores]
 
 
-def _largest(values: Sequence[Tensor], reduce: Reduce) -> float:
-    """Return a power of two that no value of any rank exceeds, from sums alone."""
-    powers = torch.arange(-30, 31, dtype=torch.float64)
-    over = torch.zeros(len(powers), dtype=torch.float64)
-    for value in values:
-        over += (
-            (value.double().cpu()[:, None] > 2.0 ** powers[None, :]).double().sum(0) if len(value) else 0.0
-        )
-    device = values[0].device if values else torch.device("cpu")
-    free = (reduce(over.to(device)).cpu() == 0).nonzero()
-    return float(2.0 ** powers[int(free[0])]) if len(free) else 2.0**31
+def _upper_bound(parts: Sequence[Tensor], reduce: Reduce) -> float:
+    """Return the smallest power of two from 2^-30 on that no value of any rank exceeds; at most 2^31.
+
+    Args:
+        parts: values of this rank, `[n]` each.
+        reduce: sum over ranks.
+    """
+    exponents = torch.arange(-30, 31, dtype=torch.float64)
+    exceeding = torch.zeros(len(exponents), dtype=torch.float64)
+    for values in parts:
+        if len(values):
+            exceeding += (values.double().cpu()[:, None] > 2.0 ** exponents[None, :]).double().sum(0)
+    device = parts[0].device if parts else torch.device("cpu")
+    bounds = (reduce(exceeding.to(device)).cpu() == 0).nonzero()
+    return float(2.0 ** exponents[int(bounds[0])]) if len(bounds) else 2.0**31

@@ -1,4 +1,4 @@
-"""DARS: difficulty adaptive rollout sampling. No torch."""
+"""DARS: difficulty adaptive rollout sampling. Imports no torch, because it runs in the rollout process."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from rlsys.core.types import SampleGroup
 
 
 class Dars(Planner):
-    """Additional samples for hard prompts, by the accuracy of the first n samples.
+    """Add samples to groups of hard prompts, where the first n samples have a share p of successes below 1/2.
 
-    p is the share of successes (0 counts as 0.5 / n); for p >= 1/2 there are no more samples. With S = 2 p (1 - p)
-    and peak n/2 ("plain" advantages), or S = 2 sqrt(p (1 - p)) and peak n ("std"), the schedule "equal" adds
-    ceil((peak - n S) / S) and "hardness" ceil((2 (1 - p) peak - n S) / S) samples, up to `largest` in total. Combine
-    with `dapo` to drop groups of p = 0 and 1.
+    The number of additional samples is ceil((target - n S) / S), up to `largest` samples in total. p = 0 counts as
+    0.5 / n.
+    - `signal: plain` (advantages without division by the standard deviation): S = 2 p (1 - p), peak = n / 2.
+    - `signal: std` (advantages with division): S = 2 sqrt(p (1 - p)), peak = n.
+    - `schedule: equal`: target = peak. `schedule: hardness`: target = 2 (1 - p) peak.
+
+    Combine it with `dapo` to drop groups with p = 0 or 1.
     """
 
     paper: ClassVar[str] = "DARS: difficulty adaptive rollout sampling"
     evidence: ClassVar[str] = "R"
     schedule: Literal["hardness", "equal"] = "hardness"
-    """equal: the same total signal for all prompts. hardness: more for harder prompts."""
+    """equal: all prompts have the same total signal. hardness: harder prompts have more."""
     signal: Literal["std", "plain"] = "std"
-    """std: the advantage divides by the standard deviation. plain: it does not."""
+    """Estimator of the advantage. std: divides by the standard deviation. plain: does not."""
     largest: GroupLimit = 32
-    """Maximum number of samples of a group."""
+    """Largest number of samples of a group."""
     correct: float = 0.5
     """A sample is a success if its reward is above this."""
     _stage: dict[str, int] = PrivateAttr(default_factory=dict)
@@ -39,7 +42,7 @@ class Dars(Planner):
         self._stage.pop(str(group_id), None)
 
     def extra(self, p: float, n: int) -> int:
-        """Return the number of additional samples for accuracy `p` of `n` samples."""
+        """Return the number of additional samples for a share `p` of successes among `n` samples."""
         p = p or 0.5 / n
         if p >= 0.5:
             return 0

@@ -1,6 +1,6 @@
 """DART: selection of the turns in which the policy was least certain.
 
-Shapes: N samples, K = MAX_TURNS turns, T packed tokens.
+Shapes: N samples of the step, K = MAX_TURNS turns per sample, T packed tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from rlsys.algo.segments import groups_of
 from rlsys.algo.selectors import Selector
 
 MAX_TURNS = 256
-"""Maximum number of turns of a sample that are distinguished; all later turns count as one."""
+"""Number of turns of a sample that are distinguished. The last one includes all later turns."""
 
 
 def turn_entropies(parts: Sequence[Batch], samples: int, reduce: Reduce) -> Tensor:
-    """Compute the mean entropy of each turn's counted tokens over all ranks, `[N, K]` float64; NaN without a turn."""
+    """Compute the mean entropy of each turn, `[N, K]` float64; NaN for a turn without counted tokens.
+
+    Args:
+        parts: packed batches of this rank.
+        samples: number of samples of the step.
+        reduce: sum over ranks.
+    """
     device = parts[0].mu.device
     sums = torch.zeros(2, samples * MAX_TURNS, dtype=torch.float64, device=device)
     for part in parts:
@@ -37,10 +43,14 @@ def turn_entropies(parts: Sequence[Batch], samples: int, reduce: Reduce) -> Tens
 
 
 def least_sure(entropies: Tensor, group_ids: Tensor, share: float) -> Tensor:
-    """Return the ceil(share * n) of a group's n turns with the largest entropy, and all that equal the last of them.
+    """Return the mask of each group's ceil(share * n) turns with the largest entropy, `[N, K]` bool.
 
-    Returns:
-        `[N, K]` bool.
+    n is the number of turns of the group. Further turns with the smallest selected entropy are selected, too.
+
+    Args:
+        entropies: mean entropy of each turn, `[N, K]`; NaN for none.
+        group_ids: group of each sample, `[N]`.
+        share: share of the turns to select.
     """
     selected = torch.zeros_like(entropies, dtype=torch.bool)
     for rows in groups_of(group_ids):
@@ -53,11 +63,11 @@ def least_sure(entropies: Tensor, group_ids: Tensor, share: float) -> Tensor:
 
 
 class UnsureTurns(Selector):
-    """Train only the turns in which the policy was least certain: in each group those with the largest mean entropy.
+    """Train only the turns of each group in which the policy was least certain.
 
-    The entropy is the trainer's at the start of the step, averaged over the turn's trained tokens. A response without
-    tool calls is one turn. Denominators count all turns. This is a reading of the abstract, which does not
-    state the share of turns.
+    These are the turns with the largest mean entropy. The entropy is the trainer's at the start of the step, averaged
+    over the trained tokens of the turn. A response without tool calls is one turn. Denominators count all turns. This
+    is a reading of the abstract, which does not state the share of turns.
     """
 
     paper: ClassVar[str] = "DART: decoupled agentic RL training for GUI agents (arXiv 2509.23866)"
@@ -79,5 +89,5 @@ class UnsureTurns(Selector):
 
 
 def _turn(part: Batch) -> Tensor:
-    """Return the turn of each token, `[T]`; any number if no model sampled the token."""
+    """Return the turn of each token, `[T]`; undefined for tokens that the model did not sample."""
     return part.signal("turns").clamp(min=0, max=MAX_TURNS - 1)

@@ -1,4 +1,4 @@
-"""Decoupled PPO: separate proximal and behaviour policies (Hilton et al. 2022; AReaL, eq. 5)."""
+"""Decoupled PPO: a proximal policy that differs from the behaviour policy (Hilton et al. 2022; AReaL, eq. 5)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from rlsys.algo.losses import View
 
 
 class DecoupledPPO(CorrectionPlugin):
-    """Decoupled PPO: the clip is around a recent anchor, and the ratio of the anchor to mu is a weight.
+    """Decoupled PPO: the loss clips the ratio to a recent anchor, and the ratio of the anchor to mu is a weight.
 
-    w = rho = exp(anchor - mu), clamped to cap ("clamp") or rejected above it ("mask"). The anchor is the config's
-    `algo.anchor`: old (recomputed), behaviour (exact), interpolated (mu + alpha (logp - mu)), ewma.
+    The weight is rho = exp(anchor - mu). A token with a weight above `cap` gets the weight `cap` (`above: clamp`) or
+    is rejected (`above: mask`). `algo.anchor` is the anchor: old (recomputed), behaviour (exact), interpolated (mu +
+    alpha (logp - mu)) or ewma.
     """
 
     paper: ClassVar[str] = "AReaL, eq. 5; Batch size-invariance for policy optimisation (Hilton et al. 2022)"
@@ -22,7 +23,7 @@ class DecoupledPPO(CorrectionPlugin):
     cap: PositiveFloat = 5.0
     """Largest weight."""
     above: Literal["clamp", "mask"] = "mask"
-    """Treatment of a token above `cap`: its weight is clamped, or the token is masked."""
+    """Treatment of a token with a weight above `cap`. clamp: it gets the weight `cap`. mask: it is rejected."""
 
     def __call__(self, view: View, update_stats: Any) -> Correction:
         rho = view.log_behaviour_ratio.exp()

@@ -1,4 +1,4 @@
-"""Dynamic fine-tuning (arXiv 2508.05629)."""
+"""Dynamic fine-tuning: cross entropy weighted by the token's probability (arXiv 2508.05629)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlsys.algo.sft.imitation import Imitation, Tokens
 
 
 class Dft(Imitation):
-    """-sg(pi(token)) log pi(token): unlikely tokens have less weight."""
+    """-sg(pi(token)) log pi(token), where sg stops the gradient: unlikely tokens have less weight."""
 
     paper = "Dynamic Fine-Tuning (arXiv 2508.05629), equation 9"
     evidence = "R"

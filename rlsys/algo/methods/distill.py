@@ -1,4 +1,7 @@
-"""On-policy distillation: the policy learns a teacher's distributions on its own samples."""
+"""On-policy distillation: the policy learns the distributions of a teacher on its own samples.
+
+Shapes: K ids of the vocabulary, T packed tokens. Log-probs `[..., K]` have the same ids for policy and teacher.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,24 @@ from torch.nn.functional import kl_div
 
 from rlsys.algo.losses import Figures, Loss, View, Width, clipped_surrogate
 
-_LEAST = 1e-7
+_MIN_REST = 1e-7
+"""Smallest probability of the other ids, so that its logarithm is finite."""
 
 
 def with_rest(logp: Tensor) -> Tensor:
-    """Append to the log-probs `[..., K]` of some ids that of all other ids together: `[..., K + 1]`."""
-    total = logp.logsumexp(-1, keepdim=True).clamp(max=-_LEAST)
+    """Append the log-prob of all other ids together to the log-probs `[..., K]` of some ids, as `[..., K + 1]`."""
+    total = logp.logsumexp(-1, keepdim=True).clamp(max=-_MIN_REST)
     return torch.cat([logp, torch.log(-torch.expm1(total))], -1)
 
 
 def divergence(policy: Tensor, teacher: Tensor, direction: float) -> Tensor:
-    """Return the divergence `[...]` of the log-probs `[..., K]` of the same ids.
+    """Return the divergence of policy and teacher, `[...]`.
 
-    A `direction` of 1 gives KL(policy || teacher), 0 gives KL(teacher || policy), and a value between them the
-    generalised Jensen-Shannon divergence with weight `direction` of the teacher (GKD, eq. 1).
+    Args:
+        policy: log-probs, `[..., K]`.
+        teacher: log-probs of the same ids, `[..., K]`.
+        direction: 1: KL(policy || teacher). 0: KL(teacher || policy). Between 0 and 1: the generalised Jensen-Shannon
+            divergence, with this weight of the teacher (GKD, eq. 1).
     """
     if direction in (0.0, 1.0):
         target, approximation = (policy, teacher) if direction else (teacher, policy)
@@ -45,15 +52,15 @@ def divergence_over(
     tail_bucket: bool,
     least_logprob: float | None = None,
 ) -> Tensor:
-    """Return the divergence `[...]` over K ids of the vocabulary.
+    """Return the divergence of policy and teacher over some ids of the vocabulary, `[...]`.
 
     Args:
-        policy: log-probs `[..., K]`.
-        teacher: log-probs `[..., K]` of the same ids.
+        policy: log-probs, `[..., K]`.
+        teacher: log-probs of the same ids, `[..., K]`.
         direction: see `divergence`.
-        tail_bucket: whether all other ids are compared together. Without them the sum may be negative; it is then 0
-            without gradient (verl's forward_kl_topk).
-        least_logprob: lower bound of both log-probs.
+        tail_bucket: whether all other ids together are compared as one id. If not, a negative sum counts as 0 without
+            gradient (verl's forward_kl_topk).
+        least_logprob: lower bound of both log-probs; None for no bound.
     """
     if tail_bucket:
         policy, teacher = with_rest(policy), with_rest(teacher)
@@ -64,11 +71,12 @@ def divergence_over(
 
 
 class Distill(Loss):
-    """The divergence between policy and teacher at each token, with its gradient through the whole distribution.
+    """The divergence of policy and teacher at each token, with the gradient through the whole distribution.
 
-    `algo.teacher` names the teacher, the compared tokens and the direction. As the only loss it is on-policy
-    distillation; with a policy loss it is mixed with reinforcement learning. If the teacher is the policy's initial
-    model, it keeps the policy near that model. Metric `divergence`: its mean over the trained tokens, in nats.
+    `algo.teacher` sets the teacher, the compared ids and the direction. As the only loss, this term is on-policy
+    distillation; with a policy loss, it combines distillation and reinforcement learning. With the policy's initial
+    model as teacher, it keeps the policy near that model. The metric `divergence` is the mean over the trained
+    tokens, in nats.
     """
 
     paper: ClassVar[str] = "On-policy distillation of language models: GKD (Agarwal et al. 2023), eq. 1"
@@ -77,9 +85,9 @@ class Distill(Loss):
     ratio: ClassVar[bool] = False
     trains_policy: ClassVar[bool] = True
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight."""
+    """Weight of the divergence."""
     cap: Annotated[float, Field(gt=0)] | None = None
-    """Largest divergence of a token, in nats; a token beyond has no gradient. Unset: no bound."""
+    """Largest divergence of a token, in nats. A token above it has no gradient. Unset: no bound."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"divergence"})
@@ -94,11 +102,11 @@ class Distill(Loss):
 
 
 class DistillPolicyGradient(Loss):
-    """On-policy distillation by policy gradient: a token's advantage is log(teacher / policy) at the sampled token.
+    """On-policy distillation by policy gradient: the advantage of a sampled token is log(teacher / policy).
 
-    With `algo.teacher.top_k` = 0 the teacher returns only these log-probs. The expected gradient is that of
-    KL(policy || teacher); an estimate from one id has more variance than `distill` and costs less. Metric
-    `divergence`: the mean of log(policy / teacher), in nats.
+    It needs `algo.teacher.top_k` = 0, with which the teacher computes only the log-probs of the sampled tokens. The
+    expected gradient is that of KL(policy || teacher). The estimate from one id costs less than `distill` and has
+    more variance. The metric `divergence` is the mean of log(policy / teacher), in nats.
     """
 
     paper: ClassVar[str] = "On-policy distillation (Lu and Thinking Machines Lab 2025); PPO, eq. 7; dual clip"
@@ -108,15 +116,15 @@ class DistillPolicyGradient(Loss):
     reads_anchor: ClassVar[bool] = True
     trains_policy: ClassVar[bool] = True
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight."""
+    """Weight of the loss."""
     cap: Annotated[float, Field(gt=0)] | None = None
     """Largest absolute advantage of a token, in nats. Unset: no bound."""
     clip_low: Width = 0.2
-    """Lower width of the ratio's clip."""
+    """Clip width below a ratio of 1."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
-    """Upper width of the ratio's clip."""
+    """Clip width above a ratio of 1."""
     dual: Annotated[float, Field(gt=1)] | None = None
-    """Cap of the ratio where the advantage is negative. Unset: none."""
+    """Largest ratio with a gradient where the advantage is negative. Unset: no bound."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"divergence"})
@@ -132,6 +140,13 @@ class DistillPolicyGradient(Loss):
 
 
 def _divergence_of(view: View, term: str) -> Tensor:
+    """Return the divergence from the teacher, `[T]`.
+
+    Raises:
+        ValueError: it is not set; the message names the loss term.
+    """
     if view.divergence is None:
-        raise ValueError(f"the loss was called without the divergence, which the term '{term}' needs")
+        raise ValueError(
+            f"divergence = None; expected the teacher's divergence, which the loss term '{term}' needs"
+        )
     return view.divergence

@@ -1,7 +1,4 @@
-"""DPPO: divergence proximal policy optimisation (arXiv 2602.04879).
-
-The ratio is taken against `algo.anchor`, whose default, mu, is the policy that sampled.
-"""
+"""DPPO: divergence proximal policy optimisation (arXiv 2602.04879)."""
 
 from __future__ import annotations
 
@@ -14,42 +11,49 @@ from torch import Tensor
 from rlsys.algo.losses import Figures, Loss, View
 
 TINY = 1e-8
-"""Keeps the logarithm of the other tokens' probability finite (verl's value)."""
+"""Added to the probability of the other tokens, so that its logarithm is finite (verl's value)."""
 
 
 def binary_kl(anchor: Tensor, logp: Tensor) -> Tensor:
-    """Compute KL(anchor || policy) between "this token" and "any other", from both log-probs `[T]`."""
-    other_probs, other_probs_now = -torch.expm1(anchor), -torch.expm1(logp)
+    """Compute KL(anchor || policy) of the distribution over "this token" and "any other token", `[T]`.
+
+    Args:
+        anchor: log-probs of the anchor, `[T]`.
+        logp: log-probs of the policy, `[T]`.
+    """
+    other_anchor, other_policy = -torch.expm1(anchor), -torch.expm1(logp)
     return (
-        anchor.exp() * (anchor - logp) + other_probs * ((other_probs + TINY) / (other_probs_now + TINY)).log()
+        anchor.exp() * (anchor - logp) + other_anchor * ((other_anchor + TINY) / (other_policy + TINY)).log()
     )
 
 
 class Dppo(Loss):
-    """A trust region in probabilities instead of ratios: a token whose probability moved too far has no gradient.
+    """A trust region on probabilities instead of ratios: a token whose probability changed too much has no gradient.
 
-    -sg(min(r, cap)) A logp, without gradient where A > 0 and the token's probability rose by more than `high`, or
-    A <= 0 and it fell by more than `low`. `tv` measures |p - p_anchor|; `kl` the KL between this token and any other,
-    for which 0.05 is usual. Unlike a clip of ratios it bounds likely tokens rather than unlikely ones. prime-rl's
+    The loss is -sg(min(r, cap)) A logp, where sg stops the gradient. A token has no gradient if A > 0 and its
+    probability p rose by more than `high`, or if A <= 0 and p fell by more than `low`. The change is |p - p_anchor|
+    (`divergence: tv`), or the KL divergence over "this token" and "any other token" (`kl`), for which 0.05 is a usual
+    limit. A clip of ratios limits unlikely tokens most; this trust region limits likely tokens most. prime-rl's
     default loss is `loss: [dppo, {name: kimi, tau: 0.002}]` with low = high = 0.2, no cap (1e9) and anchor mu.
     """
 
     paper: ClassVar[str] = "DPPO: divergence proximal policy optimisation (arXiv 2602.04879)"
     evidence: ClassVar[str] = "R"
     divergence: Literal["tv", "kl"] = "tv"
-    """Divergence from the anchor: total variation, or KL."""
+    """Divergence from the anchor. tv: total variation. kl: KL divergence."""
     low: Annotated[float, Field(ge=0)] = 0.15
-    """Largest move downwards."""
+    """Largest divergence of a token with A <= 0 whose probability fell."""
     high: Annotated[float, Field(ge=0)] = 0.15
-    """Largest move upwards."""
+    """Largest divergence of a token with A > 0 whose probability rose."""
     cap: Annotated[float, Field(gt=1)] = 20.0
-    """Largest weight; the paper recommends a large one: 10 in the authors' code, 20 in verl, none in prime-rl."""
+    """Largest ratio in the weight. The paper recommends a large one: 10 in the authors' code, 20 in verl, none in
+    prime-rl."""
 
     @model_validator(mode="after")
-    def _cross(self) -> Self:
+    def _check_widths(self) -> Self:
         if self.low == self.high == 0:
             raise ValueError(
-                "low = high = 0: a token has no gradient after any movement; expected values such as 0.15 (tv)"
+                "low = high = 0: a token whose probability changed has no gradient; expected values such as 0.15"
             )
         return self
 

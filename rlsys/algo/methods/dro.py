@@ -1,7 +1,4 @@
-"""DRO: offline regularised RL (Richemond et al. 2024).
-
-The ratio is taken against `algo.anchor`, whose default, mu, is the policy that sampled.
-"""
+"""DRO: direct reward optimisation, offline regularised RL (Richemond et al. 2024)."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from rlsys.algo.losses import Figures, Loss, View
 
 
 class Dro(Loss):
-    """Direct reward optimisation: -A logp + beta / 2 (logp - anchor)^2, token by token, without ratio or clip.
+    """Direct reward optimisation: -A logp + beta / 2 (logp - anchor)^2 for each token, without ratio and clip.
 
-    The square also applies to samples of advantage 0. Corrections weight the whole term by exp(logp - mu); in
-    `loss: [reinforce, kimi]` they do not weight the square.
+    Samples with advantage 0 have the square, too. Corrections weight the whole loss by exp(logp - mu). In
+    `loss: [reinforce, kimi]`, the same formula as two terms, they do not weight the square.
     """
 
     paper: ClassVar[str] = "DRO: offline regularised RL (Richemond et al. 2024)"
@@ -26,7 +23,7 @@ class Dro(Loss):
     reads_anchor: ClassVar[bool] = True
     every_sample: ClassVar[bool] = True
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """Weight of the square. verl has no default; the default is ROLL's for the same formula (kimi15)."""
+    """Weight of the square. The default is ROLL's for the same formula (kimi15); verl has none."""
 
     def __call__(self, view: View, update_stats: Any) -> tuple[Tensor, Figures]:
         return -view.advantages * view.logp + self.beta / 2 * view.log_ratio**2, {}

@@ -1,4 +1,4 @@
-"""FAPO: flawed-aware policy optimisation. No torch."""
+"""FAPO: flawed-aware policy optimisation. Imports no torch, because it runs in the rollout process."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ VERDICT = re.compile(r"\\boxed\{\s*(-?\d+)\s*\}")
 
 
 class Fapo(GroupReward):
-    """1 for a correct and sound response, 1 - penalty for a correct one with a flaw, -1 for a wrong one.
+    """Reward of 1 for a sound correct response, 1 - penalty for a flawed correct one, and -1 for a wrong one.
 
-    A judge that sees the right answer returns the first wrong step of a correct response in \\boxed{}, or -1. Only
-    correct responses are judged, concurrently. If the judge fails, takes longer than `data.judge_timeout` or returns
-    no step, there is no verdict; the authors treat the response as sound. `data.reward: fapo_judge` trains a judge.
+    A judge that knows the correct answer returns the index of the first wrong step of a correct response in
+    \\boxed{}, or -1 if there is none. It does not judge wrong responses. If it fails, takes longer than
+    `data.judge_timeout` or returns no index, the response has no verdict; the authors then treat it as sound.
+    `data.reward: fapo_judge` trains a judge.
     """
 
     paper: ClassVar[str] = "FAPO: flawed-aware policy optimisation"
     evidence: ClassVar[str] = "R"
     penalty: Annotated[float, Field(ge=0)] = 1.0
-    """Reward subtracted for a flaw."""
+    """Reward that is subtracted for a flaw."""
     correct: float = 0.5
-    """A response is correct when its verified reward is above this."""
+    """A response is correct if its reward from `data.reward` is above this."""
     no_verdict: Literal["censor", "sound"] = "censor"
-    """Treatment of a correct response without a verdict: it is censored, with its group, or counts as sound."""
+    """Treatment of a correct response without a verdict. censor: its group is censored. sound: it counts as sound."""
     question: Annotated[str, Field(pattern=r"\{response\}")] = (
         "Problem:\n{prompt}\n\nRight answer:\n{key}\n\nSolution:\n{response}\n\nThe solution comes to the right "
         "answer. Its paragraphs count from 0: name the first one that has an error, or -1 if none has, in \\boxed{}."
@@ -43,10 +44,11 @@ class Fapo(GroupReward):
         self, prompt: str, responses: Sequence[Response], judge: Judge | None
     ) -> list[float | None]:
         if judge is None:
-            raise ValueError("algo.group_reward fapo needs a judge: data.judge is not set")
+            raise ValueError("algo.group_reward fapo needs a judge, but data.judge is not set")
         return list(await asyncio.gather(*(self._score(prompt, r, judge) for r in responses)))
 
     async def _score(self, prompt: str, response: Response, judge: Judge) -> float | None:
+        """Return the reward of a response; None if it cannot be judged."""
         if response.reward is None:
             return None
         if response.reward <= self.correct:
@@ -57,17 +59,22 @@ class Fapo(GroupReward):
         return 1.0 if step == -1 else 1.0 - self.penalty
 
     def _question(self, prompt: str, response: Response) -> str:
+        """Return the judge's prompt for a response.
+
+        Raises:
+            ValueError: the prompt needs a correct answer that the data does not have.
+        """
         question = self.question
         if "{key}" in question and response.key is None:
             raise ValueError(
-                "algo.group_reward fapo: question contains {key}, but the problem's entry has no `answer`; remove "
-                "{key}"
+                "algo.group_reward fapo: question contains {key}, but the problem has no `answer` in the data; "
+                "remove {key}"
             )
         values = {"{prompt}": prompt, "{key}": response.key or "", "{response}": response.text}
         return re.sub(r"\{(?:prompt|key|response)\}", lambda match: values[match[0]], question)
 
 
 def flaw(verdict: str) -> int | None:
-    """Return the last boxed step of a judge's response; -1: sound; None: no verdict."""
+    """Return the last boxed index of a judge's response, where -1 means sound; None without a verdict."""
     steps = VERDICT.findall(verdict)
     return int(steps[-1]) if steps else None

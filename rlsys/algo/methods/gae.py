@@ -1,6 +1,6 @@
-"""Generalised advantage estimation: by token or by turn, with one lambda for all or one for each length.
+"""Generalised advantage estimation over tokens or turns, with a lambda that may depend on the response's length.
 
-Shapes: T packed tokens, K timesteps of trained tokens (a token each, or a turn each), S sequences.
+Shapes: T packed tokens, n trained tokens, K timesteps (trained tokens or turns).
 """
 
 from __future__ import annotations
@@ -20,10 +20,19 @@ from rlsys.algo.token_advantages import Unit, last_token, turn_ends, whiten_toke
 
 
 def gae(rewards: Tensor, values: Tensor, ids: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
-    """Return A_t = sum_l (gamma lam)^l delta_{t+l} within each sequence, delta_t = r_t + gamma V_{t+1} - V_t, `[T]`.
+    """Compute generalised advantage estimates (Schulman et al. 2016, eq. 16) within each sequence.
 
-    Generalised advantage estimation (Schulman et al. 2016, eq. 16). V after the last token is 0. `lam` is a number,
-    or `[T]` with the same value for all tokens of a sequence.
+    A_t = sum_l (gamma lam)^l delta_{t+l} with delta_t = r_t + gamma V_{t+1} - V_t; V after the last timestep is 0.
+
+    Args:
+        rewards: r, `[K]`.
+        values: V, `[K]`.
+        ids: index of each timestep's sequence, `[K]`.
+        gamma: discount factor.
+        lam: a number, or `[K]` with the same number for all timesteps of a sequence.
+
+    Returns:
+        A, `[K]`.
     """
     following = torch.zeros_like(values)
     following[:-1] = torch.where(ids[1:] == ids[:-1], values[1:], torch.zeros_like(values[1:]))
@@ -31,36 +40,43 @@ def gae(rewards: Tensor, values: Tensor, ids: Tensor, gamma: float, lam: float |
 
 
 class Timesteps(NamedTuple):
-    """Timesteps of GAE. `of`: the timestep of each trained token; `first`: whether the token starts a timestep."""
+    """Timesteps of the trained tokens.
 
-    of: Tensor
-    first: Tensor
+    Attributes:
+        step: Timestep of each trained token, `[n]`.
+        is_first: Whether the token is the first of its timestep, `[n]` bool.
+    """
+
+    step: Tensor
+    is_first: Tensor
 
 
 def timesteps(part: Batch, unit: Literal["token", "turn"]) -> Timesteps:
-    """Return the timesteps of the trained tokens: one per token, or one per turn.
+    """Return the timesteps of the trained tokens: one for each token, or one for each turn.
 
-    A turn is a run of trained tokens; tokens that the policy did not write, such as a tool's answer, end it.
+    A turn is a run of consecutive trained tokens of a sequence.
     """
-    index, ids = part.keep.nonzero().flatten(), part.ids[part.keep]
-    first = torch.ones_like(index, dtype=torch.bool)
+    positions = part.keep.nonzero().flatten()
+    ids = part.ids[part.keep]
+    is_first = torch.ones_like(positions, dtype=torch.bool)
     if unit == "turn":
-        first[1:] = (index[1:] != index[:-1] + 1) | (ids[1:] != ids[:-1])
-    return Timesteps(first.long().cumsum(0) - 1, first)
+        is_first[1:] = (positions[1:] != positions[:-1] + 1) | (ids[1:] != ids[:-1])
+    return Timesteps(is_first.long().cumsum(0) - 1, is_first)
 
 
 class Gae(Advantage):
-    """PPO's advantages from a critic: GAE(gamma, lambda), whitened over all tokens; the reward is on the last token.
+    """PPO's advantages from a critic: GAE(gamma, lambda), whitened over all tokens.
 
-    Also sets the critic's targets, returns = advantage + value, for the loss term `value`.
+    The reward is on the last token. The estimator also computes the targets of the critic, advantage + value, for the
+    loss term `value`.
 
-    `timestep: turn` (AReaL) makes each of the policy's turns one step: its reward is the sum over its tokens, its
-    value is the one at its first token, and all its tokens have its advantage and its return. `alpha` (VAPO) makes
-    lambda grow with the response: 1 - 1 / (alpha l), at least 0, where l counts the response's timesteps.
-    `critic_lam` (VAPO, VC-PPO) gives the critic's targets a lambda of their own; 1 makes them plain returns.
+    - `timestep: turn` (AReaL): a timestep is a turn of the policy. Its reward is the sum over its tokens, and its
+      value is that of its first token. All its tokens have its advantage and its return.
+    - `alpha` (VAPO): lambda grows with the number l of timesteps of the response, as 1 - 1 / (alpha l), at least 0.
+    - `critic_lam` (VAPO, VC-PPO): the critic's targets have another lambda; with 1 they are the returns.
 
-    The value after the last token is 0, as in verl, also for a truncated response; AReaL uses the value of its last
-    token. Each sequence of a sample is a separate episode with the sample's reward on its last token.
+    The value after the last token is 0 even for a truncated response, as in verl; AReaL uses the value of the last
+    token. Each sequence of a sample is a separate episode, with the sample's reward on the last token.
     """
 
     paper: ClassVar[str] = (
@@ -69,22 +85,23 @@ class Gae(Advantage):
     evidence: ClassVar[str] = "R"
     of_samples: ClassVar[bool] = False
     gamma: Unit = 1.0
-    """Discount per timestep."""
+    """Discount factor per timestep."""
     lam: Unit = 0.95
-    """Lambda: 1 gives the full return, 0 looks one timestep ahead."""
+    """Lambda. 1: full returns. 0: one timestep ahead."""
     alpha: Annotated[float, Field(gt=0)] | None = None
-    """Lambda is 1 - 1 / (alpha l) instead of `lam` (VAPO: 0.05 for responses of thousands of tokens; it is 0, so that
-    an advantage looks one token ahead, for responses of up to 1 / alpha)."""
+    """Parameter of the lambda that depends on the length; null: `lam` for all. Responses of up to 1 / alpha timesteps
+    have lambda 0. VAPO uses 0.05 for responses of thousands of tokens."""
     critic_lam: Unit | None = None
-    """Lambda of the critic's targets. Unset: that of the advantages."""
+    """Lambda of the critic's targets; null: that of the advantages."""
     timestep: Literal["token", "turn"] = "token"
-    """Time step of gamma and lambda: a token, or a turn of the model."""
+    """Timestep of gamma and lambda: a token, or a turn of the policy."""
     rewards: Literal["response", "turns"] = "response"
-    """Unit that has a reward: the response, on its last token, or each turn."""
+    """Rewards. response: one for the response, on its last token. turns: one for each turn, on the turn's last
+    token."""
     beta: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the reference, on each token's reward."""
+    """Weight of the KL penalty old - ref in the reward of each token."""
     whiten: bool = True
-    """Whiten over all tokens of the step."""
+    """Whether advantages are whitened over all tokens of the step."""
 
     def needs(self) -> frozenset[str]:
         needs = {"values"} | ({"old", "ref"} if self.beta else set())
@@ -96,44 +113,43 @@ class Gae(Advantage):
     def per_token(
         self, advantages: Tensor, samples: Samples, parts: Sequence[Batch], reduce: Reduce
     ) -> list[Tensor]:
-        out = []
+        estimates = []
         for part in parts:
             rewards = self._rewards(part, advantages, samples)
             if self.beta:
                 rewards = rewards - self.beta * part.masked(part.signal("old") - part.signal("ref"))
             estimate, part.returns = self._estimate(part, rewards)
-            out.append(estimate)
-        return whiten_tokens(out, parts, reduce) if self.whiten else out
+            estimates.append(estimate)
+        return whiten_tokens(estimates, parts, reduce) if self.whiten else estimates
 
     def _rewards(self, part: Batch, advantages: Tensor, samples: Samples) -> Tensor:
-        """Return the rewards on the tokens that have them, `[T]`."""
+        """Return the reward of each token, `[T]`, without the KL penalty; 0 for tokens without a reward."""
         if self.rewards == "response":
             return torch.where(last_token(part), part.expand(advantages), torch.zeros_like(part.mu))
         table = samples.column("turn_rewards").to(part.mu)
-        # Where no model sampled the token, its turn is -1: what that reads is masked.
-        of_turn = table[part.rows.to(table.device)[part.ids], part.signal("turns")]
-        return torch.where(turn_ends(part), of_turn, torch.zeros_like(part.mu))
+        # A token that the model did not sample has turn -1: it gets the last turn's value, which is masked.
+        turn_rewards = table[part.rows.to(table.device)[part.ids], part.signal("turns")]
+        return torch.where(turn_ends(part), turn_rewards, torch.zeros_like(part.mu))
 
     def _estimate(self, part: Batch, rewards: Tensor) -> tuple[Tensor, Tensor]:
-        """Return advantages and the critic's targets, `[T]`; 0 where masked."""
+        """Return the advantages and the critic's targets, `[T]` each; 0 where masked."""
         steps, keep = timesteps(part, self.timestep), part.keep
-        values = part.signal("values").detach()[keep][steps.first]
-        ids = part.ids[keep][steps.first]
-        summed = sum_by(rewards[keep], steps.of, len(ids))
+        values = part.signal("values").detach()[keep][steps.is_first]
+        ids = part.ids[keep][steps.is_first]
+        step_rewards = sum_by(rewards[keep], steps.step, len(ids))
         lam = self._lambda(ids, part.sequences).to(values)
-        estimates = gae(summed, values, ids, self.gamma, lam)
-        target_estimates = (
-            estimates if self.critic_lam is None else gae(summed, values, ids, self.gamma, self.critic_lam)
-        )
+        estimates = target_estimates = gae(step_rewards, values, ids, self.gamma, lam)
+        if self.critic_lam is not None:
+            target_estimates = gae(step_rewards, values, ids, self.gamma, self.critic_lam)
 
         def to_tokens(x: Tensor) -> Tensor:
-            """Return for each token the value of its timestep: `[K]` -> `[T]`."""
-            return torch.zeros_like(part.mu).masked_scatter(keep, x[steps.of])
+            """Return for each token the entry of its timestep in `x` `[K]`, as `[T]`."""
+            return torch.zeros_like(part.mu).masked_scatter(keep, x[steps.step])
 
         return to_tokens(estimates), to_tokens(target_estimates + values)
 
     def _lambda(self, ids: Tensor, sequences: int) -> Tensor:
-        """Return lambda of each timestep, `[K]`."""
+        """Return the lambda of each timestep, `[K]` float64, from the number of timesteps of its sequence."""
         if self.alpha is None:
             return torch.full(ids.shape, self.lam, dtype=torch.float64, device=ids.device)
         lengths = torch.bincount(ids, minlength=sequences).double()[ids]

@@ -1,4 +1,4 @@
-"""GAPO: group adaptive policy optimisation."""
+"""GAPO: group adaptive policy optimisation, with a baseline that ignores outliers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rlsys.algo.plugin import REWARD_TOLERANCE
 
 
 def dense_centre(rewards: Tensor, share: float) -> Tensor:
-    """Return the median of the ceil(share n) sorted neighbours with the smallest range.
+    """Return the median of the ceil(share n) neighbours in the sorted rewards `[n]` that have the smallest range.
 
-    If ranges are equal up to rounding, the lower neighbours are used.
+    If several ranges are equal up to rounding, the lowest neighbours count.
     """
     k = max(1, math.ceil(share * len(rewards)))
     sorted_rewards = rewards.sort().values
@@ -26,23 +26,24 @@ def dense_centre(rewards: Tensor, share: float) -> Tensor:
 
 
 class Gapo(Advantage):
-    """(R - Q) / rms(R - Q): Q, the median of the densest part of the group's rewards, ignores outliers.
+    """(R - Q) / scale, where Q is the median of the densest part of the group's rewards and ignores outliers.
 
-    Q is the median of the ceil(tau n) sorted rewards with the smallest range; the scale is
-    sqrt(sum (R - Q)^2 / (n - 1)). For an even window we take the mean of the two middle values.
+    The densest part is the ceil(tau n) neighbours in the sorted rewards with the smallest range. For an even number,
+    Q is the mean of the two middle ones. The scale is sqrt(sum (R - Q)^2 / (n - 1)) + eps.
     """
 
     paper: ClassVar[str] = "GAPO: group adaptive policy optimisation"
     evidence: ClassVar[str] = "R"
     compares: ClassVar[bool] = True
     tau: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the group in the window."""
+    """Share of the group's samples in the densest part."""
     eps: Eps = 1e-6
     """Added to the scale."""
 
     def __call__(self, samples: Samples) -> Tensor:
-        def group(rewards: Tensor) -> Tensor:
+        def group_advantages(rewards: Tensor) -> Tensor:
+            """Return the advantages of a group, `[n]`."""
             distance = rewards - dense_centre(rewards, self.tau)
             return distance / ((distance**2).sum() / max(len(rewards) - 1, 1)).sqrt().add(self.eps)
 
-        return by_group(group, samples.reward, samples.group_ids)
+        return by_group(group_advantages, samples.reward, samples.group_ids)

@@ -13,13 +13,15 @@ from rlsys.algo.segments import group_std
 
 
 class Gpg(Advantage):
-    """alpha (R - mean) / f_norm, where alpha compensates for groups without gradient: use `loss: [reinforce]`.
+    """alpha (R - mean) / f_norm, where alpha compensates for groups without a gradient.
 
-    `mixed` is the authors' variant: alpha = B / (B - M), if M of the step's B samples are in groups of equal
-    rewards. The authors also sample more groups until B - M reaches beta_th B, beta_th from 0.4 to 0.6; in rlsys
-    `planners: [dapo]` replaces groups of equal rewards. `rewarded` is verl's: all samples of the step divided by
-    those with a reward other than 0. With rewards of 0 and 1 that is 1 / (mean reward): large for a hard task and
-    small for a learned one, the opposite of alpha's purpose.
+    Use it with `loss: [reinforce]`. alpha is the number B of samples of the step divided by the number of counted
+    samples:
+    - `counts: mixed` (the authors): samples in groups whose rewards differ. The authors also sample groups until
+      there are beta_th B such samples, with beta_th from 0.4 to 0.6; in rlsys, `planners: [dapo]` replaces groups of
+      equal rewards.
+    - `counts: rewarded` (verl): samples with a reward other than 0. With rewards of 0 and 1, alpha is then
+      1 / (mean reward), which is large for a hard task and small for a learned one, the opposite of its purpose.
     """
 
     paper: ClassVar[str] = "Group policy gradient (GPG, arXiv 2504.02546), the authors' AMAP-ML/GPG"
@@ -27,8 +29,8 @@ class Gpg(Advantage):
     compares: ClassVar[bool] = True
     group_local: ClassVar[bool] = False
     counts: Literal["mixed", "rewarded"] = "mixed"
-    """Samples that alpha counts: mixed: those of groups whose rewards differ. rewarded: those with a reward other
-    than 0 (verl)."""
+    """Counted samples. mixed: those in groups whose rewards differ. rewarded: those with a reward other than 0
+    (verl)."""
     f_norm: Annotated[float, Field(gt=0)] = 1.0
     """Divisor of the advantages."""
 

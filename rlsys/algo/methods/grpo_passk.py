@@ -13,9 +13,10 @@ from rlsys.algo.segments import group_std, groups_of
 
 
 class GrpoPassK(Advantage):
-    """Train only the best sample of a group, by its lead over the second best: the gradient of pass@(group size).
+    """Train only the best sample of a group, which estimates the gradient of pass@(group size).
 
-    A = (largest R - second largest R) / (std + eps) for the best sample, 0 for all others and for a tie at the top.
+    The advantage of the best sample is (largest R - second largest R) / (std + eps), which is 0 for a tie. All other
+    samples have advantage 0.
     """
 
     paper: ClassVar[str] = (
@@ -24,7 +25,7 @@ class GrpoPassK(Advantage):
     evidence: ClassVar[str] = "F"
     compares: ClassVar[bool] = True
     scale: bool = True
-    """Divide by the group's standard deviation."""
+    """Whether the advantage is divided by the group's standard deviation."""
     eps: Eps = 1e-6
     """Added to the standard deviation."""
 

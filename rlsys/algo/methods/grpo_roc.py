@@ -1,4 +1,7 @@
-"""GRPO-RoC (rStar2-Agent, section 3.2) in the trainer: selection of the trained samples of an oversampled group."""
+"""GRPO-RoC's selection of the trained samples of an oversampled group (rStar2-Agent, section 3.2).
+
+The planner that oversamples groups is in grpo_roc_groups.py.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,15 @@ from rlsys.config.section import Fraction
 
 
 class GrpoRoc(Selector):
-    """Resample on correct: keep half of an oversampled group, random failures but only the cleanest successes.
+    """Resample on correct: keep a share of an oversampled group, random failures but only the best successes.
 
-    The selection keeps the group's proportion of successes, with at least `least` successes and failures if
-    available. Successes are ranked by a penalty: the share of failed tool calls (0.5 without a call) plus
-    min((answers - 1) / turns, 1), or 1 without an answer; without tools, the length. Baselines are those of the kept
-    samples. Use `planners: [grpo_roc]` to oversample groups.
+    The selection has the group's proportion of successes, but at least `least` successes and `least` failures if the
+    group has them. The best successes are those with the smallest penalty:
+    - `penalty: tools`: the share of failed tool calls (0.5 without a call), plus min((answers - 1) / turns, 1), or
+      plus 1 without an answer;
+    - `penalty: length`: the number of tokens.
+
+    Baselines are those of the kept samples. `planners: [grpo_roc]` oversamples groups.
     """
 
     paper: ClassVar[str] = "rStar2-Agent (GRPO-RoC), section 3.2"
@@ -30,13 +36,13 @@ class GrpoRoc(Selector):
     keep: Fraction = 0.5
     """Share of each group that is trained."""
     least: Annotated[int, Field(ge=0)] = 2
-    """Minimum number of kept successes and of kept failures, if the group has them."""
+    """Smallest number of kept successes and of kept failures, if the group has them."""
     penalty: Literal["tools", "length"] = "tools"
-    """Quantity that ranks the successes: failed tool calls, or the length."""
+    """Penalty that ranks the successes: defects in the use of tools, or the length."""
     correct: float = 0.5
-    """A sample is a success when its reward is above this."""
+    """A sample is a success if its reward is above this."""
     seed: Seed = 0
-    """Seed of the draws among failures, and among successes of the same penalty."""
+    """Seed of the random choice among failures, and among successes with the same penalty."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"tool_penalty"}) if self.penalty == "tools" else frozenset()
@@ -45,24 +51,30 @@ class GrpoRoc(Selector):
         return max(1, round(self.keep * group))
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
-        penalty = (
-            samples.lengths.double() if self.penalty == "length" else samples.column("tool_penalty").double()
-        )
+        penalty = samples.lengths if self.penalty == "length" else samples.column("tool_penalty")
         success = (samples.reward > self.correct).cpu()
         draw = sample_draws(samples, self.seed)
-        rank = torch.where(success, penalty.cpu(), draw)
-        out = torch.zeros(len(samples))
+        rank = torch.where(success, penalty.double().cpu(), draw)
+        weight = torch.zeros(len(samples))
         for members in groups_of(samples.group_ids.cpu()):
             successes, failures = members[success[members]], members[~success[members]]
             total = self.size_of(len(members))
-            good = self._success_count(len(successes), len(failures), total)
-            for candidates, count in ((successes, good), (failures, total - good)):
-                out[candidates[argsort_with_draws(rank[candidates], draw[candidates])[:count]]] = 1.0
-        return out.to(samples.rewards.device)
+            success_count = self._success_count(len(successes), len(failures), total)
+            for candidates, count in ((successes, success_count), (failures, total - success_count)):
+                order = argsort_with_draws(rank[candidates], draw[candidates])
+                weight[candidates[order[:count]]] = 1.0
+        return weight.to(samples.rewards.device)
 
     def _success_count(self, successes: int, failures: int, total: int) -> int:
-        """Return the number of successes among `total` selected samples."""
-        target = round(total * successes / (successes + failures))
-        floor, ceiling = min(self.least, successes), total - min(self.least, failures)
-        target = max(min(target, ceiling), floor)
-        return min(max(target, total - failures), successes)
+        """Return the number of successes among the selected samples of a group.
+
+        Args:
+            successes: number of successes of the group.
+            failures: number of failures of the group.
+            total: number of selected samples.
+        """
+        proportional = round(total * successes / (successes + failures))
+        min_successes = min(self.least, successes)
+        max_successes = total - min(self.least, failures)
+        bounded = max(min(proportional, max_successes), min_successes)
+        return min(max(bounded, total - failures), successes)

@@ -11,19 +11,20 @@ from rlsys.algo.losses import Figures, Loss, View, Width, clipped_surrogate, gra
 
 
 class Gspo(Loss):
-    """One ratio per response, the geometric mean of its tokens' ratios, clipped very tightly.
+    """PPO with one ratio per response: the geometric mean of its tokens' ratios, with a narrow clip.
 
-    s = exp(mean_t (logp - anchor)); each token has ratio sg(s) exp(logp - sg(logp)), so its gradient is s A / |y|
-    with `reducer: sequence_mean`. The default widths are the paper's, not verified.
+    The ratio of a response y is s = exp(mean_t (logp - anchor)). The ratio of a token is sg(s) exp(logp - sg(logp)),
+    where sg stops the gradient, so its gradient is s A / |y| with `reducer: sequence_mean`. The default widths are
+    the paper's.
     """
 
     paper: ClassVar[str] = "Group sequence policy optimisation (Zheng et al. 2025), eq. 5-7"
     evidence: ClassVar[str] = "R"
     per_sequence: ClassVar[bool] = True
     clip_low: Width = 3e-4
-    """Lower width of the sequence ratio."""
+    """Clip width of s below 1."""
     clip_high: Annotated[float, Field(ge=0)] = 4e-4
-    """Upper width."""
+    """Clip width of s above 1."""
 
     def sample_values(self, view: View) -> Tensor:
         return view.log_ratio.detach()

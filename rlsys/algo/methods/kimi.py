@@ -12,10 +12,10 @@ from rlsys.algo.losses import Figures, Loss, View
 
 
 class Kimi(Loss):
-    """tau / 2 (logp - anchor)^2 on every token: a penalty for distance to the anchor, in addition to a policy loss.
+    """tau / 2 (logp - anchor)^2 for each token: a penalty on the distance from the anchor, added to a policy loss.
 
-    `loss: [reinforce, kimi]` is Kimi k1.5's objective, token by token as in ROLL (`kimi15`); with dppo it is
-    prime-rl's `kl_tau`, whose 1e-3 is a tau of 2e-3. Corrections do not apply to it.
+    `loss: [reinforce, kimi]` is the objective of Kimi k1.5, for each token as in ROLL (`kimi15`). `loss: [dppo,
+    kimi]` is the objective of prime-rl, whose `kl_tau` is tau / 2. Corrections do not apply to this term.
     """
 
     paper: ClassVar[str] = "Kimi k1.5, eq. 3 (arXiv 2501.12599); Kimi K2.5 (arXiv 2602.02276)"
@@ -24,7 +24,7 @@ class Kimi(Loss):
     ratio: ClassVar[bool] = False
     reads_anchor: ClassVar[bool] = True
     tau: Annotated[float, Field(ge=0)] = 0.1
-    """Weight."""
+    """Weight of the penalty."""
 
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
         return torch.full_like(advantages, self.tau != 0, dtype=torch.bool)

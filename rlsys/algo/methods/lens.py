@@ -1,7 +1,4 @@
-"""LENS in the trainer: selection and weights of responses to purified prompts.
-
-Its group policy is in lens_groups.py.
-"""
+"""LENS's selector and correction for responses to cleaned prompts. The planner of LENS is in lens_groups.py."""
 
 from __future__ import annotations
 
@@ -20,12 +17,15 @@ from rlsys.algo.selectors import Selector
 
 
 class LensWeights(CorrectionPlugin):
-    """Train samples of a cleaned prompt on the original prompt, with a weight w inside the ratio.
+    """Divide ratios by a weight w in groups with samples of a cleaned prompt, which are trained on the original.
 
-    In groups with such samples (after `selectors: [lens]`) r = exp(logp(y | x) - mu(y | sampled prompt)) / w; in all
-    others w = 1. w = a for successes of the original prompt, and 1 - a for transferred successes and remaining
-    failures, where a is the success rate of the original prompt's samples. w is at least `smallest`, a bound that is
-    not in the paper. With a clip, a sample with A > 0 and 1 / w above the upper bound has no gradient.
+    In such groups (after `selectors: [lens]`) the ratio of a response y to the original prompt x is
+    exp(logp(y | x) - mu(y | sampled prompt)) / w. With the success rate a of the original prompt's samples, w is
+    - a for successes of the original prompt;
+    - 1 - a for successes of the cleaned prompt, and for failures;
+    - at least `smallest`, a bound that is not in the paper.
+
+    With a clip, a sample with A > 0 and 1 / w above the upper bound has no gradient.
     """
 
     paper: ClassVar[str] = "LENS: less noise sampling by prompt purification"
@@ -33,24 +33,26 @@ class LensWeights(CorrectionPlugin):
     smallest: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Smallest w."""
     correct: float = 0.5
-    """A sample is a success when its reward is above this."""
+    """A sample is a success if its reward is above this."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"transferred"})
 
     def sample_weight(self, samples: Samples) -> Tensor:
-        """Return w, `[N]`."""
-        transferred, eligible = samples.column("transferred").bool(), samples.eligible
-        original, success = ~transferred, samples.reward > self.correct
-        transferred_eligible = transferred if eligible is None else transferred & eligible
+        """Return the weight w of each sample, `[N]`; 1 in groups without samples of a cleaned prompt."""
+        transferred = samples.column("transferred").bool()
+        trained_transferred = transferred if samples.eligible is None else transferred & samples.eligible
+        original = ~transferred
+        original_success = original & (samples.reward > self.correct)
         index, sizes = group_index(samples.group_ids)
-        wins, count, mixed = (
-            sum_by(rows.double(), index, len(sizes))[index]
-            for rows in (original & success, original, transferred_eligible)
-        )
-        rate = wins / count.clamp(min=1)
-        weight = torch.where(original & success, rate, 1 - rate).clamp(min=self.smallest)
-        return torch.where(mixed > 0, weight, torch.ones_like(weight))
+
+        def group_count(rows: Tensor) -> Tensor:
+            """Return the number of samples of each sample's group where `rows` `[N]` is true, `[N]`."""
+            return sum_by(rows.double(), index, len(sizes))[index]
+
+        rate = group_count(original_success) / group_count(original).clamp(min=1)
+        weight = torch.where(original_success, rate, 1 - rate).clamp(min=self.smallest)
+        return torch.where(group_count(trained_transferred) > 0, weight, torch.ones_like(weight))
 
     def shift(self, part: Batch, samples: Samples) -> Tensor | None:
         return part.expand(self.sample_weight(samples).log())
@@ -60,19 +62,19 @@ class LensWeights(CorrectionPlugin):
 
 
 class Lens(Selector):
-    """Replace failures of a prompt by successes of its cleaned version, if cleaning helped.
+    """Replace failures of a prompt by successes of its cleaned version, if the cleaned version has more success.
 
-    If the samples of the cleaned prompt have a higher success rate than the group's own samples, k = min(their
-    successes, own failures) of their successes replace k failures, so that the group keeps its size; otherwise only
-    the own samples are trained. The other samples of the cleaned prompt are dropped. Use it with `planners: [lens]`
-    and `corrections: [lens]`.
+    If the samples of the cleaned prompt have a higher success rate than those of the original prompt, k successes of
+    the cleaned prompt replace k failures, where k is the smaller one of both numbers. The size of the group does not
+    change. All other samples of the cleaned prompt are dropped. Use it with `planners: [lens]` and
+    `corrections: [lens]`.
     """
 
     paper: ClassVar[str] = "LENS: less noise sampling by prompt purification"
     evidence: ClassVar[str] = "P"
     before_advantages: ClassVar[bool] = True
     correct: float = 0.5
-    """A sample is a success when its reward is above this."""
+    """A sample is a success if its reward is above this."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"transferred"})
@@ -80,12 +82,13 @@ class Lens(Selector):
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         success = (samples.reward > self.correct).cpu()
         transferred = samples.column("transferred").bool().cpu()
-        out, draws = (~transferred).float(), sample_draws(samples)
+        weight = (~transferred).float()
+        draws = sample_draws(samples)
         for members in groups_of(samples.group_ids.cpu()):
             original, cleaned = members[~transferred[members]], members[transferred[members]]
             successes, failures = cleaned[success[cleaned]], original[~success[original]]
             if len(successes) * len(original) > (len(original) - len(failures)) * len(cleaned):
                 k = min(len(successes), len(failures))
-                out[successes[draws[successes].argsort()[:k]]] = 1.0
-                out[failures[draws[failures].argsort()[:k]]] = 0.0
-        return out.to(samples.rewards.device)
+                weight[successes[draws[successes].argsort()[:k]]] = 1.0
+                weight[failures[draws[failures].argsort()[:k]]] = 0.0
+        return weight.to(samples.rewards.device)

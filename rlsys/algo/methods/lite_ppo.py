@@ -1,4 +1,4 @@
-"""Lite PPO (Tricks or traps? A deep dive into RL for LLM reasoning)."""
+"""Lite PPO: advantages scaled by the standard deviation of the whole step (arXiv 2508.08221)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rlsys.algo.batch import Samples
 
 
 class LitePPO(Advantage):
-    """(R - mean of the group) / (std of the whole step + eps): TRL's `scale_rewards: batch`.
+    """(R - mean of the group) / (std of the step + eps), as TRL's `scale_rewards: batch`.
 
-    The deviation is that of all rewards of the step, with n - 1, so that a group of nearly equal rewards is not
-    amplified by its small deviation. The paper combines it with the mean over tokens: `reducer: token_mean`.
+    The standard deviation is over all rewards of the step (divisor n - 1), so a group of nearly equal rewards does
+    not get large advantages. The paper combines the method with the mean over tokens, `reducer: token_mean`.
     """
 
     paper: ClassVar[str] = (
@@ -25,7 +25,7 @@ class LitePPO(Advantage):
     compares: ClassVar[bool] = True
     group_local: ClassVar[bool] = False
     eps: Eps = 1e-4
-    """Added to the standard deviation. 1e-4 is TRL's; ROLL adds 1e-6."""
+    """Added to the standard deviation (TRL: 1e-4; ROLL: 1e-6)."""
 
     def __call__(self, samples: Samples) -> Tensor:
         return dr_grpo(samples.reward, samples.group_ids) / (deviation(samples.reward) + self.eps)

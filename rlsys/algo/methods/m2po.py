@@ -1,8 +1,8 @@
 """M2PO: second-moment trust policy optimisation.
 
-Needs `current`, the log-probs just before the update, for a pass over all tokens before the backward pass. The
-decision is a function of sums over all ranks, and does not depend on the signs of log-ratios that are only rounding:
-another CPU or another layout rounds differently.
+The search for the bound reads `current`, the log-probs just before the update, for all tokens of the update. It uses
+only sums over all ranks. It does not use the signs of log-ratios that may be rounding errors, which differ between
+CPUs and layouts.
 """
 
 from __future__ import annotations
@@ -28,48 +28,56 @@ from rlsys.algo.losses import (
 from rlsys.algo.reduction import Reduce, threshold
 
 NOISE = 1e-3
-"""Absolute log-ratio below which the sign may be due to rounding."""
+"""Absolute log-ratio below which the sign may be a rounding error."""
 
 
 def largest_kept(squares: Sequence[Tensor], budget: float, reduce: Reduce) -> float:
-    """Return the largest of the squares that remain if the largest are dropped until the mean is within `budget`."""
+    """Return the largest bound for which the mean of the squares up to the bound is at most `budget`.
 
-    def holds(edges: Tensor, counts: Tensor, sums: Tensor) -> Tensor:
+    Args:
+        squares: `[n]` for each micro-batch of this rank.
+        budget: the budget.
+        reduce: sum over ranks.
+    """
+
+    def within_budget(edges: Tensor, counts: Tensor, sums: Tensor) -> Tensor:
         return sums <= budget * counts.clamp(min=1)
 
-    return threshold(squares, holds, 0.0, LOG_RATIO_LIMIT**2, reduce)
+    return threshold(squares, within_budget, 0.0, LOG_RATIO_LIMIT**2, reduce)
 
 
 def largest_cap(squares: Sequence[Tensor], tokens: Tensor, budget: float, reduce: Reduce) -> float:
     """Return the largest cap c with sum(min(square, c^2)) <= budget * tokens; LOG_RATIO_LIMIT if no cap is needed.
 
     Args:
-        squares: `[n]` of each part.
-        tokens: float64 scalar, this rank's part of the number of tokens in the mean.
+        squares: `[n]` for each micro-batch of this rank.
+        tokens: this rank's share of the number of tokens, a float64 scalar.
         budget: the budget.
         reduce: sum over ranks.
     """
-    total, n = reduce(torch.stack([tokens.new_tensor(float(sum(len(s) for s in squares))), tokens])).cpu()
+    count = tokens.new_tensor(float(sum(len(s) for s in squares)))
+    total_count, total_tokens = reduce(torch.stack([count, tokens])).cpu()
 
-    def holds(edges: Tensor, counts: Tensor, sums: Tensor) -> Tensor:
-        return sums + edges * (total - counts) <= budget * n.clamp(min=1)
+    def within_budget(edges: Tensor, counts: Tensor, sums: Tensor) -> Tensor:
+        return sums + edges * (total_count - counts) <= budget * total_tokens.clamp(min=1)
 
-    return math.sqrt(threshold(squares, holds, 0.0, LOG_RATIO_LIMIT**2, reduce))
+    return math.sqrt(threshold(squares, within_budget, 0.0, LOG_RATIO_LIMIT**2, reduce))
 
 
 class M2PO(Loss):
-    """A budget for the second moment of the log-ratio instead of a clip on each token, for stale data.
+    """A budget for the second moment of the log-ratio D = current - anchor, instead of a clip of each token.
 
-    D = current - anchor. `mask` (the paper): drop the tokens of largest D^2 until the mean of the others is at most
-    tau; the others have the loss -r A. `bounds` (the authors' code): over the tokens where a trust region can act (A
-    > 0 and D > 0, or A < 0 and D < 0), if the mean of D^2 exceeds tau, find the largest cap c for which the mean of
-    min(|D|, c)^2 is at most tau, and clip every ratio to [exp(-c), exp(c)]. rlsys computes it over the whole update
-    and all ranks, the authors' code per micro-batch. Tokens of advantage 0 are excluded, because other terms of the
-    loss determine whether they are packed.
+    - `form: mask` (the paper): the tokens with the largest D^2 are dropped until the mean over the others is at most
+      tau. The others have the loss -r A.
+    - `form: bounds` (the authors' code): if the mean of D^2 over the tokens with A D > 0 exceeds tau, all ratios are
+      clipped to [exp(-c), exp(c)], where c is the largest cap for which the mean of min(|D|, c)^2 is at most tau.
 
-    The divisor of `bounds` counts a token with |D| < 0.001 as one half, plus or minus (D / 0.001)^2 / 2 by its sign.
-    For tokens on which engine and trainer agree, the authors' code counts those whose rounding has the right sign:
-    also about half, but different ones on each machine.
+    rlsys computes the means over the whole update on all ranks, the authors' code for each micro-batch. Tokens with
+    advantage 0 are excluded, because other loss terms determine whether they are packed.
+
+    With `bounds`, a token with |D| < 0.001 counts in the divisor as (1 + sign(A D) (D / 0.001)^2) / 2, which is near
+    one half. The authors' code counts it as 1 if A D > 0 and else as 0. For tokens on which engine and trainer agree,
+    this depends on rounding, and differs between machines.
     """
 
     paper: ClassVar[str] = "M2PO: second-moment trust policy optimisation"
@@ -77,26 +85,27 @@ class M2PO(Loss):
     tau: Annotated[float, Field(gt=0)] = 0.04
     """Budget of the second moment."""
     form: Literal["bounds", "mask"] = "bounds"
-    """bounds: as in the authors' code. mask: as in the paper."""
+    """Form of the method. bounds: clip as in the authors' code. mask: drop tokens as in the paper."""
     floor_low: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """With bounds: the lower clip is at most 1 - floor_low."""
+    """Smallest clip width below a ratio of 1, for `form: bounds`; null: no minimum."""
     floor_high: Annotated[float, Field(ge=0)] | None = None
-    """With bounds: the upper clip is at least 1 + floor_high."""
+    """Smallest clip width above a ratio of 1, for `form: bounds`; null: no minimum."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"current"})
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
+        """Return the largest D^2 without a mask, or for `form: bounds` the lower and upper bound of the ratio."""
         deltas = log_ratios(parts, anchors)
         if self.form == "mask":
             squares = [d[p.active] ** 2 for d, p in zip(deltas, parts, strict=True)]
             return largest_kept(squares, self.tau, reduce)
-        bites = [
+        signed_deltas = [
             (d * p.signal("advantages").sign())[p.active].double() for d, p in zip(deltas, parts, strict=True)
         ]
-        near = [(b / NOISE).clamp(-1, 1) for b in bites]
-        tokens = torch.stack([((1 + x * x.abs()) / 2).sum() for x in near]).sum()
-        cap = largest_cap([b[b > 0] ** 2 for b in bites], tokens, self.tau, reduce)
+        scaled = [(signed / NOISE).clamp(-1, 1) for signed in signed_deltas]
+        tokens = torch.stack([((1 + x * x.abs()) / 2).sum() for x in scaled]).sum()
+        cap = largest_cap([signed[signed > 0] ** 2 for signed in signed_deltas], tokens, self.tau, reduce)
         low = math.exp(-cap) if self.floor_low is None else min(math.exp(-cap), 1 - self.floor_low)
         high = math.exp(cap) if self.floor_high is None else max(math.exp(cap), 1 + self.floor_high)
         return low, high

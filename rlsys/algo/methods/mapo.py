@@ -16,10 +16,21 @@ from rlsys.algo.turn_advantages import TurnAdvantage, _same_turn, turn_mask, tur
 def mapo(
     rewards: Tensor, counts: Tensor, group_ids: Tensor, gamma: float, weight: float, eps: float = 1e-6
 ) -> Tensor:
-    """Compute weight * N_turn(R) + (1 - weight) * N_batch(R), R the turns' returns; `[N, K]`.
+    """Compute weight * N_turn(R) + (1 - weight) * N_batch(R) for the returns R of turns.
 
-    N_turn: (R - mean) / (std + eps) over the group's turns of the same number. N_batch: the same over all turns of
-    the step. With one turn each: weight * grpo(r) + (1 - weight) * whiten(r).
+    N is (R - mean) / (std + eps): N_turn over the turns with the same index in the same group, N_batch over all turns
+    of the step. If each sample has one turn, the result is weight * grpo(r) + (1 - weight) * whiten(r).
+
+    Args:
+        rewards: rewards r of turns, `[N, K]`.
+        counts: number of turns of each sample, `[N]`.
+        group_ids: group of each sample, `[N]`.
+        gamma: discount factor per turn.
+        weight: weight of N_turn.
+        eps: added to each standard deviation.
+
+    Returns:
+        Advantages of turns, `[N, K]`; 0 after the last turn.
     """
     is_turn = turn_mask(counts, rewards.shape[1])
     returns = turn_returns(rewards, gamma)[is_turn]
@@ -28,11 +39,11 @@ def mapo(
 
 
 class Mapo(TurnAdvantage):
-    """Monte Carlo returns of turns, normalised both within the group's turns of the same number and over the step.
+    """Returns of turns, normalised within the group's turns of the same index and over the whole step.
 
-    A = weight * N_turn(R) + (1 - weight) * N_batch(R), R_k = r_k + gamma R_{k+1}. This is a reading of the
-    abstract, which states neither gamma nor weight. With one turn per sample it is weight * grpo + (1 - weight) *
-    whitened rewards.
+    A = weight * N_turn(R) + (1 - weight) * N_batch(R) with R_k = r_k + gamma R_{k+1}. If each sample has one turn,
+    this is weight * grpo + (1 - weight) * whitened rewards. This is a reading of the abstract, which states neither
+    gamma nor weight.
     """
 
     paper: ClassVar[str] = (
@@ -40,9 +51,9 @@ class Mapo(TurnAdvantage):
     )
     evidence: ClassVar[str] = "A"
     gamma: Unit = 1.0
-    """Discount per turn."""
+    """Discount factor per turn."""
     weight: Unit = 0.5
-    """Weight of the normalisation within turns of the same number."""
+    """Weight of N_turn."""
     eps: Eps = 1e-6
     """Added to each standard deviation."""
 

@@ -13,11 +13,12 @@ from rlsys.algo.segments import group_mean
 
 
 class MaxRL(Advantage):
-    """(R - mean) / mean within the group: the gradient of a likelihood, which weighs rare successes by 1 / p.
+    """(R - mean) / mean within the group: the gradient of a likelihood, in which a success has weight 1 / p.
 
-    With n samples of rewards 0 and 1 it is unbiased for the n-th order of maximum likelihood: n = 1 is REINFORCE.
-    Rewards should not be negative: a group whose mean is not above 0 gets 0. The authors divide in this case too,
-    which inverts the sign of the advantages for a negative mean.
+    With n samples of rewards 0 and 1, it is an unbiased estimate of the gradient of the n-th order approximation of
+    maximum likelihood; n = 1 is REINFORCE. Rewards should be at least 0: a group whose mean is not above 0 has
+    advantages of 0. The authors divide by the mean in this case, too, so a negative mean inverts the sign of the
+    advantages.
     """
 
     paper: ClassVar[str] = (

@@ -1,4 +1,4 @@
-"""MC-GRPO in the rollout process: one more response than is trained. No torch."""
+"""MC-GRPO's planner: odd group sizes. Imports no torch, because it runs in the rollout process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from rlsys.algo.planners import Planner
 
 
 class OneMore(Planner):
-    """Groups of rollout.group_size + 1 samples, or + 2 if that is even: the median needs an odd group."""
+    """Make the number of samples of a group odd, as the median requires.
+
+    A group has rollout.group_size + 1 samples, or rollout.group_size + 2 if that number is even.
+    """
 
     paper: ClassVar[str] = "MC-GRPO: median-centred GRPO"
     evidence: ClassVar[str] = "R"

@@ -1,4 +1,8 @@
-"""MinPRO: prefix importance ratio."""
+"""MinPRO: weights from the smallest importance ratio of a token's prefix.
+
+Shapes: T tokens and S sequences of a packed batch, N samples of the step, K at least the largest number of sequences
+of a sample.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +17,28 @@ from rlsys.algo.corrections import Correction, CorrectionPlugin, PositiveFloat
 from rlsys.algo.losses import View
 from rlsys.algo.reduction import Reduce, single_rank
 from rlsys.algo.segments import running_min
-from rlsys.algo.sequences import at_sequences, least_before, sequence_table
+from rlsys.algo.sequences import at_sequences, minimum_before, sequence_table
 
 
-def least_by(part: Batch, values: Tensor) -> Tensor:
+def sequence_minimum(part: Batch, values: Tensor) -> Tensor:
     """Return the minimum of `values` `[T]` over each sequence's trained tokens, `[S]`; 0 without trained tokens."""
-    least = torch.full((part.sequences,), torch.inf, dtype=values.dtype, device=values.device)
-    least = least.scatter_reduce(0, part.ids[part.keep], values[part.keep], "amin")
-    return torch.where(least.isinf(), torch.zeros_like(least), least)
+    minimum = torch.full((part.sequences,), torch.inf, dtype=values.dtype, device=values.device)
+    minimum = minimum.scatter_reduce(0, part.ids[part.keep], values[part.keep], "amin")
+    return torch.where(minimum.isinf(), torch.zeros_like(minimum), minimum)
 
 
 class MinPro(CorrectionPlugin):
-    """Weight each token by the smallest ratio among the tokens before it, instead of by their product.
+    """Weight each token by the smallest ratio among the tokens before it, instead of by the product of their ratios.
 
-    w_t = min_{j < t} exp(logp_j - mu_j) over the sample, including its earlier sequences; 1 for its first token; the
-    token's own ratio is in the loss. This is a reading of the abstract, which does not state whether j = t is
-    included and what is clipped: see `inclusive` and `cap`.
+    w_t = min_{j < t} exp(logp_j - mu_j) over the earlier tokens of the sample in all its sequences, and 1 for its
+    first token. The ratio of the token itself is in the loss. This is a reading of the abstract, which does not state
+    whether the minimum includes j = t and what is clipped; see `inclusive` and `cap`.
     """
 
     paper: ClassVar[str] = "A Step Back: prefix importance ratio (MinPRO)"
     evidence: ClassVar[str] = "A"
     inclusive: bool = False
-    """Include the token itself in the minimum."""
+    """Whether the minimum includes the token itself."""
     cap: PositiveFloat | None = 1.0
     """Largest weight. null: no limit."""
 
@@ -43,9 +47,9 @@ class MinPro(CorrectionPlugin):
         return True
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Any:
-        """Return for each sequence the smallest log-ratio in earlier sequences of its sample, `[N, K]`.
+        """Return the smallest log-ratio in the earlier sequences of each sequence's sample, `[N, K]`.
 
-        None if `current` was not scored, because every sample has one sequence.
+        Return None if `current` is not set, because every sample has one sequence.
         """
         if parts[0].current is None:
             return None
@@ -60,8 +64,15 @@ class MinPro(CorrectionPlugin):
 
     @staticmethod
     def _smallest_before(views: Sequence[View], samples: int, reduce: Reduce) -> Tensor:
-        least = [least_by(v.batch, v.log_total_ratio) for v in views]
-        return least_before(sequence_table([v.batch for v in views], least, samples, reduce))
+        """Return the smallest log-ratio in the earlier sequences of each sequence's sample, `[N, K]`.
+
+        Args:
+            views: micro-batches of this rank.
+            samples: N.
+            reduce: sum over ranks.
+        """
+        minima = [sequence_minimum(view.batch, view.log_total_ratio) for view in views]
+        return minimum_before(sequence_table([view.batch for view in views], minima, samples, reduce))
 
     def __call__(self, view: View, update_stats: Any) -> Correction:
         batch, keep = view.batch, view.keep
@@ -70,10 +81,10 @@ class MinPro(CorrectionPlugin):
             if update_stats is None
             else update_stats
         )
-        lowest = running_min(view.log_total_ratio[keep], batch.ids[keep], inclusive=self.inclusive)
-        lowest = torch.minimum(lowest, at_sequences(batch, smallest_before).to(lowest)[batch.ids[keep]])
+        smallest = running_min(view.log_total_ratio[keep], batch.ids[keep], inclusive=self.inclusive)
+        smallest = torch.minimum(smallest, at_sequences(batch, smallest_before).to(smallest)[batch.ids[keep]])
         log_weight = torch.zeros_like(view.anchor).masked_scatter(
-            keep, torch.where(lowest.isinf(), 0.0, lowest)
+            keep, torch.where(smallest.isinf(), 0.0, smallest)
         )
         weight = log_weight.exp()
         return Correction(weight if self.cap is None else weight.clamp(max=self.cap), keep)

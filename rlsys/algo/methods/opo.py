@@ -12,10 +12,10 @@ from rlsys.algo.segments import group_index, sum_by
 
 
 class Opo(Advantage):
-    """R - sum(l R) / sum(l) within the group, l the responses' lengths: the baseline of least variance.
+    """R - sum(l R) / sum(l) within the group, where l is the length of a response.
 
-    It is the optimal baseline if a response's squared gradient norm is proportional to its length. OPO is for exactly
-    on-policy steps without clip, KL or entropy terms.
+    This baseline minimises the variance of the gradient if the squared gradient norm of a response is proportional to
+    its length. OPO is for exactly on-policy steps without clip, KL or entropy terms.
     """
 
     paper: ClassVar[str] = (
@@ -29,6 +29,6 @@ class Opo(Advantage):
         centred = dr_grpo(samples.reward, samples.group_ids).double()
         index, sizes = group_index(samples.group_ids)
         lengths = samples.lengths.to(centred)
-        weighed = sum_by(lengths * centred, index, len(sizes))
+        weighted_sum = sum_by(lengths * centred, index, len(sizes))
         total = sum_by(lengths, index, len(sizes)).clamp(min=1)
-        return (centred - (weighed / total)[index]).to(samples.reward.dtype)
+        return (centred - (weighted_sum / total)[index]).to(samples.reward.dtype)

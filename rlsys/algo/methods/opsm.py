@@ -12,15 +12,15 @@ from rlsys.algo.losses import View
 
 
 class Opsm(CorrectionPlugin):
-    """Reject sequences of negative advantage from which the policy has moved away: mean(mu - logp) > delta.
+    """Reject sequences with a negative advantage from which the policy has moved away: mean(mu - logp) > delta.
 
-    The distance is that to the sampling policy for any anchor, since the policy has not moved from a recent anchor.
+    For any anchor, the distance is to the policy that sampled, because the policy is always close to a recent anchor.
     """
 
     paper: ClassVar[str] = "Off-policy sequence masking (DeepSeek-V3.2 technical report)"
     evidence: ClassVar[str] = "R"
     delta: Annotated[float, Field(ge=0)] = 1e-4
-    """Largest mean of mu - logp of a sequence with A < 0."""
+    """Largest mean of mu - logp over a sequence with A < 0 that is not rejected, in nats."""
 
     def __call__(self, view: View, update_stats: Any) -> Correction:
         batch = view.batch

@@ -11,22 +11,20 @@ from rlsys.algo.sft.imitation import Imitation, Tokens
 
 
 class Otr(Imitation):
-    """One-Token Rollout: policy gradient on a token sampled at each position, with reward 1 for the answer's token
-    and `beta` for any other.
+    """One-Token Rollout: policy gradient on one sampled token at each position of an answer.
 
-    The paper samples 256 candidates at each position. rlsys computes their expectation without sampling:
-    -sum_a q(a) R(a) log pi(a), with q = pi at `temperature`, without gradient. At temperature 1 that is (1 - beta)
-    times the gradient of dft.
+    The sampled token has reward 1 if it is the answer's token, else `beta`. The paper samples 256 candidates at each
+    position. rlsys computes the expectation instead: -sum_a q(a) R(a) log pi(a), where q is pi at `temperature`
+    without gradient. At temperature 1 the gradient is (1 - beta) times that of `dft`.
     """
 
     paper = "One-Token Rollout (arXiv 2509.26313), section 3"
     evidence = "P"
 
     beta: Annotated[float, Field(le=1)] = 0.0
-    """Reward of all other tokens. The authors use a small negative value; with 0 they have no gradient."""
+    """Reward of a token other than the answer's; 0: no gradient. The authors use a small negative value."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature of the candidates. The authors use more than 1, which gives unlikely tokens more
-    weight."""
+    """Sampling temperature. The authors use a value above 1, which gives unlikely tokens more weight."""
 
     @property
     def candidates(self) -> float:

@@ -1,4 +1,4 @@
-"""Outcome-based exploration for LLM reasoning."""
+"""Outcome-based exploration for LLM reasoning: a bonus for rare final answers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from rlsys.algo.batch import Samples
 
 
 class OutcomeExploration(Advantage):
-    """GRPO plus c times a bonus for rare final answers, outside the group's normalisation.
+    """GRPO's advantage plus c times a bonus for rare final answers, which is not normalised.
 
-    ucb_con: min(1, 1/sqrt(N)) - b0, where N counts the earlier occurrences of this answer for this prompt (negative
-    beyond four with b0 = 1/2). ucb_mean: the same minus the step's mean. batch: minus the share of the group's other
-    samples with the same answer. The paper does not state c. Responses without an answer get no bonus and are not in
-    the mean.
+    The bonus is
+    - `mode: ucb_con`: min(1, 1 / sqrt(n)) - b0, where n is the number of earlier occurrences of the answer for this
+      prompt. With b0 = 1/2 it is negative for n > 4.
+    - `mode: ucb_mean`: min(1, 1 / sqrt(n)) minus its mean over the responses of the step with an answer.
+    - `mode: batch`: minus the share of the group's samples that are other samples with the same answer.
+
+    Responses without an answer get no bonus. The paper does not state c.
     """
 
     paper: ClassVar[str] = "Outcome-based exploration for LLM reasoning"
@@ -32,6 +35,7 @@ class OutcomeExploration(Advantage):
     b0: float = 0.5
     """Constant that ucb_con subtracts."""
     _visits: dict[str, int] = PrivateAttr(default_factory=dict)
+    """PROMPT:ANSWER -> number of earlier occurrences."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"answers", "prompt_index"})
@@ -45,13 +49,16 @@ class OutcomeExploration(Advantage):
         return base + self.c * torch.where(answers >= 0, bonus.to(base), torch.zeros_like(base))
 
     def _rare_in_group(self, samples: Samples) -> Tensor:
-        def group(answers: Tensor) -> Tensor:
+        """Return minus the share of other samples of the group with the same answer, `[N]`."""
+
+        def group_bonus(answers: Tensor) -> Tensor:
             siblings = (answers[:, None] == answers[None, :]).sum(1) - 1
             return -siblings.to(answers.dtype) / len(answers)
 
-        return by_group(group, samples.column("answers").to(samples.reward.dtype), samples.group_ids)
+        return by_group(group_bonus, samples.column("answers").to(samples.reward.dtype), samples.group_ids)
 
     def _rare_in_history(self, samples: Samples) -> Tensor:
+        """Return min(1, 1 / sqrt(n)), minus b0 for ucb_con, `[N]` float64, and count the answers of this step."""
         pairs = zip(samples.column("prompt_index").tolist(), samples.column("answers").tolist(), strict=True)
         keys = [f"{prompt}:{answer}" for prompt, answer in pairs]
         visits = torch.tensor([self._visits.get(k, 0) for k in keys], dtype=torch.float64)

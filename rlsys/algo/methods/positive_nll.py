@@ -1,4 +1,4 @@
-"""Imitation of the policy's own successes, in addition to the policy's loss."""
+"""Cross entropy of the policy's own successes, in addition to a policy loss."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rlsys.algo.reduction import Reduce
 class PositiveNll(Loss):
     """coefficient times the mean of -logp over the tokens of correct responses (VAPO's positive-example loss).
 
-    The mean is over the correct responses of the whole update with the reducer's weights: with `token_mean` over
-    their tokens, as in VAPO. NeMo-RL uses those of one micro-batch. The term has no ratio, and corrections do not
-    apply.
+    The mean is over the correct responses of the whole update, with the reducer's weights; with `token_mean` it is
+    over their tokens, as in VAPO. NeMo-RL computes the mean over each micro-batch. The term has no ratio, and
+    corrections do not apply to it.
     """
 
     paper: ClassVar[str] = "VAPO (arXiv 2504.05118), eq. 10; NeMo-RL positive_example_nll_weight"
@@ -27,15 +27,15 @@ class PositiveNll(Loss):
     policy: ClassVar[bool] = False
     ratio: ClassVar[bool] = False
     coefficient: Annotated[float, Field(ge=0)] = 0.1
-    """Weight."""
+    """Weight of the mean."""
     correct: float = 0.5
-    """A response is correct when its reward is above this."""
+    """A response is correct if its reward is above this."""
 
     def acts_on(self, advantages: Tensor, rewards: Tensor) -> Tensor:
         return (rewards > self.correct) & (self.coefficient != 0)
 
     def prepare(self, parts: Sequence[Batch], anchors: Sequence[Tensor], reduce: Reduce) -> Tensor:
-        """Return the total weight of the correct responses of the update, a scalar."""
+        """Return the sum of the weights of the correct responses' tokens over the update, a scalar."""
         weights = [p.masked(p.signal("weight") * self._correct(p)).double().sum() for p in parts]
         return reduce(torch.stack(weights).sum())
 

@@ -1,4 +1,4 @@
-"""Prompt augmentation for RL with verifiable rewards. No torch."""
+"""Prompt augmentation: random wordings of prompts. Imports no torch, because it runs in the rollout process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from rlsys.config.section import Section
 
 
 class TemplateParams(Section):
+    """Parameters of a rlsys.algo.prompts.Template."""
+
     system: str = ""
     """System message; empty for none."""
     user: Annotated[str, Field(pattern=r"\{question\}")] = "{question}"
-    """The user's message; `{question}` is replaced."""
+    """User message, in which `{question}` stands for the question."""
     opening: str = ""
-    """Forced beginning of the response."""
+    """Text with which the response starts."""
     form: Literal["tags", "boxed", "line"] = "tags"
     """Requested form of the final answer: <answer>...</answer>, \\boxed{...}, or a last line `Answer: ...`."""
     marks: list[str] = Field(default_factory=list)
-    """Texts that a response must contain exactly once, for a reward of the format (`data.reward:
+    """Texts that a response must contain exactly once to get the reward of the format (`data.reward:
     answer_and_format`)."""
 
 
@@ -54,18 +56,18 @@ DEFAULT_TEMPLATES = [
 
 
 class PromptAugmentation(PromptChooser):
-    """A random template for the question of each group, so that a repeated prompt has another wording.
+    """Draw a template for the question of each group, so that repeated prompts have different wordings.
 
-    A template defines a system message, the text around the question, the forced start of the answer, and the form of
-    the final answer, which verifiers use. The paper has 13 templates, of which five request a structure that is
-    rewarded; these eight are rlsys's own. A prompt source must not state the form of the answer itself
+    A template sets the system message, the text around the question, the start of the response, and the form of the
+    final answer, which verifiers use. The paper has 13 templates, five of which request a structure that is rewarded;
+    the eight default templates are rlsys's own. The prompt source must not state the form of the answer
     (`data.params.instruction` of reasoning_gym).
     """
 
     paper: ClassVar[str] = "Prompt augmentation for RL with verifiable rewards"
     evidence: ClassVar[str] = "R"
     templates: Annotated[list[TemplateParams], Field(min_length=1)] = DEFAULT_TEMPLATES
-    """Templates; one is drawn for each group."""
+    """Templates, of which one is drawn for each group."""
     seed: int = 0
     """Seed of the draws."""
 

@@ -1,4 +1,4 @@
-"""PuzzleCraft: exploration-aware curriculum."""
+"""PuzzleCraft: an exploration-aware curriculum by weights of groups."""
 
 from __future__ import annotations
 
@@ -15,30 +15,34 @@ from rlsys.algo.segments import group_mean
 
 
 class PuzzleCraft(Advantage):
-    """(R - mean) times a group weight that is largest for prompts of medium difficulty with diverse answers.
+    """(R - mean) times a weight of the group, which is largest for prompts of medium difficulty with diverse answers.
 
-    w = lam d (1 - d) delta^gamma, where d is the mean reward. For multiple choice ("entropy") delta is the entropy of
-    the chosen options divided by log K, with K options per problem; for structured answers ("distinct") it is
-    (distinct answers - 1) / (n - 1). Responses without an answer chose no option.
+    The weight is lam d (1 - d) delta^gamma, where d is the mean reward and delta the diversity of the answers:
+    - `diversity: entropy`, for multiple choice: the entropy of the chosen options divided by log K, where K is the
+      number of options. Responses without an answer do not count.
+    - `diversity: distinct`, for other answers: (number of distinct answers - 1) / (n - 1) in a group of n samples.
     """
 
     paper: ClassVar[str] = "PuzzleCraft: exploration-aware curriculum"
     compares: ClassVar[bool] = True
     evidence: ClassVar[str] = "P"
     lam: NonNegativeFloat = 4.0
-    """Weight of a group of reward 1/2 with the most diverse answers."""
+    """Factor of the weight. With 4, a group of mean reward 1/2 and the most diverse answers has weight 1."""
     gamma: NonNegativeFloat = 0.5
-    """Exponent of diversity."""
+    """Exponent of the diversity."""
     diversity: Literal["entropy", "distinct"] = "distinct"
     """Measure of diversity."""
     options: Annotated[int, Field(ge=2)] | None = None
-    """K of "entropy", the number of options that a problem has."""
+    """Number K of options of a problem, for `diversity: entropy` only."""
 
     @model_validator(mode="after")
-    def _options(self) -> Self:
+    def _check_options(self) -> Self:
         if (self.options is None) == (self.diversity == "entropy"):
-            reason = "needs the number of options of a problem" if self.options is None else "has no options"
-            raise ValueError(f"diversity = {self.diversity} {reason}: options = {self.options}")
+            expected = "the number of options of a problem" if self.options is None else "null"
+            raise ValueError(
+                f"options = {str(self.options).replace('None', 'null')} with diversity = {self.diversity}: expected "
+                f"{expected}"
+            )
         return self
 
     def needs(self) -> frozenset[str]:
@@ -51,10 +55,12 @@ class PuzzleCraft(Advantage):
         return (samples.reward - mean) * self.lam * mean * (1 - mean) * delta**self.gamma
 
     def _distinct(self, answers: Tensor) -> Tensor:
+        """Return the diversity `distinct` of a group's answers `[n]`, in each entry of `[n]`."""
         n = len(answers)
         return torch.full_like(answers, (len(torch.unique(answers)) - 1) / max(n - 1, 1))
 
     def _entropy(self, answers: Tensor) -> Tensor:
+        """Return the diversity `entropy` of a group's answers `[n]`, in each entry of `[n]`."""
         assert self.options is not None
         _, counts = torch.unique(answers[answers >= 0], return_counts=True)
         p = counts.double() / max(int(counts.sum()), 1)

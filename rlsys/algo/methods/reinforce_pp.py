@@ -17,17 +17,18 @@ from rlsys.algo.token_advantages import on_trained, whiten_tokens
 
 
 class ReinforcePP(Advantage):
-    """R minus the KL of the remaining tokens, whitened over all tokens of the step.
+    """Reward minus the KL of the remaining tokens, whitened over all tokens of the step.
 
-    A_t = R - beta * sum_{j >= t} (old_j - ref_j), over the remaining tokens of the sample including its later
-    sequences; then (A - mean) / std over all trained tokens. It needs no critic and no group baseline.
+    A_t = R - beta * sum_{j >= t} (old_j - ref_j) over the remaining tokens of the sample, including its later
+    sequences. The advantage is (A - mean) / std over all trained tokens. The method needs no critic and no group
+    baseline.
     """
 
     paper: ClassVar[str] = "REINFORCE++ (Hu 2025), section 3"
     evidence: ClassVar[str] = "R"
     of_samples: ClassVar[bool] = False
     beta: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the reference inside the reward."""
+    """Weight of the KL penalty."""
     eps: Eps = 1e-6
     """Added to the standard deviation."""
 
@@ -42,25 +43,25 @@ class ReinforcePP(Advantage):
     ) -> list[Tensor]:
         values = [part.masked(part.expand(advantages)) for part in parts]
         if self.beta:
-            to_come = self._kl_to_come(parts, len(samples), reduce)
-            values = [v - self.beta * kl for v, kl in zip(values, to_come, strict=True)]
+            remaining_kl = self._remaining_kl(parts, len(samples), reduce)
+            values = [v - self.beta * kl for v, kl in zip(values, remaining_kl, strict=True)]
         return whiten_tokens(values, parts, reduce, self.eps)
 
     @staticmethod
-    def _kl_to_come(parts: Sequence[Batch], samples: int, reduce: Reduce) -> list[Tensor]:
-        """Return the sum of the KL from each token to the end of its sample, `[T]`."""
+    def _remaining_kl(parts: Sequence[Batch], samples: int, reduce: Reduce) -> list[Tensor]:
+        """Return the sum of old - ref from each token to the end of its sample, `[T]` for each packed batch."""
         kls = [part.masked(part.signal("old") - part.signal("ref")) for part in parts]
         sums = [part.per_sequence(kl) for part, kl in zip(parts, kls, strict=True)]
         after = sums_after(sequence_table(parts, sums, samples, reduce))
-        out = []
+        remaining = []
         for part, kl in zip(parts, kls, strict=True):
-            later_kl = on_trained(part, kl, lambda x, ids: discounted_suffix_sum(x, ids, 1.0))
-            out.append(part.masked(later_kl + at_sequences(part, after).to(later_kl)[part.ids]))
-        return out
+            in_sequence = on_trained(part, kl, lambda x, ids: discounted_suffix_sum(x, ids, 1.0))
+            remaining.append(part.masked(in_sequence + at_sequences(part, after).to(in_sequence)[part.ids]))
+        return remaining
 
 
 class ReinforcePPBaseline(ReinforcePP):
-    """REINFORCE++ on the reward minus the group's mean reward."""
+    """REINFORCE++ with the group's mean reward as baseline."""
 
     evidence: ClassVar[str] = "R"
     of_samples: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""SAPO: soft adaptive policy optimisation."""
+"""SAPO: soft adaptive policy optimisation, with a smooth gate instead of a clip."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlsys.algo.losses import Figures, Loss, View
 
 
 class Sapo(Loss):
-    """A smooth gate instead of a clip: -(4 / tau) sigmoid(tau (r - 1)) A.
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a smooth gate instead of a clip.
 
-    For A <= 0 tau is larger, so the gate is narrower. At r = 1 the gradient is that of -r A.
+    At r = 1 the gradient is that of -r A. tau is larger for A <= 0, so the gate is narrower there.
     """
 
     paper: ClassVar[str] = "Soft adaptive policy optimisation (SAPO)"

@@ -1,4 +1,7 @@
-"""SCOPE's planner: failed responses continue after their corrected first wrong step. No torch."""
+"""SCOPE's planner: additional samples that continue failed responses after a corrected step.
+
+Imports no torch, because it runs in the rollout process.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,27 @@ from rlsys.core.types import SampleGroup
 
 
 class Scope(Planner):
-    """Add samples to groups with few successes that start with a corrected failed response.
+    """Add samples to groups with few successes; they continue failed responses after a corrected step.
 
-    Such a sample starts with a failed response up to its first wrong step, followed by the correct step, from which
-    the model continues. `data.process_judge` finds the wrong step and writes the correct one. The tokens before it
-    keep the log-probs of the failed response; those of the correct step are not trained. The reward function scores
-    the whole response, and the sample is in the group like any other. This is a reading of the abstract, which states
-    neither a threshold nor a loss on the inserted step.
+    The response of an additional sample starts with a failed response up to its first wrong step, followed by a
+    correct step. The model generates the rest. `data.process_judge` finds the wrong step and writes the correct one.
+    The tokens before the correct step have the log-probs of the failed response; the tokens of the correct step are
+    not trained. The reward function scores the whole response, and the sample is trained like any other of its group.
+    This is a reading of the abstract, which states neither a threshold nor a loss on the inserted step.
     """
 
     paper: ClassVar[str] = "SCOPE: step-wise correction for on-policy exploration"
     evidence: ClassVar[str] = "A"
     below: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Groups with at most this success rate are repaired."""
+    """Largest success rate of a group that gets additional samples."""
     repairs: GroupLimit = 2
-    """Maximum number of repaired responses per group; the first failed ones are chosen."""
+    """Largest number of additional samples of a group; they continue its first failed responses."""
     correct: float = 0.5
-    """A sample is a success when its reward is above this."""
-    _repairs: dict[int, tuple[Prefix, ...]] = PrivateAttr(default_factory=dict)
-    _repaired: set[int] = PrivateAttr(default_factory=set)
+    """A sample is a success if its reward is above this."""
+    _prefixes: dict[int, tuple[Prefix, ...]] = PrivateAttr(default_factory=dict)
+    """Group id -> repaired prefixes, until the decision."""
+    _repaired_groups: set[int] = PrivateAttr(default_factory=set)
+    """Ids of running groups that got additional samples."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"repairs"})
@@ -39,28 +44,28 @@ class Scope(Planner):
         return size + self.repairs
 
     def forget(self, group_id: int) -> None:
-        self._repairs.pop(group_id, None)
-        self._repaired.discard(group_id)
+        self._prefixes.pop(group_id, None)
+        self._repaired_groups.discard(group_id)
 
     def needs_repairs(self, group: SampleGroup) -> Sequence[int]:
-        if group.group_id in self._repaired or success_rate(group, self.correct) > self.below:
+        if group.group_id in self._repaired_groups or success_rate(group, self.correct) > self.below:
             return ()
         failed = [s.index for s in group.samples if s.reward is not None and s.reward <= self.correct]
         return failed[: self.repairs]
 
     def receive_repairs(self, group_id: int, prefixes: Sequence[Prefix]) -> None:
-        self._repairs[group_id] = tuple(prefixes)
+        self._prefixes[group_id] = tuple(prefixes)
 
     def decide(self, group: SampleGroup) -> Decision:
-        prefixes = self._repairs.pop(group.group_id, ())
-        if group.group_id in self._repaired or not prefixes:
-            self._repaired.discard(group.group_id)
+        prefixes = self._prefixes.pop(group.group_id, ())
+        if group.group_id in self._repaired_groups or not prefixes:
+            self._repaired_groups.discard(group.group_id)
             return Accept()
-        self._repaired.add(group.group_id)
+        self._repaired_groups.add(group.group_id)
         return AddSamples(len(prefixes), prefixes=prefixes)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"repaired": sorted(self._repaired)}
+        return {"repaired": sorted(self._repaired_groups)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._repaired = set(state["repaired"])
+        self._repaired_groups = set(state["repaired"])

@@ -1,4 +1,4 @@
-"""Similarity of texts from their tokens alone: TF-IDF cosine of single tokens and pairs. No torch.
+"""Similarity of tokenized texts: TF-IDF cosine over tokens and pairs of adjacent tokens.
 
 Spärck Jones 1972 (inverse document frequency); Salton, Wong and Yang 1975 (cosine of weighted term vectors).
 """
@@ -14,23 +14,29 @@ Terms = Counter[int | tuple[int, int]]
 
 
 def terms(ids: Sequence[int]) -> Terms:
-    """Return the counts of all tokens and all pairs of adjacent tokens."""
+    """Count the tokens and the pairs of adjacent tokens of a text."""
     return Counter([*ids, *pairwise(ids)])
 
 
 def most_alike(query: Sequence[int], texts: Sequence[Sequence[int]], count: int) -> list[int]:
-    """Return the indices of the `count` texts with the largest cosine to `query`, descending; ties: later text first.
+    """Return the indices of the texts with the largest cosine similarity to `query`, the most similar first.
 
-    A term's weight is its count times ln((1 + N) / N_term), over the N texts and the query: terms of all texts, such
-    as those of a chat template, have almost no weight.
+    The weight of a term in a text is its count times ln((1 + N) / n), where n of the N texts (including the query)
+    contain it. Terms that all texts contain, such as those of a chat template, have almost no weight.
+
+    Args:
+        query: token ids of the query.
+        texts: token ids of each text. Of two equally similar texts, the later one is first.
+        count: number of texts to return, fewer if there are fewer texts.
     """
-    term_counts = [terms(t) for t in (*texts, query)]
-    having = Counter(term for text in term_counts for term in text)
-    weight = {term: math.log((1 + len(term_counts)) / n) for term, n in having.items()}
+    term_counts = [terms(text) for text in (*texts, query)]
+    document_counts = Counter(term for text in term_counts for term in text)
+    weight = {term: math.log((1 + len(term_counts)) / n) for term, n in document_counts.items()}
     norms = [math.sqrt(sum((n * weight[term]) ** 2 for term, n in text.items())) for text in term_counts]
     query_weights = {term: n * weight[term] ** 2 for term, n in term_counts[-1].items()}
 
     def cosine(index: int) -> float:
+        """Return the cosine similarity of a text to the query; 0 if one of them has no weight."""
         text = term_counts[index]
         product = sum(value * text[term] for term, value in query_weights.items())
         return product / (norms[index] * norms[-1]) if norms[index] and norms[-1] else 0.0

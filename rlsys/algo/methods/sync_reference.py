@@ -1,4 +1,4 @@
-"""Hook that periodically moves the reference model towards the policy."""
+"""Hook that periodically updates the reference model from the policy."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rlsys.algo.hooks import Hook
 
 
 class SyncReference(Hook):
-    """Move the reference towards the policy every N train steps: ref <- alpha policy + (1 - alpha) ref.
+    """Update the weights of the reference model every N train steps: ref <- alpha policy + (1 - alpha) ref.
 
-    A KL to the reference, as a loss term or in the reward, then bounds the drift of recent steps instead of that from
-    the initial weights. The reference is another copy of a rank's weights, in float32 in host memory.
+    A KL penalty then limits the change of the policy over recent steps instead of that since the initial weights. The
+    hook holds another copy of a rank's weights, in float32 in host memory.
     """
 
     paper: ClassVar[str] = "Trust-region methods for alignment (TR-DPO, arXiv 2404.09656); TRL sync_ref_model"
     evidence: ClassVar[str] = "R"
     prefix: ClassVar[str] = "reference."
     interval: Annotated[int, Field(gt=0)] = 512
-    """N, in train steps (TRL counts optimizer updates)."""
+    """Number N of train steps between updates (TRL counts optimizer updates)."""
     alpha: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """Share of the policy; 1 makes the reference a copy of it."""
+    """Weight of the policy; with 1 the reference becomes a copy of the policy."""
     _reference: dict[str, Tensor] = PrivateAttr(default_factory=dict)
     _steps: int = PrivateAttr(default=0)
 
@@ -57,4 +57,5 @@ class SyncReference(Hook):
 
 
 def _on_host(parameter: Tensor) -> Tensor:
+    """Return a float32 copy of a parameter in host memory."""
     return parameter.detach().to("cpu", torch.float32, copy=True)

@@ -11,10 +11,10 @@ from rlsys.algo.losses import View
 
 
 class Tis(Normalised):
-    """Truncated importance weights: min(rho, cap), and at least `floor`.
+    """Truncated importance weights: rho, aggregated over `level`, limited to [floor, cap].
 
-    `level: sequence` uses the product over the sequence, `geometric` the geometric mean. `normalise` divides by the
-    mean weight of the update's tokens, so that the weights do not change the scale of the loss.
+    `normalise` divides the weights by their mean over the update's tokens, so that the weights do not change the
+    scale of the loss.
     """
 
     paper: ClassVar[str] = (
@@ -23,14 +23,14 @@ class Tis(Normalised):
     evidence: ClassVar[str] = "R"
     weighs: ClassVar[bool] = True
     cap: PositiveFloat = 2.0
-    """Largest weight (8 at sequence level)."""
+    """Largest weight; 8 is usual for `level: sequence`."""
     floor: Annotated[float, Field(ge=0)] = 0.0
     """Smallest weight (slime: --tis-clip-low, 0.5 in its GLM-5.2 script)."""
     level: Level = "token"
-    """Unit of the ratio."""
+    """Aggregation of rho: token, sequence (product) or geometric (geometric mean of a sequence)."""
 
     @model_validator(mode="after")
-    def _cross(self) -> Self:
+    def _check_bounds(self) -> Self:
         if self.floor > self.cap:
             raise ValueError(f"floor = {self.floor}: expected at most cap = {self.cap}")
         return self

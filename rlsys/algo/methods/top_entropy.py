@@ -1,4 +1,4 @@
-"""High-entropy minority tokens (Wang et al. 2025, Beyond the 80/20 rule)."""
+"""Training on the minority of tokens with high entropy (Wang et al. 2025, Beyond the 80/20 rule)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from rlsys.algo.reduction import Reduce, threshold
 from rlsys.algo.selectors import Selector
 
 GRID = 2.0**-10
-"""Resolution of entropies in nats: tokens of equal responses in a group are all kept or all dropped."""
+"""Spacing in nats of the grid to which entropies are rounded, so that the same tokens of equal responses are
+trained."""
 
 
-MOST_NATS = 32.0
+MAX_ENTROPY = 32.0
 """Upper bound of the entropy in nats for any vocabulary."""
 
 
 class TopEntropy(Selector):
     """Train only the share of all tokens with the largest entropy, where the policy was least certain.
 
-    The quantile is over the whole step, with entropies at its start; TRL uses that of a micro-batch over ranks. The
-    other tokens are removed from all loss terms, including the KL to a reference, in which TRL keeps them.
+    The selection is over all tokens of the step, with entropies at its start; TRL selects from a micro-batch of all
+    ranks. The other tokens are removed from all loss terms; TRL does not remove them from the KL to a reference.
     Denominators count all tokens.
     """
 
@@ -41,10 +42,13 @@ class TopEntropy(Selector):
 
     def per_token(self, parts: Sequence[Batch], samples: Samples, reduce: Reduce) -> list[Tensor] | None:
         entropies = [(part.masked(part.signal("entropy").detach()) / GRID).round() * GRID for part in parts]
-        trained = [e[p.counted_tokens] for e, p in zip(entropies, parts, strict=True)]
-        count = torch.tensor(
-            float(sum(len(t) for t in trained)), dtype=torch.float64, device=parts[0].mu.device
+        counted_entropies = [
+            entropy[part.counted_tokens] for entropy, part in zip(entropies, parts, strict=True)
+        ]
+        local_count = float(sum(len(values) for values in counted_entropies))
+        count = reduce(torch.tensor(local_count, dtype=torch.float64, device=parts[0].mu.device))
+        dropped = math.ceil((1 - self.share) * (float(count) - 1) - 1e-9)
+        bound = threshold(
+            counted_entropies, lambda edges, counts, sums: counts <= dropped, -1.0, MAX_ENTROPY, reduce
         )
-        dropped = math.ceil((1 - self.share) * (float(reduce(count)) - 1) - 1e-9)
-        bound = threshold(trained, lambda edges, counts, sums: counts <= dropped, -1.0, MOST_NATS, reduce)
         return [(entropy > bound).to(entropy) for entropy in entropies]

@@ -1,4 +1,4 @@
-"""TTRL in the trainer: selection of the trained samples of a vote; ttrl_groups.py has the vote."""
+"""TTRL's selector: the trained part of the samples that voted. The vote and the planner are in ttrl_groups.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlsys.config.section import Fraction
 
 
 class Thin(Selector):
-    """Train a random share of each group's samples; all of them took part in the vote."""
+    """Train a random share of each group's samples, all of which took part in the vote."""
 
     paper: ClassVar[str] = "TTRL: test-time reinforcement learning"
     evidence: ClassVar[str] = "R"
@@ -23,14 +23,14 @@ class Thin(Selector):
     keep: Fraction = 0.5
     """Share of each group that is trained."""
     seed: Seed = 0
-    """Seed of the draw."""
+    """Seed of the random choice."""
 
     def size_of(self, group: int) -> int:
         return max(1, round(self.keep * group))
 
     def __call__(self, samples: Samples, advantages: Tensor | None) -> Tensor:
         draw = sample_draws(samples, self.seed)
-        out = torch.zeros(len(samples))
+        weight = torch.zeros(len(samples))
         for members in groups_of(samples.group_ids.cpu()):
-            out[members[torch.argsort(draw[members])[: self.size_of(len(members))]]] = 1.0
-        return out.to(samples.rewards.device)
+            weight[members[torch.argsort(draw[members])[: self.size_of(len(members))]]] = 1.0
+        return weight.to(samples.rewards.device)

@@ -1,4 +1,7 @@
-"""TTRL in the rollout process: majority votes instead of an answer key, and the size of the vote. No torch."""
+"""TTRL's group reward and planner: majority votes instead of reference answers, and the number of votes.
+
+Imports no torch, because it runs in the rollout process.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,25 @@ from rlsys.algo.planners import Multiple, Planner
 
 
 class Votes(Planner):
-    """Groups of `factor` times rollout.group_size samples, which vote; the selector ttrl trains a part of them."""
+    """Multiply the number of samples of a group by `factor`. All samples vote; the selector `ttrl` trains a part."""
 
     paper: ClassVar[str] = "TTRL: test-time reinforcement learning"
     evidence: ClassVar[str] = "R"
     factor: Multiple = 2.0
-    """Votes per trained sample (64 votes, 32 trained)."""
+    """Number of votes per trained sample (paper: 64 votes, 32 trained samples)."""
 
     def size(self, group_size: int) -> int:
         return round(self.factor * group_size)
 
 
 def majority(answers: Sequence[str | None]) -> str | None:
-    """Return the most frequent answer, the first one in a tie; None if there is no answer."""
+    """Return the most frequent answer, in a tie the earliest one; None if there is no answer."""
     counts = Counter(a for a in answers if a is not None)
     return max(counts, key=lambda a: counts[a]) if counts else None
 
 
 class Ttrl(GroupReward):
-    """1 for the majority answer of the group, otherwise 0: a reward without an answer key."""
+    """Reward of 1 for the majority answer of the group and 0 for others, without a reference answer."""
 
     paper: ClassVar[str] = "TTRL: test-time reinforcement learning"
     evidence: ClassVar[str] = "R"

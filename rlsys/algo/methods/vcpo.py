@@ -1,4 +1,4 @@
-"""VCPO (Stable Asynchrony): step scaling by effective sample size, and the optimal off-policy baseline."""
+"""VCPO (Stable Asynchrony): a learning rate scaled by effective sample size, and an optimal off-policy baseline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from rlsys.algo.segments import group_index, group_mean, group_std, sum_by
 
 
 def effective_share(log_weight: Tensor) -> float:
-    """Return ESS / n = (sum w)^2 / (n sum w^2) for log-weights `[n]`, in log space, so that it does not overflow."""
+    """Return the effective sample size divided by n, (sum w)^2 / (n sum w^2), for log-weights `[n]`; 1 for none.
+
+    The computation in log space does not overflow.
+    """
     if len(log_weight) == 0:
         return 1.0
     first, second = torch.logsumexp(log_weight.double(), 0), torch.logsumexp(2 * log_weight.double(), 0)
@@ -25,18 +28,18 @@ def effective_share(log_weight: Tensor) -> float:
 
 
 class EssScaling(Hook):
-    """Smaller steps on staler data: lr times sqrt(min(1, rho / rho0)), rho = ESS / n of the sequence weights.
+    """Multiply the learning rate by sqrt(min(1, rho / rho0)), which is smaller on staler data.
 
-    w_i = exp(sum_t old - mu), ESS = (sum w)^2 / sum w^2 over all samples of the update, also those of advantage 0,
-    which are packed for this.
+    rho = ESS / n is the effective sample size per sample of the update, with weights w = exp(sum_t old - mu) and
+    ESS = (sum w)^2 / sum w^2. Samples with advantage 0 count, and are packed for this purpose.
     """
 
     paper: ClassVar[str] = "VCPO (Stable Asynchrony), effective-sample-size step scaling"
     evidence: ClassVar[str] = "R"
     rho0: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of effective samples from which the learning rate is not reduced."""
+    """Smallest rho without a reduction of the learning rate."""
     shape: Literal["sqrt", "linear"] = "sqrt"
-    """Function of the share, below `rho0`."""
+    """Factor for rho below `rho0`. sqrt: sqrt(rho / rho0). linear: rho / rho0."""
     every_sample: ClassVar[bool] = True
 
     def needs(self) -> frozenset[str]:
@@ -51,10 +54,12 @@ class EssScaling(Hook):
 class MinimumVariance(Advantage):
     """(R - b) / (std + eps) with the baseline b that minimises the variance of off-policy gradients.
 
-    b = sum w^2 |g|^2 R / sum w^2 |g|^2 over the group; w = exp(sum_t old - mu), |g| the norm of the gradient of the
-    sample's log-prob. The gradient by the weights would take one backward pass per sample. "score" uses the exact
-    gradient by the logits: |g|^2 = sum_t (1 - 2 pi_t + sum_v pi_tv^2). "length" and "one" are cheaper proxies that
-    are not in the paper: |g|^2 is proportional to the response's length, or constant.
+    b = sum w^2 |g|^2 R / sum w^2 |g|^2 over the group, where w = exp(sum_t old - mu) and |g| is the norm of the
+    gradient of the sample's log-prob. The exact gradient with respect to the weights would need a backward pass for
+    each sample. `norm` selects an estimate of |g|^2:
+    - `score`: the squared norm of the gradient with respect to the logits, sum_t (1 - 2 pi_t + sum_v pi_tv^2);
+    - `length`: the length of the response, which is not in the paper;
+    - `one`: a constant, which is not in the paper.
     """
 
     paper: ClassVar[str] = "VCPO (Stable Asynchrony), optimal off-policy baseline"
@@ -73,13 +78,13 @@ class MinimumVariance(Advantage):
         index, sizes = group_index(samples.group_ids)
         largest = torch.full((len(sizes),), -torch.inf, dtype=torch.float64, device=index.device)
         largest = largest.scatter_reduce(0, index, log_weight, "amax")
-        share = (2 * (log_weight - largest[index])).exp()
+        factor = (2 * (log_weight - largest[index])).exp()  # w^2 relative to the group's largest
         if self.norm == "score":  # a response with probability 1 for every token has no gradient
-            share = share * samples.column("score_norm").double().clamp(min=1e-9)
+            factor = factor * samples.column("score_norm").double().clamp(min=1e-9)
         elif self.norm == "length":
-            share = share * samples.lengths.clamp(min=1)
+            factor = factor * samples.lengths.clamp(min=1)
         # Relative to the mean, so that equal rewards give exactly 0.
         centred = rewards - group_mean(rewards, samples.group_ids)
-        top = sum_by(share * centred, index, len(sizes))
-        baseline = (top / sum_by(share, index, len(sizes)))[index].to(rewards.dtype)
+        weighted_sum = sum_by(factor * centred, index, len(sizes))
+        baseline = (weighted_sum / sum_by(factor, index, len(sizes)))[index].to(rewards.dtype)
         return (centred - baseline) / (group_std(rewards, samples.group_ids) + self.eps)

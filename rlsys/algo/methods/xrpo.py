@@ -1,4 +1,4 @@
-"""XRPO in the trainer: advantage sharpening; xrpo_groups.py has the allocation of rollouts."""
+"""XRPO's advantage sharpening. The planner of XRPO is in xrpo_groups.py."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from rlsys.algo.segments import group_index, sum_by
 
 
 class Xrpo(Advantage):
-    """GRPO with more weight on correct samples that were unlikely: novelty-sharpened advantages.
+    """GRPO's advantage plus a bonus for correct samples that were unlikely.
 
-    For correct samples with mean log-prob s and eta = exp(s - mean_g s): A += min(max(lam (1 - eta), 0), kappa A). s
-    is the engine's log-prob under the prompt that it sampled from. Samples that follow solved problems (planner
-    xrpo) are likely under that prompt, so they get no bonus and are not in the mean. lam and kappa are the paper's.
+    The bonus is min(max(lam (1 - eta), 0), kappa A) with eta = exp(s - mean_g s), where s is the mean log-prob of the
+    response's tokens in the engine. Samples whose prompt contains solved problems (planner `xrpo`) get no bonus and
+    are not in the mean, because they are likely under that prompt. lam and kappa are the paper's.
     """
 
     paper: ClassVar[str] = "XRPO, advantage sharpening"
     compares: ClassVar[bool] = True
     evidence: ClassVar[str] = "P"
     lam: NonNegativeFloat = 2.5
-    """Size of the bonus."""
+    """Factor of the bonus."""
     kappa: NonNegativeFloat = 0.5
     """Largest bonus as a share of the advantage."""
     correct: float = 0.5
-    """A sample is correct when its reward is above this."""
+    """A sample is correct if its reward is above this."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"transferred"})

@@ -1,5 +1,7 @@
-"""XRPO's planner: additional samples for the most informative groups, and solved problems for groups without success.
-No torch."""
+"""XRPO's planner: additional samples for informative groups, and solved problems for groups without success.
+
+Imports no torch, because it runs in the rollout process.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from rlsys.core.types import SampleGroup, Status
 def student_quantile(p: float, freedom: int) -> float:
     """Return the quantile `p` of Student's t distribution with `freedom` degrees of freedom.
 
-    It is exact for 1 and 2 degrees, otherwise a Cornish-Fisher expansion up to 1 / freedom^3.
+    The result is exact for 1 and 2 degrees of freedom, otherwise a Cornish-Fisher expansion up to 1 / freedom^3.
     """
     if freedom == 1:
         return math.tan(math.pi * (p - 0.5))
@@ -48,9 +50,9 @@ class Member:
     """A group that waits in the open round.
 
     Attributes:
-        rewards: rewards of its samples.
-        capacity: number of samples that can still be added.
-        new: whether this is its first round.
+        rewards: Rewards of its samples.
+        capacity: Number of samples that can still be added.
+        new: Whether this is its first round.
     """
 
     rewards: list[float]
@@ -59,18 +61,18 @@ class Member:
 
 
 class Xrpo(Planner):
-    """Additional samples for the groups in which they reduce the uncertainty of the mean reward most, in rounds.
+    """Add samples to the groups in which they reduce the uncertainty of the mean reward most.
 
-    h(n) = t(1 - alpha/2, n - 1) s / sqrt(n) is half the confidence interval of a group's mean reward; T is the
-    number of samples of all groups of a round. Finished groups wait until the round has `groups` new ones, or until
-    no other group runs. The groups with the largest h(n) - h(n + 1) + bonus sqrt(ln(1 + T) / n) then get `samples`
-    more, on average `share` of the new groups, and join a later round. A group in which every sample succeeds gets
-    none, because its reward is known. In the paper a round is a step's batch, in three phases; the sizes here are
-    rlsys's.
+    Rounds: finished groups wait in a round until it has `groups` new groups, or until no other group runs. Then the
+    groups with the largest h(n) - h(n + 1) + bonus sqrt(ln(1 + T) / n) get up to `samples` additional samples, and
+    join a later round. Their number is on average `share` of the number of new groups. h(n) = t(1 - alpha/2, n - 1) s
+    / sqrt(n) is half the width of the confidence interval of the mean of a group's n rewards with standard deviation
+    s, and T is the number of samples of all groups of the round. A group in which all samples succeed gets none. In
+    the paper, a round is the batch of a step, in three phases; rlsys chose the sizes of rounds.
 
     Seeding: a group without success gets samples whose prompt starts with solved problems, as earlier turns of the
-    chat, and which are trained on the plain prompt. The paper uses the two nearest problems by an embedding; rlsys
-    uses the nearest by TF-IDF cosine of the prompts' tokens, among the last `memory` solved ones.
+    chat. They are trained on the group's prompt. The paper uses the two problems that are nearest by an embedding.
+    rlsys uses the nearest among the last `memory` solved problems, by TF-IDF cosine of the prompts' tokens.
     """
 
     paper: ClassVar[str] = "XRPO, adaptive rollout allocation"
@@ -80,50 +82,55 @@ class Xrpo(Planner):
     groups: PositiveInt = 8
     """Number of new groups that close a round."""
     samples: PositiveInt = 4
-    """Number of additional samples of a chosen group."""
+    """Largest number of additional samples of a group in one round."""
     largest: GroupLimit = 32
-    """Maximum number of samples of a group."""
+    """Largest number of samples of a group."""
     share: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """Number of groups that get additional samples, per new group of a round."""
+    """Number of groups with additional samples per new group of a round."""
     bonus: Annotated[float, Field(ge=0)] = 0.05
     """Weight of the exploration bonus."""
     exemplars: Annotated[int, Field(ge=0)] = 2
-    """Number of solved problems before the prompt of a group without success; 0: no seeding."""
+    """Number of solved problems before the prompt of an additional sample in a group without success; 0: no
+    seeding."""
     exemplar_tokens: PositiveInt = 256
-    """Maximum tokens of a solved problem with its response."""
+    """Largest number of tokens of a solved problem with its response."""
     memory: Annotated[int, Field(gt=0, le=1024)] = 64
     """Number of stored solved problems."""
     correct: float = 0.5
-    """A sample is a success when its reward is above this."""
+    """A sample is a success if its reward is above this."""
     _members: dict[int, Member] = PrivateAttr(default_factory=dict)
-    """Groups of the open round. After a restart they are decided again, and join it again."""
+    """Group id -> member of the open round. After a restart, groups join the round when they are decided again."""
     _released: dict[int, Decision] = PrivateAttr(default_factory=dict)
-    """Decisions of the last round that have not been requested yet."""
+    """Group id -> decision of the last round that `decide` has not returned yet."""
     _enlarged: set[int] = PrivateAttr(default_factory=set)
-    """Groups that got samples in a round."""
+    """Ids of groups that got samples in a round."""
     _credit: float = PrivateAttr(default=0.0)
-    """Remaining fraction of a group from `share` of the rounds so far."""
+    """Fraction of a group with additional samples that is carried over from earlier rounds, below 1."""
     _solved: dict[int, list[list[int]]] = PrivateAttr(default_factory=dict)
-    """Prompt index -> its prompt, and a correct response; the latest last."""
+    """Prompt index -> token ids of the prompt and of a correct response, in the order of solving."""
     _seeded: set[int] = PrivateAttr(default_factory=set)
+    """Ids of running groups with samples that start with solved problems."""
 
     def limit(self, size: int) -> int:
         return max(size, self.largest)
 
-    def half_width(self, spread: float, n: int) -> float:
-        return student_quantile(1 - self.alpha / 2, n - 1) * spread / math.sqrt(n) if n > 1 else math.inf
+    def half_width(self, deviation: float, n: int) -> float:
+        """Return h(n) for `n` rewards with this standard deviation; inf for a single reward."""
+        return student_quantile(1 - self.alpha / 2, n - 1) * deviation / math.sqrt(n) if n > 1 else math.inf
 
     def score(self, rewards: Sequence[float], round_samples: int) -> float:
-        """Return the expected decrease of the half-width by one more sample, plus the bonus.
+        """Return the expected decrease of the half-width by one more sample, plus the exploration bonus.
 
-        `round_samples`: samples of all groups of the round.
+        Args:
+            rewards: rewards of a group.
+            round_samples: number of samples of all groups of the round.
         """
         n = len(rewards)
         if n < 2:
             return math.inf
-        spread = stdev(rewards)
-        drop = self.half_width(spread, n) - self.half_width(spread, n + 1)
-        return drop + self.bonus * math.sqrt(math.log1p(round_samples) / n)
+        deviation = stdev(rewards)
+        decrease = self.half_width(deviation, n) - self.half_width(deviation, n + 1)
+        return decrease + self.bonus * math.sqrt(math.log1p(round_samples) / n)
 
     def forget(self, group_id: int) -> None:
         self._members.pop(group_id, None)
@@ -135,11 +142,17 @@ class Xrpo(Planner):
 
     def _remember(self, group: SampleGroup) -> None:
         """Store the group's shortest correct response to its own prompt, if it is short enough."""
-        right = [s for s in group.samples if s.reward is not None and s.reward > self.correct]
-        original = [s for s in right if s.status is Status.FINISHED and s.trained_prompt is None]
-        if not original or not self.exemplars:
+        candidates = [
+            s
+            for s in group.samples
+            if s.reward is not None
+            and s.reward > self.correct
+            and s.status is Status.FINISHED
+            and s.trained_prompt is None
+        ]
+        if not candidates or not self.exemplars:
             return
-        shortest = min(original, key=lambda s: len(s.response_ids))
+        shortest = min(candidates, key=lambda s: len(s.response_ids))
         if len(shortest.prompt_ids) + len(shortest.response_ids) <= self.exemplar_tokens:
             self._solved.pop(group.prompt_index, None)
             self._solved[group.prompt_index] = [shortest.prompt_ids, [*shortest.response_ids]]
@@ -149,26 +162,25 @@ class Xrpo(Planner):
     def seeded_prompt(self, group: SampleGroup) -> tuple[int, ...]:
         """Return the most similar solved problems, the most similar last, followed by the group's prompt.
 
-        Empty if no solved problem is stored.
+        Return no tokens if no other problem has been solved.
         """
-        problems = [
-            exemplar_ids for index, exemplar_ids in self._solved.items() if index != group.prompt_index
-        ]
+        exemplars = [exemplar for index, exemplar in self._solved.items() if index != group.prompt_index]
         prompt_ids = group.samples[0].prompt_ids
-        nearest = most_alike(prompt_ids, [prompt for prompt, _ in problems], self.exemplars)
+        nearest = most_alike(prompt_ids, [prompt for prompt, _ in exemplars], self.exemplars)
         if not nearest:
             return ()
-        exemplar_ids = [
-            i for nearest_index in reversed(nearest) for part in problems[nearest_index] for i in part
-        ]
+        exemplar_ids: list[int] = []
+        for index in reversed(nearest):
+            prompt, response = exemplars[index]
+            exemplar_ids += [*prompt, *response]
         return (*exemplar_ids, *prompt_ids)
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def decide(self, group: SampleGroup) -> Decision:
         group_id = group.group_id
-        if (decided := self._released.pop(group_id, None)) is not None:
-            return decided
+        if (decision := self._released.pop(group_id, None)) is not None:
+            return decision
         self._remember(group)
         if group_id in self._seeded:
             self._seeded.discard(group_id)

@@ -1,1 +1,1 @@
-"""Losses on given answers: cross entropy and its variants, preferences, reward models."""
+"""Losses of `rlsys sft` on given answers: cross entropy and its variants, preferences, reward models."""

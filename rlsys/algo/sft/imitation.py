@@ -1,6 +1,6 @@
-"""Losses on the tokens of given answers: cross entropy and variants. Pure: log-probs in, a loss per token out.
+"""Losses on the tokens of given answers: cross entropy and variants, as pure functions of log-probs.
 
-`rlsys sft` (sft.loss) takes the mean over all trained tokens of an update. Shapes: T tokens of a micro-batch.
+`rlsys sft` (sft.loss) trains on the mean over all trained tokens of an update. Shapes: T tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from rlsys.algo.plugin import Plugin
 
 @dataclass(frozen=True)
 class Tokens:
-    """Model scores of each token of the answers, `[T]`.
+    """Scores of the answers' tokens, `[T]` each.
 
     Attributes:
-        logp: log-prob of the token, with gradient.
-        chance: for a loss with `candidates`, the token's probability at that temperature, without gradient.
-        expected: for a loss with `candidates`, the mean log-prob at temperature 1 of a token that is sampled at that
-            temperature, with the gradient of the log-probs.
+        logp: Log-prob of the token, with gradient.
+        chance: Probability of the token at the temperature `Imitation.candidates`, without gradient; None for a loss
+            without candidates.
+        expected: Expected log-prob (at temperature 1) of a token that is sampled at the temperature
+            `Imitation.candidates`, with the gradient of the log-probs only; None for a loss without candidates.
     """
 
     logp: Tensor
@@ -33,7 +34,7 @@ class Imitation(Plugin):
 
     @property
     def candidates(self) -> float | None:
-        """Return the temperature at which candidates replace the answer's token; None for no candidates."""
+        """Return the temperature at which candidate tokens are sampled; None if the loss uses no candidates."""
         return None
 
     def __call__(self, tokens: Tokens) -> Tensor:
@@ -42,7 +43,7 @@ class Imitation(Plugin):
 
 
 class CrossEntropy(Imitation):
-    """-log pi(token): imitate the answers."""
+    """Cross entropy, -log pi(token)."""
 
     paper = "TRL's SFTTrainer, loss_type nll"
     evidence = "R"

@@ -1,8 +1,8 @@
 """Losses on whole answers without a reference (SimPO, CPO, ORPO), on single answers (KTO), and of reward models.
 
-TRL's CPOTrainer, ORPOTrainer, KTOTrainer and RewardTrainer compute the same
-(tests/unit/algo/test_preference_parity.py). They keep answers separate by device; here the answers of one update are
-one batch.
+The losses equal those of TRL's CPOTrainer, ORPOTrainer, KTOTrainer and RewardTrainer
+(tests/unit/algo/test_preference_parity.py) on one device. On several devices, TRL computes a loss for the answers of
+each device; here all answers of an update are one batch. Shapes: see rlsys/algo/sft/preferences.py.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 def imitation(answers: Answers) -> Tensor:
-    """Return the mean cross entropy of the chosen answers' tokens; 0 if no token is trained."""
+    """Return the mean cross entropy over the chosen answers' trained tokens; 0 if there are none."""
     chosen_tokens = answers.select_chosen(answers.tokens).sum().clamp(min=1)
     return -answers.select_chosen(answers.logp).sum() / chosen_tokens
 
 
 class SimPo(Preference):
-    """SimPO: the reward is the mean log-prob of a token, and the better answer must lead by a margin."""
+    """SimPO: reward is beta times the mean log-prob per token; chosen answers must lead by a margin."""
 
     paper: ClassVar[str] = "SimPO (Meng et al. 2024), eq. 6"
     evidence: ClassVar[str] = "R"
     beta: Beta = 2.0
-    """Reward of a nat per token."""
+    """Reward per nat of mean log-prob."""
     margin: Weight = 0.5
-    """Target difference of the rewards, gamma in the paper."""
+    """Target difference of the rewards (gamma in the paper)."""
     imitate: Weight = 0.0
     """Weight of the cross entropy of chosen answers (CPO-SimPO)."""
 
@@ -48,14 +48,14 @@ class SimPo(Preference):
 
 
 class Cpo(Preference):
-    """Contrastive preference optimisation: DPO without a reference, and imitation of the chosen answers."""
+    """Contrastive preference optimisation: DPO without a reference, plus cross entropy of the chosen answers."""
 
     paper: ClassVar[str] = "Contrastive Preference Optimization (Xu et al. 2024), eq. 3 to 5"
     evidence: ClassVar[str] = "R"
     beta: Beta = 0.1
-    """Reward of a nat."""
+    """Reward per nat of log-prob."""
     kind: Literal["sigmoid", "hinge"] = "sigmoid"
-    """-log sigmoid of the gap, or a hinge that ends at 1."""
+    """Loss of the gap between the rewards. sigmoid: -log sigmoid(gap). hinge: max(0, 1 - gap)."""
     imitate: Weight = 1.0
     """Weight of the cross entropy of chosen answers."""
     wrong: Smoothing = 0.0
@@ -74,32 +74,33 @@ class Cpo(Preference):
 
 
 class Orpo(Preference):
-    """Odds-ratio preference optimisation: imitates the chosen answers, and raises their odds over the rejected ones'.
+    """Odds-ratio preference optimisation: cross entropy of the chosen answers, plus a loss of the log odds ratio.
 
-    The probability of an answer is that of its mean token. TRL imitates the prompts, too.
+    The odds of an answer are those of the probability exp(mean log-prob per token). TRL's cross entropy also includes
+    the prompts.
     """
 
     paper: ClassVar[str] = "ORPO (Hong et al. 2024), eq. 4 to 7"
     evidence: ClassVar[str] = "R"
     beta: Beta = 0.1
-    """Weight of the odds ratio; lambda in the paper."""
+    """Weight of the odds ratio (lambda in the paper)."""
 
     def rewards(self, answers: Answers) -> Tensor:
         return (self.beta * answers.logp / answers.tokens.clamp(min=1)).detach()
 
     def __call__(self, answers: Answers) -> Tensor:
         mean = answers.logp / answers.tokens.clamp(min=1)
-        # log(1 - p) with expm1: near p = 1 the difference would lose precision
-        odds = mean - torch.log(-torch.expm1(mean.clamp(max=-1e-7)))
-        gap = answers.select_chosen(odds) - answers.select_rejected(odds)
+        # log(1 - p) with expm1, because the difference would lose precision near p = 1
+        log_odds = mean - torch.log(-torch.expm1(mean.clamp(max=-1e-7)))
+        gap = answers.select_chosen(log_odds) - answers.select_rejected(log_odds)
         return imitation(answers) - self.beta * logsigmoid(gap).mean()
 
 
 class Kto(WithReference):
-    """Kahneman-Tversky optimisation of single good or bad answers, relative to the drift on mismatched answers.
+    """Kahneman-Tversky optimisation on single answers, good or bad, relative to a reference point.
 
-    This reference point is the mean gain of the update's answers, each appended to the next answer's prompt, and at
-    least 0. It has no gradient.
+    The reference point is the mean gain of the update's answers, each appended to the prompt of the next answer, and
+    at least 0. It has no gradient.
     """
 
     paper: ClassVar[str] = "KTO (Ethayarajh et al. 2024), eq. 7"
@@ -107,23 +108,24 @@ class Kto(WithReference):
     rows: ClassVar[Literal["pairs", "labels"]] = "labels"
     mismatched: ClassVar[bool] = True
     good: Weight = 1.0
-    """Weight of good answers. The authors recommend weight times number of good to bad answers of 1 : 1 to 4 : 3."""
+    """Weight of good answers. The authors recommend (good * number of good answers) / (bad * number of bad answers)
+    from 1 to 4/3."""
     bad: Weight = 1.0
     """Weight of bad answers."""
 
     def __call__(self, answers: Answers) -> Tensor:
         assert answers.drift is not None
-        start = answers.drift.mean().clamp(min=0).detach()
-        lead = torch.where(answers.liked, answers.gain - start, start - answers.gain)
+        reference_point = answers.drift.mean().clamp(min=0).detach()
+        lead = torch.where(answers.liked, answers.gain - reference_point, reference_point - answers.gain)
         weight = torch.where(answers.liked, self.good, self.bad).to(lead)
         return (weight * (1 - torch.sigmoid(self.beta * lead))).mean()
 
 
 class ApoZeroLabels(WithReference):
-    """APO-zero for single answers: raise good ones and lower bad ones, without a reference point."""
+    """APO-zero for single answers: raise the gain of good answers, and lower the gain of bad ones."""
 
     paper: ClassVar[str] = (
-        "Anchored Preference Optimization (D'Oosterlinck et al. 2024), eq. 7, as TRL unpairs it"
+        "Anchored Preference Optimization (D'Oosterlinck et al. 2024), eq. 7, for single answers as in TRL"
     )
     evidence: ClassVar[str] = "R"
     rows: ClassVar[Literal["pairs", "labels"]] = "labels"
@@ -134,15 +136,15 @@ class ApoZeroLabels(WithReference):
 
 
 class RewardModel(Preference):
-    """A reward model: -log sigmoid of the difference of two answers' values (Bradley and Terry).
+    """Bradley-Terry loss of a reward model: -log sigmoid of the difference between the values of two answers.
 
-    The model outputs one value instead of logits. `rlsys sft` saves it as a folder for sequence classification.
+    The model outputs one value instead of logits. `rlsys sft` saves it as a model folder for sequence classification.
     """
 
     paper: ClassVar[str] = "Training language models to follow instructions (Ouyang et al. 2022), eq. 1"
     evidence: ClassVar[str] = "R"
     centre: Weight = 0.0
-    """Weight of the squared sum of a pair's values, which keeps them around 0 (Eisenstein et al. 2023: 0.01)."""
+    """Weight of the squared sum of a pair's values, which centres values around 0 (Eisenstein et al. 2023: 0.01)."""
 
     def needs(self) -> frozenset[str]:
         return frozenset({"values"})

@@ -1,8 +1,8 @@
-"""Losses on compared whole answers: DPO and variants. Pure functions of log-probs that return one loss.
+"""Losses on pairs of whole answers: DPO and variants, as pure functions of log-probs that return one loss.
 
-`rlsys sft` calls them with all answers of a step; gradients are propagated through the answers' log-probs
-(rlsys/trainer/sft/preference.py). Losses without a reference, of single answers and of reward models are in
-rlsys/algo/sft/more_preferences.py. TRL's DPOTrainer computes the same (tests/unit/algo/test_preference_parity.py).
+`rlsys sft` calls a loss with all answers of an update, and propagates the gradient through the answers' log-probs
+(rlsys/trainer/sft/preference.py). rlsys/algo/sft/more_preferences.py has losses without a reference, on single
+answers and of reward models. The losses equal those of TRL's DPOTrainer (tests/unit/algo/test_preference_parity.py).
 
 Shapes: S answers, B pairs of them.
 """
@@ -26,17 +26,17 @@ Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
 @dataclass(frozen=True)
 class Answers:
-    """All answers of one optimizer update, `[S]`.
+    """All answers of one optimizer update, `[S]` each.
 
     Attributes:
-        logp: log-prob of an answer's trained tokens, with gradient.
-        tokens: number of its trained tokens.
-        pair: number of its pair, the same for two answers.
-        liked: whether it is the better one of its pair, or marked as good.
-        margin: margin of its pair; 0 if unknown.
-        ref: its log-prob under the initial weights.
-        drift: logp - ref of answers appended to other prompts.
-        value: its value by a reward model, with gradient.
+        logp: Sum of the log-probs of the answer's trained tokens, with gradient.
+        tokens: Number of trained tokens of the answer.
+        pair: Number of the answer's pair, equal for its two answers.
+        liked: Whether the answer is the chosen one of its pair, or has the label good.
+        margin: Margin of the answer's pair; 0 if the data has none.
+        ref: Sum of the log-probs under the initial weights; None for a loss without a reference.
+        drift: logp - ref of the answers appended to other prompts; None if `Preference.mismatched` is false.
+        value: Value of the answer from a reward model, with gradient; None for other losses.
     """
 
     logp: Tensor
@@ -50,18 +50,20 @@ class Answers:
 
     @cached_property
     def gain(self) -> Tensor:
-        """Return logp - ref, `[S]`."""
+        """logp - ref, `[S]`."""
         assert self.ref is not None, "a loss that uses `gain` must list ref in `needs`"
         return self.logp - self.ref
 
     def select_chosen(self, values: Tensor) -> Tensor:
-        """Return the values of the better answers, `[S]` -> `[B]`, in the order of the pairs."""
+        """Return the entries of `values` `[S]` for the chosen answers, `[B]`, in the order of the pairs."""
         return values[self._ordered_indices(self.liked)]
 
     def select_rejected(self, values: Tensor) -> Tensor:
+        """Return the entries of `values` `[S]` for the rejected answers, `[B]`, in the order of the pairs."""
         return values[self._ordered_indices(~self.liked)]
 
     def _ordered_indices(self, selection: Tensor) -> Tensor:
+        """Return the indices where `selection` `[S]` bool is true, ordered by pair."""
         indices = selection.nonzero().flatten()
         return indices[self.pair[indices].argsort()]
 
@@ -70,23 +72,23 @@ class Preference(Plugin):
     """Base of losses on whole answers."""
 
     rows: ClassVar[Literal["pairs", "labels"]] = "pairs"
-    """Kind of rows: pairs of answers to a prompt, or single answers with a label good or bad."""
+    """Rows of the data. pairs: two answers to a prompt. labels: single answers with the label good or bad."""
     mismatched: ClassVar[bool] = False
-    """Whether it needs `drift`."""
+    """Whether the loss needs `Answers.drift`."""
 
     def __call__(self, answers: Answers) -> Tensor:
-        """Return the mean over pairs, or answers."""
+        """Return the mean loss over the pairs, or over the answers for `rows` = labels."""
         raise NotImplementedError
 
     def rewards(self, answers: Answers) -> Tensor:
-        """Return the trained model's reward of each answer, `[S]`, for metrics."""
+        """Return the reward that the trained model gives to each answer, `[S]`, detached, for metrics."""
         if answers.value is not None:
             return answers.value.detach()
         return (answers.logp if answers.ref is None else answers.gain).detach()
 
 
 class WithReference(Preference):
-    """Base of losses in which an answer's reward is beta times the gain of its log-prob over the initial weights."""
+    """Base of losses with reward beta * gain; gain is the log-prob minus that of the initial weights."""
 
     beta: Beta = 0.1
     """Reward per nat of gain. A larger value keeps the model closer to its initial weights."""
@@ -98,11 +100,11 @@ class WithReference(Preference):
         return self.beta * answers.gain.detach()
 
     def gaps(self, answers: Answers) -> Tensor:
-        """Return beta times (chosen gain - rejected gain), `[B]`."""
+        """Return the chosen answer's reward minus the rejected one's, beta * (gain - gain), `[B]`."""
         return self.beta * (answers.select_chosen(answers.gain) - answers.select_rejected(answers.gain))
 
     def gains_per_token(self, answers: Answers) -> Tensor:
-        """Return chosen minus rejected gain, each divided by the answer's length, `[B]`."""
+        """Return the chosen answer's gain per token minus the rejected one's, `[B]`."""
         mean = answers.gain / answers.tokens.clamp(min=1)
         return answers.select_chosen(mean) - answers.select_rejected(mean)
 
@@ -118,7 +120,7 @@ class Dpo(WithReference):
 
 
 class RobustDpo(WithReference):
-    """DPO for pairs of which a known share has swapped labels: an unbiased estimate of the correct loss."""
+    """DPO for pairs of which a known share has swapped labels: an unbiased estimate of the loss on correct labels."""
 
     paper: ClassVar[str] = "Provably Robust DPO (Chowdhury et al. 2024)"
     evidence: ClassVar[str] = "R"
@@ -137,7 +139,7 @@ class DpoNorm(WithReference):
     paper: ClassVar[str] = "Tulu 3 (Lambert et al. 2024), length-normalised DPO"
     evidence: ClassVar[str] = "R"
     beta: Beta = 5.0
-    """Reward of a nat of gain per token."""
+    """Reward per nat of gain per token."""
 
     def __call__(self, answers: Answers) -> Tensor:
         return -logsigmoid(self.beta * self.gains_per_token(answers)).mean()
@@ -154,7 +156,7 @@ class Ipo(WithReference):
 
 
 class Hinge(WithReference):
-    """SLiC's hinge on the gap of the rewards: no gradient once it is 1."""
+    """SLiC's hinge loss on the gap between the rewards: max(0, 1 - gap)."""
 
     paper: ClassVar[str] = "SLiC-HF (Zhao et al. 2023); RSO (Liu et al. 2023)"
     evidence: ClassVar[str] = "R"
@@ -164,7 +166,7 @@ class Hinge(WithReference):
 
 
 class Exo(WithReference):
-    """EXO for pairs: reverse KL from the model's preference between the two answers to the labelled one."""
+    """EXO for pairs: KL divergence of the model's preference between the two answers from the labelled preference."""
 
     paper: ClassVar[str] = "Towards Efficient Exact Optimization (Ji et al. 2024), eq. 16"
     evidence: ClassVar[str] = "R"
@@ -179,7 +181,7 @@ class Exo(WithReference):
 
 
 class Nca(WithReference):
-    """Noise contrastive alignment: raise the better answer's absolute reward, not only the difference."""
+    """Noise contrastive alignment: raise the absolute reward of the chosen answer, not only the difference."""
 
     paper: ClassVar[str] = "Noise Contrastive Alignment (Chen et al. 2024)"
     evidence: ClassVar[str] = "R"
@@ -191,7 +193,7 @@ class Nca(WithReference):
 
 
 class Bco(WithReference):
-    """Binary classifier optimisation on pairs: raise the reward of the chosen answer, lower that of the rejected."""
+    """Binary classifier optimisation on pairs: raise the chosen answer's reward and lower the rejected one's."""
 
     paper: ClassVar[str] = "Binary Classifier Optimization (Jung et al. 2024)"
     evidence: ClassVar[str] = "R"
@@ -204,7 +206,7 @@ class Bco(WithReference):
 
 
 class Sppo(WithReference):
-    """Self-play preference optimisation with certain winners: gains of +1/(2 beta) and -1/(2 beta)."""
+    """Self-play preference optimisation for certain labels: squared error to gains of +1/(2 beta) and -1/(2 beta)."""
 
     paper: ClassVar[str] = "SPPO (Wu et al. 2024), eq. 4.7"
     evidence: ClassVar[str] = "R"
@@ -215,33 +217,33 @@ class Sppo(WithReference):
 
 
 class Aot(WithReference):
-    """Alignment by optimal transport: sorted gains are compared, the best with the best.
+    """Alignment by optimal transport: compare sorted values instead of the values of a pair.
 
-    All answers of the update are sorted together; TRL sorts the pairs of each device.
+    All answers of the update are sorted together; TRL sorts the answers of each device.
     """
 
     paper: ClassVar[str] = "Distributional Preference Alignment via Optimal Transport (Melnyk et al. 2024)"
     evidence: ClassVar[str] = "R"
     paired: bool = True
-    """Sort the differences of the pairs. false: sort chosen and rejected gains separately (TRL: aot_unpaired)."""
+    """true: compare the sorted differences between chosen and rejected log-probs of policy and reference. false:
+    compare the sorted gains of chosen and rejected answers (TRL: aot_unpaired)."""
     wrong: Smoothing = 0.0
     """Share of pairs with swapped labels."""
 
     def __call__(self, answers: Answers) -> Tensor:
         assert answers.ref is not None
         if self.paired:
-            leads = (
-                answers.select_chosen(x) - answers.select_rejected(x) for x in (answers.logp, answers.ref)
-            )
+            upper = answers.select_chosen(answers.logp) - answers.select_rejected(answers.logp)
+            lower = answers.select_chosen(answers.ref) - answers.select_rejected(answers.ref)
         else:
-            leads = (part(answers.gain) for part in (answers.select_chosen, answers.select_rejected))
-        policy_leads, reference_leads = (x.sort().values for x in leads)
-        gap = self.beta * (policy_leads - reference_leads)
+            upper = answers.select_chosen(answers.gain)
+            lower = answers.select_rejected(answers.gain)
+        gap = self.beta * (upper.sort().values - lower.sort().values)
         return (-logsigmoid(gap) * (1 - self.wrong) - logsigmoid(-gap) * self.wrong).mean()
 
 
 class ApoZero(WithReference):
-    """Anchored preference optimisation for answers better than the model's: raise chosen, lower rejected ones."""
+    """Anchored preference optimisation for answers better than the model's: raise the chosen, lower the rejected."""
 
     paper: ClassVar[str] = "Anchored Preference Optimization (D'Oosterlinck et al. 2024), eq. 7"
     evidence: ClassVar[str] = "R"
@@ -252,7 +254,7 @@ class ApoZero(WithReference):
 
 
 class ApoDown(WithReference):
-    """Anchored preference optimisation for answers worse than the model's: lower both, the rejected one more."""
+    """Anchored preference optimisation for answers worse than the model's: lower both, the rejected answer more."""
 
     paper: ClassVar[str] = "Anchored Preference Optimization (D'Oosterlinck et al. 2024), eq. 8"
     evidence: ClassVar[str] = "R"
@@ -263,8 +265,10 @@ class ApoDown(WithReference):
 
 
 class DiscoPop(WithReference):
-    """DiscoPOP, a loss proposed by a language model: a mixture of DPO's and an exponential loss that depends on
-    the gap."""
+    """DiscoPOP, a loss proposed by a language model: a mixture of DPO's loss and an exponential loss.
+
+    The weight of the exponential loss is sigmoid(gap / tau).
+    """
 
     paper: ClassVar[str] = "Discovering Preference Optimization Algorithms (Lu et al. 2024), eq. 5"
     evidence: ClassVar[str] = "R"
@@ -273,5 +277,5 @@ class DiscoPop(WithReference):
 
     def __call__(self, answers: Answers) -> Tensor:
         gap = self.gaps(answers)
-        exponential = torch.sigmoid(gap / self.tau)
-        return (-logsigmoid(gap) * (1 - exponential) + torch.exp(-gap) * exponential).mean()
+        share = torch.sigmoid(gap / self.tau)
+        return (-logsigmoid(gap) * (1 - share) + torch.exp(-gap) * share).mean()

@@ -55,9 +55,7 @@ def test_gdpo_separates_rewards_with_equal_sums() -> None:
 
 
 def test_gdpo_weights_must_fit() -> None:
-    with pytest.raises(
-        UserError, match=r"algo.advantage.weights = \[1.0\]: 1 weights, but data.reward gives 2"
-    ):
+    with pytest.raises(UserError, match=r"algo.advantage.weights = \[1.0\]: expected 2 weights"):
         build("advantage", "gdpo", weights=[1.0])(
             Samples(rewards=torch.zeros(2, 2), group_ids=torch.zeros(2), lengths=torch.ones(2))
         )
@@ -137,8 +135,8 @@ def test_puzzlecraft_by_hand() -> None:
 @pytest.mark.parametrize(
     ("params", "told"),
     [
-        ({"diversity": "entropy"}, "diversity = entropy needs the number of options of a problem"),
-        ({"options": 4}, "diversity = distinct has no options: options = 4"),
+        ({"diversity": "entropy"}, "options = null with diversity = entropy: expected the number of options"),
+        ({"options": 4}, "options = 4 with diversity = distinct: expected null"),
     ],
 )
 def test_puzzlecraft_requires_options_only_for_entropy_diversity(params: dict[str, Any], told: str) -> None:

@@ -59,13 +59,13 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         ([*EARLY, "algo.selectors=[rorecomp]"], "the algorithm needs whole steps: RoRecomp"),
         (
             [*EARLY, "algo.minibatches=2"],
-            "algo.minibatches = 2: a step's groups are shuffled over them; use 1",
+            "algo.minibatches = 2: a mini-batch has groups from the whole step; use 1",
         ),
         (
             [*EARLY, "algo.epochs=2"],
             "algo.epochs = 2: a second pass needs the step's samples again; use 1",
         ),
-        ([*EARLY, "parallel.overlap=true"], "parallel.overlap = true reduces .* use false"),
+        ([*EARLY, "parallel.overlap=true"], "parallel.overlap = true would reduce .* use false"),
         ([*EARLY, "trainer.balance_loss=0.1"], "trainer.balance_loss = 0.1 needs .* use balance_rate"),
         ([*EARLY, "rollout.staleness_policy=wait"], "rollout.staleness_policy = wait chooses .* use drop"),
         ([*EARLY, "rollout.repeat=runs/other"], "rollout.repeat = runs/other: the record determines"),
@@ -84,7 +84,10 @@ def test_every_recipe_can_be_served(path: Path) -> None:
             )
             for name in ("tis", "icepop", "decoupled_ppo")
         ],
-        (["algo.planners=[dapo, dapo]"], r"algo.planners\[1\] = 'dapo': this planner is named twice"),
+        (
+            ["algo.planners=[dapo, dapo]"],
+            r"algo.planners\[1\] = 'dapo': repeats algo.planners\[0\]; name each planner once",
+        ),
         (
             ["algo.selectors=[rorecomp, {name: rorecomp, capacity: 3}]"],
             r"algo.selectors\[1\]: only one selector",
@@ -92,7 +95,7 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         *[
             (
                 [f"algo.loss=[{loss}]", f"algo.reducer={name}"],
-                rf"algo.loss has {loss}, .*, but algo.reducer \({plugin_class}\) .* use algo.reducer = sequence_mean",
+                rf"algo.loss \({loss.capitalize()}\) .* algo.reducer \({plugin_class}\) .* = sequence_mean",
             )
             for loss in ("gspo", "luspo", "gmpo")
             for name, plugin_class in (("token_mean", "TokenMean"), ("constant", "Constant"))
@@ -101,11 +104,11 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         (["algo.loss=[clip, value]"], r"algo.loss \(Clip, ValueLoss\) trains a critic, but .* use gae"),
         (
             ["algo.hooks=[sync_ref]"],
-            r"algo.hooks \(SyncReference\) moves the reference model, but no .*; add kl",
+            r"algo.hooks \(SyncReference\) updates the reference model, but no .*; add kl",
         ),
         (
             ["algo.loss=[clip,kl]", "algo.hooks=[sync_ref, {name: sync_ref, interval: 8}]"],
-            "move the reference model more than once",
+            "update the reference model more than once",
         ),
         (
             ["algo.critic={}"],
@@ -174,7 +177,7 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         ),
         (
             ["algo.corrections=[{name: icepop, low: 1.5, high: 1.5}]"],
-            "low = 1.5: expected less than high = 1.5; no token would be kept",
+            "low = 1.5: expected less than high = 1.5; otherwise all tokens are rejected",
         ),
     ],
 )
@@ -207,7 +210,7 @@ def test_a_rejection_only_correction_is_not_reported_as_double_weighting() -> No
 def test_a_method_based_on_an_abstract_only_is_reported() -> None:
     (note,) = notes(load_config(CONFIGS / "algorithms" / "minpro.yaml"))
     assert note.startswith(
-        "algo.corrections[0] (MinPro): evidence A, a reading of the abstract: it may differ "
+        "algo.corrections[0] (MinPro) has evidence A (a reading of the abstract), so it may differ "
     )
     assert "\n" not in note
     assert notes(load_config(CONFIGS / "algorithms" / "grpo.yaml")) == []
@@ -279,10 +282,10 @@ def test_settings_without_effect_are_reported(overrides: list[str], told: list[s
     ("overrides", "told"),
     [
         ([], ["none"]),
-        (["algo.anchor=old"], ["none for `old`: it is the training pass's own"]),
+        (["algo.anchor=old"], ["none for `old`, which the training pass provides"]),
         (
             ["algo.anchor=old", "algo.minibatches=4"],
-            ["of a step's 4 mini-batches all but the first, whose `old` is its training pass's own"],
+            ["the step's 4 mini-batches except the first, whose training pass provides `old`"],
         ),
         (
             ["algo.anchor=behaviour", "algo.loss=[m2po,kl]"],
@@ -311,7 +314,7 @@ def test_without_a_ratio_corrections_are_allowed_at_mu() -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["algo.anchor=old"], "none for `old`: it is the training pass's own"),
+        (["algo.anchor=old"], "none for `old`, which the training pass provides"),
         (
             ["algo.anchor=old", "algo.epochs=2"],
             "the whole step, since its samples are repeated in each of 2 epochs",

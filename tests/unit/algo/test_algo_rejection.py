@@ -116,8 +116,11 @@ def test_a_term_without_weight_changes_no_group() -> None:
 @pytest.mark.parametrize(
     ("params", "told"),
     [
-        ({"kind": "k3", "low": 0.1}, "low = 0.1 bounds k1 only: k3 is never below 0"),
-        ({"kind": "k2", "high": 0.0}, "high = 0.0 must be above 0: k2 is never below 0"),
+        ({"kind": "k3", "low": 0.1}, "low = 0.1 with kind = k3, which is never below 0: expected null"),
+        (
+            {"kind": "k2", "high": 0.0},
+            "high = 0.0 with kind = k2, which is never below 0: expected more than 0",
+        ),
         ({"kind": "k1", "low": 1.0, "high": 0.5}, "low = 1.0: expected less than high = 0.5"),
         ({"kind": "k1", "level": "group_max"}, "level = 'group_max' with kind = k1"),
     ],

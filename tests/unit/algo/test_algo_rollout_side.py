@@ -465,7 +465,7 @@ def test_the_judge_receives_the_key_and_the_response_verbatim() -> None:
     assert reward("fapo", [response], judge, question="{key}|{response}") == [0.0]  # -2 is no -1: a flaw
     assert judge_prompts == ["17|I say {key} and {prompt}"]
     unknown = Response("x", None, [], 1.0)
-    with pytest.raises(ValueError, match="the problem's entry has no `answer`"):
+    with pytest.raises(ValueError, match="the problem has no `answer`"):
         reward("fapo", [unknown], judge)
     assert reward("fapo", [unknown], judge, question="{response}?") == [0.0]
 

@@ -95,7 +95,7 @@ def test_the_policy_gradient_of_the_sampled_tokens_is_verls() -> None:
     ("loss", "teacher", "message"),
     [
         ("distill_pg", {}, "algo.teacher.top_k = 64: algo.loss distill_pg compares the sampled token; expected 0"),
-        ("distill", {"top_k": 0}, "algo.teacher.top_k = 0: algo.loss distill compares most probable tokens"),
+        ("distill", {"top_k": 0}, "algo.teacher.top_k = 0: algo.loss distill compares the most probable tokens"),
     ],
 )  # fmt: skip
 def test_a_term_and_the_teachers_tokens_fit(loss: str, teacher: dict[str, object], message: str) -> None:

@@ -108,7 +108,7 @@ TABLE: list[tuple[str, str]] = [
     ("algo.planners=[dapo]", STARTS),
     (
         "model.path=iter_0000010",
-        "model.path = iter_0000010: not a Hugging Face model folder: contains no config.json",
+        "model.path = iter_0000010: contains no config.json; expected a Hugging Face model folder",
     ),
     # data
     (rows_of("other.jsonl"), "or messages (a chat); did you mean data.keys.prompt=question?"),

@@ -237,12 +237,16 @@ def test_an_engine_occupies_part_of_one_node_or_several_whole_nodes() -> None:
     assert lay_out(gpus(2, 4, apart, "engine.tp=4")).engines == [[NodeShare(1, 4, (0, 1, 2, 3))]]
     node_shares = [NodeShare(1, 4, (0, 1, 2, 3)), NodeShare(2, 4, (0, 1, 2, 3))]
     assert lay_out(gpus(3, 4, apart, "engine.tp=8")).engines == [node_shares]
-    with pytest.raises(UserError, match=r"engine\.tp = 6 needs whole nodes, but launch\.gpus_per_node = 4"):
+    with pytest.raises(
+        UserError, match=r"engine\.tp = 6: expected at most launch\.gpus_per_node = 4, or a multiple"
+    ):
         lay_out(gpus(3, 4, apart, "engine.tp=6"))
 
 
 def test_an_impossible_layout_is_reported_with_required_and_available_counts() -> None:
-    with pytest.raises(UserError, match=r"parallel needs 8 trainer ranks.* = 4"):
+    with pytest.raises(
+        UserError, match=r"gpus_per_node = 4 GPUs: expected at least 8, one for each trainer rank"
+    ):
         lay_out(gpus(1, 4, "parallel.ep=8"))
     with pytest.raises(UserError, match=r"3 engines .* and 2 trainer ranks .* no GPUs are free for engine 2"):
         lay_out(gpus(1, 4, "parallel.ep=2", "engine.count=3", "launch.placement=disaggregated"))
@@ -390,7 +394,7 @@ def test_a_model_folder_that_fits(model: Path) -> None:
     [
         (["model.path=/no/such"], r"model\.path = /no/such: no such folder"),
         (["model.path=/dev/null"], "not a folder"),
-        (["model.path=/"], r"not a Hugging Face model folder: contains no config\.json"),
+        (["model.path=/"], r"contains no config\.json; expected a Hugging Face model folder"),
         (["parallel.ep=16"], r"parallel\.ep = 16 does not divide experts = 8 of"),
         (["parallel.pp=4"], r"parallel\.pp = 4: expected at most the 3 layers of"),
         (
@@ -421,7 +425,7 @@ def told_by(model: Path) -> str:
 
 def test_an_incomplete_model_folder_is_reported(model: Path) -> None:
     (model / "tokenizer.json").rename(model / "elsewhere.json")
-    assert "contains neither tokenizer.json" in told_by(model)
+    assert "contains no vocabulary; expected tokenizer.json" in told_by(model)
     (model / "elsewhere.json").rename(model / "tokenizer.json")
     weights = model / "model.safetensors"
     weight_bytes = weights.read_bytes()

@@ -103,10 +103,10 @@ def test_a_sharded_push_shows_its_senders() -> None:
     path = ROOT / "configs/experiments/deepseek-v3_384gpu_disaggregated.yaml"
     run_config = load_config(path, ["weights.method=sharded"])
     text = plain(describe_memory(run_config, published("DeepSeek-V3")))
-    assert "a weight push        1,342 GB to each engine, about 4.2 s at 10 GB/s a link (sharded)" in text
+    assert "a weight push        1,342 GB to each engine, about 4.2 s at 10 GB/s per link (sharded)" in text
     assert (
         "its senders          256 of 256 trainer ranks; a rank sends 5.35 GB on average, at most 5.95 GB, with data "
-        "for engines counted once; an engine rank's link receives 41.9 GB: 0.84 s or more at 50 GB/s a link"
+        "for engines counted once; an engine rank's link receives 41.9 GB: 0.84 s or more at 50 GB/s per link"
     ) in text
     assert "its senders" not in plain(describe_memory(config(), QUICKSTART))
 

@@ -149,14 +149,16 @@ def test_the_same_question_has_the_same_answer(tmp_path: Path) -> None:
 def test_long_responses_are_planned_in_larger_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_config, lengths = config(tmp_path, rollout={"max_response_tokens": 2000}), long_tail(2000)
     exact = forecast(run_config, lengths, steps=8)
-    monkeypatch.setattr("rlsys.planner.simulation._UNITS", 500)
+    monkeypatch.setattr("rlsys.planner.simulation._MAX_UNITS", 500)
     rough = forecast(run_config, lengths, steps=8)
     assert rough.step_seconds == pytest.approx(exact.step_seconds, rel=0.05)
     assert rough.tokens_per_s == pytest.approx(exact.tokens_per_s, rel=0.05)
 
 
 def test_a_generator_that_cannot_be_simulated_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rollout.generator = tools: only single_turn can be simulated"):
+    with pytest.raises(
+        UserError, match=r"rollout.generator = tools cannot be simulated; expected single_turn"
+    ):
         forecast(config(tmp_path, rollout={"generator": "tools"}), LengthDistribution([5], 200))
 
 
@@ -342,7 +344,9 @@ def test_costs_are_calibrated_from_a_run(tmp_path: Path) -> None:
         "what no log tells is taken from the run's own steps"
     )
     assert set(result.lengths.values) == {7}
-    with pytest.raises(UserError, match="engines have tp 1, so the costs of tp 2 are unknown"):
+    with pytest.raises(
+        UserError, match=r"engine\.tp = 2: expected a size of an engine of the --calibrate run, 1"
+    ):
         result.costs(2)
 
 

@@ -122,7 +122,7 @@ def test_the_recipe_is_served_and_its_writers_are_counted() -> None:
         ),
         (["eval.background=true"], "at least 2 engines with role = rollout"),
         (["engine.pools=[{name: a, count: 2, role: explore}]"], "role = explore in all of them"),
-        (["algo.planners=[]"], "role = explore, but no group policy uses such engines"),
+        (["algo.planners=[]"], "role = explore, but no planner uses such engines"),
         (["engine.pools=[{name: a, count: 2}]"], "engine.pools has no pool with role = explore"),
         (["rollout.group_size=32"], r"rollout.group_size = 32 is the size of a group without probes"),
         (["algo.planners=[explore, dars]"], "Explore sets the size of groups; remove the others"),

@@ -235,10 +235,10 @@ async def test_whatever_a_group_reward_does_costs_one_group(tmp_path: Path) -> N
         RUDE + f"raised ZeroDivisionError: no such thing (tests/unit/planning/{Path(__file__).name}:{line})",
         RUDE + "took longer than rollout.reward_timeout = 5 s",
         RUDE + "was cancelled",
-        RUDE + "gave nan, not a finite number",
-        RUDE + "gave [1.0, 1.0, 1.0], expected a list of 2 rewards",
-        RUDE + "gave 'full', not a finite number",
-        RUDE + "gave None, expected a list of 2 rewards",
+        RUDE + "returned the reward nan; expected a finite number",
+        RUDE + "returned [1.0, 1.0, 1.0]; expected a list of 2 rewards",
+        RUDE + "returned the reward 'full'; expected a finite number",
+        RUDE + "returned None; expected a list of 2 rewards",
         None,
     ]
     assert plan.counts == {"group_reward_hung": 1, "group_reward_failed": 6}
@@ -270,7 +270,7 @@ def test_each_group_keeps_the_text_of_its_template(tmp_path: Path) -> None:
     group = SampleGroup(3, 3, [Sample(3, 3, 0, plan.prompt(3).ids, 0)])
     assert plan.restored_prompt(group) == plan.prompt(3)
     group.samples[0].prompt_ids = [1]
-    with pytest.raises(UserError, match="prompt 3 differs from that of its group"):
+    with pytest.raises(UserError, match="the token ids of prompt 3 differ from those in the ledger"):
         plan.restored_prompt(group)
     group.samples[0].own_prompt = True  # an agent's
     assert plan.restored_prompt(group) == plan.prompt(3)
@@ -590,7 +590,7 @@ HOOKS = {
     "waiting of no group": "waiting: TypeError: ",
     "released": "released: KeyError: 'missing'",
     "released of no group": "released: TypeError: ",
-    "released of no group that exists": "released: group 1000000 does not wait",
+    "released of no group that exists": "released() contains group 1000000; expected ids of held groups",
     "close_round": "close_round: KeyError: 'missing'",
     "restart": "restart: KeyError: 'missing'",
     "counts": "counts: KeyError: 'missing'",
@@ -629,7 +629,7 @@ async def test_a_planner_that_releases_a_group_for_ever_ends_the_run(tmp_path: P
     config = config_of(tmp_path, planners=[f"{tmp_path / 'held.py'}:Held"])
     async with rig(config) as r:
         await r.start()
-        with pytest.raises(RunError, match=r"held.py:Held': released: group 0 does not wait"):
+        with pytest.raises(RunError, match=r"held.py:Held': released\(\) contains group 0; expected ids"):
             await r.take(1)
 
 

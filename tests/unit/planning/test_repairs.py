@@ -162,7 +162,7 @@ def config(**sections: dict) -> Config:
         ({"data": {"process_judge": "chain_sums"}}, "did you mean"),
         (
             {"data": {"process_judge": "chain_sum"}, "rollout": {"generator": "calculator"}},
-            "cannot continue tokens of another response",
+            "cannot continue a prefix of another response",
         ),
     ],
 )

@@ -595,7 +595,7 @@ async def test_data_that_changed_under_the_run_is_the_users_mistake(tmp_path: Pa
     async with rig(config, slow_group_zero) as r:
         r.manager._runner._planning._source = Shifted()
         await r.start(1)
-        with pytest.raises(UserError, match="prompt 0 differs from that of its group"):
+        with pytest.raises(UserError, match="the token ids of prompt 0 differ from those in the ledger"):
             await r.manager.take(2)
 
 

@@ -1,8 +1,8 @@
-"""Requirements of an algorithm on a train step. They are known before the first step and equal in every step."""
+"""Requirements of an algorithm on a train step. They follow from the plug-ins, so they are equal in every step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rlsys.algo.advantages import Advantage
@@ -21,23 +21,24 @@ class Requirements:
     """Requirements of an objective on the trainer.
 
     Attributes:
-        needs: Signals (rlsys.algo.plugin.NEEDS).
-        passes: Needs that the trainer's forward passes provide.
-        scored: Passes whose fields of Batch must be set before `Objective.finish` ("current": before `prepare`).
-        current: Signals of one forward pass of the policy; without values if the critic is a separate model.
-        late: Whether advantages need a log-prob pass.
+        needs: Names of the required signals (rlsys.algo.plugin.NEEDS).
+        passes: Required signals that forward passes of the trainer provide.
+        scored: Members of `passes` whose fields of Batch must be set before `Objective.finish`; the field `current`
+            must be set before `Objective.prepare`.
+        current: Signals that one forward pass of the policy provides; excludes `values` if the critic is a separate
+            model.
+        late: Whether advantages depend on a member of `passes`.
         prepares: Whether a loss or a correction reads all tokens of an update before its backward pass
             (Objective.prepare).
-        whole_samples: Whether a loss or a correction aggregates over all sequences of a sample; if a sample has
-            several, the signal `current` and Objective.prepare are required.
-        skips_zero: Whether samples of advantage 0 need not be packed: they have no gradient, and no plug-in reads
-            them.
-        looks_ahead: One phrase per plug-in that needs the current log-probs before the loss is called. If it is
-            empty, the first update of a step needs no separate pass for `old`, which is then the detached result of
-            the training pass (`Batch.old_is_current`).
+        whole_samples: Whether a loss or a correction aggregates over all sequences of a sample. If a sample has
+            several sequences, the trainer must then set `Batch.current` and call `Objective.prepare`.
+        skips_zero: Whether samples with advantage 0 need not be packed, because they have no gradient and no plug-in
+            reads their tokens.
+        looks_ahead: For each plug-in that needs the current log-probs before the loss is called, a phrase with the
+            reason. If there is none, the first update of a step needs no separate pass for `old`: it is the detached
+            result of the training pass (`Batch.old_is_current`).
         needs_whole_step: Class names of the plug-ins that read all samples of a step before a backward pass. If there
-            is none, finished groups may have early backward passes: only the denominator needs the other groups, and
-            it divides at the end.
+            is none, the backward pass of finished groups can start before the step's other groups are complete.
     """
 
     needs: frozenset[str]
@@ -66,8 +67,13 @@ class Requirements:
         *,
         own_critic: bool,
     ) -> Requirements:
-        """Derive the requirements from the plug-ins. `own_critic`: the critic is a separate model."""
-        preparing = [p for p in (*losses, *corrections) if p.prepares]
+        """Derive the requirements from the plug-ins of an objective.
+
+        Args:
+            anchor: anchor of the losses.
+            correction_anchors: anchors of the corrections.
+            own_critic: whether the critic is a separate model.
+        """
         plugins: list[Plugin] = [
             *shaping, advantage, *selectors, *corrections, *losses, reducer, *hooks
         ]  # fmt: skip
@@ -76,16 +82,10 @@ class Requirements:
         )
         anchor_needs = ANCHOR_NEEDS[anchor] | ({"current"} if moving else frozenset())
         needs = anchor_needs.union(*(p.needs() for p in plugins))
-        passes, current = needs & PASSES, CURRENT - ({"values"} if own_critic else set())
+        passes = needs & PASSES
+        current = frozenset(CURRENT - ({"values"} if own_critic else set()))
         late = any(p.needs() & PASSES for p in (*shaping, advantage))
-
-        looks_ahead = []
-        for plugin in plugins:
-            if signals := sorted(plugin.needs_before() & current):
-                looks_ahead.append(f"{type(plugin).__name__} needs {' and '.join(signals)} before the loss")
-            elif anchor_needs & current and isinstance(plugin, UpdatePlugin) and plugin.prepares:
-                looks_ahead.append(f"{type(plugin).__name__} needs a whole update before its backward pass")
-
+        preparing = [p for p in (*losses, *corrections) if p.prepares]
         whole_step: list[Plugin] = [p for p in shaping if p.needs() & PASSES]
         whole_step += [*selectors, *preparing, *hooks]
         if not advantage.group_local or advantage.changes_tokens() or advantage.needs() & PASSES:
@@ -97,7 +97,7 @@ class Requirements:
             needs=needs,
             passes=passes,
             scored=passes & anchor_needs.union(*(p.needs_before() for p in plugins)),
-            current=frozenset(current),
+            current=current,
             late=late,
             prepares=bool(preparing),
             whole_samples=any(p.whole_samples for p in (*losses, *corrections)),
@@ -105,6 +105,17 @@ class Requirements:
             and not advantage.changes_tokens()
             and only_advantages
             and not any(plugin.every_sample for plugin in plugins),
-            looks_ahead=tuple(looks_ahead),
+            looks_ahead=tuple(_look_ahead_reasons(plugins, current, anchor_needs)),
             needs_whole_step=tuple(type(p).__name__ for p in whole_step),
         )
+
+
+def _look_ahead_reasons(
+    plugins: Sequence[Plugin], current: frozenset[str], anchor_needs: frozenset[str]
+) -> Iterator[str]:
+    """Yield a phrase for each plug-in that needs signals in `current` before the loss is called."""
+    for plugin in plugins:
+        if signals := sorted(plugin.needs_before() & current):
+            yield f"{type(plugin).__name__} needs {' and '.join(signals)} before the loss"
+        elif anchor_needs & current and isinstance(plugin, UpdatePlugin) and plugin.prepares:
+            yield f"{type(plugin).__name__} needs a whole update before its backward pass"
