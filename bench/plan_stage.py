@@ -31,7 +31,7 @@ from rlsys.engine.launch_args import engine_command
 from rlsys.obs.metrics import read_metrics
 from rlsys.planner.layout import lay_out
 
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 LOG_PASSES = 1
 """Decoding passes between two lines of an engine's log; SGLang's default, 40, is too many for short responses."""
 PATIENCE = 600.0
@@ -217,7 +217,7 @@ def wait_for(folder: Path, roles: Sequence[subprocess.Popen[bytes]], kind: str, 
                 p.read_text(errors="replace")[-3000:] for p in sorted((folder / "logs").glob("*.log"))
             )
             sys.exit(f"{folder}: no progress within the time limit\n{logs}")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from measure import ROOT, machine, say, spread
 from launch.bootstrap import PARITY_FOLDER, PARITY_STAMP
 from launch.environment import CPU_HOST
 
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 END_SECONDS = 60.0
 CONFIG = "configs/quickstart.yaml"
 
@@ -122,7 +122,7 @@ def run(name: str, task: Task, seed: int, folder: Path) -> Run:
                 raise Failed(
                     f"ended with {process.returncode} before {task.target}: {_last(folder / f'{name}.log')}"
                 )
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         raise Failed(f"accuracy did not reach {task.target} within {task.patience:.0f} s")
     finally:
         _end(process)

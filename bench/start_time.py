@@ -37,7 +37,7 @@ from tests.helpers.slurm_cluster import SlurmCluster, missing
 
 BACKENDS = ("local", "slurm", "ray")
 PATIENCE = 300.0
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 ALIVE_SECONDS = 2.0
 END_SECONDS = 60.0
 NODES = 2
@@ -79,7 +79,7 @@ class Run:
                 why = "does not get on" if current_time > deadline else "has ended"
                 raise Failed(f"the run {why}:\n{logs_of(self.folder)}")
             next_check = current_time + ALIVE_SECONDS if current_time > next_check else next_check
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the `step` lines of metrics.jsonl, repeated ones included, without an incomplete last line."""
