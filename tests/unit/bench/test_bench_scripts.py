@@ -160,7 +160,7 @@ def test_configs_of_new_models_are_sized_or_refused(tmp_path: Path) -> None:
         str(out),
     ]
     process = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert process.stdout.splitlines()[-1] == "3 cells: 1 sized, 2 refused"
+    assert process.stdout.splitlines()[-1] == "3 models and numbers of GPUs: 1 fit, 2 refused"
     cells = json.loads(out.read_text())
     assert cells["Qwen3-30B-A3B 8"]["stated_gb"] == pytest.approx(41, rel=0.15)
     assert cells["DeepSeek-V3 8"]["refusal"] == (
