@@ -140,12 +140,11 @@ def weight_layout(figures: Figures) -> None:
     """Measure the cost of a weight update without sending.
 
     Records bytes and seconds of gathering the weights under their Hugging Face names and copying them into buckets,
-    without and with hashing, and the rate of hashing tensors of different sizes.
+    without and with hashing, and the rates of `hash_rates`.
     """
     from rlsys.trainer.trainer import Trainer
     from rlsys.weights.buckets import StagingBuffers, send_in_buckets
     from rlsys.weights.checksums import EngineChecksums
-    from rlsys.weights.hashes import PartDigests
 
     with tempfile.TemporaryDirectory() as run:
         config = layer_config(Path(run), LAYERS)
@@ -165,6 +164,13 @@ def weight_layout(figures: Figures) -> None:
             fill_buckets(hashed)  # the first call compiles kernels
             seconds = seconds_of(partial(fill_buckets, hashed))
             figures(**{name: {"bytes": sent, "seconds": seconds, "gb_per_s": sent / 1e9 / seconds}})
+    hash_rates(figures)
+
+
+def hash_rates(figures: Figures) -> None:
+    """Record GB/s, and milliseconds per tensor, of hashing the tensors of HASHED."""
+    from rlsys.weights.hashes import PartDigests
+
     for size, count in HASHED:
         tensors = [
             torch.empty(size // 2, dtype=torch.bfloat16, device=DEVICE).normal_() for _ in range(count)

@@ -17,6 +17,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -77,6 +78,30 @@ def reasons(draft: Draft) -> set[str]:
     return {row.setting or row.result for row in (*draft.rejected, *draft.missing)}
 
 
+@contextmanager
+def recorded_runs(file: Path | None) -> Iterator[None]:
+    """Make the importer run each script only once during the context.
+
+    Args:
+        file: file of the recorded runs, which is read if it exists and written at the end; None: no file.
+    """
+    file = file and file.absolute()  # the working directory changes during the context
+    records: dict[Any, ScriptRun] = {}
+    if file and file.exists():
+        records = pickle.loads(file.read_bytes())
+
+    def run_once(script: Path, *rest: Any) -> ScriptRun:
+        key = (str(script), str(rest))
+        if key not in records:
+            records[key] = run_script(script, *rest)
+        return records[key]
+
+    with patch("rlsys.importers.arguments.run_script", run_once):
+        yield
+    if file:
+        file.write_bytes(pickle.dumps(records))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("framework", choices=sorted(PATTERNS))
@@ -95,20 +120,10 @@ def main() -> None:
     parser.add_argument("--records", type=Path, metavar="FILE", help="file of the recorded commands")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder in which the configs are saved")
     args = parser.parse_args()
-    records: dict[Any, ScriptRun] = {}
-    if args.records and args.records.exists():
-        records = pickle.loads(args.records.read_bytes())
     variables = dict(assignment.partition("=")[::2] for assignment in args.env)
-
-    def run_once(script: Path, *rest: Any) -> ScriptRun:
-        key = (str(script), str(rest))
-        if key not in records:
-            records[key] = run_script(script, *rest)
-        return records[key]
-
     statuses, counts, sole_reasons = Counter[str](), Counter[str](), Counter[str]()
     slowest = 0.0
-    with TemporaryDirectory() as temporary, patch("rlsys.importers.arguments.run_script", run_once):
+    with TemporaryDirectory() as temporary, recorded_runs(args.records):
         out = args.out.absolute() if args.out else Path(temporary)
         out.mkdir(exist_ok=True)
         for folder, script in list(find_scripts(args.framework, [f.absolute() for f in args.folders])):
@@ -127,8 +142,6 @@ def main() -> None:
             if len(script_reasons) == 1:
                 sole_reasons.update(script_reasons)
             print(f"{status} {name}: {'; '.join(sorted(script_reasons))[:600]}", flush=True)
-    if args.records:
-        args.records.write_bytes(pickle.dumps(records))
     print(f"scripts by exit status: {dict(sorted(statuses.items()))}; slowest {slowest:.1f} s")
     print("scripts with a reason, scripts with this reason alone, reason:")
     for reason, count in counts.most_common():
