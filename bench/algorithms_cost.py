@@ -55,7 +55,7 @@ class ScoringObjective(TimedObjective):
 
 
 def _timed_method(name: str) -> Any:
-    """Return the method `name` of Objective with code that adds its time to `seconds`."""
+    """Return the method `name` of Objective, extended so that it adds its time to `seconds`."""
     method = getattr(Objective, name)
 
     def timed(self: TimedObjective, *args: Any, **kwargs: Any) -> Any:

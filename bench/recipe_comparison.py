@@ -72,7 +72,11 @@ def comparison_lines(record: Mapping[str, Any], expected: Mapping[str, Any]) -> 
 
 
 def explain(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line for each likely reason for the run's score: weak warm start, few gradients, and so on."""
+    """Yield one line for each reason for the run's score that its figures suggest.
+
+    Reasons are a warm start without effect, few groups with a gradient, truncated responses, a collapsed entropy, a
+    lower score after RL, and the run's warnings.
+    """
     figures, score = record["signals"], record["score"]
     if "base" in record and record["start"] <= record["base"]:
         yield (
