@@ -1,12 +1,12 @@
-"""Makespan of mixed requests on two real engines, one slowed down: placement by measured speed against prefixes.
+"""Compare `hardware_affinity` with `prefix_affinity` on two real engines, one of which is slowed down.
 
     python bench/affinity.py --json [--pairs 5]
 
 One engine sleeps before every forward pass (SGLang's /slow_down). It decodes slowly, but prefills a long prompt
-nearly as fast as the other engine, because a prefill is a single pass. The work is long prompts with short responses
-and short prompts with long responses, all at once. A pair is this work under prefix_affinity and under
-hardware_affinity, in alternating order; each has a separate router that has processed one round of such work before.
-The makespan is the time until the last response has ended, in seconds.
+nearly as fast as the other engine, because a prefill is a single pass. The bench sends long prompts with short
+responses and short prompts with long responses at the same time, and measures the makespan: the seconds until the
+last response has ended. A pair is one measurement with each strategy, in alternating order. Each measurement has a
+new router, which first processes one round of such requests to measure the engines' speeds.
 """
 
 from __future__ import annotations
@@ -34,15 +34,19 @@ from rlsys.router.router import Router
 
 VOCAB, CONTEXT = 128, 2048
 LONG, SHORT = (1800, 4), (16, 96)
-"""Tokens of a prompt, and of its response, for both kinds of requests."""
-EACH = 12
+"""(tokens of the prompt, tokens of the response) of both kinds of requests."""
+REQUESTS_PER_KIND = 12
 SLEEP = 0.04
+"""Seconds of sleep before each pass of the slow engine."""
 STRATEGIES = ("prefix_affinity", "hardware_affinity")
 
 
-def work(rng: random.Random) -> list[tuple[Sample, int]]:
-    """Return EACH requests of both kinds, mixed, with their longest responses; no two prompts share a prefix."""
-    kinds = [LONG, SHORT] * EACH
+def make_requests(rng: random.Random) -> list[tuple[Sample, int]]:
+    """Return samples of both kinds in random order, each with its number of response tokens.
+
+    Prompts have random ids, so they share no prefix.
+    """
+    kinds = [LONG, SHORT] * REQUESTS_PER_KIND
     rng.shuffle(kinds)
     return [
         (Sample(i, i, 0, [rng.randrange(9, VOCAB) for _ in range(prompt)], seed=i + 1), response)
@@ -51,8 +55,9 @@ def work(rng: random.Random) -> list[tuple[Sample, int]]:
 
 
 async def makespan(router: Router, rng: random.Random) -> tuple[float, list[tuple[Sample, int]]]:
-    """Return the seconds until the last response has ended, and the samples."""
-    requests, start = work(rng), time.monotonic()
+    """Send all requests at the same time. Return the seconds until the last response has ended, and the requests."""
+    requests = make_requests(rng)
+    start = time.monotonic()
     await asyncio.gather(
         *(router.generate(s, max_response_tokens=tokens, temperature=1.0) for s, tokens in requests)
     )
@@ -60,18 +65,30 @@ async def makespan(router: Router, rng: random.Random) -> tuple[float, list[tupl
 
 
 async def run_strategy(strategy: str, clients: list[EngineClient], slow: str, seed: int) -> dict[str, Any]:
+    """Measure one strategy with a new router.
+
+    Args:
+        strategy: value of router.strategy.
+        clients: the fast and the slow engine.
+        slow: URL of the slow engine.
+        seed: seed of the requests.
+
+    Returns:
+        the makespan in seconds, the share of the requests of each kind that ran on the slow engine, and the
+        prefill speed of each engine that the router had measured before.
+    """
     router = Router(
         clients, vocab_size=VOCAB, context_length=CONTEXT, stop_ids=(), bounds=Bounds(1.0, 1.0),
         strategy=strategy, skip_attestation=True,
     )  # fmt: skip
     for client in clients:
-        await client.flush()  # the other strategy has had the same prompts
+        await client.flush()  # the other strategy has sent the same prompts
     watch = asyncio.create_task(router.watch())
     try:
         router.resume()
         rng = random.Random(seed)
         await makespan(router, rng)
-        await asyncio.sleep(2 * PROBE_SECONDS)  # what it has seen is settled with a probe
+        await asyncio.sleep(2 * PROBE_SECONDS)  # a probe updates the measured speeds
         speeds = {url: figures["prefill_tokens_per_s"] for url, figures in router.engine_metrics().items()}
         seconds, samples = await makespan(router, rng)
     finally:
@@ -89,11 +106,12 @@ async def run_strategy(strategy: str, clients: list[EngineClient], slow: str, se
 
 
 async def bench(pairs: int) -> dict[str, Any]:
+    """Start both engines, and measure `pairs` pairs. Return the result of the bench."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write_random_moe(folder / "model", max_position_embeddings=CONTEXT)
         engine = {
-            "max_running_requests": 2 * EACH, "max_total_tokens": 2 * EACH * CONTEXT,
+            "max_running_requests": 2 * REQUESTS_PER_KIND, "max_total_tokens": 2 * REQUESTS_PER_KIND * CONTEXT,
             "extra_args": ["--skip-tokenizer-init", "--chunked-prefill-size", str(CONTEXT)],
         }  # fmt: skip
         config = Config.model_validate({"model": {"path": model}, "engine": engine})
@@ -104,7 +122,7 @@ async def bench(pairs: int) -> dict[str, Any]:
             async with make_session() as session:
                 clients = [EngineClient(url, session) for url in (fast, slow)]
                 await clients[1].slow_down(SLEEP)
-                pairs_figures = [await pair(clients, slow, i) for i in range(pairs)]
+                pairs_figures = [await measure_pair(clients, slow, i) for i in range(pairs)]
     falls = [1 - p["hardware_affinity"]["seconds"] / p["prefix_affinity"]["seconds"] for p in pairs_figures]
     return {
         "bench": "affinity", "machine": machine(), "slept_per_pass": SLEEP, "pairs": pairs_figures, "falls": falls,
@@ -112,15 +130,16 @@ async def bench(pairs: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def pair(clients: list[EngineClient], slow: str, i: int) -> dict[str, Any]:
+async def measure_pair(clients: list[EngineClient], slow: str, number: int) -> dict[str, Any]:
+    """Measure both strategies with the same requests, in an order that alternates with `number`."""
     results = {}
-    for strategy in STRATEGIES[:: 1 if i % 2 == 0 else -1]:
-        results[strategy] = await run_strategy(strategy, clients, slow, i)
-        f = results[strategy]
+    for strategy in STRATEGIES[:: 1 if number % 2 == 0 else -1]:
+        figures = await run_strategy(strategy, clients, slow, seed=number)
         say(
-            f"pair {i + 1} {strategy}: {f['seconds']:.2f} s, on the slow engine {f['long_on_slow']:.0%} of the long "
-            f"prompts and {f['short_on_slow']:.0%} of the short ones"
+            f"pair {number + 1} {strategy}: {figures['seconds']:.2f} s; the slow engine ran "
+            f"{figures['long_on_slow']:.0%} of the long and {figures['short_on_slow']:.0%} of the short prompts"
         )
+        results[strategy] = figures
     return results
 
 
@@ -129,7 +148,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=5, help="number of pairs (default: 5)")
     args = parser.parse_args()
     result = asyncio.run(bench(args.pairs))
     print(json.dumps(result if args.json else result["falls"], indent=2))

@@ -1,21 +1,21 @@
-"""Runs, learning curves and cost of all algorithms, on the real stack with one engine.
+"""Run all algorithms on the real stack with one engine, and measure their learning curves and cost.
 
     python bench/algorithms.py --json                       # every recipe, 3 steps; then the cost shares
     python bench/algorithms.py --part curves --json         # learning curves against GRPO: hours on a laptop
-    python bench/algorithms.py --quick --json               # a few of each
+    python bench/algorithms.py --quick --json               # a few recipes of each part
     python bench/algorithms.py --part recipes --only gspo dapo
 
-`--out FILE` (default runs/bench_algorithms.json) saves every result immediately, and results that it contains are not
-measured again, so an interrupted bench can continue. `--plot` draws the curves of that file into docs/figures.
+`--out FILE` (default runs/bench_algorithms.json) saves every result at once. Results that the file contains are not
+measured again, so an interrupted bench can continue. `--plot` draws the curves of the file into docs/figures.
 
 Parts:
-    recipes   each file of configs/algorithms for 3 steps: reward, loss and the recipe's own metrics
-    curves    N'/N = 2 with 2 seeds, held-out accuracy every third step; methods for stale data also with staleness
-              forced towards 4 and 8 train steps (N'/N = 5 and 9; `staleness_mean` is the resulting one); exact_old
-              with router replay. Batch and learning rate are a quarter of the quickstart's, because otherwise every
-              method is above 0.95 after five steps
-    cost      share of a train step that the algorithm itself takes (plan, finish, prepare, loss; the forward passes
-              that it requests are reported separately). For recipes that take `old` from the training pass also the
+    recipes   runs each file of configs/algorithms for 3 steps: reward, loss and the recipe's own metrics
+    curves    runs with N'/N = 2 and 2 seeds, with the held-out accuracy every third step. Methods for stale data
+              also run with N'/N = 5 and 9, which force the staleness towards 4 and 8 train steps (`staleness_mean`
+              is the measured staleness). exact_old runs with router replay. Batch and learning rate are a quarter
+              of the quickstart's, because otherwise every method is above 0.95 after five steps
+    cost      share of a train step that the algorithm itself takes (plan, finish, prepare, loss), and the share of
+              the forward passes that it requests. For recipes that take `old` from the training pass also the
               seconds of a step with and without a scoring pass, and the saved share
 """
 
@@ -61,6 +61,7 @@ WAVE_1 = (
 """Methods whose algorithm must take less than 5 % of a step."""
 QUICK = ("grpo", "dapo", "gae")
 ROLE_SECONDS = 1800.0
+"""Time limit of a run in seconds."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,18 @@ class SharedEngine:
 
 
 class Results:
-    """Owns the output file: {"part/name": result}."""
+    """Owns the output file, a JSON object of results by "PART/NAME".
+
+    Attributes:
+        all: the content of the file.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.all: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
 
     def put(self, key: str, value: Any) -> None:
+        """Set a result, and write the file."""
         self.all[key] = value
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self.all, indent=1))
@@ -86,7 +92,16 @@ class Results:
 
 @contextlib.contextmanager
 def role(module: str, *args: str, log: Path, owner: Owner) -> Iterator[subprocess.Popen[bytes]]:
-    """Run one process of the run under a keeper, which ends the process when this bench ends for any reason."""
+    """Start a process of the run under a keeper, and end it after the context.
+
+    The keeper ends the process even if this bench is killed.
+
+    Args:
+        module: the module to run.
+        args: arguments of the module.
+        log: file of the output.
+        owner: the launch that owns the run.
+    """
     argv = [sys.executable, "-m", "launch.keeper", "--grace", "10", "--", sys.executable, "-m", module, *args]
     with (
         log.open("wb") as out,
@@ -106,7 +121,11 @@ def role(module: str, *args: str, log: Path, owner: Owner) -> Iterator[subproces
 
 
 def run(config: Config, engine: SharedEngine) -> dict[str, Any]:
-    """Make a whole run on a running engine, with a rollout process and one trainer. Return its figures."""
+    """Make a whole run on a running engine, with a rollout process and one trainer.
+
+    Returns:
+        `ok` true with seconds, steps and evaluations; or `ok` false with `error`, the end of the trainer's log.
+    """
     folder = config.run.dir
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump_config(config))
@@ -136,6 +155,7 @@ def run(config: Config, engine: SharedEngine) -> dict[str, Any]:
 
 
 def recipes(names: list[str], engine: SharedEngine, work: Path, results: Results) -> None:
+    """Run each recipe for 3 steps; skip recipes that have a result."""
     for name in names:
         key = f"recipes/{name}"
         if results.all.get(key, {}).get("ok"):
@@ -145,7 +165,7 @@ def recipes(names: list[str], engine: SharedEngine, work: Path, results: Results
             config = load_config(FOLDER / f"{name}.yaml", overrides)
             check(config)
             results.put(key, run(config, engine))
-        except RlsysError as e:  # a recipe that cannot run here is a result
+        except RlsysError as e:  # that a recipe cannot run on this host is a result
             results.put(key, {"ok": False, "error": str(e)})
         say(f"{key}: {'ok' if results.all[key]['ok'] else results.all[key]['error']}")
 
@@ -153,8 +173,18 @@ def recipes(names: list[str], engine: SharedEngine, work: Path, results: Results
 def curves(
     names: list[str], engine: SharedEngine, work: Path, results: Results, steps: int, seeds: int
 ) -> None:
+    """Measure the learning curves of recipes in CURVES and STALE; skip runs that have a result.
+
+    Args:
+        names: recipes.
+        engine: the engine of all runs.
+        work: folder of the runs.
+        results: gets a result for each recipe, staleness and seed.
+        steps: train steps of a run.
+        seeds: number of seeds.
+    """
     jobs = [(name, seed, 0) for name in names if name in CURVES for seed in range(seeds)]
-    jobs += [(n, seed, k) for seed in range(seeds) for k in (8, 4) for n in names if n in STALE]
+    jobs += [(name, seed, k) for seed in range(seeds) for k in (8, 4) for name in names if name in STALE]
     for name, seed, staleness in jobs:
         key = f"curves/{name}/staleness-{staleness}/seed-{seed}"
         if results.all.get(key, {}).get("ok"):
@@ -166,14 +196,17 @@ def curves(
         ]  # fmt: skip
         if name in REPLAYED:
             overrides += ["trainer.replay=engine", "engine.return_routes=true"]
-        if staleness:  # by Little's law a group waits N'/N - 1 steps; twice that as bound drops few groups
+        if staleness:  # by Little's law a group waits N'/N - 1 steps; a bound of twice that drops few groups
             overrides += [f"rollout.over_provision={staleness + 1}", f"rollout.max_staleness={2 * staleness}"]
         results.put(key, run(load_config(FOLDER / f"{name}.yaml", overrides), engine))
         say(f"{key}: {results.all[key].get('evals') or results.all[key]['error']}")
 
 
 def cost(names: list[str], work: Path, results: Results, repeats: int) -> None:
-    """Measure in this process, on the recorded step of the tests, with the quickstart's model and no teacher."""
+    """Measure the cost of each recipe in this process, with the quickstart's model.
+
+    Skips recipes that have a result, and recipes with a teacher.
+    """
     from algorithms_cost import measure_cost
 
     pending = [
@@ -181,19 +214,20 @@ def cost(names: list[str], work: Path, results: Results, repeats: int) -> None:
         for n in names
         if f"cost/{n}" not in results.all and load_config(FOLDER / f"{n}.yaml").algo.teacher is None
     ]
-    for name, repeats_of in measure_cost(pending, work, repeats):
-        figures = {key: statistics.median(values) for key, values in repeats_of.items()}
+    for name, measured in measure_cost(pending, work, repeats):
+        figures = {key: statistics.median(values) for key, values in measured.items()}
         if "seconds_scored" in figures:
             figures["scoring_pass_saved"] = 1 - figures["seconds"] / figures["seconds_scored"]
         results.put(f"cost/{name}", figures)
-        say(f"cost/{name}: {results.all[f'cost/{name}']}")
+        say(f"cost/{name}: {figures}")
 
 
 Curves = dict[str, dict[str, list[dict[str, Any]]]]
+"""Panel of the plot -> recipe -> one run per seed."""
 
 
 def by_panel(results: Results) -> Curves:
-    """Return the runs of each recipe, one per seed, by panel of the plot."""
+    """Return the successful runs of the part `curves`."""
     panels: Curves = {}
     for key, result in sorted(results.all.items()):
         if key.startswith("curves/") and result["ok"]:
@@ -203,7 +237,10 @@ def by_panel(results: Results) -> Curves:
 
 
 def summary(results: Results) -> dict[str, Any]:
-    """Return the figures of all parts. A run's accuracy is the mean of its evaluations: an early rise counts."""
+    """Return the figures of all parts.
+
+    `accuracy` of a curve is the mean over its evaluations, so it is higher if the accuracy rises earlier.
+    """
     by_part = {
         kind: {k.split("/")[1]: v for k, v in results.all.items() if k.startswith(f"{kind}/")}
         for kind in ("recipes", "cost")
@@ -219,23 +256,28 @@ def summary(results: Results) -> dict[str, Any]:
             if "scoring_pass_saved" in v
         },
         "curves": {
-            panel: {
-                name: {
-                    "accuracy": [round(statistics.mean(e["accuracy"] for e in r["evals"]), 3) for r in runs],
-                    "last": [round(r["evals"][-1]["accuracy"], 3) for r in runs],
-                    "staleness_mean": [
-                        round(statistics.mean(s["staleness_mean"] for s in r["steps"]), 2) for r in runs
-                    ],
-                }
-                for name, runs in methods.items()
-            }
+            panel: {name: curve_summary(runs) for name, runs in methods.items()}
             for panel, methods in by_panel(results).items()
         },
     }
 
 
+def curve_summary(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the figures of a recipe's runs, one value for each run."""
+    return {
+        "accuracy": [round(statistics.mean(e["accuracy"] for e in run["evals"]), 3) for run in runs],
+        "last": [round(run["evals"][-1]["accuracy"], 3) for run in runs],
+        "staleness_mean": [
+            round(statistics.mean(s["staleness_mean"] for s in run["steps"]), 2) for run in runs
+        ],
+    }
+
+
 def plot(results: Results, folder: Path) -> None:
-    """Draw algorithms_curves.png: held-out accuracy by step, one panel per staleness, mean and range of the seeds."""
+    """Write `folder`/algorithms_curves.png: held-out accuracy by step, mean and range of the seeds.
+
+    Each staleness has one panel.
+    """
     from matplotlib.figure import Figure
 
     panels = by_panel(results)
@@ -266,13 +308,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=("recipes", "curves", "cost", "all"), default="recipes")
+    parser.add_argument(
+        "--part",
+        choices=("recipes", "curves", "cost", "all"),
+        default="recipes",
+        help="part to measure (default: recipes, then cost)",
+    )
     parser.add_argument(
         "--only", nargs="+", choices=RECIPES, metavar="NAME", help="recipes to run (default: all)"
     )
     parser.add_argument("--quick", action="store_true", help="a few recipes, few steps, one seed")
     parser.add_argument("--steps", type=int, default=24, help="train steps of a learning curve")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench_algorithms.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / "bench_algorithms.json", help="JSON file of all results"
+    )
     parser.add_argument("--plot", action="store_true", help="draw the curves into docs/figures")
     parser.add_argument("--json", action="store_true", help="print all results as JSON")
     args = parser.parse_args()

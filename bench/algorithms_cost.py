@@ -1,5 +1,7 @@
-"""Share of a train step that an algorithm takes, measured on the real trainer with a recorded step. See
-algorithms.py."""
+"""Part `cost` of algorithms.py: the share of a train step that an algorithm takes, on the real trainer.
+
+The step is the recorded step of the tests.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,15 @@ from rlsys.trainer.trainer import Trainer
 GROUPS = 16
 """Groups of the measured step: the recorded groups, repeated."""
 TIMED = ("plan", "finish", "prepare", "__call__", "lr_factor", "defer")
+"""Methods of Objective that TimedObjective measures."""
 
 
 class TimedObjective(Objective):
-    """An objective that measures the seconds of its methods, without the backward pass through the loss term."""
+    """An objective that measures the time of its methods, without the backward pass through the loss term.
+
+    Attributes:
+        seconds: time in the methods of TIMED so far.
+    """
 
     def __init__(self, section: Any) -> None:
         super().__init__(section)
@@ -38,7 +45,7 @@ class TimedObjective(Objective):
 
 
 class ScoringObjective(TimedObjective):
-    """An objective that requests a scoring pass before every update, as if `old` were needed before the loss."""
+    """An objective that requests a scoring pass before every update, as if it needed `old` before the loss."""
 
     def __init__(self, section: Any) -> None:
         super().__init__(section)
@@ -47,32 +54,38 @@ class ScoringObjective(TimedObjective):
         )
 
 
-def _clocked(name: str) -> Any:
-    plain = getattr(Objective, name)
+def _timed_method(name: str) -> Any:
+    """Return the method `name` of Objective, extended so that it adds its time to `seconds`."""
+    method = getattr(Objective, name)
 
     def timed(self: TimedObjective, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         try:
-            return plain(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         finally:
             self.seconds += time.perf_counter() - start
 
     return timed
 
 
-for method in TIMED:
-    setattr(TimedObjective, method, _clocked(method))
+for _name in TIMED:
+    setattr(TimedObjective, _name, _timed_method(_name))
 
 
 def full_step(odd: bool, named: bool) -> TrainBatch:
-    """Return the recorded step with GROUPS groups; with `odd` they have seven samples each."""
+    """Return the recorded step with GROUPS groups.
+
+    Args:
+        odd: whether to keep only seven samples of each group.
+        named: whether rewards keep their named parts; otherwise the reward is the part `answer`.
+    """
     packed = gzip.decompress((ROOT / "tests" / "data" / "step.msgpack.gz").read_bytes())
     batch = decode(packed, TrainBatch)
 
     def sample(s: Sample) -> Sample:
-        marks = s.named_rewards or {"answer": s.reward or 0.0}
-        s = replace(s, turn_rewards=[TurnReward(marks["answer"], True)])
-        return s if named else replace(s, reward=marks["answer"], named_rewards=None)
+        parts = s.named_rewards or {"answer": s.reward or 0.0}
+        s = replace(s, turn_rewards=[TurnReward(parts["answer"], True)])
+        return s if named else replace(s, reward=parts["answer"], named_rewards=None)
 
     def group(i: int) -> SampleGroup:
         source_group = batch.groups[i % len(batch.groups)]
@@ -85,39 +98,52 @@ def full_step(odd: bool, named: bool) -> TrainBatch:
 def measure_cost(
     names: Sequence[str], work: Path, repeats: int
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """Yield each recipe with its figures, one value per repeat: the share of the algorithm in a step, the share of
-    the forward passes that it requests, and the seconds of a step. `seconds_scored`, for recipes that need no scoring
-    pass for `old`: the seconds of a step with that pass. Repeats are interleaved."""
+    """Yield each recipe with its figures, which have one value per repeat.
+
+    Args:
+        names: recipes of configs/algorithms.
+        work: folder of the trainer's run.
+        repeats: number of repeats, interleaved over the recipes.
+
+    Yields:
+        name and figures of a recipe:
+        algorithm_share: share of a step in the algorithm's own methods.
+        passes_share: share of a step in the scoring passes that the algorithm requests.
+        seconds: seconds of a step.
+        seconds_scored: seconds of a step with a scoring pass, for recipes that need no scoring pass for `old`.
+    """
     if not names:
         return
-    quick = load_config(
+    config = load_config(
         ROOT / "configs" / "quickstart.yaml", [f"run.dir={work / 'cost'}", "trainer.lr=1e-30"]
     )
-    trainer = Trainer(quick, ("entropy", "values", "ref", "sum_pi_squared"))
+    trainer = Trainer(config, ("entropy", "values", "ref", "sum_pi_squared"))
     add_critic(trainer, CriticSection())
-    passes = [0.0]
+    scoring_seconds = [0.0]
 
     def timed(score: Callable[..., Any]) -> Callable[..., Any]:
         def timed_score(*args: Any) -> Any:
             start = time.perf_counter()
             result = score(*args)
-            passes[0] += time.perf_counter() - start
+            scoring_seconds[0] += time.perf_counter() - start
             return result
 
         return timed_score
 
-    for each in (trainer, trainer.critic):
-        each.passes.score = timed(each.passes.score)  # type: ignore
+    for model in (trainer, trainer.critic):
+        model.passes.score = timed(model.passes.score)  # type: ignore
     figures: dict[str, dict[str, list[float]]] = {n: defaultdict(list) for n in names}
     for _ in range(repeats):
         for name in names:
             section = load_config(ROOT / "configs" / "algorithms" / f"{name}.yaml").algo
-            objective, batch = TimedObjective(section), full_step(name == "mc_grpo", name == "gdpo")
-            start, passes[0] = time.perf_counter(), 0.0
+            objective = TimedObjective(section)
+            batch = full_step(odd=name == "mc_grpo", named=name == "gdpo")
+            scoring_seconds[0] = 0.0
+            start = time.perf_counter()
             step.train_step(trainer, objective, batch)
             total = time.perf_counter() - start
             figures[name]["algorithm_share"].append(objective.seconds / total)
-            figures[name]["passes_share"].append(passes[0] / total)
+            figures[name]["passes_share"].append(scoring_seconds[0] / total)
             figures[name]["seconds"].append(total)
             if objective.requirements.passes & CURRENT and not objective.requirements.looks_ahead:
                 start = time.perf_counter()

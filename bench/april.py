@@ -1,27 +1,29 @@
-"""Gain of APRIL: rollouts of one recorded long-tail trace on a real SGLang engine, all modes in one run.
+"""Measure the gain of APRIL: rollouts of one recorded long-tail trace on a real SGLang engine, in several modes.
 
     python bench/april.py --json [--repeats 2] [--quick] [--only NAME ...] [--cost gpu-like]
     python bench/april_plot.py RESULT.json FIGURE.png
 
-The modes train batches of the same N samples:
+The modes take batches of the same N samples:
 
     synchronous    N'/N = 1, max_staleness 0: every step waits for its longest response
-    synchronous-2N the same with a batch twice as large: as many samples in flight as with april-2
+    synchronous-2N synchronous, with a batch twice as large: as many samples in flight as with april-2
     april-R        N'/N = R: a step takes the first N samples; the others stay in the engine, which prefills them
                    again after the push (router.interruption: retract)
-    april-2-abort  the same at R = 2, but the others return, are saved, and are sent again (abort, the default)
-    april-2-kept   the same, but a push leaves keys and values in place: shows the cost of repeated prefills
+    april-2-abort  N'/N = 2; the other samples return, are saved, and are sent again (abort, the default)
+    april-2-kept   N'/N = 2; the other samples stay in the engine, and a push keeps their keys and values (in_place):
+                   shows the cost of repeated prefills
     asynchronous   2 N samples in flight; a push interrupts them, a take does not; admission bounds the age
     saturated      always 2 N samples in flight, no steps, no pushes
-    prefill        2 N interrupted prefixes are prefilled at once; no decoding
+    prefill        2 N interrupted prefixes are prefilled at once, without decoding
 
 A push invalidates all keys and values, so every step prefills all samples in flight again. `bound_of` computes the
-share of `saturated` that april-2 can reach, from these two modes and the trace alone.
+share of `saturated` that april-2 can reach, from `saturated`, `prefill` and the trace.
 
-Every step does what the product does between two train steps: take, interrupt, begin_push, real weights, end_push
-with flush and attestation (canaries, checksums), resume with prefill. Nothing is trained: this bench measures
-rollouts, not whole runs. Of the two costs, `cpu` is the raw CPU engine, whose forward pass takes longer the more it
-decodes, and `gpu-like` adds a fixed time to every forward pass (SGLang's /slow_down), as for memory-bound decoding.
+Every step makes the calls that a run makes between two train steps: take, interrupt, begin_push, real weights,
+end_push with flush and attestation (canaries, checksums), resume with prefill. No step trains: this bench measures
+rollouts, not whole runs. There are two costs of a forward pass: with `cpu` the pass of the CPU engine takes longer
+the more requests it decodes; `gpu-like` adds a fixed time to every pass (SGLang's /slow_down), as for memory-bound
+decoding.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from april_stage import (
     BATCH,
     CONTEXT,
     GROUP_SIZE,
-    LOOK_SECONDS,
+    POLL_SECONDS,
     PROMPT_TOKENS,
     VOCAB,
     Clock,
@@ -74,8 +76,9 @@ TRACE = Path(__file__).with_name("traces") / "long_tail.json"
 GPU_LIKE_SECONDS = 0.03
 """Seconds added to every forward pass: several times the CPU's own time of a pass."""
 COSTS = {"gpu-like": GPU_LIKE_SECONDS, "cpu": None}
+"""Seconds added to every forward pass, by cost."""
 PREFILL_TOKENS = 8192
-"""Largest number of tokens in a prefill pass: SGLang's value for a GPU of 80 GB; on a CPU its value is half."""
+"""Largest number of tokens of a prefill pass: SGLang's default for a GPU of 80 GB, twice its default for a CPU."""
 QUICK_SCALE = 16
 """Divisor of the trace's lengths with --quick."""
 
@@ -89,6 +92,7 @@ MODES = [
 ]
 MOST_SLOTS = max(m.slots for m in MODES)
 SATURATED_SLOTS = 2 * BATCH
+"""Samples in flight in the modes `saturated` and `prefill`."""
 
 
 async def reward_one(_prompt: Prompt, _text: str) -> float:
@@ -96,7 +100,12 @@ async def reward_one(_prompt: Prompt, _text: str) -> float:
 
 
 class Loop:
-    """The trainer's side of one mode; measures the seconds of its phases."""
+    """The trainer's calls of one mode.
+
+    Attributes:
+        step: number of takes so far.
+        seconds: total seconds of each phase.
+    """
 
     def __init__(self, stage: Stage, config: Config, manager: RolloutManager) -> None:
         self._manager = manager
@@ -107,6 +116,7 @@ class Loop:
         self.seconds = dict.fromkeys(("take", "begin", "send", "end"), 0.0)
 
     async def take(self) -> TrainBatch:
+        """Take the groups of the next step."""
         self.step += 1
         with self._phase("take"):
             batch = await self._manager.take(self.step)
@@ -116,12 +126,12 @@ class Loop:
     async def push(self) -> None:
         """Push the weights, as trainer and rollout process do between two steps."""
         with self._phase("begin"):
-            ticket = await self._manager.begin_push()
+            update = await self._manager.begin_push()
         with self._phase("send"):
             checksums = EngineChecksums(self._hf, 1)
-            await asyncio.to_thread(self._sync.push, checksums.watch(self._stage.tensors.items()), ticket)
+            await asyncio.to_thread(self._sync.push, checksums.watch(self._stage.tensors.items()), update)
         with self._phase("end"):
-            await self._manager.end_push(ticket, self._stage.canaries, checksums.digests())
+            await self._manager.end_push(update, self._stage.canaries, checksums.digests())
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -131,7 +141,11 @@ class Loop:
 
 
 async def run_mode(stage: Stage, mode: Mode, sample_count: int) -> dict[str, float]:
-    """Run warm-up steps, then steps until `measured` samples are trained. Return the figures of the latter."""
+    """Run warm-up steps, then measured steps until they have taken `sample_count` samples.
+
+    Returns:
+        figures of the measured steps.
+    """
     with tempfile.TemporaryDirectory(dir=stage.folder) as name:
         config = stage.for_mode(mode, Path(name))
         buffer = RolloutBuffer(config.run.dir / "rollouts.sqlite", identity(config), GROUP_SIZE)
@@ -177,24 +191,33 @@ async def run_mode(stage: Stage, mode: Mode, sample_count: int) -> dict[str, flo
 
 
 def trained_figures(batches: list[TrainBatch], seconds: float, true_mean: float) -> dict[str, float]:
-    """Return the figures of the groups that the measured steps took."""
-    groups: list[SampleGroup] = [g for t in batches for g in t.groups]
+    """Return the figures of the groups that the measured steps took.
+
+    Args:
+        batches: the groups of each measured step.
+        seconds: duration of the measured steps.
+        true_mean: mean response length of the trace in tokens.
+    """
+    groups: list[SampleGroup] = [g for batch in batches for g in batch.groups]
     samples = [s for g in groups for s in g.samples]
     tokens = sum(s.tokens for s in samples)
-    read_again = sum(s.prefilled_tokens - s.cached_tokens - len(s.prompt_ids) for s in samples)
+    prefilled_again = sum(s.prefilled_tokens - s.cached_tokens - len(s.prompt_ids) for s in samples)
+    off_policy_tokens = sum(b.metrics["off_policy_share"] * b.metrics["tokens"] for b in batches)
     return {
         "trained_tokens_per_s": tokens / seconds,
         "samples_per_s": len(samples) / seconds,
-        "off_policy_share": sum(t.metrics["off_policy_share"] * t.metrics["tokens"] for t in batches)
-        / tokens,
-        "mean_age": sum(t.metrics["staleness_mean"] for t in batches) / len(batches),
+        "off_policy_share": off_policy_tokens / tokens,
+        "mean_age": sum(b.metrics["staleness_mean"] for b in batches) / len(batches),
         "length_ratio": tokens / len(samples) / true_mean,
-        "re_prefilled_tokens_per_trained_token": max(0, read_again) / tokens,
+        "re_prefilled_tokens_per_trained_token": max(0, prefilled_again) / tokens,
     }
 
 
 async def run_saturated(stage: Stage, sample_count: int) -> dict[str, float]:
-    """Measure a closed loop without steps: whenever a response ends, the next one begins."""
+    """Measure SATURATED_SLOTS samples in flight without steps: whenever a response ends, the next one begins.
+
+    The measurement begins after the time of the longest response, as in the other modes.
+    """
     router, source = stage.router(), RandomPrompts()
     engines = await router.begin_push(1)
     await router.end_push(1, stage.canaries)
@@ -213,9 +236,7 @@ async def run_saturated(stage: Stage, sample_count: int) -> dict[str, float]:
     workers = [asyncio.create_task(worker()) for _ in range(SATURATED_SLOTS)]
     try:
         warm = round(SATURATED_SLOTS * max(stage.lengths) / stage.true_mean)
-        await wait_for_samples(
-            lengths, warm, workers
-        )  # the longest response can have been begun and ended, as in the modes
+        await wait_for_samples(lengths, warm, workers)
         received, start = router.stats()["received_tokens"], time.monotonic()
         await wait_for_samples(lengths, warm + sample_count, workers)
         seconds = time.monotonic() - start
@@ -234,15 +255,20 @@ async def run_saturated(stage: Stage, sample_count: int) -> dict[str, float]:
 
 
 async def run_prefill(stage: Stage, repeat: int) -> dict[str, float]:
-    """Measure the prefill of prefixes like those that a step of april-2 interrupts; each decodes one token."""
+    """Measure the prefill of SATURATED_SLOTS prefixes like those that a step of april-2 interrupts.
+
+    A response is in flight with a probability proportional to its length, and is interrupted at a uniformly random
+    token. Each request decodes one token after the prefix.
+    """
     rng, router = random.Random(repeat), stage.router()
     engines = await router.begin_push(1)
     await router.end_push(1, stage.canaries)
     assert engines
     router.resume()
     router.lengths = [1]
-    cut = [round(rng.random() * n) for n in rng.choices(stage.lengths, stage.lengths, k=SATURATED_SLOTS)]
-    prompts = [[rng.randrange(9, VOCAB) for _ in range(PROMPT_TOKENS + n)] for n in cut]
+    interrupted_lengths = rng.choices(stage.lengths, stage.lengths, k=SATURATED_SLOTS)
+    partial_lengths = [round(rng.random() * n) for n in interrupted_lengths]
+    prompts = [[rng.randrange(9, VOCAB) for _ in range(PROMPT_TOKENS + n)] for n in partial_lengths]
     samples = [Sample(i, i, 0, ids, seed=1 + i) for i, ids in enumerate(prompts)]
     start = time.monotonic()
     await asyncio.gather(*(router.generate(s, max_response_tokens=10**6, temperature=1.0) for s in samples))
@@ -254,8 +280,9 @@ async def run_prefill(stage: Stage, repeat: int) -> dict[str, float]:
 def bound_of(saturated: float, prefill: float, over_provision: float, lengths: Sequence[int]) -> float:
     """Return the largest possible share of a saturated engine's rate if every step prefills all samples in flight.
 
-    A response of n tokens is interrupted n / (tokens of a step and slot) times, on average in its middle. So for each
-    trained token N'/N (1 + cv^2) / 2 are prefilled, where cv is the coefficient of variation of the lengths.
+    A step decodes s tokens in each slot, so a response of n tokens is interrupted n / s times, on average in its
+    middle. So N'/N (1 + cv^2) / 2 tokens are prefilled for each trained token, where cv is the coefficient of
+    variation of the lengths.
 
     Args:
         saturated: seconds per token of the saturated engine.
@@ -263,36 +290,41 @@ def bound_of(saturated: float, prefill: float, over_provision: float, lengths: S
         over_provision: N'/N.
         lengths: response lengths in tokens.
     """
-    read = over_provision * mean(n * n for n in lengths) / mean(lengths) ** 2 / 2
-    return saturated / (saturated + read * prefill)
+    prefilled_per_trained = over_provision * mean(n * n for n in lengths) / mean(lengths) ** 2 / 2
+    return saturated / (saturated + prefilled_per_trained * prefill)
 
 
 async def wait_for_samples(lengths: list[int], n: int, workers: list[asyncio.Task[None]]) -> None:
+    """Wait until `lengths`, to which the workers append, has n entries. Raise the error of a worker that failed."""
     while len(lengths) < n:
         for w in workers:
             if w.done():
                 w.result()
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def measure(stage: Stage, name: str, sample_count: int, repeat: int) -> dict[str, float]:
+    """Return the figures of one repeat of the mode `name`."""
+    if name == "saturated":
+        return await run_saturated(stage, sample_count)
+    if name == "prefill":
+        return await run_prefill(stage, repeat)
+    return await run_mode(stage, next(mode for mode in MODES if mode.name == name), sample_count)
 
 
 async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the chosen modes at the chosen costs, interleaved. Return the result of the bench."""
     sample_count = 2 * BATCH if args.quick else 6 * BATCH
-    by_name = {m.name: m for m in MODES}
-    chosen = [n for n in ("saturated", "prefill", *by_name) if not args.only or n in args.only]
+    names = ["saturated", "prefill", *(mode.name for mode in MODES)]
+    chosen = [name for name in names if not args.only or name in args.only]
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
     for repeat in range(args.repeats):
         order = chosen[repeat % len(chosen) :] + chosen[: repeat % len(chosen)]  # no mode is always first
         for cost in args.cost:
-            seconds = COSTS[cost]
-            await stage.client.slow_down(seconds)
+            await stage.client.slow_down(COSTS[cost])
             for name in order:
                 say(f"repeat {repeat + 1}/{args.repeats} {cost}: {name}")
-                if name == "saturated":
-                    figures = await run_saturated(stage, sample_count)
-                elif name == "prefill":
-                    figures = await run_prefill(stage, repeat)
-                else:
-                    figures = await run_mode(stage, by_name[name], sample_count)
+                figures = await measure(stage, name, sample_count, repeat)
                 say("    " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
                 runs.setdefault(cost, {}).setdefault(name, []).append(figures)
     await stage.client.slow_down(None)
@@ -310,22 +342,22 @@ async def bench(stage: Stage, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(costs: dict[str, Any], lengths: Sequence[int]) -> dict[str, float]:
-    """Return ratios of medians at N'/N = 2, without those whose modes did not run."""
+    """Return ratios of medians at N'/N = 2; a ratio is absent if one of its modes did not run."""
 
-    def rate(cost: str, mode: str, of: str = "trained") -> float:
-        return float(costs[cost][mode][f"{of}_tokens_per_s"]["median"])
+    def rate(cost: str, mode: str, tokens: str = "trained") -> float:
+        return float(costs[cost][mode][f"{tokens}_tokens_per_s"]["median"])
 
     def share(cost: str, mode: str = "april-2") -> float:
-        """Return the rate of sampled tokens as a share of that of an engine that is always full.
+        """Return the mode's rate of sampled tokens, divided by that of an engine that is always full.
 
-        It counts sampled tokens, because the trained ones depend on a few long responses, which end at random times;
-        over many steps both shares are equal.
+        Trained tokens depend on a few long responses, which end at random times. Over many steps both shares are
+        equal.
         """
         return rate(cost, mode, "sampled") / rate(cost, "saturated", "sampled")
 
-    def of_bound(cost: str) -> float:
-        read = float(costs[cost]["prefill"]["seconds_per_token"]["median"])
-        return share(cost) / bound_of(1 / rate(cost, "saturated"), read, 2, lengths)
+    def share_of_bound(cost: str) -> float:
+        prefill_seconds = float(costs[cost]["prefill"]["seconds_per_token"]["median"])
+        return share(cost) / bound_of(1 / rate(cost, "saturated"), prefill_seconds, 2, lengths)
 
     figures: dict[str, Callable[[], float]] = {
         "gain_at_2": lambda: rate("gpu-like", "april-2") / rate("gpu-like", "synchronous"),
@@ -335,27 +367,27 @@ def summary(costs: dict[str, Any], lengths: Sequence[int]) -> dict[str, float]:
         "share_of_saturated_at_2": lambda: share("gpu-like"),
         "share_of_saturated_at_2_raw_cpu": lambda: share("cpu"),
         "share_of_saturated_at_2_abort": lambda: share("gpu-like", "april-2-abort"),
-        "share_of_bound_at_2": lambda: of_bound("gpu-like"),
-        "share_of_bound_at_2_raw_cpu": lambda: of_bound("cpu"),
+        "share_of_bound_at_2": lambda: share_of_bound("gpu-like"),
+        "share_of_bound_at_2_raw_cpu": lambda: share_of_bound("cpu"),
         "share_of_saturated_at_2_kept": lambda: share("gpu-like", "april-2-kept"),
         "length_ratio_at_2": lambda: float(costs["gpu-like"]["april-2"]["length_ratio"]["median"]),
     }
     ratios = {}
     for name, figure in figures.items():
-        with suppress(KeyError):  # its mode did not run
+        with suppress(KeyError):  # a mode of the ratio did not run
             ratios[name] = figure()
     return ratios
 
 
 def trace(quick: bool) -> list[int]:
-    """Return the response lengths of the trace, in the order of the samples."""
+    """Return the response lengths of the trace in tokens, in the order of the samples; with `quick` short ones."""
     scale = QUICK_SCALE if quick else 1
     return [math.ceil(n / scale) for n in json.loads(TRACE.read_text())["lengths"]]
 
 
 @asynccontextmanager
 async def set_up(lengths: list[int]) -> AsyncIterator[Stage]:
-    """Yield a stage with a running engine, and end the engine afterwards."""
+    """Start an engine with random weights, and yield its stage. End the engine after the context."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write_random_moe(folder / "model", max_position_embeddings=CONTEXT)
@@ -394,10 +426,10 @@ def main() -> None:
         "--only",
         nargs="*",
         choices=["saturated", "prefill", *(m.name for m in MODES)],
-        help="modes (default: all)",
+        help="modes to measure (default: all)",
     )
     parser.add_argument(
-        "--cost", nargs="*", choices=list(COSTS), default=list(COSTS), help="costs (default: both)"
+        "--cost", nargs="*", choices=list(COSTS), default=list(COSTS), help="costs of a pass (default: both)"
     )
     args = parser.parse_args()
     result = asyncio.run(main_async(args))

@@ -1,27 +1,29 @@
-"""APRIL's own claims: throughput, convergence, accuracy, for several algorithms and seeds, training included.
+"""Compare APRIL with synchronous runs in throughput, convergence and accuracy, for several algorithms and seeds.
 
     python bench/april_claim.py --json [--records FILE] [--algorithms grpo ...] [--seeds 0 1 ...] [--ratios 1 1.5 2]
     python bench/april_claim.py --quick
     python bench/april_claim.py --table
 
-Real runs of configs/algorithms/NAME.yaml on the quickstart's task, which has a long tail, with a learning rate with
-which it takes some 40 steps. N'/N = 1 is synchronous (max_staleness 0); N'/N = 1.5 and 2 over-provision
-(max_staleness 8). Each run makes the same number of steps and evaluates greedily every few of them. What evaluations
-take is in no figure. The engine sleeps before every forward pass (SGLang's /slow_down), as april.py's `gpu-like` one
-does: a pass of a GPU takes hardly longer for more requests. On the raw CPU it does, and there is nothing to gain: see
-bench/README.md.
+The bench makes real runs of configs/algorithms/NAME.yaml on the quickstart's task, whose responses have long-tailed
+lengths, with a learning rate with which the task takes some 40 steps. N'/N = 1 is synchronous (max_staleness 0);
+N'/N = 1.5 and 2 over-provision (max_staleness 8). All runs make the same number of steps and evaluate greedily every
+few steps. Figures exclude the time of evaluations. The engine sleeps before every forward pass (SGLang's /slow_down),
+like `gpu-like` in april.py: on a GPU a pass with more requests takes hardly longer. On a CPU without the sleep it
+takes longer, so APRIL could gain nothing (bench/README.md).
 
-Every finished run is one line of `--records`, and is not run again: the table grows over days. `--table` writes it
-into bench/README.md. A line of other settings of this bench ends it. Runs of one seed and algorithm follow each
-other; which ratio begins rotates from seed to seed.
+A finished run is one line of `--records`, and is not run again. `--table` writes the table of all records into
+bench/README.md. The bench refuses a file with records of other settings. Runs of one seed and algorithm follow each
+other; the ratio that begins rotates from seed to seed.
 
-    throughput            trained tokens per second of steps, over the whole run
-    step_seconds          mean
-    to_ACCURACY           steps and seconds of steps to the first evaluation of at least ACCURACY, or null
-    accuracy              of the last evaluation
-    against_synchronous   of the same algorithm and seed: ratios of throughput and of seconds, difference of accuracy,
-                          and of the accuracy that the synchronous run has by the time that this run ends;
-                          mean, and 95 % interval by Student's t over the seeds
+    throughput            trained tokens per second of the steps, over the whole run
+    step_seconds          mean seconds of a step
+    to_ACCURACY           steps, and seconds of steps, to the first evaluation of at least ACCURACY, or null
+    accuracy              accuracy of the last evaluation
+    against_synchronous   comparison with the synchronous run of the same algorithm and seed: ratios of throughput and
+                          of seconds, difference of the final accuracies, and difference to the accuracy that the
+                          synchronous run has after the same seconds
+
+Figures are the mean, and the 95 % interval by Student's t, over the seeds.
 """
 
 from __future__ import annotations
@@ -48,7 +50,11 @@ SETTINGS: dict[str, Any] = {
     "groups": 8, "group_size": 8, "longest": 256, "steps": 52, "lr": 6.0e-6, "eval_interval": 4, "eval_prompts": 128,
     "max_staleness": 8, "sleep": 0.02,
 }  # fmt: skip
-"""Of every run. `sleep`: seconds before every pass. `max_staleness`: steps; 0 where N'/N is 1."""
+"""Settings of every run.
+
+groups, group_size: of a step. longest: largest number of tokens of a response. eval_interval, max_staleness: steps;
+max_staleness is 0 in runs with N'/N = 1. sleep: seconds before every pass of the engine.
+"""
 QUICK = SETTINGS | {
     "groups": 4,
     "longest": 64,
@@ -57,7 +63,7 @@ QUICK = SETTINGS | {
     "eval_prompts": 8,
 }
 TARGETS: tuple[float, ...] = (0.5, 0.9)
-"""Held-out accuracies."""
+"""Held-out accuracies of `to_ACCURACY`."""
 RECORDS = ROOT / "bench" / "april_claim.jsonl"
 PAGE = ROOT / "bench" / "README.md"
 BEGIN, END = "<!-- table: python bench/april_claim.py --table -->\n", "<!-- end of table -->"
@@ -70,7 +76,7 @@ Key = tuple[str, float, int]
 
 
 def run(engines: Stage, settings: Mapping[str, Any], key: Key) -> Record:
-    """Return the record of one run. Ends the bench if the run fails: a table of fewer runs is another one."""
+    """Make one run and return its record. The error of a failed run ends the bench."""
     algorithm, ratio, seed = key
     folder, samples = engines.new_folder(), settings["groups"] * settings["group_size"]
     config = load_config(
@@ -95,9 +101,16 @@ def run(engines: Stage, settings: Mapping[str, Any], key: Key) -> Record:
 
 
 def measured(lines: Sequence[Mapping[str, Any]], steps: int) -> Record:
-    """Return the figures of a run from its metrics: evaluations with the seconds of steps before them.
+    """Return the figures of a run's first `steps` steps.
 
-    A step lasts from the end of the step before, or of the evaluation after that, to its own end.
+    Args:
+        lines: lines of metrics.jsonl; `time` is in seconds since the start. A step lasts from the line before it,
+            of a step or an evaluation, to its own line.
+        steps: number of steps.
+
+    Returns:
+        seconds and tokens of the steps, and `curve`: step, accuracy, and seconds of the previous steps of each
+        evaluation.
     """
     seconds, previous_time, tokens = 0.0, 0.0, 0
     curve: list[list[float]] = []
@@ -112,7 +125,7 @@ def measured(lines: Sequence[Mapping[str, Any]], steps: int) -> Record:
 
 
 def target_reached(record: Record, accuracy: float) -> list[float] | None:
-    """Return steps and seconds to the first evaluation of at least this accuracy; None without one."""
+    """Return the steps, and the seconds of steps, to the first evaluation of at least `accuracy`, or None."""
     for step, value, seconds in record["curve"]:
         if value >= accuracy:
             return [step, seconds]
@@ -120,12 +133,12 @@ def target_reached(record: Record, accuracy: float) -> list[float] | None:
 
 
 def accuracy_by(record: Record, seconds: float) -> float:
-    """Return the accuracy of the last evaluation within these seconds of steps."""
+    """Return the accuracy of the last evaluation within `seconds` of steps."""
     return float([value for _, value, elapsed in record["curve"] if elapsed <= seconds][-1])
 
 
 def interval(values: Sequence[float]) -> list[float] | None:
-    """95 % of the mean, by Student's t; None for a single one, and for more than the table has."""
+    """Return the 95 % interval of the mean by Student's t; None for one value, or more than T_975 covers."""
     n = len(values)
     if not 2 <= n <= len(T_975) + 1:
         return None
@@ -134,7 +147,7 @@ def interval(values: Sequence[float]) -> list[float] | None:
 
 
 def estimate(values: Sequence[float]) -> dict[str, Any] | None:
-    """Return mean and interval, and how many values they are of; None without values."""
+    """Return mean, interval and number of the values, or None if there are no values."""
     if not values:
         return None
     bounds = interval(values)
@@ -146,7 +159,7 @@ def estimate(values: Sequence[float]) -> dict[str, Any] | None:
 
 
 def table(records: Mapping[Key, Record], targets: Sequence[float] = TARGETS) -> dict[str, Any]:
-    """Return algorithm -> N'/N -> figures over the seeds, and paired with the synchronous runs."""
+    """Return algorithm -> N'/N -> figures over the seeds, including the comparison with the synchronous runs."""
     out: dict[str, Any] = {}
     for algorithm, ratio in sorted(
         {key[:2] for key in records}, key=lambda k: (ALGORITHMS.index(k[0]), k[1])
@@ -187,7 +200,7 @@ def table(records: Mapping[Key, Record], targets: Sequence[float] = TARGETS) -> 
 
 
 def table_lines(figures: Mapping[str, Any], targets: Sequence[float] = TARGETS) -> list[str]:
-    """Return the table as Markdown. Ratios are this row's over the synchronous one's."""
+    """Return the lines of a Markdown table. A ratio is the row's figure divided by that of the synchronous row."""
 
     def text(value: Mapping[str, Any] | None, form: str = ".2f") -> str:
         if value is None:
@@ -224,13 +237,17 @@ def table_lines(figures: Mapping[str, Any], targets: Sequence[float] = TARGETS) 
 
 
 def page_with(lines: Sequence[str]) -> str:
-    """Return the text of bench/README.md with this table."""
+    """Return the text of bench/README.md with `lines` as the table."""
     prefix, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     return "".join([prefix, BEGIN, *(f"{line}\n" for line in lines), END, rest.partition(END)[2]])
 
 
 def read_records(path: Path, settings: Mapping[str, Any]) -> dict[Key, Record]:
-    """Return the records of a file. Raises UserError for one of other settings."""
+    """Return the records of a file, by key; none if the file does not exist.
+
+    Raises:
+        UserError: a record has other settings.
+    """
     records: dict[Key, Record] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else (), 1):
         record = json.loads(line)
@@ -243,7 +260,7 @@ def read_records(path: Path, settings: Mapping[str, Any]) -> dict[Key, Record]:
 def missing_keys(
     records: Mapping[Key, Record], algorithms: Sequence[str], seeds: Sequence[int], ratios: Sequence[float]
 ) -> list[Key]:
-    """Return what is still to be run: seed by seed, so that all algorithms have equally many."""
+    """Return the keys without a record, seed by seed, so that all algorithms get equally many runs."""
     keys = []
     for seed in seeds:
         first = seed % len(ratios)

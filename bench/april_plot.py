@@ -21,11 +21,17 @@ APRIL = "#2563eb"
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """Draw one panel per cost: tokens per second of each mode, medians with the range of the repeats."""
+    """Return a figure with one panel per cost.
+
+    A panel has the trained tokens per second of each mode: the median, and the range of the repeats.
+
+    Args:
+        result: output of `bench/april.py --json`.
+    """
     costs = result["costs"]
     figure = Figure(figsize=(4.8 * len(costs), 3.8), layout="constrained")
     for axes, cost in zip(figure.subplots(1, len(costs), squeeze=False)[0], costs, strict=True):
-        bars(axes, costs[cost])
+        draw_bars(axes, costs[cost])
         axes.set_title(f"{cost}: {TITLES[cost]}", fontsize=10)
     figure.suptitle(
         f"Trained tokens per second, {result['batch']} samples a step; "
@@ -35,16 +41,22 @@ def draw(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def bars(axes: Axes, modes: dict[str, Any]) -> None:
+def draw_bars(axes: Axes, modes: dict[str, Any]) -> None:
+    """Draw a bar for each mode, labelled with its rate and its share of the rate of `saturated`.
+
+    Without the mode `saturated`, the largest rate takes its place.
+    """
     rates = [modes[name]["trained_tokens_per_s"] for name in modes]
-    medians = [r["median"] for r in rates]
-    spans = [[r["median"] - r["min"] for r in rates], [r["max"] - r["median"] for r in rates]]
-    containers = axes.barh(
-        list(modes), medians, xerr=spans, capsize=3, color=[COLOURS.get(name, APRIL) for name in modes]
+    medians = [rate["median"] for rate in rates]
+    ranges = [
+        [rate["median"] - rate["min"] for rate in rates],
+        [rate["max"] - rate["median"] for rate in rates],
+    ]
+    bars = axes.barh(
+        list(modes), medians, xerr=ranges, capsize=3, color=[COLOURS.get(name, APRIL) for name in modes]
     )
-    bound = modes.get("saturated", {"trained_tokens_per_s": {"median": max(medians)}})
-    saturated = bound["trained_tokens_per_s"]["median"]
-    axes.bar_label(containers, [f" {m:.0f} ({m / saturated:.0%})" for m in medians], fontsize=8, padding=3)
+    saturated = modes["saturated"]["trained_tokens_per_s"]["median"] if "saturated" in modes else max(medians)
+    axes.bar_label(bars, [f" {m:.0f} ({m / saturated:.0%})" for m in medians], fontsize=8, padding=3)
     axes.axvline(saturated, color=COLOURS["saturated"], linewidth=1, linestyle="--")
     axes.set_xlim(0, 1.35 * max(medians))
     axes.invert_yaxis()
@@ -54,7 +66,7 @@ def bars(axes: Axes, modes: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("result", type=Path, help="output of `bench/april.py --json`")
-    parser.add_argument("figure", type=Path)
+    parser.add_argument("figure", type=Path, help="image file to write")
     args = parser.parse_args()
     draw(json.loads(args.result.read_text())).savefig(args.figure, dpi=150)
 

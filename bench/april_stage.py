@@ -23,15 +23,23 @@ from rlsys.router.dispatch import Interruption
 from rlsys.router.router import Router
 
 BATCH, GROUP_SIZE = 40, 2
-"""Samples of a train step, N, the same in every mode, and of a group. N' is a multiple of the group size at every
-N'/N. There are few samples for the length of a response, as in long reasoning runs, so that responses end in few
-passes, and most passes decode."""
+"""Number of samples of a train step, N, and of a group. N' is a multiple of the group size at every N'/N.
+
+A step has few samples for the length of a response, as in long reasoning runs. So responses end in few passes, and
+most passes only decode.
+"""
 VOCAB, PROMPT_TOKENS, CONTEXT = 128, 24, 2048
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Mode:
+    """Settings of a mode of april.py; all but `name` and `batch` are fields of a config.
+
+    Attributes:
+        batch: number of samples that a step takes.
+    """
+
     name: str
     over_provision: float
     max_staleness: int
@@ -41,17 +49,28 @@ class Mode:
 
     @property
     def slots(self) -> int:
-        """Return N', the samples in flight."""
+        """Return N', the number of samples in flight."""
         return round(self.batch * self.over_provision)
 
     def warm_steps(self, lengths: Sequence[int]) -> int:
-        """Return the steps in which the longest response can begin and end; 0 if none spans several steps."""
-        a_step = self.batch * sum(lengths) / len(lengths) / self.slots
-        return math.ceil(max(lengths) / a_step) if self.max_staleness else 0
+        """Return the number of steps in which the longest response starts and ends.
+
+        It is 0 in a mode in which no response spans several steps.
+
+        Args:
+            lengths: response lengths of the trace in tokens.
+        """
+        tokens_of_slot = self.batch * sum(lengths) / len(lengths) / self.slots
+        return math.ceil(max(lengths) / tokens_of_slot) if self.max_staleness else 0
 
 
 class TracedRouter(Router):
-    """The product's router, with the response lengths of the trace."""
+    """A router that gives each response the length of the trace.
+
+    Attributes:
+        lengths: response lengths in tokens; sample i gets entry i modulo their number.
+        interrupt_seconds: total time of interruptions so far.
+    """
 
     lengths: Sequence[int] = ()
     interrupt_seconds = 0.0
@@ -80,7 +99,7 @@ class RandomPrompts:
 
 
 def canary_ids() -> list[list[int]]:
-    """Return canaries as large as those of the product: some prompts, and as many of its longest responses."""
+    """Return random canaries with the number and the lengths of a run's canaries: prompts, and longest responses."""
     rng = random.Random(-1)
     lengths = [PROMPT_TOKENS] * CANARIES + [CANARY_TOKENS] * CANARIES
     return [[rng.randrange(9, VOCAB) for _ in range(n)] for n in lengths]
@@ -88,7 +107,16 @@ def canary_ids() -> list[list[int]]:
 
 @dataclass
 class Stage:
-    """Engine, tensors and trace that all modes share."""
+    """Engine, tensors and trace that all modes share.
+
+    Attributes:
+        client: client of the engine.
+        config: base of the modes' configs.
+        tensors: the weights to push.
+        canaries: canaries with the engine's log-probs.
+        lengths: response lengths of the trace in tokens.
+        folder: parent of the modes' run folders.
+    """
 
     client: EngineClient
     config: Config
@@ -98,18 +126,25 @@ class Stage:
     folder: Path
 
     async def tokens_read(self) -> float:
-        """Return the engine's count of prefilled tokens since its start.
+        """Return the number of tokens that the engine has prefilled since its start.
 
-        It includes prompts, canaries, and prefixes that are prefilled again, also those of requests in the engine."""
+        The number includes prompts, canaries, and prefixes that are prefilled again.
+        """
         lines = (await self.client.get("/metrics")).splitlines()
-        read = (x for x in lines if x.startswith("sglang:realtime_tokens_total{") and "prefill_compute" in x)
-        return sum(float(line.rsplit(" ", 1)[1]) for line in read)
+        prefill_lines = (
+            line
+            for line in lines
+            if line.startswith("sglang:realtime_tokens_total{") and "prefill_compute" in line
+        )
+        return sum(float(line.rsplit(" ", 1)[1]) for line in prefill_lines)
 
     @property
     def true_mean(self) -> float:
+        """Return the mean response length of the trace in tokens."""
         return sum(self.lengths) / len(self.lengths)
 
     def for_mode(self, mode: Mode, folder: Path) -> Config:
+        """Return the config of a mode, with the run folder `folder`."""
         data = self.config.model_dump()
         data["run"]["dir"] = folder
         data["rollout"] |= {
@@ -121,6 +156,7 @@ class Stage:
         return Config.model_validate(data)
 
     def router(self, interruption: Interruption = "abort") -> TracedRouter:
+        """Return a new router of the engine with the trace's response lengths."""
         router = TracedRouter(
             [self.client],
             vocab_size=VOCAB,
@@ -135,7 +171,7 @@ class Stage:
 
 @dataclass
 class Clock:
-    """Samples the number of busy slots while a mode runs."""
+    """Records the number of busy slots every POLL_SECONDS while a mode runs."""
 
     router: Router
     slots: int
@@ -144,8 +180,8 @@ class Clock:
     async def run(self) -> None:
         while True:
             self.busy_slots.append(self.router.stats()["in_flight"])
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     def idle_share(self) -> float:
-        """Return the share of the time with fewer than half of the slots busy."""
+        """Return the share of the time in which fewer than half of the slots were busy."""
         return sum(n < self.slots / 2 for n in self.busy_slots) / max(1, len(self.busy_slots))

@@ -1,19 +1,20 @@
-"""Requests per second and latency of each HTTP entry point during idle and slow connections, relative to none.
+"""Measure requests per second and latency of each HTTP server of rlsys beside idle and slow connections.
 
     python bench/connections.py --json [--servers router ...] [--connections 1100] [--rate 20] [--seconds 8] [--quick]
 
-quiet         requests at a fixed rate, each on a new connection
-idle          the same, while other connections send nothing
-slow_heads    the same, while other connections send a request head byte by byte
-slow_bodies   the same, while other connections send a request body byte by byte
+In each case the bench sends requests at a fixed rate, each on a new connection, also while others are unanswered:
 
-A connection that the server closes is opened again, at most 100 a second; a server that answers before it reads the
-body, for example with a refusal, closes the connection. Each server is a process with the product's own server and
-limits that handles a cheap request: `router` is `rlsys router` in front of an engine that answers at once.
-`environment` and `commands` (of the rollout process) listen on Unix sockets, to which only processes of the run's
-user can connect. Requests are sent at a fixed rate even while others are unanswered. A request without an answer
-within PATIENCE seconds counts as failed. Rounds of the four cases are interleaved; ratios compare cases of one round,
-and are medians.
+    quiet         no other connections
+    idle          other connections send nothing
+    slow_heads    other connections send a request head byte by byte
+    slow_bodies   other connections send a request body byte by byte
+
+The other connections are opened again when the server closes them, at most 100 per second. (A server that answers
+before it has read the body, for example with a refusal, closes the connection.) Each server is a process with the
+real server and its limits, and gets cheap requests. `router` is `rlsys router` in front of an engine that answers at
+once. `environment` and `commands` (of the rollout process) listen on Unix sockets, to which only processes of the
+run's user can connect. A request without an answer within TIMEOUT_SECONDS counts as failed. Rounds of the four cases
+are interleaved; a ratio compares a case with `quiet` in the same round, and is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -49,29 +50,36 @@ PATHS = {
     "router": "/health",
     "tinker": "/api/v1/healthz",
 }
-"""Path of a cheap request, by entry point."""
+"""Path of a cheap request, by server."""
 CASES = ("quiet", "idle", "slow_heads", "slow_bodies")
-PATIENCE = 20.0
+TIMEOUT_SECONDS = 20.0
+"""Time limit of a request."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """Requests of one case: the start of each, and its seconds, None if it failed."""
+    """The requests of one case.
+
+    Attributes:
+        starts: start time of each request in seconds.
+        seconds: duration of each request; None if it failed.
+    """
 
     starts: list[float]
     seconds: list[float | None]
 
     @property
     def latencies(self) -> list[float]:
+        """Return the durations of the answered requests, sorted."""
         return sorted(s for s in self.seconds if s is not None)
 
     def figures(self) -> dict[str, float]:
-        """Return requests answered per second, milliseconds, and the failed share."""
+        """Return answered requests per second, percentiles of the latency in milliseconds, and the failed share."""
         if not (latencies := self.latencies):
             return {
                 "requests_per_second": 0.0,
-                "p50_ms": PATIENCE * 1e3,
-                "p99_ms": PATIENCE * 1e3,
+                "p50_ms": TIMEOUT_SECONDS * 1e3,
+                "p99_ms": TIMEOUT_SECONDS * 1e3,
                 "failed": 1.0,
             }
         ends = [start + s for start, s in zip(self.starts, self.seconds, strict=True) if s is not None]
@@ -88,7 +96,7 @@ class Served:
 
 @contextlib.contextmanager
 def server(name: str, folder: Path) -> Iterator[str]:
-    """Start an entry point, and yield its address: `HOST:PORT`, or the path of a Unix socket."""
+    """Start a server, and yield its address: `HOST:PORT`, or the path of a Unix socket. End it after the context."""
     if name != "router":
         command = [sys.executable, str(STAGE), name, str(folder)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -102,23 +110,28 @@ def server(name: str, folder: Path) -> Iterator[str]:
     instant = [sys.executable, str(ROUTER_STAGE), "--instant", "--port", str(engine)]
     router = [sys.executable, "-m", "rlsys.cli.main", "router", "--port", str(port), "--vocab-size", "128"]
     router += ["--engine", f"http://127.0.0.1:{engine}"]
-    ready = f"127.0.0.1:{port}"
+    address = f"127.0.0.1:{port}"
     with (
         running(instant, folder / "engine.log", lambda: answers(f"127.0.0.1:{engine}", "/health")),
-        running(router, folder / "router.log", lambda: answers(ready, "/ready")),
+        running(router, folder / "router.log", lambda: answers(address, "/ready")),
     ):
-        yield ready
+        yield address
 
 
 def answers(address: str, path: str) -> bool:
+    """Return whether a request gets an answer other than a server error."""
     return asyncio.run(request(address, path)) is not None
 
 
 async def request(address: str, path: str) -> float | None:
-    """Return the seconds of one request on a new connection, None if it gets no answer."""
+    """Send one request on a new connection.
+
+    Returns:
+        the seconds until the whole answer has arrived; None without an answer, or with a server error (5xx).
+    """
     start = time.monotonic()
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             if address.startswith("/"):
                 reader, writer = await asyncio.open_unix_connection(address)
             else:
@@ -141,7 +154,7 @@ async def request(address: str, path: str) -> float | None:
 
 
 async def send_at_rate(address: str, path: str, rate: float, seconds: float) -> Served:
-    """Send requests at a fixed rate, without waiting for earlier ones."""
+    """Send `rate` requests per second for `seconds`, without waiting for earlier ones. Wait for all answers."""
     tasks, starts, begin = [], [], time.monotonic()
     for number in range(max(1, round(rate * seconds))):
         await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
@@ -152,7 +165,7 @@ async def send_at_rate(address: str, path: str, rate: float, seconds: float) -> 
 
 @contextlib.contextmanager
 def held_connections(address: str, case: str, connections: int) -> Iterator[None]:
-    """Hold connections open from another process, while the context is entered."""
+    """Hold `connections` connections open from another process during the context; in the case `quiet` none."""
     if case == "quiet":
         yield
         return
@@ -167,7 +180,7 @@ def held_connections(address: str, case: str, connections: int) -> Iterator[None
 
 
 def measure_server(name: str, args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """Measure rounds of the cases on one server. Return figures, and their ratios to the quiet case of the round."""
+    """Measure rounds of all cases on one server. Return the summary of each case."""
     rounds: list[dict[str, dict[str, float]]] = []
     with server(name, folder) as address:
         for number in range(args.rounds):
@@ -181,6 +194,8 @@ def measure_server(name: str, args: argparse.Namespace, folder: Path) -> dict[st
 
 
 def summary_of(rounds: list[dict[str, dict[str, float]]], case: str) -> dict[str, Any]:
+    """Return the medians of a case's figures, and of their ratios to the case `quiet` of the same round."""
+
     def median(name: str, base: str | None = None) -> float:
         return statistics.median(r[case][name] / (r[base][name] if base else 1.0) for r in rounds)
 
@@ -190,13 +205,16 @@ def summary_of(rounds: list[dict[str, dict[str, float]]], case: str) -> dict[str
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the chosen servers one after the other. Return the result of the bench."""
     results = {}
     for name in args.servers:
         with tempfile.TemporaryDirectory() as folder:
             results[name] = measure_server(name, args, Path(folder))
         for case, figures in results[name].items():
             rate, latency = figures["requests_per_second_ratio"], figures["p50_ms_ratio"]
-            say(f"{name}, {case}: {rate:.2f} x the requests per second, {latency:.1f} x the median latency")
+            say(
+                f"{name}, {case}, relative to quiet: {rate:.2f} x requests per second, {latency:.1f} x median latency"
+            )
     busy = [figures for cases in results.values() for case, figures in cases.items() if case != "quiet"]
     return {
         "bench": "connections", "machine": machine(), "connections": args.connections, "rate": args.rate,
@@ -215,11 +233,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
-    parser.add_argument("--servers", nargs="+", choices=sorted(PATHS), default=sorted(PATHS))
+    parser.add_argument(
+        "--servers", nargs="+", choices=sorted(PATHS), default=sorted(PATHS), help="servers (default: all)"
+    )
     parser.add_argument("--connections", type=int, default=1100, help="number of connections to hold")
     parser.add_argument("--rate", type=float, default=20.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=8.0, help="duration of a case")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds of all cases")
     parser.add_argument(
         "--quick", action="store_true", help="few, short cases: checks only that the bench runs"
     )

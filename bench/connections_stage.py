@@ -1,7 +1,9 @@
 """Processes of bench/connections.py: servers, and clients that hold connections.
 
-python bench/connections_stage.py NAME FOLDER               serves an entry point until ended; prints its address
-python bench/connections_stage.py hold ADDRESS CASE COUNT   holds COUNT connections until it is ended; prints a line
+python bench/connections_stage.py NAME FOLDER
+    Serve NAME until the process is ended. Prints the address.
+python bench/connections_stage.py hold ADDRESS CASE COUNT
+    Hold COUNT connections until the process is ended. Prints `ready` when all have been opened.
 """
 
 from __future__ import annotations
@@ -22,16 +24,20 @@ from typing import Any, cast
 PAUSE = 1.0
 """Seconds between two bytes of a slow connection."""
 BURST = 100
-"""Connections that are opened at once, at the start and in each PAUSE after the server has closed some."""
+"""Largest number of connections that are opened at once; after the start, in each PAUSE."""
 FIRST = {
     "idle": b"",
     "slow_heads": b"GET / HTTP/1.1\r\nX: ",
     "slow_bodies": b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n",
 }
+"""Bytes that a connection sends at once, by case."""
 
 
 def hold(address: str, case: str, connections: int) -> None:
-    """Keep connections open, and reopen those that the server closes. Print a line once all have been opened."""
+    """Hold connections open forever, and open a new one for each that the server closes.
+
+    Prints `ready` once `connections` connections have been opened.
+    """
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     sockets: list[socket.socket] = []
     total, ready = 0, False
@@ -42,7 +48,7 @@ def hold(address: str, case: str, connections: int) -> None:
         sockets = alive
         for _ in range(min(connections - len(sockets), BURST)):
             with contextlib.suppress(OSError):
-                sockets.append(opened(address, FIRST[case]))
+                sockets.append(open_connection(address, FIRST[case]))
                 total += 1
         if total >= connections:
             if not ready:
@@ -51,7 +57,13 @@ def hold(address: str, case: str, connections: int) -> None:
             time.sleep(PAUSE)
 
 
-def opened(address: str, first: bytes) -> socket.socket:
+def open_connection(address: str, first: bytes) -> socket.socket:
+    """Connect to a server and send `first`. Return a non-blocking socket.
+
+    Args:
+        address: `HOST:PORT`, or the path of a Unix socket.
+        first: the first bytes to send.
+    """
     s = socket.socket(socket.AF_UNIX if address.startswith("/") else socket.AF_INET)
     s.settimeout(5)
     try:
@@ -65,7 +77,7 @@ def opened(address: str, first: bytes) -> socket.socket:
 
 
 def is_open(s: socket.socket, byte: bytes) -> bool:
-    """Send a byte; return whether the server keeps the connection."""
+    """Send `byte`, which may be empty. Return whether the server keeps the connection open."""
     try:
         if byte:
             s.send(byte)
@@ -78,7 +90,11 @@ def is_open(s: socket.socket, byte: bytes) -> bool:
 
 @asynccontextmanager
 async def entry_point(name: str, folder: Path) -> AsyncIterator[str]:
-    """Serve an entry point with the product's limits, without the parts behind it."""
+    """Serve the server `name` with its real limits, but without the parts that real requests would reach.
+
+    Yields:
+        its address: a URL, or the path of a Unix socket.
+    """
     import aiohttp
     from aiohttp import web
 
@@ -119,6 +135,7 @@ async def entry_point(name: str, folder: Path) -> AsyncIterator[str]:
 
 
 def serve_exporter(folder: Path) -> None:
+    """Serve the supervisor's metrics until the process is ended. Prints the address."""
     from launch.exporter import Exporter, serve_metrics
 
     with serve_metrics(Exporter(cast(Any, None)), 0, folder / "run", []) as port:
@@ -127,6 +144,7 @@ def serve_exporter(folder: Path) -> None:
 
 
 def serve_environment(folder: Path) -> None:
+    """Serve an environment process without an environment until the process is ended. Prints the address."""
     from rlsys.environments.serve import serve
 
     listening = socket.socket(socket.AF_UNIX)
@@ -137,6 +155,7 @@ def serve_environment(folder: Path) -> None:
 
 
 async def serve_until_ended(name: str, folder: Path) -> None:
+    """Serve the server `name` until the process is ended. Prints the address."""
     async with entry_point(name, folder) as address:
         print(address.removeprefix("http://"), flush=True)
         await asyncio.Event().wait()

@@ -1,12 +1,16 @@
-"""CUDA libraries for one architecture: `python bench/fatbin.py LIBRARY ARCHITECTURE` rewrites LIBRARY in place.
+"""Remove the code of all GPU architectures but one from a CUDA library.
+
+    python bench/fatbin.py LIBRARY ARCHITECTURE     rewrites LIBRARY in place; ARCHITECTURE is a number, such as 90
 
 The section `.nv_fatbin` of a CUDA library is a sequence of containers, each with one entry for every architecture
 that the library was built for. The entries of the requested architecture move to the front of their container, the
 container's declared size becomes their size, and the other bytes become zeros. So no address changes, and a
 compressed archive of the file contains little more than the remaining code.
 
-Container: magic u32, version u16, header size u16, size of its entries u64. Entry: kind u16 (1 PTX, 2 machine code),
-version u16, header size u32, payload size u64, ..., architecture u32 at byte 28.
+Format:
+    container   magic u32, version u16, header size u16, size of its entries u64
+    entry       kind u16 (1 PTX, 2 machine code), version u16, header size u32, payload size u64, ...,
+                architecture u32 at byte 28
 """
 
 from __future__ import annotations
@@ -25,7 +29,11 @@ _ARCHITECTURE_AT = 28
 
 
 def section(library: Path) -> tuple[int, int]:
-    """Return offset and size of the section in the file. Raises ValueError if there is none."""
+    """Return offset and size of the section `.nv_fatbin` in the file, in bytes.
+
+    Raises:
+        ValueError: the file has no such section.
+    """
     table = subprocess.run(
         ["readelf", "--section-headers", "--wide", library], capture_output=True, text=True, check=True
     ).stdout
@@ -33,7 +41,7 @@ def section(library: Path) -> tuple[int, int]:
         words = line.partition("]")[2].split()
         if words[:1] == [SECTION]:
             return int(words[3], 16), int(words[4], 16)
-    raise ValueError(f"{library} has no section {SECTION}")
+    raise ValueError(f"{library}: expected a CUDA library with a section {SECTION}")
 
 
 def entries(image: bytes | bytearray, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
@@ -46,9 +54,18 @@ def entries(image: bytes | bytearray, start: int, end: int) -> Iterator[tuple[in
 
 
 def keep(image: bytearray, start: int, size: int, architecture: int) -> int:
-    """Keep only machine code of `architecture` in `image[start : start + size]`. Return the bytes of code kept.
+    """Remove all code but the machine code of `architecture` from `image[start : start + size]`, in place.
 
-    A container without code for the architecture does not change.
+    A container without machine code for the architecture does not change.
+
+    Args:
+        image: content of the library.
+        start: offset of the section.
+        size: size of the section in bytes.
+        architecture: compute capability times 10, such as 90.
+
+    Returns:
+        number of bytes of the remaining machine code.
     """
     kept_bytes, position = 0, start
     while position + _CONTAINER.size <= start + size:
@@ -72,11 +89,15 @@ def keep(image: bytearray, start: int, size: int, architecture: int) -> int:
 
 
 def keep_architecture(library: Path, architecture: int) -> int:
-    """Rewrite the file. Return the bytes of code kept. Raises ValueError if it has no code for `architecture`."""
+    """Rewrite the library with machine code for `architecture` only. Return the number of bytes of this code.
+
+    Raises:
+        ValueError: the library has no section `.nv_fatbin`, or no machine code for `architecture`.
+    """
     image = bytearray(library.read_bytes())
     kept_bytes = keep(image, *section(library), architecture)
     if not kept_bytes:
-        raise ValueError(f"{library} has no machine code for sm_{architecture}")
+        raise ValueError(f"{library}: expected machine code for sm_{architecture}, found none")
     library.write_bytes(image)
     return kept_bytes
 

@@ -1,12 +1,12 @@
-"""The drill for one GPU node: measurements in the order of their importance, each with a time limit, offline.
+"""Run the drill for one GPU: measurements in the order of their importance, each with a time limit, all offline.
 
     python bench/gpu.py [--seconds 840] [--part NAME ...] [--out FOLDER] [--attention-backend triton]
                         [--engine-args "..."] [--transformer-engine FOLDER] [--json]
 
 Each part runs in a separate process group, with its own time limit and at most the remaining `--seconds`, so a hang
-or a crash affects only that part. A part writes its figures (FOLDER/PART.json) at every stage and its output to
-FOLDER/PART.log; FOLDER/results.json is rewritten after each part, so an interrupted drill keeps its results. A part
-that needs a GPU reports `no CUDA device` on a host without one; all others run there with small sizes.
+or a crash affects only that part. A part writes each figure to FOLDER/PART.json as soon as it is measured, and its
+output to FOLDER/PART.log. The drill rewrites FOLDER/results.json after each part, so an interrupted drill keeps its
+results. On a host without a GPU, a part that needs a GPU reports `no CUDA device`; all others run with small sizes.
 """
 
 from __future__ import annotations
@@ -34,18 +34,24 @@ from tests.helpers.engine_process import ENGINE_ARGS
 from tests.helpers.python_path import python_path
 
 CPU_FACTOR = 4.0
-"""Factor of all time limits on a CPU host, where the parts are only checked to run."""
+"""Factor of all time limits on a CPU host, where the drill only checks that the parts run."""
 LEAST_SECONDS = 5.0
-"""Least remaining time with which a part starts."""
+"""Smallest remaining time in which the drill starts a part."""
 KILL_SECONDS = 10.0
-TAIL = 2000
+"""Time to wait for the end of killed processes."""
+LOG_CHARACTERS = 2000
 """Number of last characters of a failed part's log that its result contains."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the drill. `function` is MODULE:FUNCTION of bench/, called with the part's `Figures`; `limit` is in
-    seconds."""
+    """One part of the drill.
+
+    Attributes:
+        function: MODULE:FUNCTION of bench/, called with the part's `Figures`.
+        limit: time limit in seconds.
+        transformer_engine: whether the part uses the folder of `--transformer-engine`.
+    """
 
     name: str
     function: str
@@ -89,7 +95,7 @@ def end_with_descendants(process: subprocess.Popen[bytes]) -> None:
     except psutil.NoSuchProcess:
         family = []
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # also children of a part that has ended
+        os.killpg(process.pid, signal.SIGKILL)  # includes children of a part that has already ended
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
@@ -98,8 +104,19 @@ def end_with_descendants(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_part(part: Part, seconds: float, out: Path, transformer_engine: Path | None) -> dict[str, Any]:
-    """Run one part. Its result has `status` (`ok`, `no CUDA device`, `failed`, `time limit`), `seconds`, `figures`,
-    and the end of its log unless it is ok.
+    """Run one part in a separate process.
+
+    Args:
+        part: the part.
+        seconds: time limit.
+        out: folder of the figures and the log.
+        transformer_engine: folder of `--transformer-engine`.
+
+    Returns:
+        status: `ok`, `no CUDA device`, `failed` or `time limit`.
+        seconds: duration.
+        figures: figures that the part wrote.
+        exit_code, log: of a part that failed or exceeded its time limit, exit code and last characters of the log.
     """
     file, log = out / f"{part.name}.json", out / f"{part.name}.log"
     file.unlink(missing_ok=True)
@@ -124,12 +141,18 @@ def run_part(part: Part, seconds: float, out: Path, transformer_engine: Path | N
         status = NoDevice.STATUS
     result = {"status": status, "seconds": round(time.monotonic() - start, 1), "figures": figures}
     if status in ("failed", "time limit"):
-        result |= {"exit_code": code, "log": log.read_text(errors="replace")[-TAIL:]}
+        result |= {"exit_code": code, "log": log.read_text(errors="replace")[-LOG_CHARACTERS:]}
     return result
 
 
 def drill(parts: list[Part], seconds: float, out: Path, transformer_engine: Path | None) -> dict[str, Any]:
-    """Run the parts. Return their results by part, and write them to `out`/results.json after each part."""
+    """Run parts one after the other for at most `seconds`.
+
+    Writes the results to `out`/results.json after each part.
+
+    Returns:
+        result of each part, by name (see run_part); `no time left` for a part that could not start.
+    """
     end = time.monotonic() + seconds
     factor = 1.0 if have_cuda() else CPU_FACTOR
     results: dict[str, Any] = {}
@@ -147,7 +170,7 @@ def drill(parts: list[Part], seconds: float, out: Path, transformer_engine: Path
 
 
 def run_here(name: str, out: Path) -> None:
-    """Run a part in this process."""
+    """Run the part `name` in this process; write its figures to `out`/NAME.json."""
     module, _, function = next(part.function for part in PARTS if part.name == name).partition(":")
     figures = Figures(out / f"{name}.json")
     try:
@@ -161,12 +184,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", nargs="+", choices=names, default=names)
+    parser.add_argument("--part", nargs="+", choices=names, default=names, help="parts to run (default: all)")
     parser.add_argument(
         "--seconds", type=float, default=840.0, help="time limit of the whole drill in seconds (default: 840)"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/drill"), help="folder of results and logs")
-    parser.add_argument("--attention-backend", help="SGLang's option, for every engine on a GPU")
+    parser.add_argument(
+        "--attention-backend", help="attention backend of every engine on a GPU (SGLang's option)"
+    )
     parser.add_argument(
         "--engine-args", default="", help="additional SGLang options of every engine on a GPU, in one string"
     )
@@ -182,11 +207,11 @@ def main() -> None:
         return
     out.mkdir(parents=True, exist_ok=True)
     words = shlex.split(os.environ.get(ENGINE_ARGS, ""))
-    if have_cuda():  # an engine on a CPU has one attention backend
+    if have_cuda():  # on a CPU there is only one attention backend
         words += shlex.split(args.engine_args)
         words += ["--attention-backend", args.attention_backend] if args.attention_backend else []
     os.environ[ENGINE_ARGS] = shlex.join(words)
-    memory = Path("/dev/shm")  # gigabytes of weights
+    memory = Path("/dev/shm")  # fast for gigabytes of weights
     with tempfile.TemporaryDirectory(
         prefix="rlsys-drill-", dir=memory if memory.is_dir() else None
     ) as models:

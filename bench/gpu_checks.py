@@ -1,4 +1,8 @@
-"""Parts of the drill that compare the device with the CPU, and that measure NCCL, CUDA IPC and the allocator."""
+"""Parts of the drill that compare the device with the CPU, or measure NCCL, CUDA IPC and torch's allocator.
+
+Each part is a function that writes its figures to a `Figures`. The parts run in processes of their own (gpu.py), so
+they may end the process or leave the device in any state.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +27,17 @@ from gpu_node import CUDA, DEVICE, need_cuda, seconds_of, synchronize
 from measure import ROOT, machine
 
 ANSWER_SECONDS = 60.0
-"""Seconds that each rank of a group of two may take beyond the group's timeout."""
+"""Seconds that a process may take to answer, for the ranks of a group of two beyond the group's timeout."""
 HASHED_BYTES = 2**30 if CUDA else 2**25
+"""Size of the tensor that `checksums` hashes for its GB/s."""
 BUCKET_BYTES, BUCKETS = (2**28, 200) if CUDA else (2**21, 20)
+"""Size and number of the buckets that `handles` sends."""
 PACKAGES = ("torch", "sglang", "megatron-core", "transformer-engine", "triton", "nvidia-nccl-cu13")
+"""Packages whose versions `versions` records."""
 
 
 def versions(figures: Figures) -> None:
-    """Record the machine, its packages, and the patches that apply to them."""
+    """Record the machine, the versions of PACKAGES, and the names of the active patches."""
     import megatron_patches
 
     installed_versions = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
@@ -42,7 +49,10 @@ def versions(figures: Figures) -> None:
 
 
 def families(figures: Figures) -> None:
-    """Compare two steps of each family with the CPU: the largest relative difference of loss and gradient norm."""
+    """Train two steps of each family on the device and on the CPU.
+
+    Records the largest relative difference of loss or gradient norm of each family.
+    """
     from tests.helpers.te_cases import FAMILIES
 
     steps: dict[str, Any] = {}
@@ -63,7 +73,10 @@ def families(figures: Figures) -> None:
 
 
 def checksums(figures: Figures) -> None:
-    """Compare rlsys' kernel for SGLang's hash with golden values; measure its GB/s and its additional memory."""
+    """Compare rlsys' implementation of SGLang's hash with golden values, and on a GPU with SGLang's kernel.
+
+    Records its GB/s, and on a GPU the memory that it allocates.
+    """
     from rlsys.weights.hashes import PartDigests, final_hash
     from tests.helpers.golden_hashes import GOLDEN, sample
 
@@ -89,7 +102,7 @@ def checksums(figures: Figures) -> None:
 
 
 def _receive(buckets: Any, answers: Any) -> None:
-    """Receive buckets, and hold each one until the next one arrives."""
+    """Receive buckets forever, hold each until the next one arrives, and answer with its first number."""
     bucket = buckets.get()
     while True:
         answers.put(float(bucket[0]))
@@ -99,7 +112,8 @@ def _receive(buckets: Any, answers: Any) -> None:
 def handles(figures: Figures) -> None:
     """Send buckets by handle (CUDA IPC, else shared memory) to a process that is killed while it holds the last one.
 
-    `lost_bytes`: bytes that the sender's allocator holds at the end, because torch waits for the receiver's release.
+    Records the seconds of a round trip, and `lost_bytes`: the bytes that the sender's allocator still holds after the
+    kill, because torch waits until the receiver releases them.
     """
     torch.multiprocessing.set_sharing_strategy("file_system")
     spawn = torch.multiprocessing.get_context("spawn")
@@ -125,6 +139,16 @@ def handles(figures: Figures) -> None:
 
 
 def _rank(rank: int, port: int, backend: str, limit: float, pause: float, answers: Any) -> None:
+    """Run a rank of a group of two, and answer with its result or its error in one line.
+
+    Args:
+        rank: 0 or 1.
+        port: port of the rendezvous.
+        backend: backend of the group.
+        limit: timeout of the group in seconds.
+        pause: seconds that rank 0 sleeps while rank 1 waits for it; 0 for an all-reduce on GPU 0.
+        answers: queue of the results.
+    """
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
         dist.init_process_group(backend, rank=rank, world_size=2, timeout=timedelta(seconds=limit))
@@ -144,7 +168,11 @@ def _rank(rank: int, port: int, backend: str, limit: float, pause: float, answer
 
 
 def _two_ranks(figures: Figures, backend: str, limit: float, pause: float) -> None:
-    """Record the messages of two ranks, even if only one of them sends a message."""
+    """Run two ranks (see _rank), and record their messages.
+
+    Raises:
+        SystemExit: a rank sent no message.
+    """
     from launch.ports import free_ports
 
     spawn = multiprocessing.get_context("spawn")
@@ -166,9 +194,7 @@ def _two_ranks(figures: Figures, backend: str, limit: float, pause: float) -> No
             process.kill()
             process.join()
     if len(messages) < len(ranks):
-        raise SystemExit(
-            f"{len(ranks) - len(messages)} of 2 ranks sent no result; expected one from each rank"
-        )
+        raise SystemExit(f"{len(messages)} of 2 ranks sent a result; expected a result of each rank")
 
 
 def two_ranks_on_one_gpu(figures: Figures) -> None:
@@ -178,14 +204,17 @@ def two_ranks_on_one_gpu(figures: Figures) -> None:
 
 
 def waiting(figures: Figures) -> None:
-    """Check a take that lasts longer than the data group's timeout: the waiting ranks must receive its result."""
+    """Record the results of two ranks when rank 0 takes longer than the data group's timeout.
+
+    Both ranks must get the result of rank 0, because ranks wait for a take through another group.
+    """
     from rlsys.trainer.setup import backends
 
     _two_ranks(figures, backends(CUDA), 10.0, 15.0)
 
 
 def nccl(figures: Figures) -> None:
-    """Measure NCCL in a world of one process: initialization, and an all-reduce of 256 MB."""
+    """Measure NCCL in a group of one process: seconds of its initialization, and of an all-reduce of 256 MB."""
     need_cuda()
     from launch.ports import free_ports
 
@@ -200,13 +229,17 @@ def nccl(figures: Figures) -> None:
 
 
 def _spin(stop: Any) -> None:
+    """Keep a kernel running on the GPU until `stop` is set."""
     while not stop.is_set():
         torch.cuda._sleep(10**8)
         torch.cuda.synchronize()
 
 
 def spinning(figures: Figures) -> None:
-    """Measure GEMMs per second while a kernel of another process spins, as NCCL's do: the loss of an engine."""
+    """Measure GEMMs per second alone, and beside a spinning kernel of another process.
+
+    The difference is what an engine would lose while a trainer rank waits in NCCL, whose kernels spin.
+    """
     need_cuda()
     a = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
 
@@ -220,19 +253,20 @@ def spinning(figures: Figures) -> None:
     stop = spawn.Event()
     spinner = spawn.Process(target=_spin, args=(stop,))
     spinner.start()
-    time.sleep(10)  # its CUDA context starts
+    time.sleep(10)  # until the process has started and has a CUDA context
     figures(beside_a_spinning_kernel=500 / seconds_of(products))
     stop.set()
     spinner.join(30)
 
 
 def cache(figures: Figures) -> None:
-    """Measure the bytes that torch's allocator holds after a step, and after it emptied its cache for the engines."""
+    """Measure the unused bytes in torch's allocator after a step, and after the trainer has emptied the cache."""
     need_cuda()
     _cache(figures)
 
 
 def _cache(figures: Figures) -> None:
+    """Measure `cache` on any device, so that a CPU test can run it."""
     from rlsys.trainer.trainer import Trainer
     from tests.helpers import trainer_cases as cases
 
@@ -251,7 +285,11 @@ def _cache(figures: Figures) -> None:
 
 
 def offload(figures: Figures) -> None:
-    """Check the optimizer state in host memory: a step, a save, a load, and another step."""
+    """Resume a run whose optimizer state is in host memory.
+
+    Records the result of the load, and the next step of the original and of the resumed trainer, which must be equal.
+    Without Transformer Engine the part fails with the trainer's UserError.
+    """
     need_cuda()
     from rlsys.trainer.trainer import Trainer
     from tests.helpers import trainer_cases as cases
@@ -260,7 +298,7 @@ def offload(figures: Figures) -> None:
         model = cases.write_model(Path(folder) / "model")
         sections: dict[str, Any] = {"model": {"dtype": "bfloat16"}, "trainer": {"offload_optimizer": 1.0}}
         config = cases.config_of(model, Path(folder) / "run", **sections)
-        trainer = Trainer(config)  # without Transformer Engine it raises UserError, which is the result
+        trainer = Trainer(config)
         cases.steps(trainer, 2)
         cases.save(trainer, 2)
         expected = cases.steps(trainer, 1)
@@ -270,12 +308,13 @@ def offload(figures: Figures) -> None:
 
 
 def checkpoint(figures: Figures) -> None:
-    """Measure the peak of device memory during a save, and the memory held without one."""
+    """Measure the allocated device memory before a save, and its peak during the save."""
     need_cuda()
     _checkpoint(figures)
 
 
 def _checkpoint(figures: Figures) -> None:
+    """Measure `checkpoint` on any device, so that a CPU test can run it."""
     from rlsys.trainer.trainer import Trainer
     from tests.helpers import trainer_cases as cases
 
@@ -294,7 +333,10 @@ def _checkpoint(figures: Figures) -> None:
 
 
 def objective(figures: Figures) -> None:
-    """Compare every shipped recipe with the CPU, in float64: the largest difference of loss or gradient."""
+    """Compute every shipped recipe's objective on the device and on the CPU, in float64.
+
+    Records the largest difference of a loss or a gradient, and its recipe.
+    """
     from rlsys.config import read_layers
     from rlsys.config.algo import AlgoSection
     from tests.helpers.algo_world import World, run
@@ -314,26 +356,35 @@ def objective(figures: Figures) -> None:
 
 
 def fp8(figures: Figures) -> None:
-    """Measure the error of rlsys' quantiser in blocks of 128 x 128, and with FP8 hardware that of a GEMM on them."""
+    """Measure the relative errors of FP8 in blocks of 128 x 128.
+
+    Records the largest error of a restored weight, and on Hopper the error of a block GEMM.
+    """
     from rlsys.weights.fp8 import dequantise, quantise
 
     weight = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
     values, scale = quantise(weight)
     error = (dequantise(values, scale) - weight.float()).abs().max() / weight.float().abs().max()
     figures(restored_error=float(error))
-    if CUDA and torch.cuda.get_device_capability() == (9, 0):  # Blackwell takes other blocks
+    if CUDA and torch.cuda.get_device_capability() == (9, 0):  # Blackwell's GEMM has other blocks
         x = torch.randn(256, 2048, device=DEVICE, dtype=torch.bfloat16)
         exact = x.float() @ weight.float().t()
         figures(gemm_error=float((block_gemm(x, values, scale).float() - exact).norm() / exact.norm()))
 
 
 def block_gemm(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply `x` `[tokens, columns]` by a quantised weight `[rows, columns]`. Return `[tokens, rows]` in bfloat16.
+    """Multiply activations, quantised with a scale for each token and 128 columns, by a quantised weight.
 
-    A token has a scale for each 128 columns; cuBLAS requires that the scales of all tokens are adjacent in memory.
+    Args:
+        x: activations `[tokens, columns]`.
+        values: weight `[rows, columns]` in FP8.
+        scale: scales of the weight's blocks `[rows / 128, columns / 128]`.
+
+    Returns:
+        `[tokens, rows]` in bfloat16.
     """
     blocks = x.float().unflatten(1, (-1, 128))
-    by_token = blocks.abs().amax(2) / torch.finfo(torch.float8_e4m3fn).max
-    eight = (blocks / by_token[..., None]).flatten(1).to(torch.float8_e4m3fn)
-    columns = by_token.t().contiguous().t()
-    return torch._scaled_mm(eight, values.t(), columns, scale.t(), out_dtype=torch.bfloat16)
+    x_scale = blocks.abs().amax(2) / torch.finfo(torch.float8_e4m3fn).max
+    x_values = (blocks / x_scale[..., None]).flatten(1).to(torch.float8_e4m3fn)
+    x_scale = x_scale.t().contiguous().t()  # cuBLAS requires that the scales of all tokens are adjacent
+    return torch._scaled_mm(x_values, values.t(), x_scale, scale.t(), out_dtype=torch.bfloat16)

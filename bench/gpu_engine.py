@@ -1,5 +1,6 @@
-"""Parts of the drill that start an engine or a whole run: weight updates, decoding, log-probs of both sides, sleep
-and wake, the quickstart, APRIL.
+"""Parts of the drill that start an engine or a whole run (gpu.py).
+
+They measure weight updates, decoding, the log-probs of trainer and engine, sleep and wake, the quickstart and APRIL.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ LAYERS = 4 if CUDA else 2
 UPDATES = 4
 """Number of updates; the first one includes imports and compilation."""
 START_SECONDS = 200.0
+"""Time limit of an engine's start."""
 CANARIES = [[9 + (7 * i * j) % 100 for j in range(40)] for i in range(1, 5)]
 RESPONSES = 16 if CUDA else 4
 RESPONSE_TOKENS = 256 if CUDA else 16
 CONCURRENCY = (1, 64, 256) if CUDA else (1, 4)
+"""Numbers of concurrent requests at which decoding is measured."""
 DECODE_PROMPT_TOKENS = 64
 
 
@@ -63,6 +66,7 @@ def engine(figures: Figures) -> None:
 
 
 async def _use(config: Config, trainer: Trainer, url: str, figures: Figures) -> None:
+    """Measure UPDATES weight updates, then the other figures of `engine`, on a running engine."""
     async with make_session() as session:
         client = EngineClient(url, session)
         router = Router(
@@ -83,27 +87,35 @@ async def _use(config: Config, trainer: Trainer, url: str, figures: Figures) -> 
 
 
 async def _update(version: int, trainer: Trainer, router: Router, sync: GatheredPush) -> dict[str, Any]:
-    """Return the seconds of one attested weight update, by phase."""
-    marks = [time.monotonic()]
-    ticket = WeightUpdate(version, await router.begin_push(version), CANARIES)
-    marks.append(time.monotonic())
-    sums = EngineChecksums(trainer.hf, 1)
-    sent_bytes = sync.push(sums.watch(trainer.served_tensors()), ticket)
-    marks.append(time.monotonic())
-    canaries, digests = trainer.canaries(CANARIES), sums.digests()
-    marks.append(time.monotonic())
+    """Push the trainer's weights as `version`, and attest the engine.
+
+    Returns:
+        sent bytes, seconds of each phase, and the router's metrics of the push.
+    """
+    times = [time.monotonic()]
+    update = WeightUpdate(version, await router.begin_push(version), CANARIES)
+    times.append(time.monotonic())
+    checksums = EngineChecksums(trainer.hf, 1)
+    sent_bytes = sync.push(checksums.watch(trainer.served_tensors()), update)
+    times.append(time.monotonic())
+    canaries, digests = trainer.canaries(CANARIES), checksums.digests()
+    times.append(time.monotonic())
     metrics = await router.end_push(version, canaries, digests)
-    marks.append(time.monotonic())
+    times.append(time.monotonic())
     names = ("begin_s", "send_s", "canaries_s", "end_s")
-    phases = {name: b - a for name, a, b in zip(names, marks, marks[1:], strict=False)}
+    phases = {name: end - begin for name, begin, end in zip(names, times, times[1:], strict=False)}
     return {
-        "bytes": sent_bytes, **phases, "hashing_s": sums.seconds, "total_s": marks[-1] - marks[0],
+        "bytes": sent_bytes, **phases, "hashing_s": checksums.seconds, "total_s": times[-1] - times[0],
         "gb_per_s": sent_bytes / 1e9 / phases["send_s"], "metrics": {k: v for k, v in metrics.items() if "push" in k},
     }  # fmt: skip
 
 
 async def _log_probs(trainer: Trainer, client: EngineClient) -> dict[str, Any]:
-    """Compare the engine's log-probs of its responses with the trainer's, with and without replayed experts."""
+    """Compare the engine's log-probs of its responses with the trainer's.
+
+    Returns:
+        number of tokens, and the differences with the engine's experts (`replayed`) and with the trainer's own.
+    """
 
     async def response(i: int) -> Sample:
         sample = Sample(i, i, 0, [1, 4, 20 + i, 40, 21, 30 + i, 5, 6], seed=i)
@@ -129,7 +141,7 @@ async def _log_probs(trainer: Trainer, client: EngineClient) -> dict[str, Any]:
 
 
 async def _decode(client: EngineClient, figures: Figures) -> None:
-    """Measure generated tokens per second at several numbers of concurrent requests."""
+    """Record generated tokens per second at each number of concurrent requests in CONCURRENCY."""
 
     async def responses(count: int, tokens: int) -> None:
         async def send(i: int) -> None:
@@ -144,7 +156,7 @@ async def _decode(client: EngineClient, figures: Figures) -> None:
         await asyncio.gather(*(send(i) for i in range(count)))
 
     for count in CONCURRENCY:
-        await responses(count, 8)  # the first batch of this size compiles
+        await responses(count, 8)  # compiles the kernels of this batch size
         start = time.perf_counter()
         await responses(count, RESPONSE_TOKENS)
         figures(
@@ -153,27 +165,32 @@ async def _decode(client: EngineClient, figures: Figures) -> None:
 
 
 async def _sleep_and_wake(client: EngineClient) -> dict[str, float]:
-    """Measure the seconds of sleep and wake, and the bytes of device memory that are released."""
+    """Release the engine's memory, then allocate weights and cache again.
 
-    def free() -> int:
+    Returns:
+        seconds and bytes of device memory of each phase; `lost_bytes` is the free memory before minus the free
+        memory after both phases.
+    """
+
+    def free_bytes() -> int:
         return int(torch.cuda.mem_get_info()[0])
 
     await client.flush()
-    awake, start = free(), time.monotonic()
+    free_before, start = free_bytes(), time.monotonic()
     await client.release_memory()
-    asleep, released = free(), time.monotonic()
+    free_released, released_at = free_bytes(), time.monotonic()
     await client.resume_memory("weights")
-    weights, with_weights = free(), time.monotonic()
+    free_with_weights, weights_at = free_bytes(), time.monotonic()
     await client.resume_memory("kv_cache")
     return {
-        "release_s": released - start, "released_bytes": asleep - awake,
-        "weights_s": with_weights - released, "weights_bytes": asleep - weights,
-        "cache_s": time.monotonic() - with_weights, "lost_bytes": awake - free(),
+        "release_s": released_at - start, "released_bytes": free_released - free_before,
+        "weights_s": weights_at - released_at, "weights_bytes": free_released - free_with_weights,
+        "cache_s": time.monotonic() - weights_at, "lost_bytes": free_before - free_bytes(),
     }  # fmt: skip
 
 
 def engine_nondeterministic(figures: Figures) -> None:
-    """Measure start and decoding without `engine.deterministic`, to compare with the deterministic engine."""
+    """Measure start and decoding of an engine without `engine.deterministic`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = layer_config(
@@ -215,8 +232,13 @@ def fp8_rollout(figures: Figures) -> None:
 
 
 def quickstart(figures: Figures) -> None:
-    """Run ten steps of the quickstart on this device. Record accuracy, seconds of each phase and lost tokens, and
-    each line of metrics.jsonl when it is written."""
+    """Run ten steps of the quickstart on a GPU, or two on a CPU.
+
+    Records the seconds of the run, and the last 40 lines of metrics.jsonl, every two seconds.
+
+    Raises:
+        SystemExit: the run failed.
+    """
     steps, config = (10, "configs/quickstart_cuda.yaml") if CUDA else (2, "configs/quickstart.yaml")
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -233,14 +255,18 @@ def quickstart(figures: Figures) -> None:
                 lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
                 figures(seconds=time.monotonic() - start, metrics=[json.loads(line) for line in lines[-40:]])
         if code:
-            raise SystemExit(f"the run ended with exit code {code}")
+            raise SystemExit(f"rlsys train {config} ended with exit code {code}; expected 0")
 
 
 def april(figures: Figures) -> None:
-    """Run bench/april.py: APRIL against synchronous rollouts, with this engine's own cost of decoding."""
+    """Run bench/april.py, without an additional delay of the engine's passes, and record its result.
+
+    Raises:
+        SystemExit: the bench failed.
+    """
     command = [sys.executable, "bench/april.py", "--json", "--repeats", "1", "--cost", "cpu"]
     command += ["--only", "synchronous", "april-2", "saturated", "prefill", *([] if CUDA else ["--quick"])]
     process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if process.returncode:
-        raise SystemExit(f"bench/april.py ended with exit code {process.returncode}")
+        raise SystemExit(f"bench/april.py ended with exit code {process.returncode}; expected 0")
     figures(**json.loads(process.stdout))

@@ -1,4 +1,4 @@
-"""Figures of one part of the drill (bench/gpu.py), for the driver and the parts. Imports no torch."""
+"""Figures of one part of the drill (gpu.py), for the drill and its parts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,26 @@ MODELS = "RLSYS_DRILL_MODELS"
 
 
 class NoDevice(Exception):
-    """The part needs a GPU, and the host has none."""
+    """Raised by a part that needs a GPU on a host without one.
+
+    Attributes:
+        STATUS: the part's status in the results of the drill.
+    """
 
     STATUS: ClassVar[str] = "no CUDA device"
 
 
 class Figures:
-    """Owns the figures of one part; writes them to disk after each call."""
+    """Owns the figures of one part and their JSON file."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._values, self._start = path, dict[str, Any](), time.monotonic()
+        self._path = path
+        self._values: dict[str, Any] = {}
+        self._start = time.monotonic()
 
     def __call__(self, **values: Any) -> None:
+        """Add figures, and replace the file. `at_s` is the time of the last call in seconds since the start."""
         self._values |= values | {"at_s": round(time.monotonic() - self._start, 1)}
-        part = self._path.with_suffix(".part")
-        part.write_text(json.dumps(self._values, indent=1, default=str) + "\n")
-        part.replace(self._path)
+        partial = self._path.with_suffix(".part")
+        partial.write_text(json.dumps(self._values, indent=1, default=str) + "\n")
+        partial.replace(self._path)

@@ -1,4 +1,4 @@
-"""Shared by the parts of the drill (bench/gpu.py): the device, figures, the model whose layers are measured."""
+"""Functions that the parts of the drill share (gpu.py): the device, timing, and the config of the measured model."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ LAYER_SHAPE: dict[str, int] = {
 }  # fmt: skip
 """Sizes of Qwen3-30B-A3B's layers (config.json of Qwen/Qwen3-30B-A3B), with a smaller vocabulary."""
 SMALL_SHAPE: dict[str, int] = {"vocab_size": 512, "head_dim": 64, "max_position_embeddings": 4096}
-"""Sizes without a GPU, where parts are only checked to run."""
+"""Sizes without a GPU, where the drill only checks that parts run."""
 
 
 def need_cuda() -> None:
+    """Raise NoDevice on a host without a GPU."""
     if not CUDA:
         raise NoDevice
 
 
 def synchronize() -> None:
+    """Wait until the GPU has finished its work; without a GPU do nothing."""
     if CUDA:
         torch.cuda.synchronize()
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Return the wall-clock seconds until the device has finished."""
+    """Call `work`. Return the wall-clock seconds until the device has finished it."""
     synchronize()
     start = time.perf_counter()
     work()
@@ -49,12 +51,18 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def layer_config(run: Path, layers: int, **sections: dict[str, Any]) -> Config:
-    """Return the config of a random bfloat16 model with `layers` layers of Qwen3-30B-A3B's shape, small without a
-    GPU. Its weights are written once per drill.
+    """Return the config of a random bfloat16 model with layers of Qwen3-30B-A3B's shape, or small ones without a GPU.
+
+    Writes the model, unless an earlier part of the drill has written it.
+
+    Args:
+        run: run.dir.
+        layers: number of layers.
+        sections: fields to set, by section of the config.
     """
     folder = Path(os.environ[MODELS]) / f"layers{layers}"
     if not (folder / "model.safetensors").exists():
-        shutil.rmtree(folder, ignore_errors=True)  # of a part that was ended meanwhile
+        shutil.rmtree(folder, ignore_errors=True)  # a part that was killed may have left an incomplete folder
         shape = LAYER_SHAPE if CUDA else SMALL_SHAPE
         write_random_moe(folder, dtype=torch.bfloat16, device=DEVICE, num_hidden_layers=layers, **shape)
     values: dict[str, dict[str, Any]] = {
@@ -79,5 +87,5 @@ def layer_config(run: Path, layers: int, **sections: dict[str, Any]) -> Config:
 
 
 def gap(a: torch.Tensor, b: torch.Tensor) -> dict[str, float]:
-    """Return the mean and the largest absolute difference."""
+    """Return the mean and the largest absolute difference of two tensors of the same shape."""
     return {"mean": float((a - b).abs().mean()), "max": float((a - b).abs().max())}

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Unpacks the archives of bench/gpu_kit.py on a GPU node and runs the drill there (bench/gpu.py).
+# Unpacks the archives of bench/gpu_kit.py on a GPU node, and runs the drill (bench/gpu.py).
 #
 #   bash gpu_node.sh KIT WORK OUT [options of bench/gpu.py]
 #
-# KIT has the archives, WORK gets what they hold (again only when it is not there), OUT the results and logs.
-# The node's `python3` runs everything; PYTHON names another one.
+# KIT has the archives. An archive that WORK does not have yet is unpacked to WORK. OUT gets the results and logs.
+# The node's `python3` runs the drill; PYTHON names another interpreter.
 set -euo pipefail
 kit=$(realpath "$1") work=$2 out=$3
 shift 3
@@ -22,19 +22,18 @@ for part in trainer engine tree te; do
   fi
 done
 for part in "${!unpacking[@]}"; do
-  wait "${unpacking[$part]}" || { echo "$kit/$part.tar.xz cannot be unpacked" >&2; exit 1; }
+  wait "${unpacking[$part]}" || { echo "$kit/$part.tar.xz*: tar failed; expected an xz archive, or its pieces" >&2; exit 1; }
 done
 
-# A .pth file, and not PYTHONPATH: entry points of the packages are found, also by processes with an environment of
-# their own.
+# With a .pth file instead of PYTHONPATH, processes with their own environment also find the packages and entry points.
 packages=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 printf '%s\n%s\n' "$work/site" "$work/tree" >"$packages/rlsys_kit.pth"
 
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-# SGLang compiles kernels at their first use. torch guesses a CUDA_HOME that has no compiler on some nodes.
+# SGLang compiles kernels at their first use. On some nodes torch guesses a CUDA_HOME without a compiler.
 CUDA_HOME=${CUDA_HOME:-$(find /usr/local -maxdepth 1 -name 'cuda*' -exec test -x '{}/bin/nvcc' ';' -print -quit)}
 export CUDA_HOME SGLANG_JIT_CACHE_DIR=$work/jit TRITON_CACHE_DIR=$work/triton
-# Its compiled prefix tree is of another torch, and its version check does not know the smaller kernel package.
+# SGLang's compiled prefix tree needs another torch, and its version check rejects the kit's kernel package.
 export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1
 
 transformer_engine=()

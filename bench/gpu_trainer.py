@@ -1,6 +1,7 @@
-"""Parts of the drill that measure the trainer: the card's peak rates, a step compared with bare Megatron-Core, the
-cost of a weight update before tensors are sent, memory compared with a rehearsal, log-probs compared with
-transformers.
+"""Parts of the drill that measure the trainer (gpu.py).
+
+They measure the card's peak rates, a step compared with bare Megatron-Core, the cost of a weight update before
+tensors are sent, memory compared with a rehearsal, and log-probs compared with transformers.
 """
 
 from __future__ import annotations
@@ -19,30 +20,32 @@ from gpu_node import CUDA, DEVICE, gap, layer_config, need_cuda, seconds_of, syn
 
 LAYERS = 4 if CUDA else 2
 COPIED_BYTES, SIDE = (2**31, 8192) if CUDA else (2**24, 256)
+"""Bytes of the copied tensor, and rows and columns of the multiplied matrices, of `ceilings`."""
 HASHED = ((2**30, 3), (3 * 2**20, 300)) if CUDA else ((2**20, 2),)
-"""Bytes of a tensor, and number of tensors, that are hashed."""
+"""(bytes of a tensor, number of tensors) of each measurement of hashing."""
 REPEATS = 5 if CUDA else 1
 SEQUENCE = [9 + (7 * i) % 400 for i in range(256)]
 """Token ids whose log-probs are compared."""
 
 
 def ceilings(figures: Figures) -> None:
-    """Measure the copy bandwidth and the bfloat16 GEMM rate of this card, to which other rates are compared."""
+    """Measure the copy bandwidth and the bfloat16 GEMM rate of this card, the upper bounds of other rates."""
     source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     a, b = (torch.randn(SIDE, SIDE, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
 
-    def median(work: Callable[[], object]) -> float:
+    def median_seconds(work: Callable[[], object]) -> float:
         for _ in range(3):
             work()
         return statistics.median(seconds_of(work) for _ in range(10))
 
-    copy, product = median(lambda: target.copy_(source)), median(lambda: a @ b)
+    copy_seconds = median_seconds(lambda: target.copy_(source))
+    gemm_seconds = median_seconds(lambda: a @ b)
     figures(
         device=torch.cuda.get_device_name() if CUDA else "cpu",
         torch=torch.__version__,
-        copy_gb_per_s=2 * COPIED_BYTES / 1e9 / copy,
-        gemm_tflop_per_s=2 * SIDE**3 / 1e12 / product,
+        copy_gb_per_s=2 * COPIED_BYTES / 1e9 / copy_seconds,
+        gemm_tflop_per_s=2 * SIDE**3 / 1e12 / gemm_seconds,
     )
 
 
@@ -53,11 +56,18 @@ def speed(figures: Figures) -> None:
 
 
 def speed_with_transformer_engine(figures: Figures) -> None:
+    """Measure a step, bare Megatron and a scoring pass, with Transformer Engine.
+
+    Raises:
+        SystemExit: Transformer Engine is not installed.
+    """
     need_cuda()
     from megatron_patches import have_transformer_engine
 
     if not have_transformer_engine():
-        raise SystemExit("transformer_engine is not installed: --transformer-engine FOLDER")
+        raise SystemExit(
+            "transformer_engine is not installed; expected its package, or --transformer-engine FOLDER"
+        )
     import transformer_engine
 
     figures(transformer_engine=getattr(transformer_engine, "__version__", "unknown"))
@@ -65,7 +75,7 @@ def speed_with_transformer_engine(figures: Figures) -> None:
 
 
 def _speed(figures: Figures) -> None:
-    """Return tokens/s, FLOPs utilisation, kernel launches and synchronisations of a step (bench/trainer.py)."""
+    """Record seconds, tokens/s, FLOPs utilisation, and profiles of a step and of bare Megatron (trainer.py)."""
     import trainer as bench
 
     if not CUDA:
@@ -100,7 +110,12 @@ def _speed(figures: Figures) -> None:
 
 
 def profile(work: Callable[[], object]) -> dict[str, Any]:
-    """Return launches, synchronisations, and the operations with the most time on the device and on the host."""
+    """Call `work` under torch's profiler.
+
+    Returns:
+        numbers of kernel launches, synchronisations and host operations, and the twelve operations with the most
+        time on the device and on the host: name, number of calls, milliseconds.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if CUDA else []
     with torch.profiler.profile(activities=activities) as recorded:
@@ -122,11 +137,14 @@ def profile(work: Callable[[], object]) -> dict[str, Any]:
 
 
 def weight_layout(figures: Figures) -> None:
-    """Measure gathering the weights under their Hugging Face names and laying them out, without and with hashing."""
+    """Measure the cost of a weight update without sending.
+
+    Records bytes and seconds of gathering the weights under their Hugging Face names and copying them into buckets,
+    without and with hashing, and the rates of `hash_rates`.
+    """
     from rlsys.trainer.trainer import Trainer
     from rlsys.weights.buckets import StagingBuffers, send_in_buckets
     from rlsys.weights.checksums import EngineChecksums
-    from rlsys.weights.hashes import PartDigests
 
     with tempfile.TemporaryDirectory() as run:
         config = layer_config(Path(run), LAYERS)
@@ -134,18 +152,25 @@ def weight_layout(figures: Figures) -> None:
         bucket = int(config.weights.bucket_mb * 2**20)
         sent = 0
 
-        def lay_out(hashed: bool) -> None:
+        def fill_buckets(hashed: bool) -> None:
             nonlocal sent
-            sums = EngineChecksums(trainer.hf, 1)
-            tensors = sums.watch(trainer.served_tensors()) if hashed else trainer.served_tensors()
+            checksums = EngineChecksums(trainer.hf, 1)
+            tensors = checksums.watch(trainer.served_tensors()) if hashed else trainer.served_tensors()
             sent = send_in_buckets(tensors, bucket, StagingBuffers(shared=True), lambda _: None)
             if hashed:
-                sums.digests()
+                checksums.digests()
 
         for name, hashed in (("gather", False), ("gather_and_hash", True)):
-            lay_out(hashed)  # the first one compiles
-            seconds = seconds_of(partial(lay_out, hashed))
+            fill_buckets(hashed)  # the first call compiles kernels
+            seconds = seconds_of(partial(fill_buckets, hashed))
             figures(**{name: {"bytes": sent, "seconds": seconds, "gb_per_s": sent / 1e9 / seconds}})
+    hash_rates(figures)
+
+
+def hash_rates(figures: Figures) -> None:
+    """Record GB/s, and milliseconds per tensor, of hashing the tensors of HASHED."""
+    from rlsys.weights.hashes import PartDigests
+
     for size, count in HASHED:
         tensors = [
             torch.empty(size // 2, dtype=torch.bfloat16, device=DEVICE).normal_() for _ in range(count)
@@ -159,18 +184,12 @@ def weight_layout(figures: Figures) -> None:
 
         digest()
         seconds = seconds_of(digest)
-        figures(
-            **{
-                f"digest_of_{size}_bytes": {
-                    "gb_per_s": size * count / 1e9 / seconds,
-                    "ms": 1e3 * seconds / count,
-                }
-            }
-        )
+        rate = {"gb_per_s": size * count / 1e9 / seconds, "ms": 1e3 * seconds / count}
+        figures(**{f"digest_of_{size}_bytes": rate})
 
 
 def memory(figures: Figures) -> None:
-    """Measure the bytes of each phase of an update, and compare them with a rehearsal on fake tensors."""
+    """Record the memory of each phase of an update, as rehearsed with fake tensors and as measured with real ones."""
     from rlsys.cli.rehearse import run_rank
     from rlsys.config import load_config
     from rlsys.rehearse.kinds import Request, node_of
@@ -183,10 +202,10 @@ def memory(figures: Figures) -> None:
         import yaml
 
         path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
-        foretold = run_rank(path, [], Request(0, micro_batches=2))
-        figures(rehearsed={phase.name: phase.total for phase in foretold.phases})
-        read = load_config(path, [])
-        real = Rehearsal(read, node_of(read), None, lambda text: None)
+        rehearsed = run_rank(path, [], Request(0, micro_batches=2))
+        figures(rehearsed={phase.name: phase.total for phase in rehearsed.phases})
+        loaded_config = load_config(path, [])
+        real = Rehearsal(loaded_config, node_of(loaded_config), None, lambda text: None)
         with installed({"always"}, real.setting(1.0)):
             real.build()
             if CUDA:
@@ -198,7 +217,11 @@ def memory(figures: Figures) -> None:
 
 
 def parity(figures: Figures) -> None:
-    """Compare bfloat16 log-probs of trainer and transformers on this device with transformers in float32."""
+    """Compare the log-probs of SEQUENCE by the trainer in bfloat16 with those by transformers.
+
+    Records the differences of the trainer and of transformers in bfloat16 to transformers in float32, and of the
+    trainer to transformers in bfloat16.
+    """
     from transformers import AutoModelForCausalLM
 
     from rlsys.trainer.trainer import Trainer

@@ -1,9 +1,10 @@
-"""Translate all launch scripts of other frameworks in folders: `python -m bench.import_scripts verl FOLDER ...`.
+"""Translate all launch scripts of a framework in folders: `python -m bench.import_scripts verl FOLDER ...`.
 
-Prints the number of scripts by exit status of `rlsys import`, and the reasons of the incomplete ones: how many
-scripts have each reason, and how many have it alone. Each script runs in its sealed namespace from the root of its
-folder. `--records FILE` saves the recorded commands, so that another run translates them without running the scripts.
-`--arguments TEXT` gives arguments to scripts that start no training command without them.
+The bench prints the number of scripts by exit status of `rlsys import`. For each reason of an incomplete translation
+it prints the number of scripts with this reason, and the number of scripts with this reason alone. Each script runs
+in its sealed namespace from the root of its folder. `--records FILE` saves the recorded commands, so that another run
+translates them without running the scripts. `--arguments TEXT` sets arguments for scripts that start no training
+command without arguments.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,7 +33,7 @@ PATTERNS = {
     "slime": r"train(_async)?\.py",
     "verl": r"main_ppo|main_dapo|actor_rollout_ref\.",
 }
-"""Regular expression that occurs in training scripts, by framework."""
+"""Regular expression that a training script contains, by framework."""
 
 
 def find_scripts(framework: str, folders: list[Path]) -> Iterator[tuple[Path, Path]]:
@@ -45,7 +47,18 @@ def find_scripts(framework: str, folders: list[Path]) -> Iterator[tuple[Path, Pa
 def translate(
     framework: str, script: Path, out: Path, variables: dict[str, str], arguments: Sequence[str] = ()
 ) -> tuple[str, set[str]]:
-    """Return exit status and reasons."""
+    """Translate a script, and write the config to `out`.
+
+    Args:
+        framework: key of PATTERNS.
+        script: the script.
+        out: YAML file to write.
+        variables: environment variables of the script.
+        arguments: arguments of the script.
+
+    Returns:
+        exit status of `rlsys import`, and the reasons of an incomplete translation.
+    """
     try:
         draft = translate_file(framework, str(script), arguments, variables)
         out.write_text(to_yaml(draft, script.name))
@@ -61,31 +74,56 @@ def translate(
 
 
 def reasons(draft: Draft) -> set[str]:
+    """Return the settings that the import rejects or lists as MISSING."""
     return {row.setting or row.result for row in (*draft.rejected, *draft.missing)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("framework", choices=sorted(PATTERNS))
-    parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--arguments", type=shlex.split, action="append", default=[], metavar="TEXT")
-    parser.add_argument("--records", type=Path, metavar="FILE")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder in which the configs are saved")
-    args = parser.parse_args()
-    records: dict[Any, ScriptRun] = {}
-    if args.records and args.records.exists():
-        records = pickle.loads(args.records.read_bytes())
-    variables = dict(each.partition("=")[::2] for each in args.env)
+@contextmanager
+def recorded_runs(file: Path | None) -> Iterator[None]:
+    """Make the importer run each script only once during the context.
 
-    def recorded(script: Path, *rest: Any) -> ScriptRun:
+    Args:
+        file: file of the recorded runs, which is read if it exists and written at the end; None: no file.
+    """
+    file = file and file.absolute()  # the working directory changes during the context
+    records: dict[Any, ScriptRun] = {}
+    if file and file.exists():
+        records = pickle.loads(file.read_bytes())
+
+    def run_once(script: Path, *rest: Any) -> ScriptRun:
         key = (str(script), str(rest))
         if key not in records:
             records[key] = run_script(script, *rest)
         return records[key]
 
-    statuses, counts, sole_reasons, slowest = Counter[str](), Counter[str](), Counter[str](), 0.0
-    with TemporaryDirectory() as temporary, patch("rlsys.importers.arguments.run_script", recorded):
+    with patch("rlsys.importers.arguments.run_script", run_once):
+        yield
+    if file:
+        file.write_bytes(pickle.dumps(records))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("framework", choices=sorted(PATTERNS))
+    parser.add_argument("folders", nargs="+", type=Path, help="folders that contain scripts")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of all scripts"
+    )
+    parser.add_argument(
+        "--arguments",
+        type=shlex.split,
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="arguments for scripts that start no training command without arguments; may be repeated",
+    )
+    parser.add_argument("--records", type=Path, metavar="FILE", help="file of the recorded commands")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder in which the configs are saved")
+    args = parser.parse_args()
+    variables = dict(assignment.partition("=")[::2] for assignment in args.env)
+    statuses, counts, sole_reasons = Counter[str](), Counter[str](), Counter[str]()
+    slowest = 0.0
+    with TemporaryDirectory() as temporary, recorded_runs(args.records):
         out = args.out.absolute() if args.out else Path(temporary)
         out.mkdir(exist_ok=True)
         for folder, script in list(find_scripts(args.framework, [f.absolute() for f in args.folders])):
@@ -93,18 +131,19 @@ def main() -> None:
             start = time.monotonic()
             name = str(script.relative_to(folder.parent)).replace("/", "+")
             for arguments in [(), *args.arguments]:
-                status, why = translate(args.framework, script, out / f"{name}.yaml", variables, arguments)
-                if not any("no training command" in reason for reason in why):
+                status, script_reasons = translate(
+                    args.framework, script, out / f"{name}.yaml", variables, arguments
+                )
+                if not any("no training command" in reason for reason in script_reasons):
                     break
             slowest = max(slowest, time.monotonic() - start)
             statuses[status] += 1
-            counts.update(why)
-            if len(why) == 1:
-                sole_reasons.update(why)
-            print(f"{status} {name}: {'; '.join(sorted(why))[:600]}", flush=True)
-    if args.records:
-        args.records.write_bytes(pickle.dumps(records))
-    print(f"exit status: {dict(sorted(statuses.items()))}; slowest {slowest:.1f} s")
+            counts.update(script_reasons)
+            if len(script_reasons) == 1:
+                sole_reasons.update(script_reasons)
+            print(f"{status} {name}: {'; '.join(sorted(script_reasons))[:600]}", flush=True)
+    print(f"scripts by exit status: {dict(sorted(statuses.items()))}; slowest {slowest:.1f} s")
+    print("scripts with a reason, scripts with this reason alone, reason:")
     for reason, count in counts.most_common():
         print(f"{count:5} {sole_reasons[reason]:5} {reason[:150]}")
 

@@ -1,4 +1,4 @@
-"""Parts that benches share: a real engine, a random model of a given size, medians with their range."""
+"""Functions that the benches share: a real engine, a random model, and figures of repeats and of the machine."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median, smallest and largest value of repeats."""
+    """Return the median, the smallest and the largest value."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine of the figures, and its load."""
+    """Return cores, GPU, versions and load average of this machine."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cores": os.cpu_count(), "gpu": gpu, "python": platform.python_version(),
@@ -51,7 +51,17 @@ def machine() -> dict[str, Any]:
 def write_random_moe(
     folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", **sizes: Any
 ) -> Path:
-    """Write a Qwen3-MoE with random weights, drawn on `device`. Without an end token, it ends no response."""
+    """Write a Qwen3-MoE with random weights. It has no end token, so no response ends before its limit.
+
+    Args:
+        folder: Hugging Face folder to write.
+        dtype: type of the weights.
+        device: device on which the weights are drawn.
+        sizes: fields of config.json to set.
+
+    Returns:
+        `folder`.
+    """
     config = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -83,10 +93,13 @@ def write_random_moe(
 def running_engine(
     config: Config, folder: Path, start_seconds: float = 300.0, owner: Owner | None = None
 ) -> Iterator[str]:
-    """Yield the URL of a running SGLang server; end it with all its descendants afterwards.
+    """Start an SGLang server and yield its URL. End the server with all its descendants after the context.
 
     Args:
-        owner: launch whose keys the server accepts; None: no keys, weight version 0.
+        config: config of the run; its first engine is started.
+        folder: folder of the server's log, engine.log.
+        start_seconds: time limit of the start.
+        owner: launch whose keys the server requires; None: no keys, and weight version 0.
     """
     port = free_ports(config.engine.host, 1)[0]
     argv, env = engine_command(config, 0, port)
@@ -112,7 +125,21 @@ def running(
     env: dict[str, str] | None = None,
     start_seconds: float = 60.0,
 ) -> Iterator[int]:
-    """Yield a keeper's process id once `answers` is true; end its command with all descendants afterwards."""
+    """Run a command under a keeper, and end it with all its descendants after the context.
+
+    Args:
+        argv: the command.
+        log: file of its output.
+        answers: returns whether the command is ready.
+        env: all environment variables; None: those of this process.
+        start_seconds: time limit until the command is ready.
+
+    Yields:
+        the keeper's process id, once the command is ready.
+
+    Raises:
+        SystemExit: the command ended early, or was not ready in time.
+    """
     keeper = [sys.executable, "-m", "launch.keeper", "--grace", "10", "--", *argv]
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -127,8 +154,13 @@ def running(
             deadline = time.monotonic() + start_seconds
             while not answers():
                 if process.poll() is not None or time.monotonic() > deadline:
+                    state = (
+                        "is running, but not ready"
+                        if process.poll() is None
+                        else f"ended with exit code {process.returncode}"
+                    )
                     sys.exit(
-                        f"the command ended, or did not answer within {start_seconds:.0f} s: {' '.join(argv)}\n"
+                        f"{' '.join(argv)}: {state}; expected it to be ready within {start_seconds:.0f} s\n"
                         f"{log.read_text(errors='replace')[-4000:]}"
                     )
                 time.sleep(0.2)
@@ -139,6 +171,7 @@ def running(
 
 
 def _answers(url: str) -> bool:
+    """Return whether the server's health check succeeds."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
             return bool(answer.status == 200)
@@ -147,5 +180,5 @@ def _answers(url: str) -> bool:
 
 
 def say(text: str) -> None:
-    """Print progress to stderr, because stdout is for the JSON."""
+    """Print a line of progress to stderr, because stdout is for the JSON result."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

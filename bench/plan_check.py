@@ -1,12 +1,12 @@
-"""Accuracy of `rlsys plan --calibrate`: forecasts of eight settings, saved first, then runs of the real stack.
+"""Measure the accuracy of `rlsys plan --calibrate`: forecasts of eight settings, then runs of the real stack.
 
     python bench/plan_check.py --predict [--out FILE] [--quick]      three calibrating runs, then the forecasts
     python bench/plan_check.py --measure [--out FILE] [--quick]      three interleaved runs of each setting, compared
 
-`--predict` writes FILE (bench/predictions/plan.json), which is committed before anything is measured. `--measure`
-reads it and prints JSON: forecast and measured seconds of a step and trained tokens per second of each setting, and
-the errors. The policy is frozen, so that lengths do not change. Engines sleep before every forward pass (SGLang's
-/slow_down), as the passes of a GPU leave the host's cores idle, because trainer and engines share two cores.
+`--predict` writes FILE (bench/predictions/plan.json); commit it before the measurement. `--measure` reads FILE and
+prints JSON: forecast and measured seconds of a step and trained tokens per second of each setting, and the errors.
+The policy is frozen, so that lengths do not change. Trainer and engines share two cores; therefore engines sleep
+before every forward pass (SGLang's /slow_down), like a host that waits for its GPU.
 
 The settings differ in N'/N, engines, placement and sleep. The calibrating runs, one of each placement, have a
 different sleep. The forecast adds only the difference of the sleeps to the cost of a pass.
@@ -44,7 +44,7 @@ CALIBRATING = {
     "disaggregated": Setting("disaggregated", 2, 1.25, 2, 0.02),
     "capacity": Setting("disaggregated", 1, 1.0, 2, 0.02, policy="wait"),
 }
-"""Calibrating runs, by their purpose. The first one waits for every response, so all lengths come from it."""
+"""Calibrating runs, by purpose. All lengths come from the first one, which waits for every response."""
 SETTINGS = (
     Setting("colocated", 1, 1.0, 0, 0.03),
     Setting("colocated", 1, 2.0, 8, 0.03),
@@ -55,23 +55,30 @@ SETTINGS = (
     Setting("disaggregated", 2, 1.5, 4, 0.045),
     Setting("disaggregated", 2, 2.0, 8, 0.03),
 )
+"""Settings whose step is forecast."""
 CAPACITY = tuple(Setting("disaggregated", 1, 1.0, age, 0.03, policy="wait") for age in range(4))
+"""Settings whose waiting time is forecast."""
 WARM, STEPS, CALIBRATED_STEPS = 2, 8, 16
-"""Train steps before the measurement, in the measurement, and of a calibrating run."""
+"""Numbers of train steps: before the measurement, in the measurement, and of a calibrating run."""
 ROUNDS, CAPACITY_ROUNDS = 3, 2
+"""Numbers of measured runs of each of SETTINGS and of CAPACITY."""
 SEEDS = range(101, 105)
 """Seeds of simulated runs. The forecast is their mean, because a run of few steps depends on its seed."""
 CALIBRATING_SEED, FIRST_SEED = 1, 21
-"""run.seed of the calibrating runs, and that of the first measured round."""
+"""run.seed of the calibrating runs, and of the first measured round."""
 
 
 def forecast_of(
     setting: Setting, calibration: Calibration, calibration_sleep: float, size: Size, steps: int
 ) -> dict[str, float]:
-    """Return the forecast of a setting.
+    """Return the forecast of a setting: seconds and rates of a step, as means over SEEDS.
 
     Args:
+        setting: the setting.
+        calibration: costs and lengths of a calibrating run.
         calibration_sleep: seconds that engines slept before each pass in the calibrating run.
+        size: size of a train step.
+        steps: number of simulated steps after the warm-up.
     """
     costs = with_more_sleep(calibration.costs(1), setting.sleep - calibration_sleep)
     runs: list[Forecast] = []
@@ -96,14 +103,17 @@ def forecast_of(
 
 
 def with_more_sleep(costs: Costs, seconds: float) -> Costs:
-    """Return the calibrated costs with `seconds` more before each pass."""
+    """Return the costs with `seconds` more before each pass; `seconds` may be negative."""
     return replace(costs, pass_overhead=max(0.0, costs.pass_overhead + seconds))
 
 
 def capacity_of(
     setting: Setting, calibration: Calibration, calibration_sleep: float, size: Size, steps: int
 ) -> dict[str, float]:
-    """Return the seconds of a step and those in which the trainer waits: simulated, and by ECHO-2's rule."""
+    """Return the seconds of a step, and the seconds of waiting of the trainer: simulated, and by ECHO-2's rule.
+
+    The arguments are those of forecast_of.
+    """
     simulated = forecast_of(setting, calibration, calibration_sleep, size, steps)
     return {
         "step_seconds": simulated["step_seconds"], "idle_seconds": simulated["rollout_seconds"],
@@ -114,8 +124,10 @@ def capacity_of(
 def idle_by_rule(
     setting: Setting, calibration: Calibration, calibration_sleep: float, size: Size
 ) -> dict[str, float]:
+    """Return the seconds of a step, and of waiting of the trainer, by ECHO-2's rule."""
     config = config_of(setting, size, Path("simulated"), FIRST_SEED)
-    costs, running = with_more_sleep(calibration.costs(1), setting.sleep - calibration_sleep), config.slots
+    costs = with_more_sleep(calibration.costs(1), setting.sleep - calibration_sleep)
+    running = config.slots
     demand = step_demand(config, costs, calibration.lengths, running, calibration.prompt_tokens)
     rate = engine_rate(costs, calibration.lengths, running, calibration.prompt_tokens)
     step = demand.step_seconds(rate, setting.max_staleness)
@@ -123,10 +135,13 @@ def idle_by_rule(
 
 
 def measured_figures(folder: Path) -> dict[str, float]:
-    """Return the means over a run's steps after the warm-up."""
-    lines = steps_of(folder)[WARM - 1 :]
-    before, steps = lines[0], lines[1:]
-    seconds = steps[-1]["time"] - before["time"]
+    """Return the means over the steps of a run after the warm-up.
+
+    Args:
+        folder: the run folder.
+    """
+    last_warm_step, *steps = steps_of(folder)[WARM - 1 :]
+    seconds = steps[-1]["time"] - last_warm_step["time"]
     return {
         "step_seconds": seconds / len(steps),
         "rollout_seconds": fmean(s["time_rollout"] for s in steps),
@@ -138,6 +153,7 @@ def measured_figures(folder: Path) -> dict[str, float]:
 
 
 def predict(args: argparse.Namespace, size: Size) -> dict[str, Any]:
+    """Make the calibrating runs, and return the content of the forecasts' file."""
     with tempfile.TemporaryDirectory() as name, stage(Path(name), size) as engines:
         calibrations: dict[str, Calibration] = {}
         for kind, setting in CALIBRATING.items():
@@ -147,16 +163,16 @@ def predict(args: argparse.Namespace, size: Size) -> dict[str, Any]:
             lengths = next(iter(calibrations.values()), calibration).lengths
             calibrations[kind] = replace(calibration, lengths=lengths)
             say(f"    {calibrations[kind].costs(1)}")
-    slept = {kind: setting.sleep for kind, setting in CALIBRATING.items()}
-    steps, forecasts = 2 if args.quick else STEPS, {}
+    sleeps = {kind: setting.sleep for kind, setting in CALIBRATING.items()}
+    steps = 2 if args.quick else STEPS
+    forecasts: dict[str, dict[str, float]] = {}
     for setting in chosen(SETTINGS, args.quick):
-        forecasts[setting.name] = forecast_of(
-            setting, calibrations[setting.placement], slept[setting.placement], size, steps
-        )
+        kind = setting.placement
+        forecasts[setting.name] = forecast_of(setting, calibrations[kind], sleeps[kind], size, steps)
         say(f"{setting.name}: {forecasts[setting.name]['step_seconds']:.2f} s a step")
     capacity = {
-        s.name: capacity_of(s, calibrations["capacity"], slept["capacity"], size, steps)
-        for s in chosen(CAPACITY, args.quick)
+        setting.name: capacity_of(setting, calibrations["capacity"], sleeps["capacity"], size, steps)
+        for setting in chosen(CAPACITY, args.quick)
     }
     return {
         "machine": machine(), "size": asdict(size),
@@ -169,24 +185,28 @@ def predict(args: argparse.Namespace, size: Size) -> dict[str, Any]:
 
 
 def chosen(settings: Sequence[Setting], quick: bool) -> Sequence[Setting]:
+    """Return all settings, or with `quick` the last one."""
     return settings[-1:] if quick else settings
 
 
 def measure(args: argparse.Namespace, size: Size) -> dict[str, Any]:
+    """Run all settings, and compare them with the saved forecasts. Return the result of the bench.
+
+    Raises:
+        SystemExit: the forecasts are for another size.
+    """
     predictions = json.loads(args.out.read_text())
     if predictions["size"] != asdict(size):
-        sys.exit(
-            f"{args.out}: forecasts for {predictions['size']}; expected {asdict(size)}: run --predict again"
-        )
+        sys.exit(f"{args.out}: size = {predictions['size']}; expected {asdict(size)}: run --predict again")
     figures: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as name, stage(Path(name), size) as engines:
-        for turn in range(1 if args.quick else ROUNDS):
+        for number in range(1 if args.quick else ROUNDS):
             settings = [*chosen(SETTINGS, args.quick)]
-            if turn < CAPACITY_ROUNDS:
+            if number < CAPACITY_ROUNDS:
                 settings += chosen(CAPACITY, args.quick)
-            settings = settings[turn * 4 :] + settings[: turn * 4]  # no setting is always first
+            settings = settings[number * 4 :] + settings[: number * 4]  # no setting is always first
             for setting in settings:
-                figures.setdefault(setting.name, []).append(one_run(engines, setting, turn, args.quick))
+                figures.setdefault(setting.name, []).append(one_run(engines, setting, number, args.quick))
     names = [name for name in figures if name in predictions["settings"]]
     compared = {name: compare(predictions["settings"][name], figures[name]) for name in names}
     capacity = {
@@ -200,18 +220,21 @@ def measure(args: argparse.Namespace, size: Size) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def one_run(engines: Stage, setting: Setting, turn: int, quick: bool) -> dict[str, float]:
-    folder = engines.run(setting, WARM + (2 if quick else STEPS), FIRST_SEED + turn)
+def one_run(engines: Stage, setting: Setting, number: int, quick: bool) -> dict[str, float]:
+    """Run a setting in the round `number`, whose run.seed is FIRST_SEED plus this number. Return the figures."""
+    folder = engines.run(setting, WARM + (2 if quick else STEPS), FIRST_SEED + number)
     figures = measured_figures(folder)
-    say(f"round {turn + 1}: {setting.name}: " + ", ".join(f"{k} {v:.3g}" for k, v in figures.items()))
+    say(f"round {number + 1}: {setting.name}: " + ", ".join(f"{k} {v:.3g}" for k, v in figures.items()))
     return figures
 
 
 def compare(forecast: dict[str, float], runs: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Compare a setting's forecast with its measured runs.
 
-    In the result `error` is that of the seconds of a step, relative to the measured median, and `spread` the largest
-    minus the smallest measured value.
+    Returns:
+        error: difference of the forecast seconds of a step from the measured median, relative to this median.
+        spread: largest minus smallest measured seconds of a step, relative to the median.
+        error_of_tokens_per_s: error of the trained tokens per second.
     """
     steps = spread([run["step_seconds"] for run in runs])
     rates = spread([run["tokens_per_s"] for run in runs])
@@ -225,29 +248,38 @@ def compare(forecast: dict[str, float], runs: Sequence[dict[str, float]]) -> dic
 
 
 def compare_idle(forecast: dict[str, float], runs: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Compare the trainer's forecast waiting time with the measured one.
+    """Compare the forecast of the trainer's waiting time with the measured runs.
 
-    In the result `error` is relative to the seconds waited, `error_of_step` to the seconds of the step, and
-    `rule_of_measured` is ECHO-2's rule relative to the seconds of the measured step."""
+    Returns:
+        error: difference of the forecast waiting time from the measured median, relative to this median.
+        error_of_step: the same difference, relative to the measured seconds of a step.
+        rule_of_measured: seconds of a step by ECHO-2's rule, divided by the measured seconds of a step.
+    """
     idle = spread([run["rollout_seconds"] for run in runs])
     step = median(run["step_seconds"] for run in runs)
-    off = abs(forecast["idle_seconds"] - idle["median"])
+    difference = abs(forecast["idle_seconds"] - idle["median"])
     return {
         "forecast": forecast["idle_seconds"], "measured": idle, "forecast_step": forecast["step_seconds"],
-        "measured_step": step, "error": off / idle["median"], "error_of_step": off / step,
+        "measured_step": step, "error": difference / idle["median"], "error_of_step": difference / step,
         "rule_of_measured": forecast["step_seconds_by_rule"] / step,
     }  # fmt: skip
 
 
 def summary(compared: dict[str, Any], capacity: dict[str, Any], best: str) -> dict[str, Any]:
-    """Return the figures that docs/planning.md requires."""
+    """Return the figures that docs/planning.md requires.
+
+    Args:
+        compared: result of `compare` by setting.
+        capacity: result of `compare_idle` by setting.
+        best: the setting with the most forecast tokens per second.
+    """
     errors = [figures["error"] for figures in compared.values()]
     rates = {name: figures["measured_tokens_per_s"]["median"] for name, figures in compared.items()}
     return {
         "median_error": median(errors),
         "largest_error": max(errors),
         "beyond_20_percent_and_spread": [
-            n for n, o in compared.items() if o["error"] > max(0.2, o["spread"])
+            name for name, figures in compared.items() if figures["error"] > max(0.2, figures["spread"])
         ],
         "median_error_of_tokens_per_s": median(
             figures["error_of_tokens_per_s"] for figures in compared.values()
@@ -266,7 +298,7 @@ def main() -> None:
     )
     part = parser.add_mutually_exclusive_group(required=True)
     part.add_argument(
-        "--predict", action="store_true", help="run the calibrating runs, and write the forecasts"
+        "--predict", action="store_true", help="make the calibrating runs, and write the forecasts"
     )
     part.add_argument(
         "--measure", action="store_true", help="run the settings, and compare them with the forecasts"
@@ -279,10 +311,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.measure and not args.out.exists():
-        parser.error(
-            f"--measure: no {args.out}: --predict writes it, and it is committed before anything is measured"
-        )
-    logging.getLogger("rlsys").setLevel(logging.ERROR)  # warnings about simulated runs concern no real run
+        parser.error(f"--out {args.out}: no such file; expected the forecasts that --predict writes")
+    logging.getLogger("rlsys").setLevel(logging.ERROR)  # warnings of simulated runs are irrelevant
     size = Size(groups=4, group=2, longest=32) if args.quick else Size()
     if args.predict:
         result = predict(args, size)

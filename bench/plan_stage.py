@@ -1,8 +1,8 @@
-"""Stage of plan_check.py and april_claim.py: engines that keep running, and runs of the real stack one after another.
+"""Runs of the real stack one after another on engines that keep running, for plan_check.py and april_claim.py.
 
-A run has the processes that `rlsys train` starts (launch/plan.py), except engines: a rollout process and a trainer,
-with a separate run folder. Starting engines takes longest, so two engines serve all runs; a run with one engine
-leaves the other idle. The engines' keys are derived from the launch that started them, and each run folder names that
+A run has a separate run folder, and the processes that `rlsys train` starts (launch/plan.py), except engines: a
+rollout process and a trainer. Engines take longest to start, so all runs share them; a run with fewer engines leaves
+the others idle. The engines' keys are derived from the launch that started them, and each run folder names that
 launch as its owner.
 """
 
@@ -31,18 +31,23 @@ from rlsys.engine.launch_args import engine_command
 from rlsys.obs.metrics import read_metrics
 from rlsys.planner.layout import lay_out
 
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 LOG_PASSES = 1
 """Decoding passes between two lines of an engine's log; SGLang's default, 40, is too many for short responses."""
-PATIENCE = 600.0
+WAIT_SECONDS = 600.0
+"""Time limit of `wait_for`."""
 FROZEN = 1e-12
-"""A learning rate so small that the policy, and so the lengths, do not change."""
+"""A learning rate so small that the policy, and with it the lengths, does not change."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a run. `sleep` is the time that an engine sleeps before every forward pass (SGLang's /slow_down),
-    in seconds; `policy` is rollout.staleness_policy."""
+    """A setting of a run.
+
+    Attributes:
+        sleep: seconds that an engine sleeps before every forward pass (SGLang's /slow_down).
+        policy: rollout.staleness_policy.
+    """
 
     placement: str
     engines: int
@@ -53,14 +58,24 @@ class Setting:
 
     @property
     def name(self) -> str:
+        """Return the setting as text, the key of forecasts and figures."""
         sizes = f"{self.engines} engine{'s' * (self.engines > 1)}, N'/N {self.over_provision:g}"
-        waits = ", wait" if self.policy == "wait" else ""
-        return f"{self.placement}, {sizes}, {self.max_staleness} old{waits}, sleep {1000 * self.sleep:.0f} ms"
+        policy = ", wait" if self.policy == "wait" else ""
+        return (
+            f"{self.placement}, {sizes}, {self.max_staleness} old{policy}, sleep {1000 * self.sleep:.0f} ms"
+        )
 
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a train step, longest response in tokens, and number of engines."""
+    """Size of the runs on a stage.
+
+    Attributes:
+        groups: groups of a train step.
+        group: samples of a group.
+        longest: largest number of tokens of a response.
+        engines: number of engines of the stage.
+    """
 
     groups: int = 16
     group: int = 4
@@ -69,8 +84,14 @@ class Size:
 
 
 def config_of(setting: Setting, size: Size, folder: Path, seed: int) -> Config:
-    """Return the quickstart's config with a frozen policy, without evaluations and checkpoints during the
-    measurement."""
+    """Return the quickstart's config with a frozen policy, and without evaluations and checkpoints after the start.
+
+    Args:
+        setting: setting of the run.
+        size: size of the run.
+        folder: run.dir.
+        seed: run.seed.
+    """
     return load_config(
         ROOT / "configs/quickstart.yaml",
         [
@@ -89,7 +110,12 @@ def config_of(setting: Setting, size: Size, folder: Path, seed: int) -> Config:
 
 
 class Stage:
-    """Owns the engines, and `folder`, which contains the runs."""
+    """Running engines, and the folder of the runs on them.
+
+    Attributes:
+        folder: parent of the run folders.
+        size: size of the runs.
+    """
 
     def __init__(self, folder: Path, owner: Owner, urls: Sequence[str], size: Size) -> None:
         self.folder, self.size = folder, size
@@ -97,18 +123,27 @@ class Stage:
         self._runs = 0
 
     def run(self, setting: Setting, steps: int, seed: int) -> Path:
-        """Run a number of train steps, and return the run folder."""
+        """Make a run of `steps` train steps, and return its folder."""
         config = config_of(setting, self.size, self.new_folder(), seed)
         self.run_config(config, setting.sleep, "step", steps)
         return config.run.dir
 
     def new_folder(self) -> Path:
-        """Return the folder of the next run, which does not exist yet."""
+        """Return a folder for the next run, which does not exist yet."""
         self._runs += 1
         return self.folder / f"run-{self._runs}"
 
     def run_config(self, config: Config, sleep: float, kind: str, n: int) -> None:
-        """Run until metrics.jsonl has `n` lines of this kind. Engines sleep from its first evaluation on."""
+        """Make a run until its metrics.jsonl has `n` lines of a kind.
+
+        Engines sleep from the first evaluation on. The run's logs get the lines that the engines wrote since then.
+
+        Args:
+            config: config of the run.
+            sleep: seconds of sleep before every forward pass.
+            kind: kind of the lines, such as `step`.
+            n: number of lines.
+        """
         folder, count = config.run.dir, config.engine.count
         owner = replace(self._owner, run_dir=folder)
         write_folder(config, owner)
@@ -117,17 +152,16 @@ class Stage:
         with attached(config, owner, urls) as roles:
             wait_for(folder, roles, "eval", 1)
             self._slow_down(sleep)
-            marks = [engine_log(self.folder, i).stat().st_size for i in range(count)]
+            offsets = [engine_log(self.folder, i).stat().st_size for i in range(count)]
             wait_for(folder, roles, kind, n)
         self._slow_down(0.0)
-        for i, mark in enumerate(
-            marks
-        ):  # lines that the engines wrote since they sleep, in the run's log folder
+        for i, offset in enumerate(offsets):
             with engine_log(self.folder, i).open("rb") as log:
-                log.seek(mark)
+                log.seek(offset)
                 (folder / "logs" / f"engine-{i}.log").write_bytes(log.read())
 
     def _slow_down(self, seconds: float) -> None:
+        """Make all engines sleep before every forward pass; 0 ends the sleep."""
         for url in self._urls:
             headers = {
                 **engine_identity(self._owner, url).headers("/slow_down"),
@@ -141,12 +175,18 @@ class Stage:
 
 
 def engine_log(folder: Path, index: int) -> Path:
+    """Return the log of an engine of the stage in `folder`."""
     return folder / f"engine-{index}" / "engine.log"
 
 
 @contextlib.contextmanager
 def stage(folder: Path, size: Size) -> Iterator[Stage]:
-    """Yield a stage, and end its engines afterwards."""
+    """Start `size.engines` engines, and yield a stage. End the engines after the context.
+
+    Args:
+        folder: folder of the engines' logs and of the runs.
+        size: size of the runs.
+    """
     first = Setting("colocated", size.engines, 2.0, 8, 0.0)
     home = folder / "engines"
     (home / "logs").mkdir(parents=True)
@@ -164,20 +204,26 @@ def stage(folder: Path, size: Size) -> Iterator[Stage]:
 
 
 def write_folder(config: Config, owner: Owner) -> None:
-    """Write the run folder as `rlsys train` writes it for the processes of a run."""
+    """Write the run folder that the processes of a run need, as `rlsys train` does."""
     (config.run.dir / "logs").mkdir(parents=True)
     (config.run.dir / "config.yaml").write_text(dump_config(config))
     (config.run.dir / FOLDER).mkdir(mode=0o700)
-    about = {"epoch": owner.epoch, "key": owner.key, "host": "localhost", "pid": os.getpid()}
-    about["sockets"] = str(owner.sockets)
+    launch = {"epoch": owner.epoch, "key": owner.key, "host": "localhost", "pid": os.getpid()}
+    launch["sockets"] = str(owner.sockets)
     path = config.run.dir / FOLDER / f"{owner.epoch:06d}"
     path.touch(mode=0o600)
-    path.write_text(json.dumps(about))
+    path.write_text(json.dumps(launch))
 
 
 @contextlib.contextmanager
 def attached(config: Config, owner: Owner, urls: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start the run's rollout process and trainer, and end them with their children afterwards."""
+    """Start the run's rollout process and trainer, and yield their keepers. End all of them after the context.
+
+    Args:
+        config: config of the run.
+        owner: launch that owns the run.
+        urls: the run's engines.
+    """
     ports = [int(url.rpartition(":")[2]) for url in urls]
     plan = build_plan(config, lay_out(config), [Node("localhost")], Ports(ports), engine_command)
     with contextlib.ExitStack() as stack:
@@ -191,6 +237,7 @@ def attached(config: Config, owner: Owner, urls: Sequence[str]) -> Iterator[list
 
 @contextlib.contextmanager
 def running_role(role: Role, env: dict[str, str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a role under a keeper, and yield the keeper. End both after the context."""
     keeper = [sys.executable, "-m", "launch.keeper", "--grace", "5", "--", *role.argv]
     with (folder / "logs" / role.log_name).open("wb") as out:
         process = subprocess.Popen(keeper, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=out, stderr=out)
@@ -204,21 +251,33 @@ def running_role(role: Role, env: dict[str, str], folder: Path) -> Iterator[subp
 def wait_for(folder: Path, roles: Sequence[subprocess.Popen[bytes]], kind: str, n: int) -> None:
     """Wait until metrics.jsonl has `n` lines of a kind.
 
-    It ends the bench when that takes too long, or a role ends.
+    Args:
+        folder: the run folder.
+        roles: keepers of the run's roles.
+        kind: kind of the lines, such as `step`.
+        n: number of lines.
+
+    Raises:
+        SystemExit: a role ended, or the lines did not appear within WAIT_SECONDS.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WAIT_SECONDS
     path = folder / "metrics.jsonl"
     while True:
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        if sum(json.loads(line)["kind"] == kind for line in lines) >= n:
+        count = sum(json.loads(line)["kind"] == kind for line in lines)
+        if count >= n:
             return
         if time.monotonic() > deadline or any(role.poll() is not None for role in roles):
             logs = "\n".join(
                 p.read_text(errors="replace")[-3000:] for p in sorted((folder / "logs").glob("*.log"))
             )
-            sys.exit(f"{folder}: no progress within the time limit\n{logs}")
-        time.sleep(LOOK_SECONDS)
+            sys.exit(
+                f"{path}: {count} lines of kind {kind!r}; expected {n} within {WAIT_SECONDS:.0f} s, "
+                f"while all roles run\n{logs}"
+            )
+        time.sleep(POLL_SECONDS)
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the `step` lines of a run's metrics.jsonl."""
     return read_metrics(folder).steps

@@ -1,10 +1,11 @@
-"""The other runner of bench/race.py: TRL's GRPOTrainer on the prompts, the reward and the model of an rlsys config.
+"""Train with TRL's GRPOTrainer on the prompts, the reward and the model of an rlsys config, for bench/race.py.
 
     PYTHONPATH=.venv/parity python bench/race_trl.py CONFIG OUT.jsonl --target 0.9 [KEY=VALUE ...]
 
-Writes a line at the start of training, at the end of each step and of each evaluation, and ends at the target. All
-settings are TRL's defaults except those of the config (batch, learning rate, temperature, longest response), gradient
-checkpointing, which so small a model does not need, and the schedule, which is constant like that of rlsys.
+The program writes a line to OUT.jsonl at the start of training, and at the end of each step and of each evaluation.
+It ends at the target. The config sets batch, learning rate, temperature and longest response. Gradient checkpointing
+is off, because the model is small, and the learning rate is constant, as in rlsys. All other settings are TRL's
+defaults.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rlsys.engine.cpu.platform import declare_torchvision_ops
 
 if not torch.cuda.is_available():
-    declare_torchvision_ops()  # else transformers cannot import a torchvision that is built for CUDA
+    declare_torchvision_ops()  # without these, transformers cannot import a torchvision that is built for CUDA
 
 from datasets import Dataset
 from transformers import (
@@ -45,15 +46,18 @@ from rlsys.rewards.results import parse_reward
 
 
 class Lines:
+    """Owns the output file of JSON lines."""
+
     def __init__(self, path: Path) -> None:
         self._file = path.open("a")
 
     def write(self, kind: str, **fields: Any) -> None:
+        """Write a line with the current time."""
         print(json.dumps({"kind": kind, "time": time.time(), **fields}), file=self._file, flush=True)
 
 
 class Task:
-    """Prompts and reward of a run of rlsys."""
+    """Tokenizer, prompts and reward of a config."""
 
     def __init__(self, config: Config) -> None:
         self.tokenizer = Tokenizer(config.model.path)
@@ -61,21 +65,23 @@ class Task:
         self._score = make_score(config)
 
     def text(self, prompt: Prompt) -> str:
+        """Return the rendered prompt as text."""
         return self.tokenizer.decode(prompt.ids)
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
+        """Return the reward of a response, given as token ids including the stop id."""
         finished = bool(response) and response[-1] in self.tokenizer.stop_ids
         text = self.tokenizer.decode(response[:-1] if finished else response)
         return parse_reward(self._score(prompt, Response(text, finished=finished, ids=response))).reward
 
 
 class Evaluation(TrainerCallback):
-    """A callback that generates greedy answers to the held-out prompts after each step, as rlsys evaluates."""
+    """Trainer callback that evaluates greedily on the held-out prompts after each step, and ends at the target."""
 
     def __init__(self, task: Task, config: Config, lines: Lines, target: float) -> None:
         self._task, self._lines, self._target = task, lines, target
         self._longest = config.rollout.max_response_tokens
-        self._asked = draw_heldout(task.source, config.eval.prompts)
+        self._prompts = draw_heldout(task.source, config.eval.prompts)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **rest: Any) -> None:
         self._lines.write("start")
@@ -88,7 +94,7 @@ class Evaluation(TrainerCallback):
 
     @torch.no_grad()
     def _accuracy(self, model: Any, tokenizer: Any) -> float:
-        texts = [self._task.text(p) for p in self._asked]
+        texts = [self._task.text(p) for p in self._prompts]
         inputs = tokenizer(
             texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
         )
@@ -98,16 +104,18 @@ class Evaluation(TrainerCallback):
         model.train()
         end = tokenizer.eos_token_id
         responses = [ids[: ids.index(end) + 1] if end in ids else ids for ids in answers]
-        right = [self._task.reward(p, ids) >= 1.0 for p, ids in zip(self._asked, responses, strict=True)]
+        right = [self._task.reward(p, ids) >= 1.0 for p, ids in zip(self._prompts, responses, strict=True)]
         return sum(right) / len(right)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--target", type=float, required=True)
+    parser.add_argument("config", type=Path, help="config of rlsys")
+    parser.add_argument("out", type=Path, help="file of JSON lines to write")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="fields of the config to set")
+    parser.add_argument(
+        "--target", type=float, required=True, help="held-out accuracy at which training ends"
+    )
     args = parser.parse_intermixed_args()
     config, lines = load_config(args.config, args.overrides), Lines(args.out)
     torch.set_num_threads(os.cpu_count() or 1)
@@ -117,7 +125,10 @@ def main() -> None:
     by_text = {task.text(p): p for p in prompts}
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     if tokenizer(task.text(prompts[0]))["input_ids"] != prompts[0].ids:
-        sys.exit("transformers' tokenizer encodes the prompts differently from rlsys; expected equal ids")
+        sys.exit(
+            f"{config.model.path}: transformers' tokenizer and rlsys encode the first prompt with different ids; "
+            "expected equal ids"
+        )
 
     def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [task.reward(by_text[text], ids) for text, ids in zip(prompts, completion_ids, strict=True)]

@@ -1,8 +1,8 @@
-"""A recipe's run with another model, compared with the recorded runs of the recipe's own model.
+"""Compare a recipe's run with another model to the recorded runs of the recipe's own model.
 
-The scores alone do not explain why another model ends higher or lower. `comparison_lines` reports the differences of
-the two models before training, after the warm start, in the groups that give a gradient, in truncated responses, in
-the entropy, and in the run's warnings.
+The scores alone do not explain why another model ends higher or lower. `comparison_lines` also compares the scores
+before training and after the warm start, the groups with a gradient, the truncated responses and the entropy, and
+lists the run's warnings.
 """
 
 from __future__ import annotations
@@ -14,23 +14,29 @@ from typing import Any
 SIGNALS = {
     "reward": "reward in training",
     "effective_groups": "groups with a gradient, a step",
-    "truncated_share": "share of responses cut off",
+    "truncated_share": "share of truncated responses",
     "response_len_mean": "tokens of a response",
     "sampled_entropy": "entropy of a token, nats",
     "grad_norm": "gradient norm",
 }
-"""Names of the metrics of a step in the comparison."""
-SCORES = {"base": "the model as published", "start": "before RL", "end": "after RL"}
+"""Title of each compared metric of a step."""
+SCORES = {"base": "the published model", "start": "before RL", "end": "after RL"}
+"""Title of each score of a record."""
 FEW_GROUPS = 0.25
-"""Share of a step's groups below which most of the sampling gives no gradient."""
+"""Share of groups with a gradient below which most samples do not contribute to training."""
 MANY_TRUNCATED = 0.25
+"""Share of truncated responses above which `explain` reports them."""
 COLLAPSED = 0.1
 """Ratio of the final to the initial entropy below which the entropy has collapsed."""
 DIGITS = 4
+"""Decimal places of the signals."""
 
 
 def signals(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return the means of each signal over the first and the last quarter of the steps."""
+    """Return the means of each signal over the first and over the last quarter of the steps.
+
+    A signal that is missing in a step is left out.
+    """
     quarter = max(1, len(steps) // 4)
     return {
         name: [round(mean(s[name] for s in part), DIGITS) for part in (steps[:quarter], steps[-quarter:])]
@@ -43,8 +49,8 @@ def comparison_lines(record: Mapping[str, Any], expected: Mapping[str, Any]) -> 
     """Yield the lines of the comparison: a table, then explanations.
 
     Args:
-        record: Of the run with another model: bench/recipes.py `run`.
-        expected: One form of the recipe's expected.json; empty if nothing is recorded.
+        record: record of the run with the other model (`run` in recipes.py).
+        expected: one form of the recipe's expected.json; empty if nothing is recorded.
     """
     recorded_runs = list(expected.get("seeds", {}).values())
     yield f"| | {record['model']} | the recipe's model, {len(recorded_runs)} runs |"
@@ -66,11 +72,15 @@ def comparison_lines(record: Mapping[str, Any], expected: Mapping[str, Any]) -> 
 
 
 def explain(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line for each reason for the run's score that its figures show."""
+    """Yield one line for each reason for the run's score that its figures suggest.
+
+    Reasons are a warm start without effect, few groups with a gradient, truncated responses, a collapsed entropy, a
+    lower score after RL, and the run's warnings.
+    """
     figures, score = record["signals"], record["score"]
     if "base" in record and record["start"] <= record["base"]:
         yield (
-            f"The warm start raised nothing: {score} {record['base']:.3f} before it, {record['start']:.3f} after it. "
+            f"The warm start did not raise the {score}: {record['base']:.3f} before, {record['start']:.3f} after. "
             "Its steps, learning rate or chat template do not suit this model."
         )
     if "effective_groups" in figures:
@@ -79,12 +89,12 @@ def explain(record: Mapping[str, Any]) -> Iterator[str]:
             reward = figures["reward"][1]
             cause = "nearly all responses are right" if reward > 0.5 else "nearly no response is right"
             yield (
-                f"{last:.3g} of {groups} groups a step give a gradient at the end (reward {reward:.3f}: {cause})."
+                f"At the end {last:.3g} of {groups} groups a step have a gradient (reward {reward:.3f}: {cause})."
             )
     if figures.get("truncated_share", [0, 0])[1] > MANY_TRUNCATED:
         yield (
-            f"{figures['truncated_share'][1]:.0%} of the responses are cut off at the end: this model answers at "
-            "greater length than rollout.max_response_tokens, or its template has no end token."
+            f"At the end {figures['truncated_share'][1]:.0%} of the responses are truncated: the model's responses "
+            "are longer than rollout.max_response_tokens, or its template has no end token."
         )
     if "sampled_entropy" in figures:
         first, last = figures["sampled_entropy"]

@@ -23,6 +23,7 @@ PICTURE = "curve.svg"
 
 
 def names() -> list[str]:
+    """Return the names of all recipes, sorted."""
     return sorted(path.parent.name for path in FOLDER.glob("*/recipe.yaml"))
 
 
@@ -38,7 +39,12 @@ def expected_figures(name: str) -> dict[str, Any]:
 
 
 def cell(figures: Mapping[str, Any], key: str) -> str:
-    """Return a mean and its interval as text."""
+    """Return the mean and the interval of a score as text.
+
+    Args:
+        figures: one form of a recipe's expected.json; empty if nothing is recorded.
+        key: the score.
+    """
     if key not in figures:
         return "" if figures else UNKNOWN
     mean, interval = figures[key]["mean"], figures[key]["interval"]
@@ -60,7 +66,11 @@ def index_lines() -> Iterator[str]:
 
 
 def recipe_lines(expected: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the figures of a recipe: a row for each run, and the curves."""
+    """Yield the lines of a recipe's README.md: a row for each run, the intervals, and the learning curve.
+
+    Args:
+        expected: content of the recipe's expected.json; empty if nothing is recorded.
+    """
     forms = {form: expected[form] for form in ("full", "short") if form in expected}
     if not forms:
         yield f"{UNKNOWN.capitalize()}."
@@ -87,14 +97,14 @@ def recipe_lines(expected: Mapping[str, Any]) -> Iterator[str]:
 
 
 def replace_figures(path: Path, lines: Sequence[str]) -> str:
-    """Return the text of a page with these lines between the marks."""
+    """Return the text of a page with `lines` between the two marker comments."""
     prefix, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, _, suffix = rest.partition(END)
     return "\n".join([prefix + BEGIN, *lines, END + suffix])
 
 
 def pages() -> dict[Path, str]:
-    """Return the path and the current text of each page with figures."""
+    """Return the text of each page with the recorded figures, by path."""
     texts = {FOLDER / "README.md": replace_figures(FOLDER / "README.md", list(index_lines()))}
     for name in names():
         path = FOLDER / name / "README.md"
@@ -103,7 +113,7 @@ def pages() -> dict[Path, str]:
 
 
 def write_pages() -> None:
-    """Write the pages, the pictures, and docs/recipes.md, which contains the same table."""
+    """Write the pages, the learning curves, and docs/recipes.md, which contains the table of all recipes, too."""
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
     RECIPES_PAGE.write_text(recipes_page(), encoding="utf-8")
@@ -113,7 +123,7 @@ def write_pages() -> None:
 
 
 def draw(figures: Mapping[str, Any], path: Path) -> None:
-    """Draw the curves of all seeds. Equal figures give a byte-equal file."""
+    """Draw the learning curves of all seeds into an SVG file. Equal figures give a byte-equal file."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

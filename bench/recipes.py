@@ -1,4 +1,4 @@
-"""Measures the recipes of examples/recipes, and compares their scores with the recorded ranges.
+"""Measure the recipes of examples/recipes, and compare their scores with the recorded ranges.
 
     python bench/recipes.py [NAME ...] [--seeds 0 1 2 3 4] [--short] [--model FOLDER] [--out FOLDER]
     python bench/recipes.py [NAME ...] --record
@@ -10,17 +10,19 @@ with `run.seed`. OUT/NAME/FORM-SEED has the run folders, and record.json when th
 continues after a kill: finished records and stages are not run again, and a run folder continues from its checkpoint.
 
 `--short` has fewer steps (`short` of recipe.yaml) and its own recorded range. `--record` writes the scores, curves
-and seconds of all finished records into expected.json, and the pages. Seeds that expected.json already has stay,
-unless the recipe's settings have changed since; so seeds can be measured on several days. `--turn` selects one recipe
-whose short form needs no package and has a range; commits take turns. `--model` runs a recipe with another model, and
-prints where its figures differ from the recorded ones of the recipe's model.
+and seconds of all finished records into expected.json, and updates the pages. It keeps the seeds of expected.json,
+unless the recipe's settings have changed since they were recorded; so seeds can be measured on several days. `--turn`
+selects one of the recipes whose short form needs no package and has a range; the commit's hash determines which one.
+`--model` runs a recipe with another model, and compares its figures with the recorded ones of the recipe's model.
 
-    score   accuracy or mean reward on the held-out prompts: `base` of the model, `start` before RL, `end` after it
-    interval, of five seeds or more: 95 % of the mean, by Student's t
-    signals of training: means over the first and the last quarter of the RL steps
-    range   of `end`, for one more run: Student's prediction interval, at least as wide as Wilson's for the prompts
+    score       accuracy or mean reward on the held-out prompts: `base` of the published model, `start` before RL,
+                `end` after RL
+    interval    95 % interval of the mean by Student's t, over five seeds or more
+    signals     means of training metrics over the first and over the last quarter of the RL steps
+    range       interval of `end` for one more run: Student's prediction interval, at least as wide as Wilson's
+                interval for the number of prompts
 
-The exit code is 1 if a score is below its range (the curve is then printed) or a stage failed, and 2 if a model's
+The exit code is 1 if a score is below its range (the bench then prints the curve) or if a stage failed, and 2 if a
 package, a recipe or a file is missing or different.
 """
 
@@ -58,7 +60,13 @@ RUNS = "runs/recipes/"
 
 
 class Model(NamedTuple):
-    """A model of recipes: its path in their configs, the program that writes it, and whether that needs a package."""
+    """A model of recipes.
+
+    Attributes:
+        path: the model's folder in the recipes' configs.
+        program: program that writes the model; None if the model is in the repository.
+        package: whether the program needs a Python package.
+    """
 
     path: str
     program: str | None = None
@@ -73,15 +81,24 @@ MODELS = {
 """Models, by the value of `model` in recipe.yaml."""
 FORMS = ("full", "short")
 MIN_SEEDS = 5
+"""Smallest number of seeds with an interval."""
 GRACE = 60
 """Seconds that a stage has to save a checkpoint when this bench is stopped."""
 DIGITS = 4
+"""Decimal places of scores."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe's settings. `score` is a metric of an `eval` line, `data` the SHA-256 of each file, `short` the
-    overrides of each stage in the short form."""
+    """A recipe's settings.
+
+    Attributes:
+        folder: the recipe's folder.
+        model: key of MODELS.
+        score: metric of an `eval` line of metrics.jsonl.
+        data: SHA-256 of each data file, by name.
+        short: overrides of each stage in the short form.
+    """
 
     folder: Path
     model: str
@@ -91,7 +108,11 @@ class Recipe:
 
     @classmethod
     def read(cls, name: str) -> Recipe:
-        """Read NAME/recipe.yaml. Raises UserError if there is none."""
+        """Read NAME/recipe.yaml.
+
+        Raises:
+            UserError: there is no such recipe.
+        """
         if name not in names():
             raise UserError(f"{name}: no such recipe; expected one of {', '.join(names())}")
         fields = yaml.safe_load((FOLDER / name / "recipe.yaml").read_text(encoding="utf-8"))
@@ -123,14 +144,20 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Place:
-    """The location of one run of a recipe: OUT, and the folder of its form, seed and model."""
+    """The location of one run of a recipe.
+
+    Attributes:
+        out: folder of data, models and runs (`--out`).
+        form: one of FORMS.
+        seed: run.seed.
+        model: folder of `--model`; None: the recipe's own model.
+    """
 
     out: Path
     recipe: Recipe
     form: str
     seed: int
     model: Path | None = None
-    """Model of `--model`, which replaces the recipe's; None: the recipe's."""
 
     @property
     def folder(self) -> Path:
@@ -151,7 +178,7 @@ class Place:
         return self.model or self.moved(MODELS[self.recipe.model].path)
 
     def moved(self, path: str) -> Path:
-        """Return the location of a path of the recipe's configs; all runs share data and models."""
+        """Return where this run has a file that the recipe's configs name `path`; all runs share data and models."""
         if not path.startswith(RUNS):
             return ROOT / path
         first, _, rest = path.removeprefix(RUNS).partition("/")
@@ -159,7 +186,7 @@ class Place:
         return self.out / first / rest if shared else self.folder / rest
 
     def overrides(self, stage: str) -> list[str]:
-        """Return the overrides that move the paths of a stage's config to this place, and set seed and form."""
+        """Return the overrides of a stage's config that set the paths, the seed and the form of this run."""
         config = yaml.safe_load((self.recipe.folder / f"{stage}.yaml").read_text(encoding="utf-8"))
         model_path = MODELS[self.recipe.model].path
         lines = [
@@ -172,7 +199,10 @@ class Place:
 
 
 def paths(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each string of nested sections with its field. Lists are not searched."""
+    """Yield (field, value) for each text in nested sections of a config, such as ("run.dir", "runs/x").
+
+    Texts in lists are left out.
+    """
     for key, value in config.items():
         if isinstance(value, str):
             yield prefix + key, value
@@ -183,14 +213,14 @@ def paths(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
 def command(argv: Sequence[str], log: Path) -> dict[str, float]:
     """Run a command of this Python to its end, and append its output to `log`.
 
-    A keeper ends the command when this process ends for any reason.
+    A keeper ends the command even if this process is killed.
 
     Returns:
-        Wall seconds, and CPU seconds of the command and all its descendants.
+        wall seconds, and CPU seconds of the command and all its descendants.
 
     Raises:
-        UserError: The command's exit code is 2; the message is its error.
-        RunError: The exit code is neither 0 nor 2.
+        UserError: the command's exit code is 2; the message is its error.
+        RunError: the exit code is neither 0 nor 2.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     start, used = time.monotonic(), cpu_seconds()
@@ -205,7 +235,7 @@ def command(argv: Sequence[str], log: Path) -> dict[str, float]:
         try:
             process.wait()
         finally:
-            process.communicate()  # closes its input: the keeper ends the command
+            process.communicate()  # closes the keeper's input, so that it ends the command
     if process.returncode == 2:
         raise UserError(error_of(log).rpartition("error: ")[2])
     if process.returncode:
@@ -217,7 +247,7 @@ def command(argv: Sequence[str], log: Path) -> dict[str, float]:
 
 
 def error_of(log: Path) -> str:
-    """Return the last line of a log that names an error, or its last line."""
+    """Return the last line of a log with `error: `; without such a line the last line."""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
     return next((line for line in reversed(lines) if "error: " in line.lower()), lines[-1])
 
@@ -236,7 +266,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def prepare(place: Place) -> None:
-    """Write data and model, unless they exist. Raises UserError for data with other digests, or a missing package."""
+    """Write the data and the model of a run, unless they exist.
+
+    Raises:
+        UserError: a package or the folder of `--model` is missing, or data have other digests than recipe.yaml.
+    """
     recipe, log = place.recipe, place.out / "prepare.log"
     program = MODELS[recipe.model].program
     if not place.model and program and not place.model_folder.is_dir():
@@ -253,7 +287,11 @@ def prepare(place: Place) -> None:
 
 
 def run_stage(stage: str, place: Place) -> dict[str, Any]:
-    """Run or continue a stage, and return its seconds. With `resumed`, those before a kill are missing."""
+    """Run or continue a stage, unless it is complete.
+
+    Returns:
+        wall_seconds and cpu_seconds; with `resumed`, they exclude the time before a kill.
+    """
     seconds_file, run = place.folder / f"{stage}.json", place.folder / stage
     if seconds_file.is_file():
         return dict(json.loads(seconds_file.read_text(encoding="utf-8")))
@@ -269,7 +307,11 @@ def run_stage(stage: str, place: Place) -> dict[str, Any]:
 
 
 def base_score(place: Place) -> dict[str, Any]:
-    """Evaluate the untrained model, once for all seeds."""
+    """Evaluate the untrained model, unless another seed has done so.
+
+    Returns:
+        `eval`, the figures of the evaluation, and the seconds.
+    """
     score_file = place.base / "score.json"
     if not score_file.is_file():
         say(f"{place.base}: eval")
@@ -290,7 +332,7 @@ def base_score(place: Place) -> dict[str, Any]:
 
 
 def rl_paths(place: Place) -> list[str]:
-    """Return the overrides for the data of rl.yaml, which eval.yaml is based on."""
+    """Return the overrides of the data fields of rl.yaml, the base of eval.yaml."""
     return [line for line in place.overrides("rl") if line.startswith("data.")]
 
 
@@ -320,15 +362,19 @@ def run(place: Place) -> dict[str, Any]:
         "stages": stages, "machine": machine(),
     }  # fmt: skip
     write_json(place.record, record)
-    for stage in recipe.stages:  # gigabytes, and nothing continues from them
+    for stage in recipe.stages:  # checkpoints have gigabytes, and a complete run does not need them
         shutil.rmtree(place.folder / stage / "checkpoints", ignore_errors=True)
     return record
 
 
 def prediction(values: Sequence[float], prompts: int) -> list[float]:
-    """Return the range of one more score like these: 95 % by Student's t, at least as wide as Wilson's interval.
+    """Return the range of the score of one more run.
 
-    Scores are between 0 and 1.
+    The range is the 95 % prediction interval by Student's t, at least as wide as Wilson's interval.
+
+    Args:
+        values: scores of runs, between 0 and 1.
+        prompts: number of prompts of a score.
     """
     n, middle = len(values), mean(values)
     half = T_975[n - 2] * stdev(values) * (1 + 1 / n) ** 0.5
@@ -340,7 +386,10 @@ def prediction(values: Sequence[float], prompts: int) -> list[float]:
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of expected.json for the records of one form; intervals need five seeds, else are null."""
+    """Return the figures of expected.json for the records of one form.
+
+    With fewer than MIN_SEEDS records, intervals and range are None.
+    """
     figures: dict[str, Any] = {}
     for key in ("base", "start", "end"):
         values = [r[key] for r in records if key in r]
@@ -362,9 +411,9 @@ def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def write_expected(recipe: Recipe, out: Path) -> None:
-    """Write the figures of all records of the recipe's own model into expected.json, which keeps its other seeds.
+    """Write the figures of all records of the recipe's own model into expected.json.
 
-    Records and entries of expected.json with other settings are dropped.
+    Seeds of expected.json without a record are kept. Records and seeds of other settings are dropped.
     """
     files = sorted((out / recipe.name).glob("*/record.json"))
     records = [json.loads(file.read_text(encoding="utf-8")) for file in files]
@@ -392,7 +441,13 @@ def write_expected(recipe: Recipe, out: Path) -> None:
 
 
 def regression(record: Mapping[str, Any], expected: Mapping[str, Any], own_model: bool) -> bool:
-    """Print the result of a record, and return whether its score is below the recorded range."""
+    """Print the result of a record. Return whether the score is below the recorded range.
+
+    Args:
+        record: the record.
+        expected: one form of the recipe's expected.json; empty if nothing is recorded.
+        own_model: whether the run used the recipe's own model; another model has no range.
+    """
     title = (
         f"{record['recipe']} {record['form']} seed {record['seed']}: {record['score']} {record['end']:.3f}"
     )
@@ -414,12 +469,12 @@ def regression(record: Mapping[str, Any], expected: Mapping[str, Any], own_model
 
 
 def turn(commit: str, candidates: Sequence[str]) -> list[str]:
-    """Return the recipe that the commit's hash selects, None without candidates."""
+    """Return the candidate that the commit's hash selects, as a list; an empty list without candidates."""
     return [candidates[int(commit, 16) % len(candidates)]] if candidates else []
 
 
 def without_package() -> list[str]:
-    """Return the recipes that need no package and whose short form has a range."""
+    """Return the names of the recipes that need no package and whose short form has a range."""
     recipes = map(Recipe.read, names())
     return [
         r.name
@@ -467,7 +522,7 @@ def main() -> int:
             for seed in args.seeds:
                 record = run(Place(out, recipe, form, seed, model))
                 regressions += regression(record, recipe.expected(form), own_model=model is None)
-        except RlsysError as e:  # the other recipes run all the same
+        except RlsysError as e:  # a failed recipe does not stop the others
             print(f"error: {recipe.name}: {e}", file=sys.stderr)
             code = max(code, e.exit_code)
     if args.record:

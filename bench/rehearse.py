@@ -1,10 +1,10 @@
-"""Cost of `rlsys rehearse`: `python bench/rehearse.py [--only WORD ...] [--pushes] [--json] [--quick]`.
+"""Measure the cost of `rlsys rehearse`: `python bench/rehearse.py [--only WORD ...] [--pushes] [--json] [--quick]`.
 
-The bench first plans a sharded push: bytes that trainer ranks send and engines receive, and the seconds at the stated
-rate of a link. Then it rehearses each kind of rank (first, fullest middle, last stage) of each shipped experiment,
-and of DeepSeek-V3 on 2,048 GPUs, one process after the other, and prints wall seconds, CPU seconds and memory. The
-exit code is 1 if a rank takes more than 3 minutes or 4 GB, or a plan more than 10 s of CPU time. Wall times are
-meaningful on a quiet machine only.
+The layouts are the shipped experiments, and DeepSeek-V3 on 2,048 GPUs. For each layout the bench first plans a
+sharded push: the bytes that trainer ranks send and engines receive, and the seconds at the stated rate of a link.
+Then it rehearses one rank of the first, of the fullest middle and of the last pipeline stage, one process after the
+other, and prints wall seconds, CPU seconds and memory. The exit code is 1 if a rank takes more than 3 minutes or
+4 GB, or a plan more than 10 s of CPU time. Wall times are meaningful on a quiet machine only.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from rlsys.rehearse.kinds import Request, kinds_of_rank
 from rlsys.weights.shard_plan import plan_senders
 
 SECONDS, BYTES = 180.0, 4e9
-PLANNED = 10.0
-"""Largest CPU seconds of the plan of a push."""
+"""Limits of the wall seconds and of the memory of a rehearsal."""
+PLAN_SECONDS = 10.0
+"""Limit of the CPU seconds of the plan of a push."""
 EXPERIMENTS = ROOT / "configs/experiments"
 LARGEST = ["parallel.tp=8", "parallel.pp=16", "parallel.ep=64", "parallel.dp=16", "launch.nodes=256"]
 """Layout of DeepSeek-V3's 61 layers on 2,048 GPUs."""
 SMALLEST = "qwen2.5-7b_8gpu_colocated"
+"""Experiment of `--quick`."""
 
 
 def cases() -> dict[str, tuple[Path, list[str]]]:
+    """Return config file and overrides of each layout, by name."""
     experiments: dict[str, tuple[Path, list[str]]] = {
         p.stem: (p, []) for p in sorted(EXPERIMENTS.glob("*.yaml")) if p.stem != "base"
     }
@@ -46,9 +49,12 @@ def cases() -> dict[str, tuple[Path, list[str]]]:
 
 
 def rehearse_rank(path: Path, overrides: list[str], rank: int) -> dict[str, Any]:
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    """Rehearse one rank in a process of its own. Return the cost of the rehearsal and its main figures."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.monotonic()
     figures = run_rank(path, overrides, Request(rank))
-    after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - start
+    wall = time.monotonic() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "rank": rank, "stage": figures.stage, "world": figures.world, "wall_s": round(wall, 1),
         "cpu_s": round(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, 1),
@@ -58,15 +64,16 @@ def rehearse_rank(path: Path, overrides: list[str], rank: int) -> dict[str, Any]
 
 
 def plan_figures(config: Config) -> dict[str, Any]:
+    """Plan a sharded push. Return the figures of the plan, and the CPU seconds of planning."""
     start = time.process_time()
     plan = plan_senders(config, read_model(config))
-    planned = time.process_time() - start
+    plan_seconds = time.process_time() - start
     return {
         "senders": len(plan.schedules), "ranks": len(plan.total_bytes),
         "sent_max_gb": round(max(plan.total_bytes) / GB, 3),
         "sent_mean_gb": round(plan.mean / GB, 3), "received_gb": round(plan.received_bytes / GB, 3),
         "link_gb_s": LINK, "seconds": round(seconds(plan, config), 2),
-        "planned_s": round(planned, 1),
+        "planned_s": round(plan_seconds, 1),
     }  # fmt: skip
 
 
@@ -77,7 +84,7 @@ def main() -> int:
         nargs="+",
         default=[""],
         metavar="WORD",
-        help="experiments whose names contain one of these words",
+        help="only layouts whose names contain one of these words",
     )
     parser.add_argument(
         "--quick", action="store_true", help=f"one rank of {SMALLEST}: checks only that the bench runs"
@@ -87,7 +94,7 @@ def main() -> int:
     args = parser.parse_args()
     chosen = [SMALLEST] if args.quick else [n for n in cases() if any(word in n for word in args.only)]
     if not chosen:
-        parser.error(f"--only {' '.join(args.only)}: in no name; known: {', '.join(cases())}")
+        parser.error(f"--only {' '.join(args.only)}: in no name; expected a part of: {', '.join(cases())}")
     results: dict[str, list[dict[str, Any]]] = {}
     pushes: dict[str, dict[str, Any]] = {}
     for name in chosen:
@@ -101,9 +108,9 @@ def main() -> int:
             results.setdefault(name, []).append(rehearse_rank(path, overrides, rank))
             if not args.json:
                 print(f"{name}: {json.dumps(results[name][-1])}", file=sys.stderr, flush=True)
-    all_figures = [figures for ranks in results.values() for figures in ranks]
-    within = all(rank["wall_s"] <= SECONDS and rank["rss_gb"] * 1e9 <= BYTES for rank in all_figures)
-    within &= all(push["planned_s"] <= PLANNED for push in pushes.values())
+    rank_figures = [figures for ranks in results.values() for figures in ranks]
+    within = all(rank["wall_s"] <= SECONDS and rank["rss_gb"] * 1e9 <= BYTES for rank in rank_figures)
+    within &= all(push["planned_s"] <= PLAN_SECONDS for push in pushes.values())
     print(
         json.dumps({"machine": machine(), "within": within, "pushes": pushes, "results": results}, indent=1)
     )

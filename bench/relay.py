@@ -1,13 +1,16 @@
-"""Seconds of a weight push over a slow link by the number of receivers, with and without relays.
+"""Measure a weight push over a slow link by the number of receivers, with and without relays.
 
     python bench/relay.py --json [--megabytes 32] [--rate 16] [--receivers 1 2 4 8] [--quick]
 
-Receivers are real relays in separate processes, without engines; the tensors that they load are compared with the
-sent ones. The sender sends everything through one link of `rate` MB/s on loopback; receivers connect to each other
-without it. `star`: every receiver is a separate chain. `relay`: all receivers are one chain. The weights are random
-float32 numbers, which hardly compress, so the bench measures the transfer and not the compression. `change`: bytes
-over the link of a second push to the chain, as a share of the weights, in float32 and in bfloat16, after every number
-changed by a few millionths, as in a train step.
+Receivers are real relays in separate processes, without engines; the bench compares the tensors that they load with
+the sent ones. The sender sends all data through one link of `rate` MB/s on loopback; receivers connect to each other
+directly. The weights are random float32 numbers, which hardly compress, so the bench measures the transfer and not
+the compression.
+
+    star      seconds of a push in which every receiver is a separate chain
+    relay     seconds of a push in which all receivers form one chain
+    change    bytes over the link of a second push to the chain, as a share of the weights, in float32 and in
+              bfloat16; before this push every number changes by a few millionths, as in a train step
 """
 
 from __future__ import annotations
@@ -31,18 +34,24 @@ from tests.helpers.slow_link import SlowLink
 
 BUCKET_BYTES = 16 * 2**20
 SECONDS = 60.0
+"""Time limit of a silent receiver, and of the loading of weights."""
 Tensors = dict[str, Tensor]
 
 
 def weights(megabytes: float, dtype: torch.dtype, step: int) -> Tensors:
-    """Return eight matrices after `step` small random changes."""
+    """Return eight random matrices `[rows, 1024]` with a small random change in each step.
+
+    Args:
+        megabytes: size of all matrices together.
+        dtype: type of the matrices.
+        step: number of changes.
+    """
     generator = torch.Generator().manual_seed(0)
     rows = max(1, round(megabytes * 1e6 / 8 / 1024 / dtype.itemsize))
     tensors = [torch.randn(rows, 1024, generator=generator) for _ in range(8)]
-    change = [torch.randn(rows, 1024, generator=generator) * 3e-6 for _ in range(8)]
-    return {
-        f"{i}.weight": (t + step * d).to(dtype) for i, (t, d) in enumerate(zip(tensors, change, strict=True))
-    }
+    changes = [torch.randn(rows, 1024, generator=generator) * 3e-6 for _ in range(8)]
+    pairs = zip(tensors, changes, strict=True)
+    return {f"{i}.weight": (tensor + step * change).to(dtype) for i, (tensor, change) in enumerate(pairs)}
 
 
 class Sender:
@@ -56,7 +65,11 @@ class Sender:
         self._relays, self._version = RelayPush(chains, SECONDS, SECONDS, near), 0
 
     def push(self, tensors: Tensors) -> tuple[float, int]:
-        """Push, and return seconds and bytes over the link. Ends the process if a receiver loaded other data."""
+        """Push tensors to all receivers. Return the seconds, and the bytes over the link.
+
+        Raises:
+            AssertionError: the push excluded a receiver, or a receiver loaded other data.
+        """
         self._version += 1
         for host in self._hosts:
             host.begin(self._version)
@@ -67,10 +80,13 @@ class Sender:
         self._relays.end()
         seconds, passed = time.perf_counter() - start, self.link.passed - bytes_before
         assert not self._relays.excluded, self._relays.excluded
-        right = {
-            n: hashlib.sha256(t.view(torch.uint8).numpy().data).hexdigest()[:16] for n, t in tensors.items()
+        digests = {
+            name: hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest()[:16]
+            for name, tensor in tensors.items()
         }
-        assert all(host.state()["tensors"] == right for host in self._hosts), "other tensors than were sent"
+        for host in self._hosts:
+            loaded = host.state()["tensors"]
+            assert loaded == digests, f"{host.url}: loaded tensors with digests {loaded}; expected {digests}"
         return seconds, passed
 
     def close(self) -> None:
@@ -81,6 +97,14 @@ class Sender:
 def run_pushes(
     receivers: int, rate: float, pushes: Sequence[Tensors], *, star: bool
 ) -> list[tuple[float, int]]:
+    """Push each of `pushes` to new receivers. Return seconds and bytes over the link of each push.
+
+    Args:
+        receivers: number of receivers.
+        rate: rate of the link in bytes per second.
+        pushes: tensors of each push.
+        star: whether every receiver is a separate chain; otherwise all receivers form one chain.
+    """
     with hosts(receivers) as receivers_hosts:
         sender = Sender(receivers_hosts, rate, star=star)
         try:
@@ -90,7 +114,9 @@ def run_pushes(
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    rate, pushes = args.rate * 1e6, dict[str, dict[int, dict[str, float]]]()
+    """Measure all numbers of receivers. Return the result of the bench."""
+    rate = args.rate * 1e6
+    pushes: dict[str, dict[int, dict[str, float]]] = {}
     tensors = weights(args.megabytes, torch.float32, 0)
     total = sum(t.nbytes for t in tensors.values())
     for topology in ("star", "relay"):
@@ -128,7 +154,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
     parser.add_argument("--megabytes", type=float, default=32.0, help="size of the weights in MB")
     parser.add_argument("--rate", type=float, default=16.0, help="rate of the link in MB/s")
-    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of receivers")
     parser.add_argument(
         "--quick",
         action="store_true",

@@ -1,17 +1,17 @@
-"""Cost of the router, compared with no router and with sglang-router, on the same engine in the same run.
+"""Measure the cost of the router, compared with no router and with sglang-router, on the same engine.
 
     python bench/router.py --json [--quick] [--repeats 9] [--sglang-router FOLDER]
 
-    throughput   tokens/s of CONCURRENT /generate requests at a real SGLang server: direct, through `rlsys router`,
-                 through sglang-router, in short rounds; whole answers and streams
-    latency      single short requests, one to each target in turn: the p50 of the added milliseconds
-    capacity     the same in front of a server that answers at once: requests/s; and `rlsys.router` alone with many
-                 samples in flight, then parked: seconds and memory
+    throughput   tokens/s of CONCURRENT /generate requests to a real SGLang server, with whole answers and streams:
+                 direct, through `rlsys router`, and through sglang-router, in short rounds
+    latency      median of the milliseconds that a router adds to single short requests
+    capacity     requests/s and CPU time of the routers in front of a server that answers at once; and seconds and
+                 memory of `rlsys.router` with many samples in flight, then parked
 
-The machine's speed varies, so every figure of a router is compared with that of `direct` in the same round, the order
-within a round rotates, and medians are over rounds.
+The machine's speed varies. Therefore every figure of a router is compared with that of `direct` in the same round,
+the order within a round rotates, and medians are over rounds.
 
-FOLDER is an unpacked wheel of sglang-router, if it is not installed; without either the bench omits sglang-router.
+If sglang-router is not installed, FOLDER is an unpacked wheel of it; without both the bench omits sglang-router.
 Client, routers and engine share this machine's cores, so a router takes CPU time from a CPU engine.
 """
 
@@ -45,8 +45,11 @@ from rlsys.engine.wire import make_session
 from tests.helpers.python_path import python_path
 
 CONCURRENT = 64
+"""Number of concurrent requests."""
 LATENCY_TOKENS = 4
+"""Response tokens of a request whose latency is measured."""
 WARM_UP = 5
+"""Unmeasured rounds of single requests."""
 HELD_REPEATS = 3
 STAGE = Path(__file__).with_name("router_stage.py")
 
@@ -58,7 +61,13 @@ STAGE = Path(__file__).with_name("router_stage.py")
 def serving(
     argv: list[str], log: Path, env: dict[str, str] | None = None
 ) -> Iterator[tuple[str, psutil.Process]]:
-    """Yield the URL of a server and its keeper process, once the server answers /generate."""
+    """Start a server, and yield its URL and its keeper once it answers /generate. End it after the context.
+
+    Args:
+        argv: arguments of Python, without the server's `--port`.
+        log: file of the output.
+        env: additional environment variables.
+    """
     port = free_ports("127.0.0.1", 1)[0]
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, *argv, "--port", str(port)]
@@ -67,6 +76,7 @@ def serving(
 
 
 def generates(url: str) -> bool:
+    """Return whether the server answers /generate."""
     request = urllib.request.Request(
         f"{url}/generate", json.dumps(request_body(0, 1)).encode(), {"Content-Type": "application/json"}
     )
@@ -80,7 +90,17 @@ def generates(url: str) -> bool:
 def routers_before(
     engine: str, folder: Path, unpacked: Path | None, stack: contextlib.ExitStack
 ) -> dict[str, tuple[str, psutil.Process]]:
-    """Start every available router in front of an engine. Return URL and keeper process of each, by name."""
+    """Start every available router in front of an engine.
+
+    Args:
+        engine: URL of the engine.
+        folder: folder of the logs, which must not exist.
+        unpacked: unpacked wheel of sglang-router, or None.
+        stack: ends the routers.
+
+    Returns:
+        URL and keeper process of each router, by name.
+    """
     folder.mkdir()
     rlsys_command = ["-m", "rlsys.cli.main", "router", "--engine", engine, "--vocab-size", str(VOCAB)]
     routers = {"rlsys": stack.enter_context(serving(rlsys_command, folder / "rlsys.log"))}
@@ -94,12 +114,12 @@ def routers_before(
 
 
 def cpu_seconds(keeper: psutil.Process) -> float:
-    """Return the CPU seconds of a keeper's processes."""
+    """Return the CPU seconds of a keeper's descendants."""
     return sum(sum(p.cpu_times()[:2]) for p in keeper.children(recursive=True))
 
 
 def resident_mib(keeper: psutil.Process) -> float:
-    """Return the memory of a keeper's processes."""
+    """Return the resident memory of a keeper's descendants in MiB."""
     return sum(p.memory_info().rss for p in keeper.children(recursive=True)) / 2**20
 
 
@@ -107,7 +127,7 @@ def resident_mib(keeper: psutil.Process) -> float:
 
 
 def request_body(i: int, tokens: int, *, stream: bool = False) -> dict[str, Any]:
-    """Return request `i`; each has another prompt, so that no prefix is shared."""
+    """Return the body of request `i` for /generate. Requests have different prompts, so they share no prefix."""
     ids = [3 + (i * 37 + j * (1 + i // 120)) % (VOCAB - 8) for j in range(PROMPT)]
     sampling = {"max_new_tokens": tokens, "temperature": 1.0, "sampling_seed": i + 1, "ignore_eos": True}
     return {"input_ids": ids, "sampling_params": sampling, "stream": stream}
@@ -124,14 +144,21 @@ async def send(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
 
 
 async def send_many(url: str, requests: int, tokens: int, *, stream: bool = False) -> tuple[float, int]:
-    """Send requests, CONCURRENT at once. Return the seconds and the received tokens."""
+    """Send requests, CONCURRENT at a time. Return the seconds, and the number of received tokens.
+
+    Args:
+        url: the target.
+        requests: number of requests.
+        tokens: response tokens of a request.
+        stream: whether to request streams.
+    """
     received, indices = 0, iter(range(requests))
 
     async def worker(session: aiohttp.ClientSession) -> None:
         nonlocal received
         for i in indices:
-            tokens_made = await send(session, url, request_body(i, tokens, stream=stream))
-            received += tokens_made  # not in one line: others add while this one waits
+            response_tokens = await send(session, url, request_body(i, tokens, stream=stream))
+            received += response_tokens  # a separate line, because other workers add during the await
 
     async with make_session() as session:
         start = time.monotonic()
@@ -140,7 +167,12 @@ async def send_many(url: str, requests: int, tokens: int, *, stream: bool = Fals
 
 
 async def alone(urls: dict[str, str], requests: int) -> dict[str, list[float]]:
-    """Measure the milliseconds of single requests, equally many to each target, in rounds."""
+    """Return the milliseconds of single requests, by target: one request to each target in each round.
+
+    Args:
+        urls: URL of each target, by name.
+        requests: number of rounds.
+    """
     milliseconds: dict[str, list[float]] = {name: [] for name in urls}
     async with make_session() as session:
         for i in range(-WARM_UP, requests):
@@ -153,7 +185,12 @@ async def alone(urls: dict[str, str], requests: int) -> dict[str, list[float]]:
 
 
 def turns(urls: dict[str, str], rounds_before: int) -> list[str]:
-    """Return the order of a round: no target always comes first or follows the same one."""
+    """Return the order of the targets in a round. Orders rotate and reverse, so that no target is always first.
+
+    Args:
+        urls: URL of each target, by name.
+        rounds_before: number of earlier rounds.
+    """
     names = list(urls)
     first = rounds_before % len(names)
     rotated = names[first:] + names[:first]
@@ -164,7 +201,7 @@ def turns(urls: dict[str, str], rounds_before: int) -> list[str]:
 
 
 def throughput(urls: dict[str, str], args: argparse.Namespace) -> dict[str, Any]:
-    """Measure whole answers and streams, after a warm-up round."""
+    """Return tokens/s and ratios to `direct`, for whole answers and for streams, after a warm-up round."""
     requests, tokens, repeats = (64, 8, 1) if args.quick else (128, 64, args.repeats)
     results = {}
     for kind in ("whole", "streamed"):
@@ -174,7 +211,9 @@ def throughput(urls: dict[str, str], args: argparse.Namespace) -> dict[str, Any]
                 seconds, tokens_received = asyncio.run(
                     send_many(urls[name], requests, tokens, stream=kind == "streamed")
                 )
-                assert tokens_received == requests * tokens, (name, tokens_received)
+                assert tokens_received == requests * tokens, (
+                    f"{name}: received {tokens_received} tokens; expected {requests * tokens}"
+                )
                 say(f"{kind}, {name}: {tokens_received / seconds:.0f} tokens/s")
                 if repeat >= 0:
                     rates[name].append(tokens_received / seconds)
@@ -183,18 +222,19 @@ def throughput(urls: dict[str, str], args: argparse.Namespace) -> dict[str, Any]
 
 
 def added(latency: dict[str, list[float]], name: str) -> list[float]:
-    """Return the milliseconds above `direct` in each round."""
+    """Return the milliseconds that a router added to `direct`, in each round."""
     return [a - b for a, b in zip(latency[name], latency["direct"], strict=True)]
 
 
 def ratios(rates: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return the ratio of every target to `direct` in the same repeat."""
+    """Return the ratio of each target's rate to that of `direct`, in each round."""
     return {
         name: [a / b for a, b in zip(values, rates["direct"], strict=True)] for name, values in rates.items()
     }
 
 
 def spreads(values: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Return median, smallest and largest value of each entry."""
     return {name: spread(v) for name, v in values.items()}
 
 
@@ -223,7 +263,7 @@ def real(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def capacity(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure the capacity in front of engines that answer at once."""
+    """Measure the routers in front of a server that answers at once, and samples that `rlsys.router` holds."""
     requests, repeats = (500, 1) if args.quick else (2000, args.repeats)
     with contextlib.ExitStack() as stack:
         url, _ = stack.enter_context(serving([str(STAGE), "--instant"], folder / "instant.log"))
@@ -251,7 +291,7 @@ def capacity(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def held_samples(samples: int) -> dict[str, float]:
-    """Measure held samples in a new process, because memory that earlier rounds freed would hide new memory."""
+    """Return the figures of router_stage.hold in a new process, in which no freed memory hides allocations."""
     say(f"{samples} samples in flight and parked")
     process = subprocess.run(
         [sys.executable, STAGE, "--held", str(samples)], capture_output=True, text=True, check=True
@@ -261,7 +301,7 @@ def held_samples(samples: int) -> dict[str, float]:
 
 
 def summary(real: dict[str, Any], capacity: dict[str, Any]) -> dict[str, float | None]:
-    """Return the figures that docs/performance.md quotes."""
+    """Return the figures of docs/performance.md."""
     return {
         "throughput_ratio_to_direct": real["throughput"]["whole"]["ratio_to_direct"]["rlsys"]["median"],
         "added_p50_ms": real["added_p50_ms"]["rlsys"],

@@ -1,7 +1,7 @@
 """Servers behind the routers of bench/router.py: one that answers at once, and engines that hold their requests.
 
-python bench/router_stage.py --instant --port P     runs the server until it is ended
-python bench/router_stage.py --held N               holds N samples in `rlsys.router` alone; prints JSON
+python bench/router_stage.py --instant --port P     serve until the process is ended
+python bench/router_stage.py --held N               hold N samples in `rlsys.router`; prints JSON
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from rlsys.router.attest import Bounds
 from rlsys.router.router import Router
 
 PROMPT = 32
+"""Tokens of a prompt."""
 VOCAB = 128
 FIRST, ALL = 16, 64
-"""Tokens that a held sample gets at once, and in total."""
+"""Numbers of tokens that a held sample gets at once, and in total."""
 ENGINES, GROUP_SIZE = 4, 8
 
 
@@ -34,7 +35,7 @@ ENGINES, GROUP_SIZE = 4, 8
 
 
 async def serve_instantly(port: int) -> None:
-    """Serve SGLang's /generate, streams as one event, and the requests that a router makes to a new engine."""
+    """Serve SGLang's /generate, and the requests that a router makes to a new engine. A stream has one event."""
 
     async def generate(request: web.Request) -> web.Response:
         body = await request.json()
@@ -67,11 +68,14 @@ async def serve_instantly(port: int) -> None:
     await asyncio.Event().wait()
 
 
-# Engines that hold what they get
+# Engines that hold their requests
 
 
 class HeldEngine(EngineClient):
-    """An engine in this process: it sends FIRST tokens at once, and the others at `finish`, unless it is aborted."""
+    """An engine in this process that holds its requests.
+
+    A request gets FIRST tokens at once, and the others when `finish` is called; `abort` ends it with one more token.
+    """
 
     def __init__(self, url: str, session: Any) -> None:
         super().__init__(url, session)
@@ -82,18 +86,18 @@ class HeldEngine(EngineClient):
         self, ids: list[int], *, max_new_tokens: int, **_: Any
     ) -> AsyncGenerator[Segment, None]:
         future, first = self._held, min(FIRST, max_new_tokens)
-        yield self._part(first, None, 0)
-        how = await future
-        last = 1 if how == "abort" else max_new_tokens - first
-        yield self._part(last, how, len(ids))
+        yield self._segment(first, None, 0)
+        reason = await future
+        last = 1 if reason == "abort" else max_new_tokens - first
+        yield self._segment(last, reason, len(ids))
 
-    def _part(self, n: int, finish: str | None, prompt: int) -> Segment:
-        return Segment([5] * n, [-0.5] * n, [VersionSpan(self._version, 0, n)], finish, 0, prompt)
+    def _segment(self, n: int, reason: str | None, prompt: int) -> Segment:
+        return Segment([5] * n, [-0.5] * n, [VersionSpan(self._version, 0, n)], reason, 0, prompt)
 
-    def finish(self, how: str = "length") -> None:
-        """End all held requests."""
+    def finish(self, reason: str = "length") -> None:
+        """End all held requests with this finish reason."""
         future, self._held = self._held, asyncio.get_running_loop().create_future()
-        future.set_result(how)
+        future.set_result(reason)
 
     async def abort(self, rid: str | None) -> None:
         self.finish("abort")
@@ -119,7 +123,12 @@ class HeldEngine(EngineClient):
 async def hold(samples: int) -> dict[str, float]:
     """Start samples on ENGINES engines, interrupt and resume them, and let them end.
 
-    Returns the seconds of each phase, and this process's KiB per sample when each has PROMPT + FIRST tokens.
+    Args:
+        samples: number of samples.
+
+    Returns:
+        seconds to start, interrupt and resume all samples, and the memory per sample in flight and parked, in KiB,
+        when each has PROMPT + FIRST tokens.
     """
     async with make_session() as session:
         engines = [HeldEngine(f"http://engine{i}:1", session) for i in range(ENGINES)]
@@ -130,18 +139,19 @@ async def hold(samples: int) -> dict[str, float]:
         await router.end_push(1, [])
         router.resume()
         memory = psutil.Process().memory_info
-        empty, seconds = memory().rss, {}
-        work = [Sample(i, i // GROUP_SIZE, i % GROUP_SIZE, [5] * PROMPT, seed=i + 1) for i in range(samples)]
+        bytes_before = memory().rss
+        seconds: dict[str, float] = {}
+        held = [Sample(i, i // GROUP_SIZE, i % GROUP_SIZE, [5] * PROMPT, seed=i + 1) for i in range(samples)]
         start = time.monotonic()
         tasks = [
-            asyncio.create_task(router.generate(s, max_response_tokens=ALL, temperature=1.0)) for s in work
+            asyncio.create_task(router.generate(s, max_response_tokens=ALL, temperature=1.0)) for s in held
         ]
         await _until_received(router, FIRST * samples)
-        seconds["start_s"], flying = time.monotonic() - start, memory().rss
+        seconds["start_s"], bytes_in_flight = time.monotonic() - start, memory().rss
         start = time.monotonic()
         await router.interrupt()
-        seconds["interrupt_s"], parked = time.monotonic() - start, memory().rss
-        assert all(s.status is Status.PARKED for s in work)
+        seconds["interrupt_s"], bytes_parked = time.monotonic() - start, memory().rss
+        assert all(s.status is Status.PARKED for s in held)
         start = time.monotonic()
         router.resume()
         await _until_received(router, (2 * FIRST + 1) * samples)
@@ -149,15 +159,16 @@ async def hold(samples: int) -> dict[str, float]:
         for engine in engines:
             engine.finish()
         await asyncio.gather(*tasks)
-    assert all(len(s.response_ids) == ALL and s.resumes == 1 for s in work)
+    assert all(len(s.response_ids) == ALL and s.resumes == 1 for s in held)
     kib = {
-        "kib_per_sample_in_flight": (flying - empty) / samples / 1024,
-        "kib_per_sample_parked": (parked - empty) / samples / 1024,
+        "kib_per_sample_in_flight": (bytes_in_flight - bytes_before) / samples / 1024,
+        "kib_per_sample_parked": (bytes_parked - bytes_before) / samples / 1024,
     }
     return {"samples": samples, **seconds, **kib}
 
 
 async def _until_received(router: Router, tokens: int) -> None:
+    """Wait until the router has received this number of tokens."""
     while router.stats()["received_tokens"] < tokens:
         await asyncio.sleep(0)
 
@@ -166,9 +177,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--instant", action="store_true")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--held", type=int)
+    parser.add_argument("--instant", action="store_true", help="serve /generate, and answer at once")
+    parser.add_argument("--port", type=int, default=0, help="port of --instant")
+    parser.add_argument("--held", type=int, metavar="N", help="hold N samples")
     args = parser.parse_args()
     if args.instant:
         asyncio.run(serve_instantly(args.port))

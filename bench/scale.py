@@ -1,16 +1,16 @@
-"""Load of one rollout process: CPU time of a token, delay of its loop, cost of a take, and memory.
+"""Measure the load of the rollout process: CPU time per token, delay of its event loop, cost of a take, and memory.
 
     python bench/scale.py --json [--quick] [--engines 256] [--samples 5000] [--mean 512] [--routes]
                           [--workers 4] [--history 1000] [--tree OTHER]
 
-Scripted engines in separate processes speak SGLang's wire format on real sockets, and answer at once. So the rollout
-process (manager, router, buffer and ledger; no GPU, no trainer) is the bottleneck, and the figure is its CPU time by
-getrusage. With `--routes` each token has experts in DeepSeek-V3's shape, 58 layers times 8. Engines write them into
-the run's folder if the rollout process requests it; otherwise the responses contain them, as SGLang sends them.
+Scripted engines in separate processes serve SGLang's API on real sockets, and answer at once. So the rollout process
+(manager, router, buffer and ledger; no GPU, no trainer) is the bottleneck, and the figure is its CPU time by
+getrusage. With `--routes` each token has experts in DeepSeek-V3's shape, 58 layers times 8. Engines write the experts
+into the run's folder if the rollout process requests it; otherwise the responses contain them, as SGLang's do.
 `--tree` names another checkout of rlsys, whose rollout process runs first on the same engines, in the same rounds.
 
-One core can receive 1e6 / `rollout_us_per_token` tokens per second. With `--workers` this is the CPU time of all
-processes of the rollout; `coordinator_us_per_token` is the part that more workers do not reduce, and
+One core can receive 1e6 / `rollout_us_per_token` tokens per second. With `--workers` this figure is the CPU time of
+the rollout process and its workers; `coordinator_us_per_token` is the part that more workers do not reduce, and
 `streams_lag_p99_ms` the delay of the event loops that read the streams.
 """
 
@@ -38,10 +38,15 @@ STAGE = Path(__file__).with_name("scale_stage.py")
 MOST_STREAMS = 12_000
 """Largest number of connections of one engine process. Each needs a file descriptor, often limited to 20,000."""
 LAYERS, TOPK = 58, 8
+"""DeepSeek-V3's layers with experts, and experts of a token in each layer."""
 
 
 def free_ports(count: int) -> int:
-    """Return the first of `count` consecutive ports that are free when this is called."""
+    """Return the first of `count` consecutive ports that are free now.
+
+    Raises:
+        SystemExit: there are no such ports.
+    """
     for first in range(20_000, 60_000, count):
         try:
             for port in range(first, first + count):
@@ -50,27 +55,51 @@ def free_ports(count: int) -> int:
         except OSError:
             continue
         return first
-    sys.exit(f"no {count} consecutive free ports between 20000 and 60000")
+    sys.exit(
+        f"--engines {count}: found no {count} consecutive free ports from 20000 to 60000; use fewer engines"
+    )
 
 
 def rollout(tree: Path, common: list[str], args: argparse.Namespace) -> dict[str, float]:
+    """Run a rollout process of a checkout of rlsys on the running engines.
+
+    Args:
+        tree: the checkout.
+        common: arguments of scale_stage.py that engines and rollout share.
+        args: arguments of this bench.
+
+    Returns:
+        the figures that scale_stage.py prints.
+
+    Raises:
+        SystemExit: the rollout process failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(STAGE), "--coordinator", *common, "--folder", folder]
         command += ["--samples", str(args.samples), "--steps", str(args.steps)]
-        if (tree / "rlsys/worker/workers.py").is_file():  # an older tree knows nothing of workers
+        if (tree / "rlsys/worker/workers.py").is_file():  # older checkouts have no workers
             command += ["--workers", str(args.workers)]
         if args.history:
             command += ["--history", str(args.history)]
         env = os.environ | {"PYTHONPATH": python_path(tree)}
         process = subprocess.run(command, env=env, cwd=tree, capture_output=True, text=True)
         if process.returncode:
-            sys.exit(f"the rollout of {tree} failed:\n{process.stderr[-3000:]}")
+            sys.exit(
+                f"{tree}: the rollout process ended with exit code {process.returncode}; expected 0\n"
+                f"{process.stderr[-3000:]}"
+            )
         figures: dict[str, float] = json.loads(process.stdout)
         return figures
 
 
 def engine_commands(args: argparse.Namespace, port: int, shape: list[str]) -> list[list[str]]:
-    """Return the commands of the engine processes: as many as their connections need."""
+    """Return the commands of the engine processes, each with at most about MOST_STREAMS connections.
+
+    Args:
+        args: arguments of this bench.
+        port: port of the first engine.
+        shape: arguments of scale_stage.py that describe responses and routes.
+    """
     engines_per_process = -(-args.engines // -(-args.samples // MOST_STREAMS))
     return [
         [sys.executable, str(STAGE), "--engines", str(min(engines_per_process, args.engines - first)),
@@ -80,7 +109,8 @@ def engine_commands(args: argparse.Namespace, port: int, shape: list[str]) -> li
 
 
 @contextlib.contextmanager
-def engines_of(command: list[str]) -> Iterator[None]:
+def running_engines(command: list[str]) -> Iterator[None]:
+    """Start a process with engines, and wait until they listen. End it after the context."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -98,14 +128,16 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, one round: checks only that the bench runs"
     )
-    parser.add_argument("--engines", type=int, default=256)
-    parser.add_argument("--samples", type=int, default=5000, help="samples in flight")
-    parser.add_argument("--mean", type=int, default=512, help="mean tokens of a response")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--routes", action="store_true")
-    parser.add_argument("--workers", type=int, default=1, help="rollout workers of this checkout's rollout")
-    parser.add_argument("--history", type=int, default=0, help="train steps that the ledger has at the start")
+    parser.add_argument("--engines", type=int, default=256, help="number of engines")
+    parser.add_argument("--samples", type=int, default=5000, help="number of samples in flight")
+    parser.add_argument("--mean", type=int, default=512, help="mean number of tokens of a response")
+    parser.add_argument("--steps", type=int, default=3, help="number of train steps of a round")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds; figures are medians")
+    parser.add_argument("--routes", action="store_true", help="return the experts of each token")
+    parser.add_argument("--workers", type=int, default=1, help="number of rollout workers of this checkout")
+    parser.add_argument(
+        "--history", type=int, default=0, help="number of train steps that the ledger has at the start"
+    )
     parser.add_argument("--tree", type=Path, help="another checkout, measured in the same rounds")
     args = parser.parse_args()
     if args.quick:
@@ -122,12 +154,12 @@ def main() -> None:
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     with contextlib.ExitStack() as stack:
         for command in engine_commands(args, port, shape):
-            stack.enter_context(engines_of(command))
+            stack.enter_context(running_engines(command))
         for n in range(args.rounds):
             for name, tree in trees.items():
                 results = rollout(tree, common, args)
                 rounds[name].append(results)
-                say(f"round {n + 1}, {name}: {results['rollout_us_per_token']:.2f} us a token")
+                say(f"round {n + 1}, {name}: {results['rollout_us_per_token']:.2f} us of CPU time per token")
     figures: dict[str, Any] = {
         name: {key: median(r[key] for r in results) for key in results[0]} for name, results in rounds.items()
     }

@@ -1,11 +1,14 @@
-"""Seconds from the command to the first token and the first optimizer step, and from a role's death to the end of the
-first train step that begins after it, through each backend:
+"""Measure the time to start a run, and to continue after the death of a role, with each backend.
 
     python bench/start_time.py [--json] [--quick] [--backends local slurm ray]
 
-The bench uses real SGLang, Megatron-Core, Slurm and Ray, all on this machine, with a tiny run of the quickstart
-model. `--quick` measures only the local backend, without deaths. Clusters are running before the measurement starts.
-If a backend fails, its error takes the place of its figures, the others are measured, and the exit code is 1.
+    first_token   seconds from the command to the first token
+    first_step    seconds from the command to the end of the first train step
+    restart       seconds from a role's death to the end of the first new train step that began after it
+
+The bench uses real SGLang, Megatron-Core, Slurm and Ray, all on this machine, with a tiny run of the quickstart's
+model. Clusters are running before the measurement starts. `--quick` measures only the local backend, without deaths.
+If a backend fails, its figures contain the error, the other backends are measured, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -14,14 +17,11 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,17 +30,22 @@ from typing import Any
 import psutil
 from measure import ROOT, machine, say
 
+from rlsys.obs.coordinator import CoordinatorUnreachable, query_coordinator
 from rlsys.obs.role import STACKS_VARIABLE
 from tests.helpers.ray_cluster import RayCluster
 from tests.helpers.runs import RLSYS, TINY, logs_of
 from tests.helpers.slurm_cluster import SlurmCluster, missing
 
 BACKENDS = ("local", "slurm", "ray")
-PATIENCE = 300.0
-LOOK_SECONDS = 0.1
+WAIT_SECONDS = 300.0
+"""Time limit of Run.wait."""
+POLL_SECONDS = 0.1
 ALIVE_SECONDS = 2.0
+"""Time between two checks whether the run is alive."""
 END_SECONDS = 60.0
+"""Time that a run has to end."""
 NODES = 2
+"""Nodes of the Slurm and the Ray cluster."""
 VICTIMS = {
     "engine": ("rlsys.engine.server",),
     "rollout": ("rlsys.rollout.service",),
@@ -50,12 +55,17 @@ VICTIMS = {
 
 
 class Failed(Exception):
-    """A run ended, or made no progress within PATIENCE."""
+    """Raised when a run ends, or does not reach a condition within WAIT_SECONDS."""
 
 
 @dataclass
 class Timing:
-    """Seconds. `restart` is the time from a role's death to the end of the first train step that began after it."""
+    """Figures of a backend, in seconds (see the module's docstring); None if not measured.
+
+    Attributes:
+        restart: seconds by role.
+        failed: the error of a run that failed.
+    """
 
     first_token: float | None = None
     first_step: float | None = None
@@ -65,64 +75,94 @@ class Timing:
 
 @dataclass
 class Run:
-    """A started run. `begin` is the time of its command, in seconds since the Unix epoch."""
+    """A started run.
+
+    Attributes:
+        folder: the run folder.
+        begin: time of the command, in seconds since the Unix epoch.
+        alive: returns whether the run still runs.
+    """
 
     folder: Path
     begin: float
     alive: Callable[[], bool]
 
-    def wait(self, true: Callable[[], bool]) -> None:
-        deadline, next_check = time.monotonic() + PATIENCE, time.monotonic() + ALIVE_SECONDS
-        while not true():
+    def wait(self, condition: Callable[[], bool], text: str) -> None:
+        """Wait until `condition` is true.
+
+        Args:
+            condition: called every POLL_SECONDS.
+            text: the condition in words, for the error.
+
+        Raises:
+            Failed: the run ended, or the condition is false after WAIT_SECONDS.
+        """
+        deadline, next_check = time.monotonic() + WAIT_SECONDS, time.monotonic() + ALIVE_SECONDS
+        while not condition():
             current_time = time.monotonic()
-            if current_time > deadline or (current_time > next_check and not self.alive()):
-                why = "does not get on" if current_time > deadline else "has ended"
-                raise Failed(f"the run {why}:\n{logs_of(self.folder)}")
-            next_check = current_time + ALIVE_SECONDS if current_time > next_check else next_check
-            time.sleep(LOOK_SECONDS)
+            if current_time > deadline:
+                raise Failed(
+                    f"{self.folder}: expected {text} within {WAIT_SECONDS:.0f} s\n{logs_of(self.folder)}"
+                )
+            if current_time > next_check:
+                if not self.alive():
+                    raise Failed(
+                        f"{self.folder}: the run ended; expected {text} first\n{logs_of(self.folder)}"
+                    )
+                next_check = current_time + ALIVE_SECONDS
+            time.sleep(POLL_SECONDS)
 
     def steps(self) -> list[dict[str, Any]]:
-        """Return the `step` lines of metrics.jsonl, repeated ones included, without an incomplete last line."""
+        """Return the complete `step` lines of metrics.jsonl, including those of repeated steps."""
         path = self.folder / "metrics.jsonl"
         text = path.read_text() if path.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()
         return [entry for line in lines if (entry := json.loads(line))["kind"] == "step"]
 
     def tokens(self) -> int:
-        """Return the tokens that the rollout process has received; 0 before it answers."""
-        log = self.folder / "logs" / "rollout.log"
-        address = re.search(r"listening on ([\d.:]+)", log.read_text()) if log.exists() else None
-        if address is None:
-            return 0
+        """Return the number of tokens that the rollout process has received; 0 before it answers."""
         try:
-            with urllib.request.urlopen(f"http://{address[1]}/status", timeout=1) as answer:
-                return int(json.loads(answer.read())["received_tokens"])
-        except (urllib.error.URLError, OSError):
+            status = query_coordinator(self.folder, "status", timeout_s=1)
+        except CoordinatorUnreachable:  # not ready
             return 0
+        return int(json.loads(status)["received_tokens"]) if status else 0
 
     def kill(self, *words: str) -> None:
-        """Send SIGKILL to the newest process of the run with these words: its keepers are older."""
-        fitting = []
+        """Send SIGKILL to the newest process of the run with these words on its command line.
+
+        The keepers of the process, which are older, have the same words.
+        """
+        matching = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if set(words) <= set(process.cmdline()) and self._has(process):
-                    fitting.append(process)
-        max(fitting, key=lambda process: process.create_time()).kill()
+                    matching.append(process)
+        max(matching, key=lambda process: process.create_time()).kill()
 
     def _has(self, process: psutil.Process) -> bool:
-        """Return whether a process belongs to the run: its environment names a file in the run's folder."""
+        """Return whether a process belongs to the run, by the folder of stacks in its environment."""
         return process.environ().get(STACKS_VARIABLE, "").startswith(str(self.folder))
 
     def first_step_since(self, moment: float) -> float | None:
-        """Return the time at which the first new step ended that began after `moment`."""
-        reached = max((s["step"] for s in self.steps() if s["time"] < moment), default=0)
-        began_after = (s for s in self.steps() if s["time"] - s["time_step"] > moment and s["step"] > reached)
-        return next((float(step["time"]) for step in began_after), None)
+        """Return the end of the first new step that began after `moment`; None if there is none.
+
+        Args:
+            moment: in seconds since the Unix epoch, like the result. Steps that ended earlier are not new, even if
+                they are repeated.
+        """
+        last_step = max((s["step"] for s in self.steps() if s["time"] < moment), default=0)
+        new_steps = (s for s in self.steps() if s["time"] - s["time_step"] > moment and s["step"] > last_step)
+        return next((float(step["time"]) for step in new_steps), None)
 
 
 @contextlib.contextmanager
 def started(backend: str, folder: Path) -> Iterator[Run]:
-    """Start a run through its backend, on a running cluster, and end it afterwards."""
+    """Start a run with a backend, on a running cluster, and yield it. End run and cluster after the context.
+
+    Args:
+        backend: one of BACKENDS.
+        folder: the run folder.
+    """
     options = ["configs/quickstart.yaml", f"run.dir={folder}", *TINY, "trainer.steps=1000"]
     with contextlib.ExitStack() as stack:
         if backend == "slurm":
@@ -142,6 +182,16 @@ def started(backend: str, folder: Path) -> Iterator[Run]:
 
 
 def submitted(stack: contextlib.ExitStack, folder: Path, options: list[str]) -> Run:
+    """Start a Slurm cluster, and submit a run to it.
+
+    Args:
+        stack: ends the jobs and the cluster.
+        folder: the run folder.
+        options: config and overrides.
+
+    Raises:
+        Failed: `rlsys submit` failed.
+    """
     spool = stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm", ignore_cleanup_errors=True))
     cluster = SlurmCluster(Path(spool), NODES)
     stack.callback(cluster.stop)
@@ -156,7 +206,7 @@ def submitted(stack: contextlib.ExitStack, folder: Path, options: list[str]) -> 
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Stop a run cleanly. If it does not end, kill its supervisor; the keepers then end all roles."""
+    """Stop a run cleanly. After END_SECONDS kill its supervisor; the keepers then end all roles."""
     process.terminate()
     try:
         process.wait(END_SECONDS)
@@ -166,6 +216,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def measure(backend: str, deaths: bool) -> Timing:
+    """Make a run with a backend, and return its times.
+
+    Args:
+        backend: one of BACKENDS.
+        deaths: whether to kill each of VICTIMS.
+    """
     timing = Timing()
     with tempfile.TemporaryDirectory(prefix="run", ignore_cleanup_errors=True) as folder:
         try:
@@ -177,18 +233,24 @@ def measure(backend: str, deaths: bool) -> Timing:
 
 
 def follow(run: Run, timing: Timing, deaths: bool) -> None:
-    """Follow a run, and write its times to `timing`."""
-    run.wait(lambda: run.tokens() > 0)
+    """Wait for the first token and the first step of a run, then kill the roles one after the other.
+
+    Args:
+        run: the run.
+        timing: gets each time as soon as it is measured.
+        deaths: whether to kill each of VICTIMS.
+    """
+    run.wait(lambda: run.tokens() > 0, "the first token")
     timing.first_token = round(time.time() - run.begin, 2)
-    run.wait(lambda: bool(run.steps()))
+    run.wait(lambda: bool(run.steps()), "the first train step")
     timing.first_step = round(time.time() - run.begin, 2)
     for role, words in VICTIMS.items() if deaths else ():
         say(f"{timing}; killing the {role}")
         quiet = time.time()
-        run.wait(lambda: run.first_step_since(quiet) is not None)  # noqa: B023
+        run.wait(lambda: run.first_step_since(quiet) is not None, "a new train step")  # noqa: B023
         died = time.time()
         run.kill(*words)
-        run.wait(lambda: run.first_step_since(died) is not None)  # noqa: B023
+        run.wait(lambda: run.first_step_since(died) is not None, f"a step after the kill of {role}")  # noqa: B023
         timing.restart[role] = round((run.first_step_since(died) or 0) - died, 2)
 
 
@@ -198,9 +260,11 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print only JSON")
     parser.add_argument("--quick", action="store_true", help="only the local backend, without deaths")
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument(
+        "--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="backends (default: all)"
+    )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the started processes, as Ctrl-C does
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the started processes, like Ctrl-C
     results: dict[str, dict[str, Any]] = {}
     result = {"machine": machine(), "seconds": results}
     for backend in ["local"] if args.quick else args.backends:

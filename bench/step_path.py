@@ -1,12 +1,16 @@
-"""Changes of file along one train step and one finished group, counted on real ones.
+"""Count how often a reader must change files to follow one train step, and one finished group.
 
-    python bench/step_path.py                 # this tree
-    python bench/step_path.py --tree ../old   # another tree of rlsys, with its own .venv
+    python bench/step_path.py                 # this checkout
+    python bench/step_path.py --tree ../old   # another checkout of rlsys, with its own .venv
 
-The quickstart runs for one small step on the real stack. The trainer records each function of rlsys that it enters
-for the first time between `take` and the push; the rollout service does so from the end of the first group's last
-sample to the decision on the group. Loops count once, as a reader reads them. `changes` is how often the file changes
-along this walk, `returns` how often it comes back to a file that it had left.
+The bench runs the quickstart for one small step on the real stack. The trainer records each function of rlsys that it
+enters for the first time between `take` and the push. The rollout service does so from the end of the first group's
+last sample to the decision on the group. The functions in this order are a walk; loops count once.
+
+    functions   number of functions of the walk
+    files       number of files of the walk
+    changes     number of changes to another file
+    returns     number of changes to a file that the walk had left before
 """
 
 from __future__ import annotations
@@ -65,11 +69,15 @@ if name:
 
     sys.setprofile(watch)
 """
-"""Becomes the processes' sitecustomize.py: it is there before the first import of rlsys, in whatever tree."""
+"""The sitecustomize.py of the processes. Python imports it before any module of rlsys, in every checkout."""
 
 
 def counted(walk: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Count the functions and files of the walk, and how often the file changes and comes back."""
+    """Return the figures of a walk (see the module's docstring).
+
+    Args:
+        walk: (file, function) of each function, in order.
+    """
     visits = [file for file, _ in groupby(file for file, _ in walk)]
     files = len(set(visits))
     return {
@@ -81,7 +89,17 @@ def counted(walk: Sequence[tuple[str, str]]) -> dict[str, int]:
 
 
 def walks(tree: Path) -> dict[str, list[tuple[str, str]]]:
-    """Return the (file, function) of each walk, in the order in which they are entered for the first time."""
+    """Run the quickstart of a checkout, and return its walks by name.
+
+    Args:
+        tree: the checkout.
+
+    Returns:
+        (file, function) of each function, in the order of their first calls.
+
+    Raises:
+        SystemExit: the run failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         (work / "sitecustomize.py").write_text(WATCH)
@@ -99,7 +117,10 @@ def walks(tree: Path) -> dict[str, list[tuple[str, str]]]:
         )  # fmt: skip
         outputs = {name: work / f"{name}.json" for name in WALKS}
         if result.returncode or not all(output.is_file() for output in outputs.values()):
-            sys.exit(f"the run in {tree} failed:\n{result.stdout[-2000:]}{result.stderr[-4000:]}")
+            sys.exit(
+                f"{tree}: rlsys train ended with exit code {result.returncode}; expected 0 and the files "
+                f"{', '.join(path.name for path in outputs.values())}\n{result.stdout[-2000:]}{result.stderr[-4000:]}"
+            )
         return {
             name: [(str(file), function) for file, function in json.loads(output.read_text())]
             for name, output in outputs.items()
@@ -110,16 +131,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tree", type=Path, default=ROOT, help="the tree to measure (default: this one)")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to measure (default: this one)")
     parser.add_argument("--verbose", action="store_true", help="print the walk, one line per visit of a file")
     args = parser.parse_args()
-    entered = walks(args.tree.resolve())
+    all_walks = walks(args.tree.resolve())
     if args.verbose:
-        for name, walk in entered.items():
+        for name, walk in all_walks.items():
             print(f"-- {name}")
             for file, entries in groupby(walk, key=lambda entry: entry[0]):
                 print(f"{file}: {', '.join(function for _, function in entries)}")
-    print(json.dumps({name: counted(walk) for name, walk in entered.items()}))
+    print(json.dumps({name: counted(walk) for name, walk in all_walks.items()}))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
-"""A train step against bare Megatron-Core on the same packed batch, packing, and the log-prob pass. One rank.
+"""Compare a train step with bare Megatron-Core on the same packed batch, on one rank.
 
     python bench/trainer.py --json [--repeats 7] [--quick]
     python bench/trainer.py --json --prompts [--quick]
 
-bare       megatron's schedule over the same micro-batches, its own cross-entropy loss, its optimizer step
-step       Trainer.train_step with the GRPO objective of the quickstart (log-probs, clipped loss, metrics)
-logprobs   Trainer.score: the pass that recomputes log-probs before a step
+    bare       megatron's schedule over the same micro-batches, its own cross-entropy loss, its optimizer step
+    step       an update with the GRPO objective of the quickstart (log-probs, clipped loss, metrics)
+    logprobs   a scoring pass, which computes log-probs before a step
 
-Model and optimizer are the same objects, repeats are interleaved. Responses have the lengths of the recorded trace.
---prompts measures seconds (without CUDA: CPU seconds) and memory of a train step of the quickstart's model on one
-group of 8 samples in one micro-batch. The prompt of 60, 500 or 4,000 tokens is computed once or for every sample, and
-responses have 4, 200 or 2,000 tokens.
+All three use the same model and optimizer, and their repeats are interleaved. Responses have the lengths of the
+recorded trace.
 
-With CUDA the model is larger and in bfloat16, and the result also has peak memory and the share of the GPU's
-arithmetic that is used (MFU: 6 operations for each token and parameter that it visits, attention not counted).
+With CUDA the model is larger and in bfloat16, and the result also has the peak memory and the MFU: the share of the
+GPU's peak rate, with 6 operations for each token and each parameter that the token visits, without attention.
+
+`--prompts` measures a train step of the quickstart's model on one group of 8 samples in one micro-batch, with the
+prompt computed for every sample and once per group: seconds (without CUDA: CPU seconds) and memory. Prompts have 60,
+500 or 4,000 tokens, and responses 4, 200 or 2,000.
 """
 
 from __future__ import annotations
@@ -59,7 +61,11 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def synthetic(trace: list[int]) -> TrainBatch:
-    """Return groups with the trace's lengths; tokens and rewards are random, as the cost does not depend on them."""
+    """Return the groups of a step with random tokens and alternating rewards.
+
+    Args:
+        trace: response lengths in tokens; the first GROUPS * GROUP_SIZE are used.
+    """
     rng = random.Random(0)
     groups = []
     for g in range(GROUPS):
@@ -77,13 +83,19 @@ def synthetic(trace: list[int]) -> TrainBatch:
 
 
 class Bench:
-    """One trainer and one packed batch."""
+    """A trainer and a packed batch.
+
+    Attributes:
+        trainer: the trainer.
+        objective: the objective of the config.
+        batch: the micro-batches of one update.
+        denominator: divisor of the update's loss.
+    """
 
     def __init__(self, config: Config) -> None:
         self.trainer = Trainer(config)
-        self.trainer.passes.pack = replace(
-            self.trainer.passes.pack, shared="no"
-        )  # bare megatron shares nothing
+        # Bare megatron shares no prefixes.
+        self.trainer.passes.pack = replace(self.trainer.passes.pack, shared="no")
         self.objective = Objective(config.algo)
         batch = synthetic(json.loads(TRACE.read_text())["lengths"])
         plan = self.objective.plan(
@@ -96,18 +108,20 @@ class Bench:
 
     @property
     def tokens(self) -> int:
+        """Return the number of tokens of the batch."""
         return sum(len(m.tokens) for m in self.batch)
 
     def step(self) -> None:
-        self.trainer.update(
-            self.batch, partial(micro_loss, self.objective, compare=True), LR, self.denominator
-        )
+        """Run an update."""
+        loss = partial(micro_loss, self.objective, compare=True)
+        self.trainer.update(self.batch, loss, LR, self.denominator)
 
     def logprobs(self) -> None:
+        """Run a scoring pass."""
         self.trainer.passes.score(self.batch)
 
     def bare(self) -> None:
-        """Run a step as in pre-training, which uses only rlsys' split of a micro-batch into this rank's share."""
+        """Run a step with megatron's functions, as in pre-training. rlsys only makes the inputs of this rank."""
         # Imported here: rlsys.trainer patches megatron before its first import.
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -131,7 +145,7 @@ class Bench:
 
     @contextmanager
     def _bare_routers(self) -> Iterator[None]:
-        """Disable rlsys' replay and counting of experts, while the context is entered."""
+        """Disable rlsys' replay and counting of experts during the context."""
         routers = [
             m for model in self.trainer._models for m in model.modules() if hasattr(m, "router_replay")
         ]
@@ -143,6 +157,7 @@ class Bench:
             router.router_replay = replay
 
     def _bare_forward(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        """Compute the losses of the next micro-batch (megatron's forward_step_func)."""
         rank_share = share_of(next(batches))
         labels = rank_share.following[None]
         losses = model(
@@ -157,8 +172,15 @@ class Bench:
 
 
 def groups_of(groups: int, prompt: int, response: int) -> TrainBatch:
-    """Return groups of 8 samples with random tokens."""
-    rng, sample_groups = random.Random(0), []
+    """Return groups of 8 samples with random tokens.
+
+    Args:
+        groups: number of groups.
+        prompt: tokens of a prompt.
+        response: tokens of a response.
+    """
+    rng = random.Random(0)
+    sample_groups = []
     for g in range(groups):
         ids = [rng.randrange(128) for _ in range(prompt)]
         samples = [Sample(8 * g + i, g, i, ids, seed=1) for i in range(8)]
@@ -171,7 +193,7 @@ def groups_of(groups: int, prompt: int, response: int) -> TrainBatch:
 
 
 def allocated_bytes(work: Callable[[], object]) -> int:
-    """Return the peak of the bytes that `work` allocates."""
+    """Call `work`. Return the peak of the bytes that it has allocated."""
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -184,7 +206,7 @@ def allocated_bytes(work: Callable[[], object]) -> int:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """Return the seconds of `work`: wall-clock seconds with CUDA, else CPU seconds, which load does not affect."""
+    """Call `work`. Return its wall-clock seconds with CUDA, else its CPU seconds, which load does not affect."""
     if DEVICE.type == "cuda":
         return timed(work)
     start = time.process_time()
@@ -193,45 +215,62 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def prompts(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return a row for each prompt and response: seconds and bytes of a step with and without shared prompts. The
-    first row has 16 groups, like the quickstart's steps."""
+    """Measure train steps with and without shared prompts. Return the result of the bench, with a row for each size.
+
+    The first row has 16 groups, like the quickstart's steps.
+    """
     sizes = [(16, 60, 4)]
     if not args.quick:
-        sizes += [(1, p, r) for p in (60, 500, 4000) for r in (4, 200, 2000)]
+        sizes += [(1, prompt, response) for prompt in (60, 500, 4000) for response in (4, 200, 2000)]
     model = copytree(QUICKSTART.parent / "models/quickstart-moe", folder / "model")
     fields = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(fields | {"max_position_embeddings": 8192}))
     overrides = [f"run.dir={folder / 'run'}", f"model.path={model}"]
     overrides += ["trainer.token_budget=65536", "rollout.max_response_tokens=2000"]
     config = load_config(QUICKSTART, overrides)
-    trainer, objective, rows = Trainer(config), Objective(config.algo), []
+    trainer, objective = Trainer(config), Objective(config.algo)
+    rows = []
     for groups, prompt, response in sizes:
-        train_batch = groups_of(groups, prompt, response)
+        repeats = 1 if response == 2000 else 3
         row: dict[str, Any] = {"groups": groups, "prompt": prompt, "response": response}
-        plan = objective.plan(
-            sample_table(train_batch.groups, train_batch.train_step, objective.requirements.needs)
-        )
-        modes: dict[str, PrefixSharing] = {"before": "no", "after": "yes"}
-        for name, shared in modes.items():
-            trainer.passes.pack = replace(trainer.passes.pack, shared=shared)
-            (batch,) = prepare_batches(trainer, objective, plan, train_batch, [plan.rows])
-            loss = partial(micro_loss, objective, compare=True)
-            step = partial(trainer.update, batch, loss, LR, plan.denominator)
-            allocated = allocated_bytes(step)  # warms up, too
-            seconds = [seconds_of(step) for _ in range(1 if response == 2000 else 3)]
-            row[name] = {
-                "tokens": sum(sum(micro.computed_lengths) for micro in batch),
-                "seconds": min(seconds),
-                "bytes": allocated,
-            }
-        row["times_faster"] = row["before"]["seconds"] / row["after"]["seconds"]
-        row["times_less_memory"] = row["before"]["bytes"] / row["after"]["bytes"]
+        row |= prompt_figures(trainer, objective, groups_of(groups, prompt, response), repeats)
         say(json.dumps(row))
         rows.append(row)
     return {"bench": "trainer prompts", "machine": machine(), "rows": rows, "summary": rows}
 
 
+def prompt_figures(
+    trainer: Trainer, objective: Objective, train_batch: TrainBatch, repeats: int
+) -> dict[str, Any]:
+    """Measure a step with the prompt computed for every sample (`before`) and once per group (`after`).
+
+    Returns:
+        computed tokens, seconds of the fastest repeat and allocated bytes of both, and their ratios.
+    """
+    plan = objective.plan(
+        sample_table(train_batch.groups, train_batch.train_step, objective.requirements.needs)
+    )
+    modes: dict[str, PrefixSharing] = {"before": "no", "after": "yes"}
+    figures: dict[str, Any] = {}
+    for name, shared in modes.items():
+        trainer.passes.pack = replace(trainer.passes.pack, shared=shared)
+        (batch,) = prepare_batches(trainer, objective, plan, train_batch, [plan.rows])
+        loss = partial(micro_loss, objective, compare=True)
+        step = partial(trainer.update, batch, loss, LR, plan.denominator)
+        allocated = allocated_bytes(step)  # this call also warms up
+        seconds = [seconds_of(step) for _ in range(repeats)]
+        figures[name] = {
+            "tokens": sum(sum(micro.computed_lengths) for micro in batch),
+            "seconds": min(seconds),
+            "bytes": allocated,
+        }
+    figures["times_faster"] = figures["before"]["seconds"] / figures["after"]["seconds"]
+    figures["times_less_memory"] = figures["before"]["bytes"] / figures["after"]["bytes"]
+    return figures
+
+
 def timed(work: Callable[[], object]) -> float:
+    """Call `work`. Return the wall-clock seconds until the device has finished it."""
     start = time.perf_counter()
     work()
     if DEVICE.type == "cuda":
@@ -240,7 +279,15 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def gpu_figures(model: Path, tokens_per_s: float) -> dict[str, float | None]:
-    """Return the FLOPs utilisation of one GPU at this many trained tokens per second."""
+    """Return the peak memory of this process, and its MFU.
+
+    Args:
+        model: Hugging Face folder.
+        tokens_per_s: trained tokens per second.
+
+    Returns:
+        peak_memory_gb, and mfu; mfu is None for a GPU that PEAK_FLOPS lacks.
+    """
     hf = HFConfig.read(model)
     size = model_size(hf)
     visited = size.dense - hf.vocab_size * hf.hidden_size + hf.layers * 3 * hf.hidden_size * size.active_width
@@ -252,6 +299,7 @@ def gpu_figures(model: Path, tokens_per_s: float) -> dict[str, float | None]:
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Measure the three passes with a random model. Return the result of the bench."""
     sizes: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
     if args.quick:
         sizes = {"hidden_size": 64}
@@ -310,7 +358,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help="number of interleaved repeats")
     parser.add_argument(
         "--prompts", action="store_true", help="measure prompts that are computed once per group"
     )

@@ -1,16 +1,21 @@
-"""Seconds per GB of a weight push by method, compared with the minimum cost of the same bytes, on one real engine.
+"""Measure the seconds per GB of a weight push by method, and the minimum cost of the same bytes, on one real engine.
 
     python bench/weight_sync.py --json [--megabytes 256] [--repeats 5] [--quick]
 
 A push is the work of rlsys.weights between begin_weight_update and end_weight_update, including the engine's loading.
-The tensors are ready in this process, so nothing is gathered; disk methods write to and read from the run folder. The
-first push of each method, which imports SGLang or creates a process group, is reported separately and is not in the
-medians. `disk_delta` pushes a model of which one tensor in eight has changed.
+The tensors are in this process, so a push does not gather; disk methods use the run folder. The first push of each
+method imports SGLang or creates a process group; it is reported separately, and the medians exclude it. `disk_delta`
+pushes a model of which one tensor in eight has changed.
 
-Minimum costs, measured in the same run: `copy`, a memory copy; `loopback`, the bytes over a TCP connection of this
-machine; `hashlib`, their SHA-256. A push of tensors copies at least twice, into memory that the engine can open and
-out of it. A broadcast uses TCP and copies once. `checksums` is the time to compare all of them, `hashes` the
-trainer's part of it, which runs in parallel to the push if cores are idle.
+Minimum costs, measured in the same run:
+
+    copy        a memory copy of the bytes
+    loopback    the bytes over a TCP connection of this machine
+    hashlib     the SHA-256 of the bytes
+
+A push of tensors copies at least twice: into memory that the engine can open, and out of this memory. A broadcast
+uses TCP and copies once. `checksums` is the time of an attestation by checksums, `hashes` the trainer's part of this
+time, which runs in parallel to the push if cores are idle.
 """
 
 from __future__ import annotations
@@ -46,6 +51,7 @@ GB = 1e9
 
 
 def config_for(method: str, model: Path, run: Path) -> Config:
+    """Return a config with this weights.method, model.path and run.dir."""
     data = {
         "model": {"path": model},
         "run": {"dir": run},
@@ -61,6 +67,7 @@ def config_for(method: str, model: Path, run: Path) -> Config:
 
 
 def transport_of(config: Config) -> GatheredTransport:
+    """Return the transport of a config."""
     kind = transport_class(config)
     assert issubclass(kind, GatheredTransport)
     return kind(config)
@@ -69,18 +76,18 @@ def transport_of(config: Config) -> GatheredTransport:
 async def push(
     client: EngineClient, sync: GatheredTransport, tensors: dict[str, Tensor], version: int
 ) -> tuple[float, int]:
-    """Push once, and return seconds and bytes."""
-    ticket = WeightUpdate(version, [EngineAddress(client.url, client.tp, version - 1)], [])
+    """Push tensors to an engine as `version`. Return the seconds, and the number of sent bytes."""
+    update = WeightUpdate(version, [EngineAddress(client.url, client.tp, version - 1)], [])
     await client.begin_weight_update()
     start = time.perf_counter()
-    sent_bytes = await asyncio.to_thread(sync.push, iter(tensors.items()), ticket)
+    sent_bytes = await asyncio.to_thread(sync.push, iter(tensors.items()), update)
     seconds = time.perf_counter() - start
     await client.end_weight_update()
     return seconds, sent_bytes
 
 
 def copy_seconds(tensors: dict[str, Tensor]) -> float:
-    """Return the seconds of copying every tensor into allocated memory."""
+    """Return the seconds of copying all tensors into memory that is already allocated."""
     targets = [t.clone() for t in tensors.values()]
     start = time.perf_counter()
     for target, t in zip(targets, tensors.values(), strict=True):
@@ -89,7 +96,7 @@ def copy_seconds(tensors: dict[str, Tensor]) -> float:
 
 
 def loopback_seconds(tensors: dict[str, Tensor]) -> float:
-    """Send all bytes through one TCP connection to this machine, into allocated memory."""
+    """Return the seconds of sending all bytes through one TCP connection of this machine into allocated memory."""
     blocks = [t.contiguous().view(-1).view(torch.uint8).numpy() for t in tensors.values()]
     target = memoryview(bytearray(max(block.nbytes for block in blocks)))
 
@@ -112,6 +119,7 @@ def loopback_seconds(tensors: dict[str, Tensor]) -> float:
 
 
 def hashlib_seconds(tensors: dict[str, Tensor]) -> float:
+    """Return the seconds of hashing all tensors with hashlib's SHA-256."""
     start = time.perf_counter()
     for tensor in tensors.values():
         hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -121,18 +129,31 @@ def hashlib_seconds(tensors: dict[str, Tensor]) -> float:
 async def checksum_seconds(
     client: EngineClient, hf: HFConfig, tensors: dict[str, Tensor]
 ) -> tuple[float, float]:
-    """Return the seconds that attestation adds to a push, and those of the trainer's checksums."""
+    """Compare the checksums of the engine's tensors with the trainer's.
+
+    Returns:
+        seconds of the comparison with all hashing, and seconds of the trainer's hashing.
+    """
     start = time.perf_counter()
     checksums = EngineChecksums(hf, client.tp)
     for _ in checksums.watch(tensors.items()):
         pass
-    digests, hashed = checksums.digests(), time.perf_counter() - start
+    digests = checksums.digests()
+    hash_seconds = time.perf_counter() - start
     match = ChecksumVerifier().compare(client.url, digests, await client.checksums())
     assert match.equal and not match.wrong, match
-    return time.perf_counter() - start, hashed
+    return time.perf_counter() - start, hash_seconds
 
 
 async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -> dict[str, Any]:
+    """Measure all methods and minimum costs, interleaved. Return the result of the bench.
+
+    Args:
+        client: client of the engine.
+        model: Hugging Face folder of the model.
+        folder: parent of the methods' run folders.
+        repeats: number of repeats after a warm-up.
+    """
     tensors = load_file(model / "model.safetensors")
     total = sum(t.nbytes for t in tensors.values())
     syncs = {m: transport_of(config_for(m, model, folder / m)) for m in METHODS}
@@ -147,19 +168,17 @@ async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -
         for name in list(tensors)[(repeat + 1) % 8 :: 8]:
             tensors[name] += 1e-4
         for method in METHODS:
-            # Each method counts versions of its own: the engine holds what it pushed last, and more.
-            took, sent_bytes[method] = await push(client, syncs[method], tensors, repeat + 2)
+            # Each method counts its own versions: the engine holds at least the tensors of its last push.
+            push_seconds, sent_bytes[method] = await push(client, syncs[method], tensors, repeat + 2)
             if repeat < 0:
-                first[method] = took
+                first[method] = push_seconds
             else:
-                seconds[method].append(took)
-        all_of_it, hashed = await checksum_seconds(client, hf, tensors)
-        seconds["checksums"].append(all_of_it)
-        seconds["hashes"].append(hashed)
-        say(
-            f"repeat {repeat + 1}/{repeats}: "
-            + ", ".join(f"{m} {s[-1]:.2f} s" for m, s in seconds.items() if s)
-        )
+                seconds[method].append(push_seconds)
+        checksums, hashes = await checksum_seconds(client, hf, tensors)
+        seconds["checksums"].append(checksums)
+        seconds["hashes"].append(hashes)
+        last = ", ".join(f"{name} {values[-1]:.2f} s" for name, values in seconds.items() if values)
+        say(f"repeat {repeat + 1}/{repeats}: {last}")
     for sync in syncs.values():
         await asyncio.to_thread(sync.close)
     median = {m: statistics.median(values) for m, values in seconds.items()}
@@ -177,9 +196,10 @@ async def bench(client: EngineClient, model: Path, folder: Path, repeats: int) -
 
 
 async def main_async(args: argparse.Namespace) -> dict[str, Any]:
+    """Start an engine with a model of the requested size, and run the bench."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        # One layer of 32 experts of 3 * hidden * width floats; layers until the size is reached.
+        # A layer has 32 experts of 3 * hidden * width floats; the number of layers determines the size.
         hidden, width, experts = 512, 256, 32
         layers = max(1, round(args.megabytes * 1e6 / (experts * 3 * hidden * width * 4)))
         model = write_random_moe(
@@ -198,7 +218,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
     parser.add_argument("--megabytes", type=float, default=256.0, help="size of the model in MB")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="number of repeats")
     parser.add_argument(
         "--quick", action="store_true", help="a tiny model, once: checks only that the bench runs"
     )

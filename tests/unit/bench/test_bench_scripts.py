@@ -134,7 +134,10 @@ def test_quick_is_one_rank_and_only_takes_a_part(
     assert {name.partition("_")[0] for name in report["results"]} == {"glm-4.5-air"}
     with pytest.raises(SystemExit):
         results(rehearse, monkeypatch, capsys, "--only", "nothing")
-    assert "--only nothing: in no name; known: deepseek-v3_256gpu_colocated" in capsys.readouterr().err
+    assert (
+        "--only nothing: in no name; expected a part of: deepseek-v3_256gpu_colocated"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_rank_that_takes_too_much_memory_is_the_exit_code(
@@ -160,7 +163,7 @@ def test_configs_of_new_models_are_sized_or_refused(tmp_path: Path) -> None:
         str(out),
     ]
     process = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert process.stdout.splitlines()[-1] == "3 cells: 1 sized, 2 refused"
+    assert process.stdout.splitlines()[-1] == "3 models and numbers of GPUs: 1 fit, 2 refused"
     cells = json.loads(out.read_text())
     assert cells["Qwen3-30B-A3B 8"]["stated_gb"] == pytest.approx(41, rel=0.15)
     assert cells["DeepSeek-V3 8"]["refusal"] == (

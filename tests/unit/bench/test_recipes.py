@@ -271,21 +271,21 @@ def test_another_model_has_its_own_folder_and_is_not_compared(
         "  step    4   0.500  ####################",
         "| | other | the recipe's model, 5 runs |",
         "|---|---|---|",
-        "| accuracy, the model as published | 0.500 | 0.050 |",
+        "| accuracy, the published model | 0.500 | 0.050 |",
         "| accuracy, before RL | 0.250 | 0.400 |",
         "| accuracy, after RL | 0.500 | 0.900 |",
         "| reward in training, first -> last quarter of the steps | 0.1 -> 0.4 | 0.2 -> 0.5 |",
         "| groups with a gradient, a step, first -> last quarter of the steps | 1 -> 1 | 4 -> 6 |",
-        "The warm start raised nothing: accuracy 0.500 before it, 0.250 after it. Its steps, learning rate or chat "
+        "The warm start did not raise the accuracy: 0.500 before, 0.250 after. Its steps, learning rate or chat "
         "template do not suit this model.",
-        "1 of 8 groups a step give a gradient at the end (reward 0.400: nearly no response is right).",
+        "At the end 1 of 8 groups a step have a gradient (reward 0.400: nearly no response is right).",
     ]
 
 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"signals": {"truncated_share": [0.0, 0.5]}}, "50% of the responses are cut off"),
+        ({"signals": {"truncated_share": [0.0, 0.5]}}, "At the end 50% of the responses are truncated"),
         ({"signals": {"sampled_entropy": [1.0, 0.05]}}, "The entropy collapsed: 1 to 0.05 nats"),
         ({"end": 0.3}, "RL lowered the accuracy: 0.400 to 0.300"),
         (
