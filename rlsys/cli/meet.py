@@ -82,7 +82,7 @@ async def _serve(
         keeper = asyncio.create_task(_keep_host(meeting, episode, variables))
         stop_task = asyncio.create_task(stop.wait())
         try:
-            await _wait_first(keeper, asyncio.create_task(meeting.hosted()))
+            await _wait_first(keeper, asyncio.create_task(meeting.wait_for_host()))
             async with meeting.listening(port) as base:
                 for name in policies:
                     print(f"rlsys: {name}: rollout.generator_params.url = {base}/{name}", flush=True)
@@ -106,7 +106,7 @@ async def _wait_first(keeper: asyncio.Task[None], other_task: asyncio.Task[Any])
 async def _keep_host(meeting: EpisodeServer, episode: str, variables: Sequence[str]) -> None:
     """Keep a process running from which episodes are forked; restart it when it dies."""
     while True:
-        async with open_host(episode, None, None, variables, meets=True) as host:
+        async with open_host(episode, None, None, variables, plays_episodes=True) as host:
             meeting.put_host(host)
             await host.host_exit.wait()
             log.warning("the process of the episodes has died; restarting it")

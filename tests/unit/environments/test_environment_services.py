@@ -66,7 +66,7 @@ def test_a_repeated_request_returns_the_same_response_without_another_step() -> 
     assert lease_table.open("a", TASK, 0) == lease_table.open("a", TASK, 0)
     first = lease_table.step("a", 0, Action("3"))
     assert lease_table.step("a", 0, Action("3")) is first
-    with pytest.raises(RequestRefused, match="turn 0 of lease a, expected turn 1") as refused:
+    with pytest.raises(RequestRefused, match="turn 0 of lease a: expected turn 1") as refused:
         lease_table.step("a", 0, Action("4"))
     assert refused.value.status == 409
     assert lease_table.step("a", 1, Action("7")).reward == 1.0
@@ -160,7 +160,7 @@ async def test_an_episode_that_repeatedly_kills_the_service_does_not_affect_othe
 async def test_an_environment_that_diverges_after_a_restart_fails(tmp_path: Path) -> None:
     async with running() as services:
         task = {**TASK, "kill_once": str(tmp_path / "killed"), "fickle": True}
-        with pytest.raises(EnvironmentFailed, match="responses after a restart differ"):
+        with pytest.raises(EnvironmentFailed, match="replay after a restart differs"):
             await played(services, task)
 
 
@@ -295,7 +295,7 @@ async def test_an_external_service_is_used_by_its_url_and_key(monkeypatch: pytes
             assert await played(services, TASK) == [1.0, 1.0, 1.0]
         monkeypatch.setenv("RLSYS_ENVIRONMENT_KEY", "another")
         async with running(connector=None, url=url) as services:
-            with pytest.raises(EnvironmentFailed, match="not the address and key"):
+            with pytest.raises(EnvironmentFailed, match="the address or the key is wrong"):
                 await played(services, TASK)
 
 

@@ -476,7 +476,7 @@ async def test_a_failing_or_unreachable_agent_service_censors_the_sample(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(remote, "AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(remote, "UNREACHABLE_SECONDS", 0.0)
     async with Service().listening() as url:
         with pytest.raises(ToolFailed, match="its service returned HTTP 500: no luck"):
             await made(config("", {"run": None, "url": url}), model=Model(["<python>no</python><eos>"]))
