@@ -232,7 +232,7 @@ async def test_wrong_keys_are_refused_and_invalid_requests_are_reported() -> Non
             await played(services, TASK)
     for params, words in (
         ({"connector": "gymnasum"}, "expected one of gymnasium"),
-        ({"connector": "gymnasium", "url": "http://x"}, "connector, url: expected one of them"),
+        ({"connector": "gymnasium", "url": "http://x"}, "expected exactly one of them"),
     ):
         with pytest.raises(ValueError, match=words):
             ServiceParams(**params)  # type: ignore[arg-type]
@@ -285,7 +285,7 @@ def ask(service: Service, path: str, body: dict[str, Any], key: str | None = Non
 async def test_an_external_service_is_used_by_its_url_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
     async with (
         running() as foreign_services,
-        foreign_services.of_agent() as environment,
+        foreign_services.agent_environment() as environment,
         Endpoint().listening() as endpoint,
     ):
         session = endpoint.open(environment.request)
@@ -301,7 +301,11 @@ async def test_an_external_service_is_used_by_its_url_and_key(monkeypatch: pytes
 
 @pytest.mark.gate
 async def test_an_agent_finds_the_environment_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running() as services, services.of_agent() as environment, Endpoint().listening() as endpoint:
+    async with (
+        running() as services,
+        services.agent_environment() as environment,
+        Endpoint().listening() as endpoint,
+    ):
         for name, value in endpoint.open(environment.request).environment().items():
             monkeypatch.setenv(name, value)
 
@@ -323,7 +327,7 @@ async def agents(services: Services, number: int) -> AsyncIterator[list[Session]
     """The addresses of so many agents of one run."""
     async with contextlib.AsyncExitStack() as stack:
         endpoint = await stack.enter_async_context(Endpoint().listening())
-        environments = [await stack.enter_async_context(services.of_agent()) for _ in range(number)]
+        environments = [await stack.enter_async_context(services.agent_environment()) for _ in range(number)]
         yield [endpoint.open(each.request) for each in environments]
 
 

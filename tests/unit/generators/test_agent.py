@@ -490,14 +490,14 @@ async def test_invalid_agent_settings_are_rejected() -> None:
     with pytest.raises(UserError, match="has no function 'nobody'"):
         await made(config("nobody"))
     for params, why in [
-        ({"run": None}, "expected one of them"),
-        ({"command": ["x"]}, "expected one of them"),
+        ({"run": None}, "expected exactly one of them"),
+        ({"command": ["x"]}, "expected exactly one of them"),
         ({"patients": 3}, "patients"),
         ({"run": None, "url": "ftp://x"}, "url"),
-        ({"run": None, "command": ["x"], "python": "y"}, "expected it only with `run`"),
+        ({"run": None, "command": ["x"], "python": "y"}, "expected `run`, which"),
         (
             {"run": None, "url": "http://x", "env": ["A"]},
-            "expected no env with `url`",
+            "expected no env, because",
         ),
     ]:
         with pytest.raises(UserError, match=why):

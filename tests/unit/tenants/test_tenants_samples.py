@@ -18,7 +18,7 @@ from rlsys.core.identity import ANONYMOUS
 from rlsys.engine.wire import DEFAULT_LIMITS, make_session
 from rlsys.tenants.ledger import Ledger
 from rlsys.tenants.requests import Sample
-from rlsys.tenants.sampler import Engine, body_of
+from rlsys.tenants.sampler import Engine, build_body
 from rlsys.tenants.service import Service, Tenant
 from rlsys.tenants.work import Work
 
@@ -149,7 +149,7 @@ def test_each_of_a_tenants_samples_has_a_seed_of_its_own() -> None:
 
     def seed(number: int, **params: Any) -> Any:
         sample = Sample.model_validate_json(sample_body([1], **params))
-        return body_of(sample, None, number)["sampling_params"].get("sampling_seed")
+        return build_body(sample, None, number)["sampling_params"].get("sampling_seed")
 
     seeds = [seed(number) for number in range(4)]
     assert all(isinstance(s, int) for s in seeds), seeds
