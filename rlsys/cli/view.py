@@ -106,7 +106,7 @@ def show_samples(args: argparse.Namespace) -> int:
     texts = RunTexts(args.run)
     if args.rows:
         rows = AnswerRows(texts.tokenizer.decode)
-        for row in rows.of(args.rows, texts.iterate(query, pattern, sys.maxsize)):
+        for row in rows.convert(args.rows, texts.iterate(query, pattern, sys.maxsize)):
             print(json.dumps(row))
         if rows.excluded:
             print(
@@ -192,7 +192,7 @@ def track(args: argparse.Namespace) -> int:
         raise UserError(
             f"{args.run}: run.trackers is empty; name one with --to, of {', '.join(sorted(PACKAGES))}"
         )
-    for name, lines in follow(args.run, names, until=None).items():
+    for name, lines in follow(args.run, names, end_descriptor=None).items():
         print(f"{name}: {lines} lines written")
     return 0
 

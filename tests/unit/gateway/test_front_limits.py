@@ -132,7 +132,7 @@ async def test_a_duplicate_engine_url_is_rejected() -> None:
         ("--queue -1", "--queue -1: expected 0 or more"),
         ("--vocab-size 0", "--vocab-size 0: expected 1 or more"),
         ("--engine localhost:1", "engine URL 'localhost:1': expected http://HOST:PORT"),
-        (f"--host {'a' * 70}.x --token-file TOKEN", "not a host name or address"),
+        (f"--host {'a' * 70}.x --token-file TOKEN", "expected a host name or address"),
     ],
 )
 def test_the_command_rejects_invalid_options(
