@@ -43,8 +43,10 @@ FIELD, EPISODE = "rollout.generator_params.run", "episode"
 """Names of the function in errors: the config field of an agent, the argument of `rlsys meet` for episodes."""
 REWARD_URL, REWARD_KEY = "RLSYS_REWARD_URL", "OPENAI_API_KEY"
 """Environment variables with the URL and the key to which an agent reports its reward."""
-SAMPLE, EVALUATION_STEP = "RLSYS_SAMPLE_ID", "RLSYS_EVALUATION_STEP"
-"""Environment variables: the id of a training sample; the number of train steps at the sample's evaluation."""
+SAMPLE = "RLSYS_SAMPLE_ID"
+"""Environment variable of the agent of a training sample: the id of the sample."""
+EVALUATION_STEP = "RLSYS_EVALUATION_STEP"
+"""Environment variable of the agent of an evaluation in a run: the number of train steps in the weights."""
 LENGTH = struct.Struct("<I")
 """Format of the length before each message."""
 MAX_ERROR_CHARACTERS = 4000

@@ -182,7 +182,7 @@ class PolicyEndpoint:
                 while not self._ready.is_set():
                     await self._ready.wait()
         except TimeoutError:
-            self.close(f"its run did not send the sample again within {self.wait:g} s")
+            self.close(f"the run did not send the sample again within {self.wait:g} s")
         if self.closed or self.arrival is None:
             raise PolicyGone(f"the response of {self.policy} has ended: {self.closed}")
         return self.arrival

@@ -65,11 +65,11 @@ class AgentService:
                 error = None
                 if answer.status != 200:
                     message = " ".join(text.split())[:MAX_MESSAGE_CHARACTERS]
-                    error = f"its service returned HTTP {answer.status}: {message}"
+                    error = f"the agent's service returned HTTP {answer.status}: {message}"
                 end = AgentExit(error)
         except (aiohttp.ClientError, OSError) as e:
             await asyncio.sleep(PAUSE_SECONDS)
-            end = AgentExit(None, f"because its service at {self._url} does not respond: {type(e).__name__}")
+            end = AgentExit(None, f"because the service at {self._url} does not respond: {type(e).__name__}")
         if not exit_future.done():
             exit_future.set_result(end)
 

@@ -158,12 +158,12 @@ class RemoteEpisode:
                 return answer
             if deaths == DEATHS:
                 raise EnvironmentFailed(
-                    f"it died {DEATHS} times at turn {len(self._history)}, the last time with {reason}"
+                    f"the service died {DEATHS} times at turn {len(self._history)}, the last time with {reason}"
                 )
             # A random pause separates this episode from one whose requests kill the service.
             time.sleep(random.uniform(0, deaths))
         raise EnvironmentFailed(
-            f"its lease was lost {MAX_LOSSES} times at turn {len(self._history)}, the last time with {reason}"
+            f"the lease was lost {MAX_LOSSES} times at turn {len(self._history)}, the last time with {reason}"
         )
 
     def _replay(self) -> None:
@@ -175,11 +175,11 @@ class RemoteEpisode:
         self.restarts += 1
         opened = self._open()
         if (opened.get("messages", []), opened.get("tools", [])) != (self.messages, self.tools):
-            raise EnvironmentFailed("its replay after a restart differs: other first messages or tools")
+            raise EnvironmentFailed("the replay after a restart differs: other first messages or tools")
         for number, (action, answer) in enumerate(self._history):
             if self._step(number, action) != answer:
                 raise EnvironmentFailed(
-                    f"its replay after a restart differs: another result of turn {number}"
+                    f"the replay after a restart differs: another result of turn {number}"
                 )
 
     def _request(self, path: str, body: Answer) -> Answer:
@@ -215,7 +215,9 @@ class RemoteEpisode:
                 if status == 404 and path == "/step":
                     raise _LeaseLost(reason, resets > 0)
                 if status != 503 or time.monotonic() >= end:
-                    raise EnvironmentFailed(reason or f"its response has the status {status}")
+                    raise EnvironmentFailed(
+                        reason or f"the service responded with status {status}; expected 200"
+                    )
                 retry_after = answer.get("wait", 0)
                 wait = max(pause, retry_after) if isinstance(retry_after, int | float) else pause
             time.sleep(min(wait, max(0.0, end - time.monotonic())))
@@ -258,7 +260,7 @@ class RemoteEpisode:
             response = connection.getresponse()
             if response.length is None or response.length > MAX_ANSWER_BYTES:
                 raise EnvironmentFailed(
-                    f"its response has Content-Length {response.length}; expected at most {MAX_ANSWER_BYTES} bytes"
+                    f"the response has Content-Length {response.length}; expected at most {MAX_ANSWER_BYTES} bytes"
                 )
             raw = response.read()  # all bytes, or an error
         except http.client.HTTPException as e:
@@ -268,9 +270,11 @@ class RemoteEpisode:
         try:
             answer = json.loads(raw or b"{}")
         except (ValueError, RecursionError):
-            raise EnvironmentFailed(f"its response is not JSON: {raw[:80]!r}") from None
+            raise EnvironmentFailed(
+                f"the response {raw[:80]!r} is not JSON; expected a JSON object"
+            ) from None
         if not isinstance(answer, dict):
-            raise EnvironmentFailed(f"its response is not a JSON object: {raw[:80]!r}")
+            raise EnvironmentFailed(f"the response {raw[:80]!r} is not a JSON object")
         return response.status, answer
 
     def _connection(self, timeout: float) -> http.client.HTTPConnection:

@@ -161,7 +161,7 @@ class AgentEnvironment:
             async with post as answer:
                 return answer.status, await read_bounded(answer, environment_client.MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, OSError) as e:
-            raise ConnectionError(f"{type(e).__name__}: {e}") from None
+            raise ConnectionError(f"{self._service.address}/{call}: {type(e).__name__}: {e}") from None
 
 
 def _refusal(status: int, reason: str) -> tuple[int, bytes]:
@@ -265,7 +265,11 @@ class Service:
                 line = await process.stdout.readline()
         except TimeoutError:
             raise UserError(f"the environment {name} did not start within {START_SECONDS:g} s") from None
-        status = json.loads(line) if line.strip() else {"error": "its process exited; see its log"}
+        status = (
+            json.loads(line)
+            if line.strip()
+            else {"error": "the process exited before it was ready; see the log"}
+        )
         if "error" in status:
             raise UserError(f"the environment {name}: {status['error']}")
 

@@ -125,11 +125,13 @@ class Latr(TreeGenerator):
             tops = tree.tops(branch.sample, step)
             if len(tops) < 2:
                 continue
-            (first, _), (second, token) = tops[:2]
-            if exp(second) > self._p.second and exp(first) - exp(second) < self._p.max_gap:
-                forked = Branch(tree.fork(branch.sample, step, Forced(token, second)), step, branch)
-                branch.children.append(forked)
-                branches.append(forked)
+            (first_logp, _), (second_logp, second_id) = tops[:2]
+            gap = exp(first_logp) - exp(second_logp)
+            if exp(second_logp) > self._p.second and gap < self._p.max_gap:
+                sample = tree.fork(branch.sample, step, Forced(second_id, second_logp))
+                new_branch = Branch(sample, step, branch)
+                branch.children.append(new_branch)
+                branches.append(new_branch)
                 self.counts["tree_forks"] += 1
 
     def _prune(self, tree: Tree, branches: list[Branch], step: int) -> None:

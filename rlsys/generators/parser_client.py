@@ -110,14 +110,14 @@ class TurnReader:
             async with self._workers.acquire() as worker, asyncio.timeout(READ_SECONDS):
                 result = await worker.call(message)
         except PoolProcessError as e:
-            log.warning("SGLang's parser failed; its turn is used as plain text: %s", e)
+            log.warning("SGLang's parser failed; the turn is used as plain text: %s", e)
             return Turn(text)
         except TimeoutError:
             raise ToolFailed(f"SGLang's parser did not respond within {READ_SECONDS:g} s") from None
         calls = tuple(Call(**call) for call in result["calls"])
         if not calls and (dropped := _dropped_text(text, result["text"], result["reasoning"])) is not None:
             log.warning(
-                "SGLang's parser dropped a malformed call; its turn is used as plain text: %.200s", dropped
+                "SGLang's parser dropped a malformed call; the turn is used as plain text: %.200s", dropped
             )
             return Turn(dropped, result["reasoning"])
         return Turn(result["text"], result["reasoning"], calls)

@@ -328,7 +328,7 @@ class Conversation:
         if not isinstance(result, SlimeSample):
             raise _unsupported(f"the function returned a {type(result).__name__}; expected its sample")
         if result.status in (SlimeSample.Status.ABORTED, SlimeSample.Status.FAILED):
-            raise ToolFailed(f"the function failed: its sample has status {result.status.value}")
+            raise ToolFailed(f"the function failed: it returned sample.status = {result.status.value}")
         if result.reward is not None:
             raise _unsupported(
                 "the function sets sample.reward; expected None, and a reward function in data.reward"

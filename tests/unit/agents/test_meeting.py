@@ -219,7 +219,7 @@ async def test_a_permanently_lost_sample_is_reported_to_the_episode(tmp_path: Pa
         await killed(Run("first", base, Model(["no<eos>"] * 9)), row, 7)
         assert reward(await partner) == 1
     assert noted(tmp_path) == [
-        "410 the response of first has ended: its run did not send the sample again within 0.2 s"
+        "410 the response of first has ended: the run did not send the sample again within 0.2 s"
     ]
 
 

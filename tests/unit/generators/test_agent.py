@@ -478,10 +478,10 @@ async def test_a_failing_or_unreachable_agent_service_censors_the_sample(
     monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(remote, "UNREACHABLE_SECONDS", 0.0)
     async with Service().listening() as url:
-        with pytest.raises(ToolFailed, match="its service returned HTTP 500: no luck"):
+        with pytest.raises(ToolFailed, match="the agent's service returned HTTP 500: no luck"):
             await made(config("", {"run": None, "url": url}), model=Model(["<python>no</python><eos>"]))
     with pytest.raises(
-        ToolFailed, match=r"killed 3 times, the last time because its service at .* does not respond: Client"
+        ToolFailed, match=r"killed 3 times, the last time because the service at .* does not respond: Client"
     ):
         await made(config("", {"run": None, "url": url}))
 

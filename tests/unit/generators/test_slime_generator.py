@@ -306,5 +306,5 @@ async def test_a_sample_that_it_gives_up_is_censored(
 ) -> None:
     body = mistake(set_field("status", status))
     monkeypatch.setattr("rlsys.generators.generator.find_generator", lambda name: body)
-    with pytest.raises(ToolFailed, match=f"the function failed: its sample has status {status.value}"):
+    with pytest.raises(ToolFailed, match=f"the function failed: it returned sample.status = {status.value}"):
         await build_generator(config(stop=["</python>"]), TOKENIZER, Model([SAID[0]]))(fresh(), prompt())
