@@ -168,7 +168,12 @@ class EpisodeServer:
 
     # Samples
 
-    async def _arrive(self, request: web.Request) -> web.StreamResponse:
+    async def _check_arrival(self, request: web.Request) -> None:
+        """Check that a run of this user sends a sample, and that the server can play another episode.
+
+        Raises:
+            Refusal: the request is not allowed, or there are too many episodes.
+        """
         policy = request.match_info["policy"]
         if policy not in self._policies:
             raise Refusal(404, f"policy {policy}: expected one of {', '.join(self._policies)}")
@@ -179,6 +184,11 @@ class EpisodeServer:
             raise Refusal(
                 503, f"the server has {len(self._episodes)} episodes; expected fewer than {MAX_EPISODES}"
             )
+
+    async def _arrive(self, request: web.Request) -> web.StreamResponse:
+        """Add a sample to its episode, and respond when the sample's reward is reported, or the sample must leave."""
+        await self._check_arrival(request)
+        policy = request.match_info["policy"]
         arrival = _read_arrival(policy, await read_json(request, strict=False))
         episode = self._episode(arrival)
         endpoint = episode.endpoints[policy]
@@ -258,7 +268,10 @@ class EpisodeServer:
     # Episodes
 
     async def _play(self, episode: Episode) -> None:
-        """Run the user's function, and report its result to the samples. If it is killed, let the runs send again."""
+        """Run the user's function, and report its result to the samples.
+
+        If the function is killed, the connections of the samples are closed, so that the runs send them again.
+        """
         host = await asyncio.shield(self._host)
         policies = {
             p: {"base_url": f"{self._base}/seat/{s.name}/v1", "api_key": s.key}

@@ -96,9 +96,7 @@ class ReplayedTurns:
             except BadRequest as e:
                 raise ToolFailed(f"{prompt.location or f'prompt {prompt.index}'}: {e}") from None
             sequence.last_turn = len(rewards) + 1
-            ids = sequence.response_ids[start:end].tolist()
-            last = self._rendering.text(ids[-1:]) if ids[-1] in self._ends.ids else ""
-            text = self._rendering.text(ids).removesuffix(last)
+            text, last = self._turn_text(sequence.response_ids[start:end].tolist())
             score = self._match_score(text, action)
             rewards.append(TurnReward(score / len(steps), score >= 1))
             if score >= 1:
@@ -110,6 +108,11 @@ class ReplayedTurns:
                 turns = None
                 history += [question, {"role": "assistant", "content": action}]
         sample.status = Status.FINISHED
+
+    def _turn_text(self, ids: list[int]) -> tuple[str, str]:
+        """Return the text of a turn, and the text of the token that ended it."""
+        end_text = self._rendering.text(ids[-1:]) if ids[-1] in self._ends.ids else ""
+        return self._rendering.text(ids).removesuffix(end_text), end_text
 
     def _sequence(
         self, sample: Sample, number: int, messages: list[dict[str, Any]], prompt: Prompt

@@ -50,7 +50,15 @@ def environment(config: Config) -> Score:
             f"{config.data.source!r}: expected rollout.generator = environment or replayed, or data.source = "
             "environment"
         )
-    verifiers_environment = load_environment(config.data.params)
+    return _rubric_score(config, load_environment(config.data.params))
+
+
+def _rubric_score(config: Config, verifiers_environment: Any) -> Score:
+    """Return the weighted sum of the functions of a verifiers environment's rubric, with the values as metrics.
+
+    Raises:
+        UserError: the environment has no rubric with functions.
+    """
     rubric = getattr(verifiers_environment, "rubric", None)
     functions = _first(rubric, "funcs", "reward_funcs")
     weights = _first(rubric, "weights", "reward_weights") or [1.0] * len(functions)

@@ -73,12 +73,7 @@ def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Scor
 
     tokenizer = Tokenizer.of(config)
     if isinstance(schema, str):
-        try:
-            schema = json.loads(Path(schema).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
-            raise UserError(
-                f"data.reward: json_schema: schema = {schema!r}: cannot read the file: {e}"
-            ) from None
+        schema = _read_schema(schema)
     if schema is not None:
         try:
             jsonschema.validators.validator_for(schema).check_schema(schema)
@@ -92,11 +87,8 @@ def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Scor
         if row_schema is None:
             row_schema = prompt.entry[key]
             row_schema = json.loads(row_schema) if isinstance(row_schema, str) else row_schema
-        plain = tokenizer.without_special(response)
-        blocks = _FENCED.findall(plain)
-        json_text = blocks[-1] if blocks else final_answer(response)
         try:
-            value = json.loads(json_text if json_text is not None else plain.rpartition("</think>")[2])
+            value = json.loads(_json_text(response, tokenizer.without_special(response)))
         except ValueError:
             return 0.0
         try:
@@ -112,6 +104,27 @@ def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Scor
             ) from None
 
     return score
+
+
+def _read_schema(file: str) -> Any:
+    """Read the JSON of a file.
+
+    Raises:
+        UserError: the file cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise UserError(f"data.reward: json_schema: schema = {file!r}: cannot read the file: {e}") from None
+
+
+def _json_text(response: Response, plain: str) -> str:
+    """Return the part of a response that must be JSON (json_schema). `plain`: its text without special tokens."""
+    blocks = _FENCED.findall(plain)
+    if blocks:
+        return str(blocks[-1])
+    answer = final_answer(response)
+    return plain.rpartition("</think>")[2] if answer is None else answer
 
 
 def length(config: Config, limit: int | None = None, buffer: int | None = None) -> Score:
