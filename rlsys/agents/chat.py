@@ -76,7 +76,13 @@ def to_json(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choice(answer: Answer, index: int = 0, logprobs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return an answer as one of the `choices` of a completion."""
+    """Return an answer as one of the `choices` of a completion.
+
+    Args:
+        answer: the answer.
+        index: index in `choices`.
+        logprobs: log-probs in the API's format; None: not requested.
+    """
     content = answer.content or (None if answer.calls else "")
     message = {**answer.message, "content": content, "refusal": None}
     if answer.reasoning:

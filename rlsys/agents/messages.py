@@ -16,7 +16,7 @@ from rlsys.engine_requests import ALIASES, ANY_ENGINE, RefusedPrompt, check_stop
 from rlsys.engine_requests import SAMPLING as ENGINE_SAMPLING
 
 Message = Mapping[str, Any]
-"""{"role", "content": text}; for the role assistant also "tool_calls", for tool also "tool_call_id"."""
+"""A chat message: "role" and "content", for the role assistant also "tool_calls", for tool also "tool_call_id"."""
 
 
 class BadRequest(Exception):

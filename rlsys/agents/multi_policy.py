@@ -55,7 +55,7 @@ from rlsys.http_server.server import (
 log = logging.getLogger("rlsys.meeting")
 
 EpisodeKey = tuple[str, int, str]
-"""(digest of the row, seed, evaluation or empty): equal for the samples of an episode."""
+"""Digest of the row, seed, and key of the evaluation (empty in training). Samples with equal keys join an episode."""
 MAX_EPISODES = 2**14
 """Largest number of waiting, running and recently ended episodes."""
 KEPT_EVALUATIONS = 3

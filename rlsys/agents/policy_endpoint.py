@@ -20,7 +20,7 @@ import aiohttp
 from rlsys.http_server.clients import read_bounded
 
 _TRUNCATED = re.compile(rb'"(finish|stop)_reason": "(length|max_tokens)"|"status": "incomplete"')
-"""Pattern of a truncated answer in any API. In a text its quotes would be escaped."""
+"""Pattern of a truncated answer of any API. It matches no generated text, in which quotes are escaped."""
 MAX_ANSWER_BYTES = 64 * 2**20
 """Largest size of a run's answer, in bytes."""
 _ENDED_STATUSES = (401, 410)

@@ -205,7 +205,7 @@ JUDGES: dict[str, Callable[[Config, Judge], Judge]] = {"engines": engines, "chai
 
 
 def find_judge(name: str) -> Callable[[Config, Judge], Judge]:
-    """Return the factory of a judge.
+    """Return the factory of the judge that `data.judge` names.
 
     Raises:
         UserError: the name is unknown.
