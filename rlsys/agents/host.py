@@ -76,11 +76,11 @@ class Host:
 
     def run(self) -> None:
         """Handle requests until the channel ends."""
-        first = self._read()
-        if first is None:
+        first_message = self._read()
+        if first_message is None:
             return
         try:
-            launch = _load_program(first)
+            launch = _load_program(first_message)
         except UserError as e:
             self._write({"error": str(e)})
             return
@@ -184,16 +184,16 @@ class Host:
             self._channel.sendall(LENGTH.pack(len(data)) + data)
 
 
-def _load_program(first: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+def _load_program(first_message: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
     """Import the agents' function. Return a function that runs the agent of a task in the calling process.
 
     Args:
-        first: first message of the client, with `run` or `command`.
+        first_message: first message of the client, with `run` or `command`.
 
     Raises:
         UserError: the user's function does not exist.
     """
-    if command := first.get("command"):
+    if command := first_message.get("command"):
 
         def execute(task: dict[str, Any]) -> None:
             """Replace this process by the command, with the task as JSON on its standard input."""
@@ -204,8 +204,8 @@ def _load_program(first: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
             os.execvpe(command[0], command, os.environ)
 
         return execute
-    plays_episodes = "episodes" in first
-    function = resolve(EPISODE if plays_episodes else FIELD, first["run"], {})
+    plays_episodes = "episodes" in first_message
+    function = resolve(EPISODE if plays_episodes else FIELD, first_message["run"], {})
 
     def call(task: dict[str, Any]) -> None:
         arguments = (task["row"], task["policies"]) if plays_episodes else (task,)

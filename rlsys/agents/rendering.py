@@ -61,26 +61,26 @@ class Rendering:
         return self._tokenizer.encode(text)
 
     def continuation(
-        self, new: Sequence[Message], tools: Sequence[Mapping[str, Any]], last: str
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], end_text: str
     ) -> list[int]:
         """Return the token ids that follow a turn of the model: the new messages, and the header of the next turn.
 
         Args:
-            new: messages after the turn.
+            messages: messages after the turn.
             tools: schemas of the tools.
-            last: text of the token that ended the turn, which is not repeated; empty if the turn was truncated.
+            end_text: text of the token that ended the turn, which is not repeated; empty if the turn was truncated.
 
         Raises:
             BadRequest: the template refuses the messages.
         """
         marked_turn = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _TURN}]
-        _, turn, following = self._render([*marked_turn, *new], tools).partition(_TURN)
+        _, turn, following = self._render([*marked_turn, *messages], tools).partition(_TURN)
         if not turn:
             raise BadRequest(
                 f"the chat template of {self._tokenizer.path} does not render messages of the assistant",
                 "messages",
             )
-        return self._tokenizer.encode(following.removeprefix(last))
+        return self._tokenizer.encode(following.removeprefix(end_text))
 
     def _render(
         self,

@@ -80,9 +80,9 @@ class RemoteEpisode:
         self._history: list[tuple[Answer, Answer]] = []
         self.restarts = 0
         self.cancelled = False
-        opened = self._retry_after_losses(self._open)
-        self.messages: list[dict[str, Any]] = opened.get("messages", [])
-        self.tools: list[dict[str, Any]] = opened.get("tools", [])
+        opening = self._retry_after_losses(self._open)
+        self.messages: list[dict[str, Any]] = opening.get("messages", [])
+        self.tools: list[dict[str, Any]] = opening.get("tools", [])
 
     @classmethod
     def for_agent(cls, task: Mapping[str, Any], seed: int | None = None) -> RemoteEpisode:
@@ -133,9 +133,9 @@ class RemoteEpisode:
 
     def _open(self) -> Answer:
         lease = uuid.uuid4().hex
-        opened = self._request("/open", {"lease": lease, "task": self._task, "seed": self._seed})
+        opening = self._request("/open", {"lease": lease, "task": self._task, "seed": self._seed})
         self._lease = lease
-        return opened
+        return opening
 
     def _step(self, number: int, action: Answer) -> Answer:
         return self._request("/step", {"lease": self._lease, "number": number, "action": action})
@@ -173,8 +173,8 @@ class RemoteEpisode:
             EnvironmentFailed: a result differs from that before the loss.
         """
         self.restarts += 1
-        opened = self._open()
-        if (opened.get("messages", []), opened.get("tools", [])) != (self.messages, self.tools):
+        opening = self._open()
+        if (opening.get("messages", []), opening.get("tools", [])) != (self.messages, self.tools):
             raise EnvironmentFailed("the replay after a restart differs: other first messages or tools")
         for number, (action, answer) in enumerate(self._history):
             if self._step(number, action) != answer:

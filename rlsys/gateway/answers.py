@@ -53,11 +53,11 @@ class Answer:
     def _advance(self, index: int, *, final: bool) -> tuple[str, slice]:
         """Return the new text of a response, and the positions of its new tokens."""
         generation, text = self._generations[index], self._texts[index]
-        new = slice(self._sent_tokens[index], len(generation.ids))
-        self._sent_tokens[index] = new.stop
+        positions = slice(self._sent_tokens[index], len(generation.ids))
+        self._sent_tokens[index] = positions.stop
         if final:
-            return text.conclude(generation.ids, at_stop=generation.is_stopped), new
-        return text.advance(generation.ids), new
+            return text.conclude(generation.ids, at_stop=generation.is_stopped), positions
+        return text.advance(generation.ids), positions
 
     def _text(self, index: int) -> str:
         """Return the text of a complete response."""
@@ -84,11 +84,11 @@ class GenerateAnswer(Answer):
     """Answer of SGLang's /generate."""
 
     async def events(self, index: int, *, final: bool) -> AsyncIterator[Json]:
-        text, new = self._advance(index, final=final)
-        if new.stop > new.start or final:
+        text, positions = self._advance(index, final=final)
+        if positions.stop > positions.start or final:
             if not self._model.incremental:
-                text, new = self._texts[index].sent_text, slice(0, new.stop)
-            yield self._response(index, text, new, final=final)
+                text, positions = self._texts[index].sent_text, slice(0, positions.stop)
+            yield self._response(index, text, positions, final=final)
 
     async def result(self) -> Json | list[Json]:
         results = [
@@ -148,9 +148,9 @@ class CompletionAnswer(Answer):
     """Answer of OpenAI's completions."""
 
     async def events(self, index: int, *, final: bool) -> AsyncIterator[Json]:
-        text, new = self._advance(index, final=final)
-        if text or final or (new.stop > new.start and self._generations[index].request.logprobs):
-            yield {**self._head, "choices": [self._choice(index, text, new, final=final)]}
+        text, positions = self._advance(index, final=final)
+        if text or final or (positions.stop > positions.start and self._generations[index].request.logprobs):
+            yield {**self._head, "choices": [self._choice(index, text, positions, final=final)]}
 
     def closing(self) -> Iterator[Json]:
         if self._includes_usage:
@@ -212,8 +212,8 @@ class ChatAnswer(Answer):
             yield self._chunk(index, chat.OPENING)
         if self._reader is not None and not final:
             return
-        text, new = self._advance(index, final=final)
-        logprobs = self._logprobs(index, new)
+        text, positions = self._advance(index, final=final)
+        logprobs = self._logprobs(index, positions)
         if self._reader is None:
             if text or logprobs:
                 yield self._chunk(index, {"content": text}, logprobs=logprobs)

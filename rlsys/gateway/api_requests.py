@@ -286,14 +286,14 @@ def _value_of_prompt(body: Mapping[str, Any], name: str, number: int) -> Any:
     return value[number] if isinstance(value, list) else value
 
 
-def _seeds(first: int | None) -> Iterator[int]:
-    """Yield a seed for each response: `first` and the following integers, or random numbers if `first` is None.
+def _seeds(seed: int | None) -> Iterator[int]:
+    """Yield a seed for each response: `seed` and the following integers, or random numbers if `seed` is None.
 
     The seeds differ, because a deterministic engine generates equal responses from equal seeds.
     """
-    if first is None:
+    if seed is None:
         while True:
             yield random.getrandbits(_SEED_BITS)
     while True:
-        yield first
-        first = first + 1 if first < _LARGEST_SEED else -_LARGEST_SEED
+        yield seed
+        seed = seed + 1 if seed < _LARGEST_SEED else -_LARGEST_SEED

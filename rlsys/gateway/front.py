@@ -273,8 +273,10 @@ class Front:
         version = body.get("weight_version")
         if version is not None and not _is_version(version):
             raise UserError(f"weight_version = {short(version)}: expected a whole number below 2**63")
-        new = await self._fleet.update(_text(body, "model_path"), None if version is None else int(version))
-        return web.json_response({"success": True, "weight_version": new})
+        new_version = await self._fleet.update(
+            _text(body, "model_path"), None if version is None else int(version)
+        )
+        return web.json_response({"success": True, "weight_version": new_version})
 
 
 def _is_version(value: Any) -> bool:

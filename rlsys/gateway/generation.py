@@ -46,8 +46,8 @@ class DeathHistory:
 
     def count(self, identity: bytes) -> int:
         """Return the number of deaths during a request; 0 if the last one is SUSPECT_SECONDS ago."""
-        deaths, last = self._deaths.get(identity, (set(), 0.0))
-        return len(deaths) if self._clock() - last < SUSPECT_SECONDS else 0
+        deaths, last_time = self._deaths.get(identity, (set(), 0.0))
+        return len(deaths) if self._clock() - last_time < SUSPECT_SECONDS else 0
 
     def record(self, identity: bytes, url: str, death: int) -> None:
         """Record a death of the engine at `url` during a request. `death`: the engine's number of deaths."""

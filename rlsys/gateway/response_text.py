@@ -54,9 +54,9 @@ class ResponseText:
         return self._send(self.final(ids, at_stop=at_stop))
 
     def _send(self, text: str) -> str:
-        new = text[len(self.sent_text) :]
-        self.sent_text += new
-        return new
+        new_text = text[len(self.sent_text) :]
+        self.sent_text += new_text
+        return new_text
 
     def stop_position(self, text: str) -> int | None:
         """Return the position of the first stop text in `text`; None if it contains none."""

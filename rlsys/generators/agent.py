@@ -255,8 +255,10 @@ class AgentGenerator:
         """
         p = self._params
         try:
-            opened = open_host(p.run, p.python, p.command, p.env) if p.url is None else open_service(p.url)
-            async with Endpoint().listening() as endpoint, opened as host:
+            host_context = (
+                open_host(p.run, p.python, p.command, p.env) if p.url is None else open_service(p.url)
+            )
+            async with Endpoint().listening() as endpoint, host_context as host:
                 servers.set_result((endpoint, host))
                 await host.host_exit.wait()
                 log.warning("the process that runs the agents has died; restarting it")

@@ -55,12 +55,12 @@ def evaluate(code: str) -> str:
             return f"error: {forbidden} is not allowed"
         if not tree.body:
             return "error: there is nothing to compute"
-        last = tree.body.pop()
+        last_statement = tree.body.pop()
         names = {"__builtins__": {}, **FUNCTIONS}
         exec(compile(tree, "calculator", "exec"), names)
-        if not isinstance(last, ast.Expr):
+        if not isinstance(last_statement, ast.Expr):
             return "error: the last line has no value"
-        return str(eval(compile(ast.Expression(last.value), "calculator", "eval"), names))
+        return str(eval(compile(ast.Expression(last_statement.value), "calculator", "eval"), names))
     except Exception as e:  # noqa: BLE001  (whatever the code raises is its result)
         return f"error: {type(e).__name__}"
 

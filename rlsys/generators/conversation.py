@@ -47,7 +47,7 @@ class Thread:
         turns: delivers the turns of the sequence.
         history: all messages, including the last answer.
         tools: schemas of the tools.
-        last: text of the token that ended the last turn; empty: the turn was truncated.
+        end_text: text of the token that ended the last turn; empty: the turn was truncated.
         busy: whether a turn is being generated.
     """
 
@@ -55,7 +55,7 @@ class Thread:
         self.sequence, self.turns = sequence, turns
         self.history: list[Message] = []
         self.tools: Sequence[Mapping[str, Any]] = ()
-        self.last = ""
+        self.end_text = ""
         self.busy = False
 
     def new_messages(self, request: TurnRequest) -> Sequence[Message] | None:
@@ -240,11 +240,13 @@ class Conversation:
     async def _answer(self, request: TurnRequest) -> Answer:
         """Return the model's turn for a request, in the longest conversation that the request continues."""
         continuations = [
-            (thread, new) for thread in self._threads if (new := thread.new_messages(request)) is not None
+            (thread, messages)
+            for thread in self._threads
+            if (messages := thread.new_messages(request)) is not None
         ]
         if continuations:
-            thread, new = max(continuations, key=lambda item: len(item[0].history))
-            return await self._turn(thread, request, new)
+            thread, messages = max(continuations, key=lambda item: len(item[0].history))
+            return await self._turn(thread, request, messages)
         thread = self._open_thread(request)
         try:
             return await self._turn(thread, request, ())
@@ -283,13 +285,13 @@ class Conversation:
         message_count, number = max(shared, default=(0, 0))
         return number if any(m["role"] != "system" for m in request.messages[:message_count]) else None
 
-    async def _turn(self, thread: Thread, request: TurnRequest, new: Sequence[Message]) -> Answer:
+    async def _turn(self, thread: Thread, request: TurnRequest, messages: Sequence[Message]) -> Answer:
         """Generate the next turn of a conversation.
 
         Args:
             thread: the conversation.
             request: the request.
-            new: messages since the last turn.
+            messages: messages since the last turn.
 
         Raises:
             BudgetExhausted: the response has reached its limit of tokens.
@@ -299,13 +301,15 @@ class Conversation:
         thread.busy = True
         self._counts["agent_side_calls"] += s.aside
         try:
-            if new:
-                turns.observe(self._rendering.continuation(new, thread.tools, thread.last))
+            if messages:
+                turns.observe(self._rendering.continuation(messages, thread.tools, thread.end_text))
             start, end = await turns.turn(request.max_tokens, request.stop)
             ids = s.response_ids[start:end].tolist()
             preceding_ids = [*s.prompt_ids, *s.response_ids[:start]]
             name = f"{s.sample_id}-{start}" if not s.sequence else f"{s.sample_id}-{s.sequence}-{start}"
-            answer, thread.last = await self._render_answer(name, preceding_ids, ids, turns.finish, request)
+            answer, thread.end_text = await self._render_answer(
+                name, preceding_ids, ids, turns.finish, request
+            )
         except BudgetExhausted:
             if s.aside:
                 raise BadRequest(LIMIT_REACHED) from None
@@ -337,8 +341,8 @@ class Conversation:
         Returns:
             The answer, and the text of the token that ended the turn (empty if it was truncated).
         """
-        last = self._rendering.text(ids[-1:]) if finish == "stop" and ids[-1] in self._ends.ids else ""
-        text = self._rendering.text(ids).removesuffix(last)
+        end_text = self._rendering.text(ids[-1:]) if finish == "stop" and ids[-1] in self._ends.ids else ""
+        text = self._rendering.text(ids).removesuffix(end_text)
         if finish == "stop":
             text = min((text.partition(s)[0] for s in request.stop), key=len, default=text)
         turn = Turn(text)
@@ -348,7 +352,7 @@ class Conversation:
         finish_reason = "tool_calls" if calls and finish == "stop" else finish
         return Answer(
             name, turn.text, turn.reasoning, calls, finish_reason, len(preceding_ids), len(ids)
-        ), last
+        ), end_text
 
     def conclude(self, *, full: bool) -> None:
         """Set the final status of the sample.

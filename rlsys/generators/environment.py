@@ -156,13 +156,13 @@ class EnvironmentGenerator:
                 start, end = await turns.turn()
                 if turns.finish == "length":
                     raise BudgetExhausted
-                text, calls, last = await self._read_turn(tools, sample, start, end)
+                text, calls, end_text = await self._read_turn(tools, sample, start, end)
                 step = read_step(await episode.step(text, calls), len(rewards))
                 rewards.append(TurnReward(step.reward))
                 if step.done or len(rewards) >= self._params.max_turns:
                     sample.turn_rewards, sample.status = rewards, Status.FINISHED
                     return
-                turns.observe(self._rendering.continuation(step.messages, tools, last))
+                turns.observe(self._rendering.continuation(step.messages, tools, end_text))
             except BudgetExhausted:
                 turn_count = len(sample.observed) + (not sample.observed_last)
                 rewards += [TurnReward(0.0)] * (turn_count - len(rewards))  # a truncated turn has no step
@@ -178,17 +178,17 @@ class EnvironmentGenerator:
             Text of the turn, its tool calls, and the text of the token that ended it (empty if truncated).
         """
         ids = sample.response_ids[start:end].tolist()
-        last = self._rendering.text(ids[-1:]) if ids[-1] in self._ends.ids else ""
-        text = self._rendering.text(ids).removesuffix(last)
+        end_text = self._rendering.text(ids[-1:]) if ids[-1] in self._ends.ids else ""
+        text = self._rendering.text(ids).removesuffix(end_text)
         if self._reader is None:
-            return text, [], last
+            return text, [], end_text
         preceding_ids = [*sample.prompt_ids, *sample.response_ids[:start]][-TAIL_IDS:]
         turn = await self._reader(text, self._rendering.text(preceding_ids), tools)
         calls = [
             {"id": f"call_{start}_{i}", "name": c.name, "arguments": c.arguments}
             for i, c in enumerate(turn.calls)
         ]
-        return turn.text, calls, last
+        return turn.text, calls, end_text
 
     async def close(self) -> None:
         """Stop the environments and the parser."""

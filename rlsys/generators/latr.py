@@ -153,19 +153,19 @@ class Latr(TreeGenerator):
     def _repeats(self, branch: Branch, step: int) -> bool:
         """Return whether a branch repeats its parent up to token `step`, by a common suffix or ROUGE-L."""
         assert branch.parent is not None
-        new = list(branch.sample.response_ids[branch.birth : step + 1])
-        old = list(branch.parent.sample.response_ids[branch.birth : step + 1])
+        ids = list(branch.sample.response_ids[branch.birth : step + 1])
+        parent_ids = list(branch.parent.sample.response_ids[branch.birth : step + 1])
         if (
-            len(new) != len(old)
-            or self._ends.is_ended(new)
-            or self._ends.is_ended(old)
+            len(ids) != len(parent_ids)
+            or self._ends.is_ended(ids)
+            or self._ends.is_ended(parent_ids)
             or branch.is_ended
             or branch.parent.is_ended
         ):
             return False
-        if self._decode(old[:1]).strip() in MATHS:
+        if self._decode(parent_ids[:1]).strip() in MATHS:
             return False
-        return suffix_match(new, old) > self._p.suffix or rouge_l(new, old) > self._p.rouge
+        return suffix_match(ids, parent_ids) > self._p.suffix or rouge_l(ids, parent_ids) > self._p.rouge
 
 
 def suffix_match(a: Sequence[int], b: Sequence[int]) -> float:

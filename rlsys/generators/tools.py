@@ -79,8 +79,8 @@ class ToolTurns:
                 # At once, so that no other task sees the status FINISHED: the sample continues.
                 sample.status = Status.PARKED
             opening, closing = self._answer
-            last = sample.response_ids[-1:]
-            turn_end = self._tokenizer.decode(last) if last[0] in self._ends.ids else ""
+            last_ids = sample.response_ids[-1:]
+            turn_end = self._tokenizer.decode(last_ids) if last_ids[0] in self._ends.ids else ""
             ids = self._tokenizer.encode(opening.removeprefix(turn_end) + await self._tool(call) + closing)
             if sample.tokens + len(ids) >= self._budget:
                 sample.status = Status.TRUNCATED

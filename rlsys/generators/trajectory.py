@@ -74,7 +74,7 @@ class ReplayedTurns:
         if self._params.system:
             history.append({"role": "system", "content": self._params.system})
         rewards: list[TurnReward] = []
-        sequence_count, last = 0, ""
+        sequence_count, end_text = 0, ""
         turns: SavedTurns | None = None
         sample.turn_rewards = rewards
         for observation, action in steps:
@@ -85,7 +85,7 @@ class ReplayedTurns:
                     sequence_count += 1
                     turns = SavedTurns(self._generate_turn, self._ends, sequence, self._budget)
                 else:
-                    turns.observe(self._rendering.continuation([question], (), last))
+                    turns.observe(self._rendering.continuation([question], (), end_text))
                 start, end = await turns.turn()
                 if turns.finish == "length":
                     rewards.append(TurnReward(0.0, False))
@@ -96,7 +96,7 @@ class ReplayedTurns:
             except BadRequest as e:
                 raise ToolFailed(f"{prompt.location or f'prompt {prompt.index}'}: {e}") from None
             sequence.last_turn = len(rewards) + 1
-            text, last = self._turn_text(sequence.response_ids[start:end].tolist())
+            text, end_text = self._turn_text(sequence.response_ids[start:end].tolist())
             score = self._match_score(text, action)
             rewards.append(TurnReward(score / len(steps), score >= 1))
             if score >= 1:

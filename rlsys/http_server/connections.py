@@ -195,12 +195,12 @@ class ConnectionLimiter:
 
         A connection with unsent bytes is only closed if there is no other one, and if the client has sent no token.
         """
-        idle = next((t for t in self._waiting if not _unsent_bytes(t)), None)
-        idle = idle or next((t for t in self._waiting if t in self._answers), None)
-        if idle is None:
+        transport = next((t for t in self._waiting if not _unsent_bytes(t)), None)
+        transport = transport or next((t for t in self._waiting if t in self._answers), None)
+        if transport is None:
             return False
         self._count("evicted")
-        self._close(idle)
+        self._close(transport)
         return True
 
     def begin(self, transport: asyncio.BaseTransport | None) -> None:

@@ -101,10 +101,10 @@ def make_score(config: Config) -> Score:
 
 def short_names(names: list[str]) -> list[str]:
     """Return the names of the parts of a joined reward: names of functions, numbered if several are equal."""
-    short = [service_name(name) if is_url(name) else name.rpartition(":")[2] for name in names]
+    base_names = [service_name(name) if is_url(name) else name.rpartition(":")[2] for name in names]
     return [
-        name if short.count(name) == 1 else f"{name}_{short[: i + 1].count(name)}"
-        for i, name in enumerate(short)
+        name if base_names.count(name) == 1 else f"{name}_{base_names[: i + 1].count(name)}"
+        for i, name in enumerate(base_names)
     ]
 
 

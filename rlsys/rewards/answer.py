@@ -37,15 +37,15 @@ def final_answer(response: Response, form: str = "tags") -> str | None:
 
 
 def _tags(text: str) -> str | None:
-    _, opened, tail = text.rpartition("<answer>")
-    answer, closed, _ = tail.partition("</answer>")
-    return answer.strip() if opened and closed else None
+    _, start_tag, tail = text.rpartition("<answer>")
+    answer, end_tag, _ = tail.partition("</answer>")
+    return answer.strip() if start_tag and end_tag else None
 
 
 def _boxed(text: str) -> str | None:
-    _, opened, tail = text.rpartition(_BOX)
+    _, box, tail = text.rpartition(_BOX)
     depth = 1
-    for i, character in enumerate(tail if opened else ""):
+    for i, character in enumerate(tail if box else ""):
         depth += (character == "{") - (character == "}")
         if depth == 0:
             return tail[:i].strip()

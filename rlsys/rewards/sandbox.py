@@ -105,12 +105,12 @@ class Sandbox:
             program: source of the program.
             stdin: text of the standard input.
         """
-        with tempfile.TemporaryFile() as input_file, tempfile.TemporaryFile() as out:
+        with tempfile.TemporaryFile() as input_file, tempfile.TemporaryFile() as output_file:
             input_file.write(stdin.encode(errors="replace"))
             input_file.seek(0)
-            with self._start("run", program, (), input_file, out) as process:
+            with self._start("run", program, (), input_file, output_file) as process:
                 ok = _wait(process, time.monotonic() + self.seconds) == 0
-            return Outcome(ok, os.pread(out.fileno(), OUTPUT_BYTES, 0).decode(errors="replace"))
+            return Outcome(ok, os.pread(output_file.fileno(), OUTPUT_BYTES, 0).decode(errors="replace"))
 
     def passes(self, program: str, tests: str) -> bool:
         """Return whether tests of a program's definitions end without an exception.
@@ -159,7 +159,7 @@ class Sandbox:
         source: str,
         descriptors: Sequence[int],
         stdin: BinaryIO | int = subprocess.DEVNULL,
-        out: BinaryIO | int = subprocess.DEVNULL,
+        stdout: BinaryIO | int = subprocess.DEVNULL,
     ) -> Iterator[subprocess.Popen[bytes]]:
         """Run isolated.py while the context is active. On exit, kill it with all its descendants.
 
@@ -168,7 +168,7 @@ class Sandbox:
             source: source of the program, or of the tests.
             descriptors: file descriptors that the process inherits, for its role.
             stdin: file of the standard input.
-            out: file of the standard output.
+            stdout: file of the standard output.
         """
         with _program_folder() as folder, limited(self._group_limits()) as grouped:
             program = Path(folder, "program.py")
@@ -177,7 +177,7 @@ class Sandbox:
             process = subprocess.Popen(
                 [*grouped, *self._command(role, program), *map(str, descriptors)],
                 stdin=stdin,
-                stdout=out,
+                stdout=stdout,
                 stderr=subprocess.DEVNULL,
                 cwd=folder,
                 env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder},

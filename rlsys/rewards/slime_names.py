@@ -87,24 +87,24 @@ class Sample:
         Raises:
             ValueError: the numbers of tokens and log-probs differ.
         """
-        new = [int(t) for t in tokens or ()]
-        if new and trainable and log_probs is None:
+        ids = [int(t) for t in tokens or ()]
+        if ids and trainable and log_probs is None:
             raise ValueError(
-                f"log_probs = None for {len(new)} tokens of the model: expected one log-prob per token"
+                f"log_probs = None for {len(ids)} tokens of the model: expected one log-prob per token"
             )
-        if log_probs is not None and len(log_probs) != len(new):
+        if log_probs is not None and len(log_probs) != len(ids):
             raise ValueError(
-                f"{len(log_probs)} log-probs for {len(new)} tokens: expected one log-prob per token"
+                f"{len(log_probs)} log-probs for {len(ids)} tokens: expected one log-prob per token"
             )
         if self.loss_mask is None:
             self.loss_mask = [1] * self.response_length
         if self.rollout_log_probs is None:
             self.rollout_log_probs = [0.0] * self.response_length
         self.response += text or ""
-        self.tokens = [*self.tokens, *new]
-        self.response_length += len(new)
-        self.loss_mask += [int(trainable)] * len(new)
-        self.rollout_log_probs += [0.0] * len(new) if log_probs is None else map(float, log_probs)
+        self.tokens = [*self.tokens, *ids]
+        self.response_length += len(ids)
+        self.loss_mask += [int(trainable)] * len(ids)
+        self.rollout_log_probs += [0.0] * len(ids) if log_probs is None else map(float, log_probs)
         if meta_info and update_terminal_info and "finish_reason" in meta_info:
             self.status = STATUSES[meta_info["finish_reason"]["type"]]
 
@@ -247,6 +247,6 @@ def install() -> None:
         module = ModuleType(name)
         vars(module).update(members, stands_in_for_slime=True, __path__=[])
         sys.modules[name] = module
-        package, _, last = name.rpartition(".")
+        package, _, child = name.rpartition(".")
         if package:
-            setattr(sys.modules[package], last, module)
+            setattr(sys.modules[package], child, module)

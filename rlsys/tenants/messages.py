@@ -199,10 +199,10 @@ def train_result(logprobs: Sequence[NDArray[np.float32]], metrics: Mapping[str, 
     data = b"".join(values.astype(np.float32).tobytes() for values in logprobs)
     batched = put_bytes(1, data) + put_bytes(2, offsets.tobytes()) + put_number(3, FLOAT32)
     record = put_bytes(1, "TorchLossReturn") + put_bytes(2, put_bytes(1, "logprobs") + put_bytes(2, batched))
-    out = put_bytes(1, "TorchLossReturn") + put_bytes(2, record + put_number(3, len(logprobs)))
+    encoded = put_bytes(1, "TorchLossReturn") + put_bytes(2, record + put_number(3, len(logprobs)))
     for name, value in metrics.items():
-        out += put_bytes(3, put_bytes(1, name) + put_double(2, value))
-    return out
+        encoded += put_bytes(3, put_bytes(1, name) + put_double(2, value))
+    return encoded
 
 
 @dataclass(frozen=True)
@@ -221,12 +221,12 @@ def sample_result(sequences: Sequence[SampledSequence], prompt_logprobs: Sequenc
         sequences: the sampled sequences.
         prompt_logprobs: log-prob of each prompt token, NaN for the first one; None: not requested.
     """
-    out = b""
+    encoded = b""
     for sequence in sequences:
         stop = b"" if sequence.hit_stop else put_number(1, 1)
         ids = np.asarray(sequence.ids, np.int32).tobytes()
         logprobs = np.asarray(sequence.logprobs, np.float32).tobytes()
-        out += put_bytes(1, stop + put_bytes(2, ids) + put_bytes(3, logprobs))
+        encoded += put_bytes(1, stop + put_bytes(2, ids) + put_bytes(3, logprobs))
     if prompt_logprobs is not None:
-        out += put_bytes(2, np.asarray(prompt_logprobs, np.float32).tobytes())
-    return out
+        encoded += put_bytes(2, np.asarray(prompt_logprobs, np.float32).tobytes())
+    return encoded

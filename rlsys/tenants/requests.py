@@ -213,6 +213,6 @@ def read(kind: type[T], body: bytes) -> T:
     try:
         return kind.model_validate_json(body)
     except ValidationError as e:
-        first = e.errors(include_url=False, include_input=False)[0]
-        location = ".".join(str(part) for part in first["loc"]) or "the body"
-        raise UserError(f"{location[:100]}: {first['msg'][:200]}") from None
+        error = e.errors(include_url=False, include_input=False)[0]
+        location = ".".join(str(part) for part in error["loc"]) or "the body"
+        raise UserError(f"{location[:100]}: {error['msg'][:200]}") from None

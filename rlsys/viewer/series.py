@@ -123,11 +123,11 @@ class RunCurves:
 
         return {"x": means(column.steps), "y": means(column.values)}
 
-    def timeline(self, last: int) -> list[dict[str, float]]:
+    def timeline(self, steps: int) -> list[dict[str, float]]:
         """Return the durations of the parts of the last steps, in seconds.
 
         Args:
-            last: number of steps.
+            steps: number of steps.
 
         Returns:
             For each step: `step`, `rollout`, `train`, `sync`, and
@@ -135,11 +135,11 @@ class RunCurves:
                 between: time since the previous step, for evaluation and checkpoint,
                 stopped: the same if the run was stopped in between.
         """
-        return list(self._timeline(last))[-last:]
+        return list(self._timeline(steps))[-steps:]
 
-    def _timeline(self, last: int) -> Iterator[dict[str, float]]:
+    def _timeline(self, steps: int) -> Iterator[dict[str, float]]:
         previous_end: float | None = None
-        for step in self._columns.get("time_step", Column()).steps[-last - 1 :]:
+        for step in self._columns.get("time_step", Column()).steps[-steps - 1 :]:
             values = {
                 name: self._columns[name].value(step) if name in self._columns else None for name in _TIMES
             }

@@ -256,8 +256,11 @@ def _shorten_middle(text: str | None) -> str | None:
 
 def _names(runs: list[Path]) -> list[str]:
     """Return a unique name of each run: the name of its folder, or its path if several folders have this name."""
-    short = [run.resolve().name for run in runs]
-    return [name if short.count(name) == 1 else str(run) for name, run in zip(short, runs, strict=True)]
+    folder_names = [run.resolve().name for run in runs]
+    return [
+        name if folder_names.count(name) == 1 else str(run)
+        for name, run in zip(folder_names, runs, strict=True)
+    ]
 
 
 def new_token() -> str:

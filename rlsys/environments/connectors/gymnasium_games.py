@@ -86,8 +86,8 @@ class GymnasiumEpisode:
         space = self._environment.action_space
         if self._names:
             positions = [(text.rfind(name), i) for i, name in enumerate(self._names)]
-            last, index = max(positions)
-            return index + int(getattr(space, "start", 0)) if last >= 0 else None
+            position, index = max(positions)
+            return index + int(getattr(space, "start", 0)) if position >= 0 else None
         numbers = _NUMBER.findall(text)
         if hasattr(space, "n"):
             value: Any = next((int(n) for n in reversed(numbers) if "." not in n), None)

@@ -69,9 +69,9 @@ class MCPEpisode:
         self._client_task: asyncio.Task[None] | None = None
         tools = loop.run(self._begin())
         schemas = [_schema(tool) for tool in tools if tool.name != reward_tool]
-        first: list[Message] = [{"role": "system", "content": system}] if system else []
+        system_messages: list[Message] = [{"role": "system", "content": system}] if system else []
         messages = [{"role": "user", "content": str(task.get("question", ""))}]
-        self.opening = Opening([*first, *messages], schemas)
+        self.opening = Opening([*system_messages, *messages], schemas)
 
     async def _begin(self) -> list[Any]:
         """Enter the client, and return the server's tools."""

@@ -76,9 +76,9 @@ class OpenEnvEpisode:
         """Return the action in a turn; None if it is not a JSON object."""
         if self._field is not None:
             return {self._field: text}
-        _, opened, tail = text.rpartition("<action>")
+        _, start_tag, tail = text.rpartition("<action>")
         try:
-            action = json.loads(tail.partition("</action>")[0] if opened else text)
+            action = json.loads(tail.partition("</action>")[0] if start_tag else text)
         except ValueError:
             return None
         return action if isinstance(action, dict) else None

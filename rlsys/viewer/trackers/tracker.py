@@ -52,11 +52,11 @@ def last_steps(rows: Iterable[tuple[int, Iterable[str]]]) -> dict[str, int]:
     Args:
         rows: (train step, names KIND/METRIC of the values) of each line.
     """
-    last: dict[str, int] = {}
+    steps: dict[str, int] = {}
     for step, names in rows:
         for kind in {name.partition("/")[0] for name in names if "/" in name}:
-            last[kind] = max(last.get(kind, 0), step)
-    return last
+            steps[kind] = max(steps.get(kind, 0), step)
+    return steps
 
 
 class Tracker(Protocol):
