@@ -120,7 +120,7 @@ async def test_an_engines_death_counts_over_starts_of_the_server(tmp_path: Path)
         await asyncio.sleep(3600)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_healthy", gone)  # it ends with the server
+        patch.setattr(Engine, "_wait_healthy", gone)  # it ends with the server
         async with serving(tmp_path, fake) as (service, bob):
             await service.submit(bob, "s:sample:0", 0, "sample", sample_body([DEADLY]))
             await until(lambda: len(fake.asked) == 1)
