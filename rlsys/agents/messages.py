@@ -263,8 +263,8 @@ def check_fields(
                     f"{name} = {json.dumps(value)[:80]}: not supported; expected {expected}", name
                 )
         elif name not in accepted and name not in SAMPLING:
-            known = ", ".join(sorted({*neutral, *accepted, *SAMPLING}))
-            raise BadRequest(f"{short(name)[1:-1]}: unknown field; accepted: {known}", name)
+            accepted_names = ", ".join(sorted({*neutral, *accepted, *SAMPLING}))
+            raise BadRequest(f"{short(name)[1:-1]}: unknown field; accepted: {accepted_names}", name)
 
 
 def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:

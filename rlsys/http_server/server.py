@@ -186,7 +186,7 @@ def _error_middleware(
 
 
 def _end_body(limiter: ConnectionLimiter, request: web.Request) -> None:
-    """At the end of the time for a body, give its reader an error with status 408 if the body is incomplete."""
+    """Give the reader of a body an error with status 408 if the body is incomplete at the end of its time."""
     if not request.content.is_eof():
         seconds = limiter.limits.seconds_for(request.content_length)
         limiter.late_body(None)

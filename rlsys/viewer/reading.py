@@ -144,9 +144,9 @@ def parts_of(view: SampleView) -> list[Part]:
     sample = view.sample
     interrupted = {tokens for tokens, _ in view.interrupts}
     cuts = {0, view.tokens} | interrupted
-    cuts |= {cut for s in sample.spans for cut in (s.start, s.end)}
-    cuts |= {cut for o in sample.observed for cut in (o.start, o.end)}
-    boundaries = sorted(cut for cut in cuts if 0 <= cut <= view.tokens)
+    cuts |= {boundary for s in sample.spans for boundary in (s.start, s.end)}
+    cuts |= {boundary for o in sample.observed for boundary in (o.start, o.end)}
+    boundaries = sorted(boundary for boundary in cuts if 0 <= boundary <= view.tokens)
     parts = []
     for start, end in pairwise(boundaries):
         version = next((s.version for s in sample.spans if s.start <= start < s.end), -1)
