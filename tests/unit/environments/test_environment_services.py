@@ -360,7 +360,7 @@ async def test_security_a12_hanging_agent_steps_do_not_end_the_service() -> None
                 for text in ("3", "7", "12"):
                     await asyncio.to_thread(episode.step, text)
             except EnvironmentFailed as e:
-                refused += "so it cannot open another episode" in str(e)
+                refused += "the agent cannot open an episode" in str(e)
             else:
                 raise AssertionError("its step does not hang")
             await asyncio.to_thread(episode.close)

@@ -233,7 +233,7 @@ async def test_the_agent_reward_is_the_value_returned_by_the_agent() -> None:
     endless = config("asks_for_ever", max_response_tokens=60).model_copy(update={"data": wanting.data})
     full = await made(endless, model=Model(["no<eos>"] * 9, budget=60))
     assert full.turn_rewards is not None and {mark.reward for mark in full.turn_rewards} == {0.0}
-    with pytest.raises(UserError, match=r"rollout\.generator = single_turn; expected agent"):
+    with pytest.raises(UserError, match=r"rollout\.generator = 'single_turn': expected"):
         make_score(Config.model_validate({"model": {"path": MODEL}, "data": {"reward": "agent"}}))
 
 
@@ -392,7 +392,7 @@ async def test_an_address_is_of_no_use_without_its_key() -> None:
                 assert answer.status == 401
         headers = {"x-api-key": session.key}
         for body, why in [
-            ({}, "messages: expected a list"),
+            ({}, "messages = None: expected a list"),
             ({"messages": [{"role": "boss"}]}, "messages[0].role = 'boss'"),
             (
                 {"messages": [{"role": "user", "content": "1"}], "top_logprobs": 3},
