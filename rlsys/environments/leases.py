@@ -93,10 +93,10 @@ class Leases:
         with self._lock:
             lease = self._leases.get(lease_id)
         if lease is None:
-            raise RequestRefused(404, f"there is no lease {lease_id}")
+            raise RequestRefused(404, f"lease {lease_id} does not exist")
         with lease.busy:
             if lease.episode is None:
-                raise RequestRefused(404, f"there is no lease {lease_id}")
+                raise RequestRefused(404, f"lease {lease_id} does not exist")
             if lease.last_step is not None and number == lease.steps - 1 and lease.last_step[0] == action:
                 return lease.last_step[1]
             if number != lease.steps:

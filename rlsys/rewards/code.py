@@ -263,7 +263,7 @@ class _Fusion:
                 answer = load_json(response.read(MAX_ANSWER_BYTES))
             result = answer.get("run_result") or {}
             if answer["status"] == "SandboxError":
-                raise RuntimeError(f"{self._url}: {answer.get('message')}")
+                raise RuntimeError(f"{self._url}: SandboxFusion reports an error: {answer.get('message')}")
             ok = answer["status"] == "Success" and result.get("return_code") == 0
             return Outcome(ok, result.get("stdout") or "")
         except (urllib.error.URLError, TimeoutError, ValueError, KeyError, AttributeError) as e:
