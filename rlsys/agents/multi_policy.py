@@ -414,7 +414,7 @@ def _read_rewards(body: Any, policies: Sequence[str]) -> dict[str, float]:
     Raises:
         Refusal: the result is not one finite number for each policy.
     """
-    values = body.get("rewards") if isinstance(body, dict) else None
+    values: Any = body.get("rewards") if isinstance(body, dict) else None
     try:
         rewards = {p: float(values[p]) for p in policies}
     except (ValueError, KeyError, TypeError, OverflowError):

@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Middleware
 
 from rlsys.core.descriptors import raise_soft_limit
 from rlsys.core.errors import RlsysError, RunError, UserError
@@ -34,7 +35,6 @@ from rlsys.core.texts import load_json, shorten
 from rlsys.http_server.connections import ConnectionLimiter, OncePerSecond, ServerLimits
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 ErrorForm = Callable[[int, str], web.Response]
 """(status, message) -> response in the format of an API."""
 Statuses = Mapping[type[Exception], int]
