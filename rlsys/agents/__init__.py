@@ -1,1 +1,1 @@
-"""Agents, programs that query the model over HTTP: their processes, their endpoint, and the chat APIs it serves."""
+"""Agents, programs that query the model over HTTP: their processes, and the HTTP server that answers them."""

@@ -27,7 +27,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "tool_choice": (None, {"type": "auto"}), "thinking": (None, {"type": "disabled"}), "mcp_servers": (None, []),
     "container": (None,), "context_management": (None,), "output_config": (None,), "output_format": (None,),
 }  # fmt: skip
-_NO_MATTER = {
+"""Unsupported field -> its values without effect."""
+_ACCEPTED = {
     "model", "messages", "system", "tools", "stream", "stop_sequences", "max_tokens", "metadata", "service_tier",
     "betas",
 }  # fmt: skip
@@ -40,17 +41,17 @@ def read(body: Mapping[str, Any]) -> TurnRequest:
     Raises:
         BadRequest: the request is invalid or not supported.
     """
-    check_fields(body, _NEUTRAL, _NO_MATTER)
+    check_fields(body, _NEUTRAL, _ACCEPTED)
     rows = body.get("messages")
     if not isinstance(rows, list) or not rows:
-        raise BadRequest("messages: expected a list with at least one message", "messages")
+        raise BadRequest(f"messages = {rows!r:.80}: expected a list with at least one message", "messages")
     system = read_text(body.get("system"), "system")
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for i, row in enumerate(rows):
         messages += _messages(row, f"messages[{i}]")
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(t, dict) and "input_schema" in t for t in tools):
-        raise BadRequest("tools: expected a list of tools with an input_schema", "tools")
+        raise BadRequest(f"tools = {tools!r:.160}: expected a list of tools with an input_schema", "tools")
     return TurnRequest(
         messages,
         [function_tool(tool, "input_schema") for tool in tools],
@@ -62,10 +63,10 @@ def read(body: Mapping[str, Any]) -> TurnRequest:
 
 
 def _messages(row: Any, param: str) -> list[Message]:
-    """Convert a message to chat messages. Each result of a tool becomes a separate message."""
+    """Convert a message to chat messages. Each tool result in it becomes a separate message."""
     role = row.get("role") if isinstance(row, dict) else None
     if role not in ("user", "assistant"):
-        raise BadRequest(f"{param}.role = {role!r}: expected user or assistant", param)
+        raise BadRequest(f"{param}.role = {role!r:.80}: expected user or assistant", param)
     content = row.get("content")
     if not isinstance(content, list):
         return [{"role": role, "content": read_text(content, f"{param}.content")}]
@@ -100,17 +101,14 @@ def to_json(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:
     text = [{"type": "text", "text": answer.content}] if answer.content else []
-    return [
-        *text,
-        *(
-            {"type": "tool_use", "id": c.id, "name": c.name, "input": _input(c.arguments)}
-            for c in answer.calls
-        ),
+    calls = [
+        {"type": "tool_use", "id": c.id, "name": c.name, "input": _input(c.arguments)} for c in answer.calls
     ]
+    return [*text, *calls]
 
 
 def _input(arguments: str) -> Any:
-    """Parse the arguments of a call. Arguments that are not an object become an empty one."""
+    """Parse the arguments of a call. Return an empty object if they are not a JSON object."""
     try:
         value = load_json(arguments)
     except ValueError:

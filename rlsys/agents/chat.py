@@ -31,11 +31,11 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "reasoning_effort": (None,), "web_search_options": (None,), "verbosity": (None,),
 }  # fmt: skip
 """Unsupported field -> its values without effect."""
-_NO_MATTER = {
+_ACCEPTED = {
     "model", "messages", "tools", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens", "seed",
     "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier",
 }  # fmt: skip
-"""Fields that this module reads, or that do not change the sampling; the run sets the seed of a sample."""
+"""Fields that this module reads, or that do not change the sampling. `seed` is ignored: the run sets it."""
 
 
 def read(body: Mapping[str, Any]) -> TurnRequest:
@@ -44,7 +44,7 @@ def read(body: Mapping[str, Any]) -> TurnRequest:
     Raises:
         BadRequest: the request is invalid or not supported.
     """
-    check_fields(body, _NEUTRAL, _NO_MATTER)
+    check_fields(body, _NEUTRAL, _ACCEPTED)
     messages, tools = read_conversation(body)
     field = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     return TurnRequest(
@@ -61,11 +61,11 @@ def read_conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[Mapp
     """Return the messages and the tools of a request.
 
     Raises:
-        BadRequest: they are invalid.
+        BadRequest: a message or a tool is invalid.
     """
     rows = body.get("messages")
     if not isinstance(rows, list) or not rows:
-        raise BadRequest("messages: expected a list with at least one message", "messages")
+        raise BadRequest(f"messages = {rows!r:.80}: expected a list with at least one message", "messages")
     messages = [read_message(row, f"messages[{i}]") for i, row in enumerate(rows)]
     return messages, read_tools(body.get("tools"), "tools")
 
@@ -76,7 +76,13 @@ def to_json(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choice(answer: Answer, index: int = 0, logprobs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return an answer as one of the `choices` of a completion."""
+    """Return an answer as one of the `choices` of a completion.
+
+    Args:
+        answer: the answer.
+        index: index in `choices`.
+        logprobs: log-probs in the API's format; None: not requested.
+    """
     content = answer.content or (None if answer.calls else "")
     message = {**answer.message, "content": content, "refusal": None}
     if answer.reasoning:
@@ -85,7 +91,7 @@ def choice(answer: Answer, index: int = 0, logprobs: Mapping[str, Any] | None = 
 
 
 def deltas(answer: Answer) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of an answer as the deltas of a stream."""
+    """Yield the deltas of a stream: reasoning, content, and one delta for each tool call."""
     if answer.reasoning:
         yield {"reasoning_content": answer.reasoning}
     if answer.content:
@@ -95,7 +101,7 @@ def deltas(answer: Answer) -> Iterator[Mapping[str, Any]]:
 
 
 def events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """Encode an answer as the events of a stream, after its turn is complete: a turn may be interrupted."""
+    """Encode the answer of a complete turn as the events of a stream."""
     common = head(answer.id, body, CHUNK)
 
     def chunk(delta: Mapping[str, Any], finish: str | None = None) -> bytes:
@@ -111,14 +117,21 @@ def events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def event(value: Mapping[str, Any]) -> bytes:
-    """Encode a value as an event of a stream."""
+    """Encode a JSON value as a server-sent event."""
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
-def head(name: str, body: Mapping[str, Any], kind: str, created: int = 0) -> dict[str, Any]:
-    """Return the common fields of all events of an answer. `created`: Unix time in seconds."""
+def head(answer_id: str, body: Mapping[str, Any], kind: str, created: int = 0) -> dict[str, Any]:
+    """Return the fields that a completion and all events of its stream have in common.
+
+    Args:
+        answer_id: id of the answer, without prefix.
+        body: the request, for the name of the model.
+        kind: COMPLETION or CHUNK.
+        created: Unix time in seconds.
+    """
     model = str(body.get("model") or "policy")
-    return {"id": f"chatcmpl-{name}", "object": kind, "created": created, "model": model}
+    return {"id": f"chatcmpl-{answer_id}", "object": kind, "created": created, "model": model}
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, int]:

@@ -4,9 +4,9 @@
     http://127.0.0.1:PORT/SESSION/reward                the reward that the agent reports
     http://127.0.0.1:PORT/SESSION/environment/open, /step, /close    the agent's episode of the run's environment
 
-A request may have to wait for a train step, a push or a new engine. To prevent timeouts, a waiting client gets white
-space before its JSON, or comments in its stream, as in DeepSeek's API. If a client disconnects, its request is still
-answered; when the client repeats the request, it gets this answer.
+A request may have to wait for a train step, a push or a new engine. Meanwhile the server sends data that clients
+ignore, so that they do not time out: white space before JSON, comments in a stream (as DeepSeek's API does). If a
+client disconnects, the server still completes the request, and answers a repetition of it with the stored answer.
 """
 
 from __future__ import annotations
@@ -42,19 +42,22 @@ from rlsys.http_server.server import (
 
 HOST = "127.0.0.1"
 ALIVE_SECONDS = 15.0
-"""Interval of keep-alive data to a waiting client. Most clients time out after minutes."""
+"""Interval in seconds of keep-alive data to a waiting client. Most clients time out after minutes."""
 LIMITS = ServerLimits(connections=4096, body_bytes=64 * 2**20)
 RETRY_HEADER = "x-stainless-retry-count"
 """Header of OpenAI's and Anthropic's clients: number of earlier attempts."""
 
 
 AskEnvironment = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
-"""(open, step or close; body of the request) -> HTTP status and body. Raises ConnectionError."""
+"""(open, step or close; body of the request) -> HTTP status and body.
+
+Raises ConnectionError if the environment has died and the client must repeat the request.
+"""
 
 
 @dataclass(frozen=True)
 class Api:
-    """The functions of one API."""
+    """The functions of one API: parse a request; encode an answer as one JSON object, or as a stream's events."""
 
     read: Callable[[Mapping[str, Any]], TurnRequest]
     to_json: Callable[[Answer, Mapping[str, Any]], Mapping[str, Any]]
@@ -92,28 +95,27 @@ class Question:
 
 
 class Session:
-    """The address of one agent. Its owner reads `questions` and sets their answers."""
+    """The address of one agent. The owner of the session reads `questions` and sets their answers."""
 
     def __init__(self, url: str, ask_environment: AskEnvironment | None) -> None:
-        self.url, self.key, self.ask_environment = url, secrets.token_urlsafe(24), ask_environment
+        self.url = url
+        self.key = secrets.token_urlsafe(24)
+        self.ask_environment = ask_environment
         self.questions: asyncio.Queue[Question] = asyncio.Queue()
         self.waiting: set[asyncio.Future[Answer]] = set()
         """Answers of pending questions."""
         self.reward: float | None = None
-        """The last reward that the agent has reported for its response."""
+        """The last reward that the agent has reported for its response; None: no report."""
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables with the address and the key, by the names that common clients read."""
-        openai = {"OPENAI_BASE_URL": f"{self.url}/v1", "OPENAI_API_KEY": self.key}
-        anthropic = {"ANTHROPIC_BASE_URL": self.url, "ANTHROPIC_API_KEY": self.key}
-        environment = {ENVIRONMENT_URL: f"{self.url}/environment", ENVIRONMENT_KEY: self.key}
-        of_run = environment if self.ask_environment is not None else {}
-        return (
-            openai
-            | anthropic
-            | of_run
-            | {REWARD_URL: f"{self.url}/reward", "NO_PROXY": HOST, "no_proxy": HOST}
-        )
+        """Return the agent's environment variables with addresses and key, by the names that common clients read."""
+        variables = {
+            "OPENAI_BASE_URL": f"{self.url}/v1", "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.url, "ANTHROPIC_API_KEY": self.key,
+        }  # fmt: skip
+        if self.ask_environment is not None:
+            variables |= {ENVIRONMENT_URL: f"{self.url}/environment", ENVIRONMENT_KEY: self.key}
+        return variables | {REWARD_URL: f"{self.url}/reward", "NO_PROXY": HOST, "no_proxy": HOST}
 
 
 _SESSION = web.RequestKey("session", Session)
@@ -129,24 +131,29 @@ class Endpoint:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[Endpoint]:
+        """Serve on a free port while the context is active."""
         routes = [
             *(web.post("/{session}" + path, self._answering(api)) for path, api in APIS.items()),
             web.get("/{session}/v1/models", self._models),
             web.post("/{session}/reward", self._set_reward),
-            web.post("/{session}/environment/{call:open|step|close}", self._play),
+            web.post("/{session}/environment/{call:open|step|close}", self._forward_to_environment),
         ]
         app = guarded_app(routes, LIMITS, refusal, admit=self._admit)
         async with serving(app, HOST) as self._base:
             yield self
 
     def open(self, ask_environment: AskEnvironment | None = None) -> Session:
-        """Open a session for one agent. `ask_environment`: answers its requests to the environment, if it has one."""
+        """Open a session for one agent.
+
+        Args:
+            ask_environment: answers the agent's requests to its environment; None: the run has no environment.
+        """
         name = secrets.token_urlsafe(12)
         session = self._sessions[name] = Session(f"{self._base}/{name}", ask_environment)
         return session
 
     def close(self, session: Session) -> None:
-        """Close a session. Pending questions are cancelled."""
+        """Close a session, and cancel its pending questions."""
         self._sessions = {name: s for name, s in self._sessions.items() if s is not session}
         for answer in list(session.waiting):
             answer.cancel()
@@ -154,7 +161,7 @@ class Endpoint:
     def _admit(self, request: web.Request) -> None:
         session = self._sessions.get(request.match_info.get("session", ""))
         if session is None or not same_secret(api_key(request), session.key):
-            raise Refusal(401, "not the address and key of a running agent")
+            raise Refusal(401, "the address or the key is wrong: expected those of a running agent")
         request[_SESSION] = session
         request[AUTHORIZED] = True
 
@@ -163,17 +170,18 @@ class Endpoint:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _set_reward(self, request: web.Request) -> web.Response:
+        raw = await request.read()
         try:
-            body = load_json(await request.read())  # NaN is reported below
+            body = load_json(raw)  # NaN is reported below
             reward = float(body["reward"])
         except (ValueError, KeyError, TypeError, OverflowError):
-            raise Refusal(400, 'expected {"reward": NUMBER}') from None
+            raise Refusal(400, f'body = {raw[:80]!r}: expected {{"reward": NUMBER}}') from None
         if not is_reward(reward):
             return refusal(400, f"reward = {reward}: expected a finite number", "reward")
         request[_SESSION].reward = reward
         return web.json_response({})
 
-    async def _play(self, request: web.Request) -> web.Response:
+    async def _forward_to_environment(self, request: web.Request) -> web.Response:
         ask_environment = request[_SESSION].ask_environment
         if ask_environment is None:
             raise Refusal(404, "the run has no rollout.generator_params.environment")
@@ -186,11 +194,13 @@ class Endpoint:
         return web.Response(status=status, body=body, content_type="application/json")
 
     def _answering(self, api: Api) -> Handler:
+        """Return the handler of an API's requests."""
+
         async def handle(request: web.Request) -> web.StreamResponse:
             session: Session = request[_SESSION]
             body = await read_json(request)
             if not isinstance(body, dict):
-                raise Refusal(400, "the body is not a JSON object")
+                raise Refusal(400, f"the body is a {type(body).__name__}; expected a JSON object")
             try:
                 turn_request = api.read(body)
                 repeated = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
@@ -209,18 +219,13 @@ class Endpoint:
 async def _wait(
     request: web.Request, question: Question, api: Api, body: Mapping[str, Any]
 ) -> web.StreamResponse:
-    """Send the answer when it is set, and keep-alive data before.
+    """Send keep-alive data until the answer of `question` is set, then the answer.
 
     Raises:
         BadRequest: the session refuses the request.
     """
     stream = question.request.stream
-    response: web.StreamResponse | None = None
-    while not question.answer.done():
-        await asyncio.wait({question.answer}, timeout=ALIVE_SECONDS)
-        if not question.answer.done():
-            response = response or await start_response(request, stream)
-            await response.write(keep_alive(stream))
+    response = await keep_alive_until(question.answer, request, stream)
     if question.answer.cancelled():  # the sample has ended
         if response is not None and request.transport is not None:
             request.transport.abort()
@@ -240,25 +245,39 @@ async def _wait(
     return response
 
 
+async def keep_alive_until(
+    future: asyncio.Future[Any], request: web.Request, stream: bool
+) -> web.StreamResponse | None:
+    """Send keep-alive data to the client of `request` until `future` is done.
+
+    Returns:
+        The response that was started for the data; None if the future was done before any were sent.
+    """
+    response: web.StreamResponse | None = None
+    while not future.done():
+        await asyncio.wait({future}, timeout=ALIVE_SECONDS)
+        if not future.done():
+            response = response or await start_response(request, stream)
+            await response.write(
+                b": waiting\n\n" if stream else b"\n"
+            )  # a comment, or white space before JSON
+    return response
+
+
 async def start_response(request: web.Request, stream: bool) -> web.StreamResponse:
-    """Send status 200 and the headers of a response, so that keep-alive data can follow."""
+    """Start a response with status 200, as a stream of events or as JSON, and send its headers."""
     kind = "text/event-stream" if stream else "application/json"
     response = web.StreamResponse(headers={"Content-Type": kind})
     await response.prepare(request)
     return response
 
 
-def keep_alive(stream: bool) -> bytes:
-    """Return data that a client ignores: a comment in a stream, white space before JSON."""
-    return b": waiting\n\n" if stream else b"\n"
-
-
 def refusal(status: int, message: str, param: str | None = None) -> web.Response:
-    """Create an error response in the format of OpenAI and Anthropic."""
+    """Return an error response in the format of OpenAI and Anthropic. `param`: the invalid field."""
     return web.json_response(error_body(message, param), status=status)
 
 
 def error_body(message: str, param: str | None) -> dict[str, Any]:
-    """Return the body of an error in OpenAI's format, which Anthropic's clients also parse."""
+    """Return the body of an error in OpenAI's format, which Anthropic's clients also parse. `param`: the field."""
     error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
     return {"type": "error", "error": error}

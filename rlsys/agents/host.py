@@ -1,12 +1,12 @@
 """Host: the process from which agents are forked. hosting.py starts it and is its client.
 
-It may run in the Python of the agent's own venv (rlsys/venv_runner/run.py), so it needs only the standard library. It
-imports the user's file once. Each agent is a fork, which takes milliseconds instead of the seconds of a start with
-imports, and shares the imported memory. An agent is the leader of its own process group, so that its children can be
-killed with it. The host and all agents end with its standard input.
+The host needs only the standard library, because it may run in the Python of the agent's own venv
+(rlsys/venv_runner/run.py). It imports the user's file once. Each agent is a fork, which starts in milliseconds
+instead of the seconds that the imports take, and shares the imported memory. Each agent leads its own process group,
+so that its children can be killed with it. When the standard input of the host ends, the host and all agents end.
 
     <- {"run": "file.py:function"} | {"command": [...]}        -> {"ready": true} | {"error": text}
-       with "meets": an episode (multi_policy.py), a function of a row and the policies' endpoints
+       "episodes": true: the function plays episodes of several policies (multi_policy.py)
     <- {"start": id, "task": {...}, "seed": n, "env": {...}}   -> {"ended": id, "error": text | null, "signal": n}
     <- {"kill": id}
 """
@@ -40,15 +40,17 @@ from rlsys.core.errors import UserError
 from rlsys.core.imports import resolve, source_location
 
 FIELD, EPISODE = "rollout.generator_params.run", "episode"
-"""Config field of the function, for messages."""
+"""Names of the function in errors: the config field of an agent, the argument of `rlsys meet` for episodes."""
 REWARD_URL, REWARD_KEY = "RLSYS_REWARD_URL", "OPENAI_API_KEY"
 """Environment variables with the URL and the key to which an agent reports its reward."""
-SAMPLE, EVALUATION_STEP = "RLSYS_SAMPLE_ID", "RLSYS_EVALUATION_STEP"
-"""Environment variables with the sample id, or for a sample of an evaluation the train steps in its weights."""
+SAMPLE = "RLSYS_SAMPLE_ID"
+"""Environment variable of the agent of a training sample: the id of the sample."""
+EVALUATION_STEP = "RLSYS_EVALUATION_STEP"
+"""Environment variable of the agent of an evaluation in a run: the number of train steps in the weights."""
 LENGTH = struct.Struct("<I")
 """Format of the length before each message."""
 MAX_ERROR_CHARACTERS = 4000
-"""Largest length of an agent's error. A pipe can buffer it, so that the write does not block."""
+"""Largest length of an agent's error in bytes. A pipe can buffer this many, so that the write does not block."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -57,11 +59,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 class _Child:
     id: int
     errors: int
-    """Descriptor of the pipe with its error."""
+    """File descriptor from which the child's error is read."""
 
 
 class Host:
-    """Forks and kills agents. Owns them; one loop waits for the socket and for SIGCHLD."""
+    """Forks, kills and reaps agents, in one loop that waits for the socket and for SIGCHLD. Owns the agents."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -73,12 +75,12 @@ class Host:
         signal.set_wakeup_fd(wakeup)
 
     def run(self) -> None:
-        """Run until the channel ends."""
-        first = self._read()
-        if first is None:
+        """Handle requests until the channel ends."""
+        first_message = self._read()
+        if first_message is None:
             return
         try:
-            launch = _launcher(first)
+            launch = _load_program(first_message)
         except UserError as e:
             self._write({"error": str(e)})
             return
@@ -91,32 +93,32 @@ class Host:
                     if key.fileobj == self._awake:
                         os.read(self._awake, 4096)
                         self._reap()
-                    elif (order := self._read()) is None:
+                    elif (request := self._read()) is None:
                         return
-                    elif "kill" in order:
-                        self._kill(order["kill"])
+                    elif "kill" in request:
+                        self._kill(request["kill"])
                     else:
-                        self._start(order, launch)
+                        self._start(request, launch)
 
     def close(self) -> None:
-        """Kill all agents, and processes that earlier agents have left."""
+        """Kill all agents, and all processes that ended agents have started."""
         for child in list(self._children.values()):
             self._kill(child.id)
         _kill_descendants(os.getpid())
 
-    def _start(self, order: dict[str, Any], launch: Callable[[dict[str, Any]], None]) -> None:
+    def _start(self, request: dict[str, Any], launch: Callable[[dict[str, Any]], None]) -> None:
         parent_end, child_end = os.pipe()
         pid = os.fork()
         if not pid:
-            self._become(order, launch, child_end)
+            self._run_agent(request, launch, child_end)
         os.close(child_end)
         os.set_blocking(parent_end, False)
-        self._children[pid] = _Child(order["start"], parent_end)
+        self._children[pid] = _Child(request["start"], parent_end)
 
-    def _become(
-        self, order: dict[str, Any], launch: Callable[[dict[str, Any]], None], errors: int
+    def _run_agent(
+        self, request: dict[str, Any], launch: Callable[[dict[str, Any]], None], errors: int
     ) -> NoReturn:
-        """Run an agent in the forked process, and exit."""
+        """Run an agent in the forked process, and exit. `errors`: file descriptor to which its error is written."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -126,15 +128,14 @@ class Host:
             self._channel.close()
             for child in self._children.values():
                 os.close(child.errors)
-            os.environ.update(order["env"])
-            random.seed(order["seed"])  # otherwise all agents would draw the same numbers
-            launch(order["task"])
+            os.environ.update(request["env"])
+            random.seed(request["seed"])  # otherwise all agents would draw the same numbers
+            launch(request["task"])
             code = 0
         except BaseException as e:  # noqa: BLE001  (user code: any exception ends this process, and is reported)
             traceback.print_exc()
-            message = f"{type(e).__name__}: {' '.join(str(e).split())}"[
-                : MAX_ERROR_CHARACTERS // 4
-            ] + source_location(e)
+            error = f"{type(e).__name__}: {' '.join(str(e).split())}"
+            message = error[: MAX_ERROR_CHARACTERS // 4] + source_location(e)
             os.write(errors, message.encode(errors="replace")[:MAX_ERROR_CHARACTERS])
         finally:
             with contextlib.suppress(OSError, ValueError):
@@ -143,7 +144,7 @@ class Host:
             os._exit(code)
 
     def _reap(self) -> None:
-        """Report every agent that has ended. Other ended children are orphans of agents."""
+        """Reap all ended children, and report those that are agents. The others are orphans of agents."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -155,10 +156,12 @@ class Host:
             if child is None:
                 continue
             message = ""
-            with contextlib.suppress(BlockingIOError):  # no error, but its children keep the pipe open
+            with contextlib.suppress(
+                BlockingIOError
+            ):  # no error, but processes of the agent keep the pipe open
                 message = os.read(child.errors, MAX_ERROR_CHARACTERS).decode(errors="replace")
             os.close(child.errors)
-            _kill_group(pid)  # processes that it has left
+            _kill_group(pid)  # processes that the agent has started
             code = os.waitstatus_to_exitcode(status)
             error = message or (f"ended with code {code}" if code > 0 else None)
             self._write({"ended": child.id, "error": error, "signal": max(0, -code)})
@@ -170,8 +173,9 @@ class Host:
                 _kill_group(pid)
 
     def _read(self) -> dict[str, Any] | None:
-        head = _exactly(self._channel, LENGTH.size)
-        body = None if head is None else _exactly(self._channel, LENGTH.unpack(head)[0])
+        """Read the next message; None at the end of the stream."""
+        length = _read_exactly(self._channel, LENGTH.size)
+        body = None if length is None else _read_exactly(self._channel, LENGTH.unpack(length)[0])
         return None if body is None else json.loads(body)
 
     def _write(self, message: dict[str, Any]) -> None:
@@ -180,15 +184,19 @@ class Host:
             self._channel.sendall(LENGTH.pack(len(data)) + data)
 
 
-def _launcher(first: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """Return the function that an agent's process calls with its task.
+def _load_program(first_message: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+    """Import the agents' function. Return a function that runs the agent of a task in the calling process.
+
+    Args:
+        first_message: first message of the client, with `run` or `command`.
 
     Raises:
         UserError: the user's function does not exist.
     """
-    if command := first.get("command"):
+    if command := first_message.get("command"):
 
         def execute(task: dict[str, Any]) -> None:
+            """Replace this process by the command, with the task as JSON on its standard input."""
             with tempfile.TemporaryFile() as task_file:
                 task_file.write(json.dumps(task, default=str).encode())
                 task_file.seek(0)
@@ -196,15 +204,15 @@ def _launcher(first: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
             os.execvpe(command[0], command, os.environ)
 
         return execute
-    meets = "meets" in first
-    function = resolve(EPISODE if meets else FIELD, first["run"], {})
+    plays_episodes = "episodes" in first_message
+    function = resolve(EPISODE if plays_episodes else FIELD, first_message["run"], {})
 
     def call(task: dict[str, Any]) -> None:
-        arguments = (task["row"], task["policies"]) if meets else (task,)
+        arguments = (task["row"], task["policies"]) if plays_episodes else (task,)
         result = function(*arguments)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
-        if meets:
+        if plays_episodes:
             _report({"rewards": result})
         elif isinstance(result, numbers.Real):  # other results are ignored
             _report({"reward": float(result)})
@@ -213,7 +221,7 @@ def _launcher(first: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
 
 
 def _report(result: dict[str, Any]) -> None:
-    """Report the reward.
+    """Report a reward, or the rewards of an episode, to the endpoint.
 
     Raises:
         ValueError: the endpoint refuses the value.
@@ -229,7 +237,7 @@ def _report(result: dict[str, Any]) -> None:
         raise ValueError(json.loads(body)["error"]["message"])
 
 
-def _exactly(channel: socket.socket, size: int) -> bytes | None:
+def _read_exactly(channel: socket.socket, size: int) -> bytes | None:
     """Read `size` bytes; None at the end of the stream."""
     data = bytearray()
     while len(data) < size:
@@ -258,7 +266,7 @@ def _kill_descendants(pid: int) -> None:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """Yield (process id, id of its parent) for all processes of the machine."""
+    """Yield the id and the parent's id of each process of the machine."""
     if sys.platform != "linux":
         processes = subprocess.run(
             ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
@@ -269,7 +277,7 @@ def _parents() -> Iterator[tuple[int, int]]:
         return
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 after_name = (folder / "stat").read_text(errors="replace").rpartition(")")[2]
                 yield int(folder.name), int(after_name.split()[1])
 

@@ -29,7 +29,7 @@ class AgentExit:
 
     Attributes:
         error: message of its exception; None if it completed.
-        kill_reason: description of what killed it; empty if it was not killed.
+        kill_reason: what killed the agent, as a phrase after "killed"; empty if it was not killed.
     """
 
     error: str | None
@@ -40,7 +40,7 @@ _HOST_DIED = AgentExit(None, "with the process of all agents")
 
 
 class AgentHost:
-    """Client of a host. Belongs to one event loop. Owns the running agents.
+    """Client of a host. Owns the running agents. Not thread-safe: used by the tasks of one event loop.
 
     Attributes:
         host_exit: set when the host and all its agents have ended.
@@ -70,7 +70,7 @@ class AgentHost:
             _write(self._writer, {"kill": agent})
 
     async def listen(self) -> None:
-        """Receive messages until the host ends."""
+        """Receive the exits of agents until the host ends."""
         try:
             while (message := await _read(self._reader)) is not None:
                 exit_future = self._running.pop(message["ended"])
@@ -93,49 +93,38 @@ async def open_host(
     command: Sequence[str] | None,
     variables: Sequence[str],
     *,
-    meets: bool = False,
+    plays_episodes: bool = False,
 ) -> AsyncIterator[AgentHost]:
-    """Open a host for a function or a command while the context is active.
+    """Start a host for a function or a command, and kill it with its agents when the context ends.
 
     Args:
-        run: the function.
-        python: Python that imports `run`; None: this one.
-        command: program with arguments, instead of `run`.
-        variables: names of environment variables that agents get in addition to the inherited ones.
-        meets: whether the function plays episodes of several policies.
-
+        run: the function, as `file.py:function` or `module:function`; None with `command`.
+        python: Python that imports `run`; None: this process's Python.
+        command: program and its arguments, instead of `run`.
+        variables: names of environment variables that agents inherit, in addition to INHERITED_VARIABLES.
+        plays_episodes: whether the function plays episodes of several policies.
 
     Raises:
         UserError: the function, the Python or the program does not exist.
     """
     for field, program in (("python", python), ("command", command[0] if command else None)):
         if program is not None and shutil.which(program) is None:
-            raise UserError(f"rollout.generator_params.{field} = {program!r}: expected a program")
-    parent_socket, child_socket = socket.socketpair()
+            raise UserError(
+                f"rollout.generator_params.{field} = {program!r}: expected a program on PATH, or its path"
+            )
     variable_names = {*INHERITED_VARIABLES, *variables}
     env = {name: value for name, value in os.environ.items() if name in variable_names}
     if python is None and command is None:
         env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    with child_socket:
-        process = await asyncio.create_subprocess_exec(
-            python or sys.executable, venv_run.__file__, agents_host.__name__,
-            stdin=child_socket.fileno(),
-            stdout=asyncio.subprocess.DEVNULL,
-            env=env,
-            start_new_session=True,
-        )  # fmt: skip
-    reader, writer = await asyncio.open_connection(sock=parent_socket)
+    process, reader, writer = await _start_process(python or sys.executable, env)
     try:
-        function = {"run": run} | ({"meets": True} if meets else {})
+        function = {"run": run} | ({"episodes": True} if plays_episodes else {})
         _write(writer, function if command is None else {"command": list(command)})
         async with asyncio.timeout(START_SECONDS):
             message = await _read(reader)
         if message is None or "error" in message:
-            raise UserError(
-                message["error"]
-                if message
-                else "rollout.generator = 'agent': the process of the agents did not start"
-            )
+            no_start = "rollout.generator = 'agent': the process of the agents exited before it was ready"
+            raise UserError(message["error"] if message else no_start)
         host = AgentHost(reader, writer)
         listening = asyncio.create_task(host.listen())
         try:
@@ -145,6 +134,23 @@ async def open_host(
     finally:
         writer.transport.abort()  # ends the host and all agents
         await process.wait()
+
+
+async def _start_process(
+    python: str, env: Mapping[str, str]
+) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+    """Start the process of a host, and return it and the streams of its channel."""
+    parent_socket, child_socket = socket.socketpair()
+    with child_socket:
+        process = await asyncio.create_subprocess_exec(
+            python, venv_run.__file__, agents_host.__name__,
+            stdin=child_socket.fileno(),
+            stdout=asyncio.subprocess.DEVNULL,
+            env=env,
+            start_new_session=True,
+        )  # fmt: skip
+    reader, writer = await asyncio.open_connection(sock=parent_socket)
+    return process, reader, writer
 
 
 def _write(writer: asyncio.StreamWriter, message: Mapping[str, Any]) -> None:

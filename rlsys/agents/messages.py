@@ -1,4 +1,4 @@
-"""Requests and answers of agents' turns, as OpenAI's chat messages for all APIs. Pure.
+"""Types of an agent's turn, the same for all APIs. Messages have the format of OpenAI's chat completions. Pure.
 
 TurnRequest  messages, tools, limits of the turn    parsed by chat.py, responses.py or anthropic.py
 Answer       the model's turn: content, tool calls  encoded by the same file
@@ -16,11 +16,11 @@ from rlsys.engine_requests import ALIASES, ANY_ENGINE, RefusedPrompt, check_stop
 from rlsys.engine_requests import SAMPLING as ENGINE_SAMPLING
 
 Message = Mapping[str, Any]
-"""{"role", "content": text}; for the role assistant also "tool_calls", for tool also "tool_call_id"."""
+"""A chat message: "role" and "content", for the role assistant also "tool_calls", for tool also "tool_call_id"."""
 
 
 class BadRequest(Exception):
-    """Raised for a request of an agent that cannot be answered. `param`: the field of the request."""
+    """Raised for an invalid or unsupported request of an agent. `param`: the invalid field; None: the whole body."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -40,7 +40,9 @@ class TurnRequest:
     """A request for a turn.
 
     Attributes:
-        max_tokens: largest number of tokens of the turn.
+        messages: the whole conversation.
+        tools: schemas of the tools, in the format of chat completions.
+        max_tokens: largest number of tokens of the turn; None: the request sets no limit.
         stop: texts that end the turn, and are not part of the answer.
         stream: whether the answer is sent as a stream.
         sampling: parameters that change the sampling distribution, by SGLang's names.
@@ -55,14 +57,22 @@ class TurnRequest:
 
     @property
     def key(self) -> str:
-        """Key that is equal for requests of the same turn, regardless of other fields of the body."""
-        messages = [_plain(m) for m in self.messages]
+        """JSON of messages, tools, max_tokens and stop. Requests with equal keys ask for the same turn."""
+        messages = [_comparable(m) for m in self.messages]
         return json.dumps([messages, list(self.tools), self.max_tokens, self.stop], sort_keys=True)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The model's answer. `finish`: stop, length or tool_calls."""
+    """The model's turn.
+
+    Attributes:
+        id: id of the answer, without the prefix of an API.
+        content: text outside of reasoning and tool calls.
+        finish: why the turn ended: "stop", "length" or "tool_calls".
+        prompt_tokens: number of tokens of the prompt.
+        tokens: number of generated tokens.
+    """
 
     id: str
     content: str
@@ -83,9 +93,12 @@ class Answer:
 
 
 def new_messages(history: Sequence[Message], messages: Sequence[Message]) -> list[Message] | None:
-    """Return the messages after `history`; None if `messages` do not begin with it, or add none.
+    """Return the messages that follow `history`.
 
     White space around contents and the order of keys in arguments are ignored, because frameworks change them.
+
+    Returns:
+        At least one message; None if `messages` does not start with `history`, or equals it.
     """
     if len(messages) <= len(history) or common_prefix(history, messages) < len(history):
         return None
@@ -93,23 +106,25 @@ def new_messages(history: Sequence[Message], messages: Sequence[Message]) -> lis
 
 
 def common_prefix(history: Sequence[Message], messages: Sequence[Message]) -> int:
-    """Return the number of equal messages at the beginning of both, compared as in `new_messages`."""
-    pairs = enumerate(zip(history, messages, strict=False))
-    shorter = min(len(history), len(messages))
-    return next((i for i, (a, b) in pairs if _plain(a) != _plain(b)), shorter)
+    """Return how many messages at the start of both lists are equal, compared as in `new_messages`."""
+    for i, (old, new) in enumerate(zip(history, messages, strict=False)):
+        if _comparable(old) != _comparable(new):
+            return i
+    return min(len(history), len(messages))
 
 
-def _plain(message: Message) -> tuple[Any, ...]:
-    """Return the parts of a message that are compared."""
+def _comparable(message: Message) -> tuple[Any, ...]:
+    """Return the fields of a message that identify it, with normalized white space and arguments."""
     calls = [
-        (c.get("id"), c["function"]["name"], _arguments(c["function"]["arguments"]))
+        (c.get("id"), c["function"]["name"], _sort_keys(c["function"]["arguments"]))
         for c in message.get("tool_calls") or ()
     ]
     content = (message.get("content") or "").strip()
     return message["role"], content, calls, message.get("tool_call_id"), message.get("name")
 
 
-def _arguments(text: str) -> str:
+def _sort_keys(text: str) -> str:
+    """Return JSON with sorted keys; a text that is not JSON is returned unchanged."""
     try:
         return json.dumps(load_json(text), sort_keys=True)
     except ValueError:
@@ -120,24 +135,24 @@ def read_text(content: Any, param: str) -> str:
     """Return the text of a message's content.
 
     Args:
-        content: a text, or parts of type text.
-        param: name of the field.
+        content: text, or a list of parts of type text; None: no text.
+        param: name of the field, for errors.
 
     Raises:
-        BadRequest: the content is something else.
+        BadRequest: the content has another type, or a part that is not text.
     """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadRequest(f"{param} is a {type(content).__name__}, expected text", param)
+        raise BadRequest(f"{param} is a {type(content).__name__}; expected text", param)
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         text = part.get("text") if isinstance(part, dict) else part
         if kind not in ("text", "input_text", "output_text", "str") or not isinstance(text, str):
-            raise BadRequest(f"{param} has a part of type {kind!r}, expected text", param)
+            raise BadRequest(f"{param} has a part of type {kind!r:.80}; expected text", param)
         texts.append(text)
     return "".join(texts)
 
@@ -146,7 +161,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_message(row: Any, param: str) -> Message:
-    """Parse a chat message of an agent or an environment.
+    """Parse a chat message of an agent or an environment. `param`: name of the field, for errors.
 
     Raises:
         BadRequest: the message is invalid.
@@ -170,7 +185,7 @@ def read_message(row: Any, param: str) -> Message:
 
 
 def read_call(call: Any, param: str) -> Mapping[str, Any]:
-    """Parse a tool call of a message. Arguments may be JSON text or an object.
+    """Parse a tool call, whose arguments may be JSON text or an object. `param`: name of the field, for errors.
 
     Raises:
         BadRequest: the call is invalid.
@@ -181,12 +196,13 @@ def read_call(call: Any, param: str) -> Mapping[str, Any]:
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments)
     if not isinstance(name, str) or not isinstance(arguments, str) or "id" not in call:
-        raise BadRequest(f"{param}: expected id, and function with the texts name and arguments", param)
+        expected = 'expected "id", and "function" with the texts "name" and "arguments"'
+        raise BadRequest(f"{param}: tool call {call!r:.160}; {expected}", param)
     return {"id": call["id"], "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def read_tools(tools: Any, param: str) -> list[Mapping[str, Any]]:
-    """Return the schemas of functions in the format of chat completions.
+    """Check and return function schemas in the format of chat completions. `param`: name of the field, for errors.
 
     Raises:
         BadRequest: a schema is invalid.
@@ -202,9 +218,8 @@ def read_tools(tools: Any, param: str) -> list[Mapping[str, Any]]:
             or not isinstance(function.get("name"), str)
             or tool.get("type", "function") != "function"
         ):
-            raise BadRequest(
-                f'{param}[{i}]: expected {{"type": "function", "function": {{"name": ...}}}}', f"{param}[{i}]"
-            )
+            expected = '{"type": "function", "function": {"name": TEXT}}'
+            raise BadRequest(f"{param}[{i}] = {tool!r:.160}: expected {expected}", f"{param}[{i}]")
     return list(tools)
 
 
@@ -228,14 +243,14 @@ SAMPLING = (
 
 
 def check_fields(
-    body: Mapping[str, Any], neutral: Mapping[str, Sequence[object]], no_matter: Collection[str]
+    body: Mapping[str, Any], neutral: Mapping[str, Sequence[object]], accepted: Collection[str]
 ) -> None:
     """Check that all fields of a request are supported.
 
     Args:
         body: the request.
         neutral: unsupported field -> its values without effect.
-        no_matter: fields that are read, or do not change the sampling distribution.
+        accepted: fields with any value: the API reads them, or they do not change the sampling distribution.
 
     Raises:
         BadRequest: a field is unknown, or an unsupported field has an effect.
@@ -243,17 +258,20 @@ def check_fields(
     for name, value in body.items():
         if name in neutral:
             if value not in neutral[name]:
-                raise BadRequest(f"{name} = {json.dumps(value)[:80]}: not supported", name)
-        elif name not in no_matter and name not in SAMPLING:
-            accepted = ", ".join(sorted({*neutral, *no_matter, *SAMPLING}))
-            raise BadRequest(f"{short(name)[1:-1]}: unknown field; accepted: {accepted}", name)
+                expected = " or ".join(json.dumps(v) for v in neutral[name])
+                raise BadRequest(
+                    f"{name} = {json.dumps(value)[:80]}: not supported; expected {expected}", name
+                )
+        elif name not in accepted and name not in SAMPLING:
+            accepted_names = ", ".join(sorted({*neutral, *accepted, *SAMPLING}))
+            raise BadRequest(f"{short(name)[1:-1]}: unknown field; accepted: {accepted_names}", name)
 
 
 def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling parameters of a request.
 
     Raises:
-        BadRequest: a value is out of range, also that of `seed`, which is not used.
+        BadRequest: a value is out of range. `seed` is checked, too, although it is not used.
     """
     params = {name: body[name] for name in SAMPLING if body.get(name) is not None}
     for name, value in {**params, "seed": body.get("seed")}.items():
@@ -263,7 +281,7 @@ def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_max_tokens(body: Mapping[str, Any], name: str) -> int | None:
-    """Return the largest number of tokens of the turn; None if the request has none.
+    """Return the largest number of tokens of the turn from the field `name`; None: the request sets no limit.
 
     Raises:
         BadRequest: the value is invalid.
@@ -277,7 +295,7 @@ def read_max_tokens(body: Mapping[str, Any], name: str) -> int | None:
 
 
 def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return the texts that end the turn.
+    """Return the texts that end the turn, from the field `name`.
 
     Raises:
         BadRequest: the value is invalid.
@@ -289,7 +307,13 @@ def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _check_parameter(parameter: str, value: Any, name: str | None = None) -> None:
-    """Check a parameter by the rules of engine requests. `name`: name of the field, if it differs."""
+    """Check a sampling parameter by the rules of engine requests.
+
+    Args:
+        parameter: SGLang's name of the parameter.
+        value: its value.
+        name: name of the request's field; None: the same as `parameter`.
+    """
     name = name or parameter
     try:
         ENGINE_SAMPLING[ALIASES.get(parameter, parameter)](ANY_ENGINE, name, value)
@@ -301,13 +325,13 @@ def function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
     """Convert a tool of another API to the format of chat completions.
 
     Args:
-        tool: the tool, with the fields of its function.
+        tool: the tool, which has the fields of its function.
         parameters: name of the field with the schema of the parameters.
 
     Raises:
         BadRequest: the tool has no name.
     """
     if not isinstance(tool.get("name"), str):
-        raise BadRequest(f"tools: name = {tool.get('name')!r:.80}, expected a text", "tools")
+        raise BadRequest(f"tools: name = {tool.get('name')!r:.80}; expected text", "tools")
     function = {"name": tool["name"], "description": tool.get("description") or ""}
     return {"type": "function", "function": {**function, "parameters": tool.get(parameters) or {}}}

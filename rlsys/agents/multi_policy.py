@@ -1,13 +1,15 @@
-"""EpisodeServer: plays episodes of several policies. Each policy is a run, whose agents are endpoints of this server.
+"""EpisodeServer: HTTP server that plays episodes of several policies, each of which is trained by its own run.
 
     run of policy A --POST /A {"task", "seed", "env"}-->  server  <--POST /B ...-- run of policy B
                     <---------requests, reward---------           ----------->
 
-Samples of the same data row and seed join an episode. As the runs have the same data, run.seed and group size, these
-samples have the same index in their groups. When a sample of each policy has arrived, the user's function plays one
-episode in its own process, and returns the reward of each response. If a partner does not arrive, the sample gets an
-error, and its run censors it. The server stores nothing on disk: after a crash of it all samples arrive again, and
-their runs have the earlier answers.
+To a run, the server is the service of its agents (remote.py). Samples of the same data row and seed join one episode.
+As the runs have the same data, run.seed and group size, these samples have the same index in their groups. When a
+sample of each policy has arrived, the user's function plays the episode in its own process, and returns the reward of
+each response. If a policy's sample does not arrive, the other samples get an error, and their runs censor them.
+
+The server stores nothing on disk. After a crash of the server, the runs send all samples again, and answer repeated
+requests from their ledgers.
 """
 
 from __future__ import annotations
@@ -28,15 +30,13 @@ import aiohttp
 from aiohttp import web
 
 from rlsys.agents.endpoint import (
-    ALIVE_SECONDS,
     HOST,
     LIMITS,
     RETRY_HEADER,
     error_body,
-    keep_alive,
+    keep_alive_until,
     refusal,
-    start_response,
-)  # fmt: skip
+)
 from rlsys.agents.host import EVALUATION_STEP, REWARD_KEY, REWARD_URL, SAMPLE
 from rlsys.agents.hosting import AgentHost
 from rlsys.agents.policy_endpoint import MAX_ANSWER_BYTES, Arrival, PolicyAnswer, PolicyEndpoint, PolicyGone
@@ -55,20 +55,31 @@ from rlsys.http_server.server import (
 log = logging.getLogger("rlsys.meeting")
 
 EpisodeKey = tuple[str, int, str]
-"""(digest of the row, seed, evaluation or empty): equal for the samples of an episode."""
+"""Digest of the row, seed, and key of the evaluation (empty in training). Samples with equal keys join an episode."""
 MAX_EPISODES = 2**14
 """Largest number of waiting, running and recently ended episodes."""
 KEPT_EVALUATIONS = 3
-"""Number of newest evaluations that are kept: a run that resumes evaluates again, but its partners do not."""
+"""Number of newest evaluations whose episodes are kept. A resumed run evaluates again, but the other runs do not."""
 
 
-class NoArrival(Exception):
-    """Raised for a request that is not a valid arrival of a sample."""
+class InvalidArrival(Exception):
+    """Raised for an invalid request of a run to play a sample."""
 
 
 @dataclass(eq=False)
 class Episode:
-    """An episode of several policies. Owns its endpoints. Its result is `rewards` or `error`."""
+    """An episode of several policies. Owns its endpoints.
+
+    Attributes:
+        row: row of the data.
+        endpoints: endpoint of each policy.
+        name: part of the URL to which the function reports the rewards.
+        key: key for this URL.
+        playing: task that plays the episode; None until all samples have arrived.
+        rewards: reward of each policy's response; None until the function reports them.
+        error: error of the function; empty: none.
+        is_done: whether the function has ended.
+    """
 
     identity: EpisodeKey
     row: Mapping[str, Any]
@@ -82,6 +93,7 @@ class Episode:
 
     @property
     def evaluation(self) -> str:
+        """Key of the evaluation; empty in training."""
         return self.identity[2]
 
     @property
@@ -93,8 +105,9 @@ class Episode:
 class EpisodeServer:
     """Server of episodes.
 
-    Owns the episodes that wait for a policy, are played, or have ended at most `wait` seconds ago: a run that
-    died may not have saved its last result. Evaluations are kept longer.
+    Owns the episodes that wait for a policy, are played, or ended at most `wait` seconds ago. Ended episodes are kept
+    because a run that died may not have saved its last reward, and sends the sample again. Episodes of evaluations
+    are kept longer (KEPT_EVALUATIONS).
     """
 
     def __init__(self, policies: Sequence[str], wait: float, session: aiohttp.ClientSession) -> None:
@@ -110,18 +123,18 @@ class EpisodeServer:
         )
 
     def put_host(self, host: AgentHost) -> None:
-        """Set the process from which episodes are forked, the first one or its successor."""
+        """Set the process from which episodes are forked, or replace a process that has died."""
         if self._host.done():
             self._host = asyncio.get_running_loop().create_future()
         self._host.set_result(host)
 
-    async def hosted(self) -> None:
-        """Wait until a host is set."""
+    async def wait_for_host(self) -> None:
+        """Wait until `put_host` has set a host."""
         await asyncio.shield(self._host)
 
     @asynccontextmanager
     async def listening(self, port: int) -> AsyncIterator[str]:
-        """Serve while the context is active, and yield the address.
+        """Serve while the context is active, and yield the server's URL.
 
         Raises:
             UserError: the port is in use.
@@ -132,7 +145,7 @@ class EpisodeServer:
             web.post("/seat/{seat}/{path:.*}", self._forward_request),
             web.post("/episode/{episode}/rewards", self._receive_rewards),
         ]
-        app = guarded_app(routes, LIMITS, refusal, {NoArrival: 400})
+        app = guarded_app(routes, LIMITS, refusal, {InvalidArrival: 400})
         async with serving(app, HOST, port, cancel_handlers=True) as self._base:
             try:
                 yield self._base
@@ -140,7 +153,7 @@ class EpisodeServer:
                 self.close()
 
     def close(self) -> None:
-        """End all episodes. Their runs then send the samples again, to another server."""
+        """End all episodes, and close the connections of their samples, which the runs then send again."""
         for episode in list(self._episodes.values()):
             for arrival in episode.arrivals:
                 arrival.send_again()
@@ -155,17 +168,27 @@ class EpisodeServer:
 
     # Samples
 
-    async def _arrive(self, request: web.Request) -> web.StreamResponse:
+    async def _check_arrival(self, request: web.Request) -> None:
+        """Check that a run of this user sends a sample, and that the server can play another episode.
+
+        Raises:
+            Refusal: the request is not allowed, or there are too many episodes.
+        """
         policy = request.match_info["policy"]
         if policy not in self._policies:
             raise Refusal(404, f"policy {policy}: expected one of {', '.join(self._policies)}")
         if request.content_type != "application/json":  # a web page cannot send this type to another origin
-            raise Refusal(415, "expected application/json")
+            raise Refusal(415, f"Content-Type: {request.content_type}: expected application/json")
         await check_same_user(request)
         if len(self._episodes) >= MAX_EPISODES:
             raise Refusal(
-                503, f"the server has {len(self._episodes)} episodes, expected fewer than {MAX_EPISODES}"
+                503, f"the server has {len(self._episodes)} episodes; expected fewer than {MAX_EPISODES}"
             )
+
+    async def _arrive(self, request: web.Request) -> web.StreamResponse:
+        """Add a sample to its episode, and respond when the sample's reward is reported, or the sample must leave."""
+        await self._check_arrival(request)
+        policy = request.match_info["policy"]
         arrival = _read_arrival(policy, await read_json(request, strict=False))
         episode = self._episode(arrival)
         endpoint = episode.endpoints[policy]
@@ -187,6 +210,7 @@ class EpisodeServer:
         return web.Response(status=outcome[0], text=outcome[1])
 
     def _episode(self, arrival: Arrival) -> Episode:
+        """Return the episode of a sample; create it for its first sample."""
         row = json.dumps(arrival.row, sort_keys=True).encode()
         identity = hashlib.blake2b(row, digest_size=16).hexdigest(), arrival.seed, arrival.evaluation
         if identity not in self._episodes:
@@ -217,7 +241,7 @@ class EpisodeServer:
                 )
 
     def _on_leave(self, episode: Episode) -> None:
-        """Handle the departure of a sample."""
+        """Remove the episode if its last sample has left and none can return."""
         if episode.arrivals:
             return
         if episode.playing is None:
@@ -226,11 +250,12 @@ class EpisodeServer:
             asyncio.get_running_loop().call_later(self._wait, self._remove_abandoned, episode)
 
     def _remove_abandoned(self, episode: Episode) -> None:
-        """Remove an episode to which no sample has returned."""
+        """Remove an episode if no sample has returned to it."""
         if not episode.arrivals:
             self._forget(episode)
 
     def _forget(self, episode: Episode) -> None:
+        """Remove an episode and its endpoints, and stop it if it is played."""
         if self._episodes.get(episode.identity) is episode:
             del self._episodes[episode.identity]
         self._names.pop(episode.name, None)
@@ -243,6 +268,10 @@ class EpisodeServer:
     # Episodes
 
     async def _play(self, episode: Episode) -> None:
+        """Run the user's function, and report its result to the samples.
+
+        If the function is killed, the connections of the samples are closed, so that the runs send them again.
+        """
         host = await asyncio.shield(self._host)
         policies = {
             p: {"base_url": f"{self._base}/seat/{s.name}/v1", "api_key": s.key}
@@ -269,12 +298,7 @@ class EpisodeServer:
         if end.error is not None:
             episode.error = f"the episode: {end.error}"
             log.warning("%s", episode.error)
-        self.counts["failed" if episode.error else "evaluated" if episode.evaluation else "played"] += 1
-        for endpoint in episode.endpoints.values():
-            endpoint.end()
-        await asyncio.gather(
-            *(self._report_reward(episode, endpoint) for endpoint in episode.endpoints.values())
-        )
+        await self._report_result(episode)
         if episode.evaluation.isdecimal():
             self._forget_old(int(episode.evaluation))
         elif episode.evaluation:
@@ -282,8 +306,17 @@ class EpisodeServer:
         else:
             asyncio.get_running_loop().call_later(self._wait, self._forget, episode)
 
+    async def _report_result(self, episode: Episode) -> None:
+        """Count an ended episode, cancel its pending requests, and report its result to the present samples."""
+        self.counts["failed" if episode.error else "evaluated" if episode.evaluation else "played"] += 1
+        for endpoint in episode.endpoints.values():
+            endpoint.end()
+        await asyncio.gather(
+            *(self._report_reward(episode, endpoint) for endpoint in episode.endpoints.values())
+        )
+
     def _forget_old(self, step: int) -> None:
-        """Remove all but the KEPT_EVALUATIONS newest evaluations."""
+        """Add the evaluation after train step `step`, and remove all but the KEPT_EVALUATIONS newest ones."""
         self._evaluated.add(step)
         if len(self._evaluated) > KEPT_EVALUATIONS:
             oldest = min(self._evaluated)
@@ -294,21 +327,12 @@ class EpisodeServer:
     async def _receive_rewards(self, request: web.Request) -> web.Response:
         episode = self._names.get(request.match_info["episode"])
         if episode is None or not same_secret(api_key(request), episode.key):
-            raise Refusal(401, "not the address and key of a running episode")
-        try:
-            values = (await read_json(request, strict=False))["rewards"]
-            rewards = {p: float(values[p]) for p in self._policies}
-        except (ValueError, KeyError, TypeError, OverflowError, Refusal):
-            rewards = {}
-            values = None
-        if not rewards or set(values) != set(rewards) or not all(map(is_reward, rewards.values())):
-            expected = ", ".join(f'"{p}": NUMBER' for p in self._policies)
-            raise Refusal(400, f"result of the episode: expected {{{expected}}} with finite numbers")
-        episode.rewards = rewards
+            raise Refusal(401, "the address or the key is wrong: expected those of a running episode")
+        episode.rewards = _read_rewards(await read_json(request, strict=False), self._policies)
         return web.json_response({})
 
     async def _report_reward(self, episode: Episode, endpoint: PolicyEndpoint) -> None:
-        """Report the reward to a sample, if it is present."""
+        """Report the reward or the error to the sample of an endpoint, if it is present."""
         arrival = endpoint.arrival
         if arrival is None:
             return
@@ -331,19 +355,14 @@ class EpisodeServer:
     async def _forward_request(self, request: web.Request) -> web.StreamResponse:
         endpoint = self._endpoints.get(request.match_info["seat"])
         if endpoint is None or not same_secret(api_key(request), endpoint.key):
-            raise Refusal(401, "not the address and key of a policy in an episode")
+            raise Refusal(401, "the address or the key is wrong: expected those of a policy in an episode")
         body = await request.read()
         headers = {
             name: request.headers[name] for name in ("Content-Type", RETRY_HEADER) if name in request.headers
         }
         path = request.match_info["path"].removeprefix("v1")
         task = asyncio.ensure_future(endpoint.request(path, body, headers))
-        stream, response = _streams(body), None
-        while not task.done():
-            await asyncio.wait({task}, timeout=ALIVE_SECONDS)
-            if not task.done():
-                response = response or await start_response(request, stream)
-                await response.write(keep_alive(stream))
+        response = await keep_alive_until(task, request, _is_stream(body))
         try:
             answer = task.result()
         except PolicyGone as e:
@@ -352,35 +371,60 @@ class EpisodeServer:
             return web.Response(status=answer.status, body=answer.body, content_type=answer.kind)
         if answer.status == 200:
             await response.write(answer.body)
-        elif request.transport is not None:  # the client repeats the request, and gets the status
+        elif request.transport is not None:  # the client repeats the request, and then gets the status
             request.transport.abort()
         return response
 
 
 def _read_arrival(policy: str, body: Any) -> Arrival:
-    """Parse the request of a run.
+    """Parse the request of a run to play a sample of `policy`.
 
     Raises:
-        NoArrival: the request is invalid.
+        InvalidArrival: the request is invalid.
     """
-    expected = NoArrival('expected {"task": OBJECT, "seed": NUMBER, "env": {"OPENAI_BASE_URL": ...}}')
+    invalid = InvalidArrival(
+        f'body = {body!r:.160}: expected {{"task": OBJECT, "seed": INTEGER, "env": {{"OPENAI_BASE_URL": ...}}}}'
+    )
     try:
         row, seed, env = body["task"], body["seed"], body["env"]
         base_url, key, reward_url = env["OPENAI_BASE_URL"], env[REWARD_KEY], env[REWARD_URL]
     except (KeyError, TypeError):
-        raise expected from None
+        raise invalid from None
     if not isinstance(row, dict) or type(seed) is not int or not isinstance(key, str):
-        raise expected
-    for url in (base_url, reward_url):
+        raise invalid
+    for name, url in (("OPENAI_BASE_URL", base_url), (REWARD_URL, reward_url)):
         if not (isinstance(url, str) and url.startswith("http://") and _is_loopback(url)):
-            raise NoArrival(f"{url!r}: expected an address on loopback")
+            raise InvalidArrival(f"env.{name} = {url!r:.160}: expected an http:// address on loopback")
     outcome: asyncio.Future[tuple[int, str] | None] = asyncio.get_running_loop().create_future()
     return Arrival(policy, row, seed, base_url, key, reward_url, _evaluation(env), outcome)
 
 
 def _evaluation(env: Mapping[str, Any]) -> str:
-    """Return the evaluation of a sample; empty in training. Outside a run all samples have the same evaluation."""
+    """Return the key of a sample's evaluation.
+
+    Returns:
+        Empty for a training sample; the number of train steps for an evaluation in a run; otherwise "alone".
+    """
     return "" if SAMPLE in env else str(env.get(EVALUATION_STEP, "alone"))
+
+
+def _read_rewards(body: Any, policies: Sequence[str]) -> dict[str, float]:
+    """Parse the result of an episode.
+
+    Raises:
+        Refusal: the result is not one finite number for each policy.
+    """
+    values: Any = body.get("rewards") if isinstance(body, dict) else None
+    try:
+        rewards = {p: float(values[p]) for p in policies}
+    except (ValueError, KeyError, TypeError, OverflowError):
+        rewards = {}
+    if not rewards or set(values) != set(rewards) or not all(map(is_reward, rewards.values())):
+        expected = ", ".join(f'"{p}": NUMBER' for p in policies)
+        raise Refusal(
+            400, f"result of the episode = {values!r:.160}: expected {{{expected}}} with finite numbers"
+        )
+    return rewards
 
 
 def _is_loopback(url: str) -> bool:
@@ -390,7 +434,8 @@ def _is_loopback(url: str) -> bool:
         return False
 
 
-def _streams(body: bytes) -> bool:
+def _is_stream(body: bytes) -> bool:
+    """Return whether a request asks for a stream."""
     try:
         return bool(json.loads(body).get("stream"))
     except (ValueError, AttributeError, RecursionError):

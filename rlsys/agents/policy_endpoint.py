@@ -20,15 +20,15 @@ import aiohttp
 from rlsys.http_server.clients import read_bounded
 
 _TRUNCATED = re.compile(rb'"(finish|stop)_reason": "(length|max_tokens)"|"status": "incomplete"')
-"""Pattern of a truncated answer in any API. In a text its quotes would be escaped."""
+"""Pattern of a truncated answer of any API. It matches no generated text, in which quotes are escaped."""
 MAX_ANSWER_BYTES = 64 * 2**20
-"""Largest size of an answer of a run, in bytes."""
+"""Largest size of a run's answer, in bytes."""
 _ENDED_STATUSES = (401, 410)
-"""HTTP statuses of a run if its sample at this address has ended."""
+"""HTTP statuses with which a run reports that the sample at the address has ended."""
 
 
 class PolicyGone(Exception):
-    """Raised when the sample of a policy has ended and does not return."""
+    """Raised when the sample of a policy has ended and the run does not send it again."""
 
 
 @dataclass(eq=False)
@@ -36,6 +36,11 @@ class Arrival:
     """A request of a run to play a sample.
 
     Attributes:
+        row: row of the data.
+        base_url: address at which the run answers chat requests for the sample.
+        key: key for `base_url` and `reward_url`.
+        reward_url: address at which the run accepts the sample's reward.
+        evaluation: key of the sample's evaluation; empty in training.
         outcome: HTTP status and message of the answer; None: close the connection, so that the run sends the
             sample again.
     """
@@ -47,7 +52,6 @@ class Arrival:
     key: str
     reward_url: str
     evaluation: str
-    """Evaluation of the sample; empty in training."""
     outcome: asyncio.Future[tuple[int, str] | None]
 
     def answer(self, status: int, message: str) -> None:
@@ -70,7 +74,7 @@ class PolicyAnswer:
 
 @dataclass(eq=False)
 class Exchange:
-    """A request of the function, and the policy's answer; None before it."""
+    """A request of the episode's function. `answer`: the policy's answer; None until it arrives."""
 
     path: str
     body: bytes
@@ -80,7 +84,15 @@ class Exchange:
 
 @dataclass(eq=False)
 class PolicyEndpoint:
-    """Endpoint of a policy. Owns its exchanges and its sample. `wait`: seconds for which the sample may be absent."""
+    """Endpoint of a policy. Owns its exchanges and its sample.
+
+    Attributes:
+        wait: time for which the sample may be absent, in seconds.
+        name: part of the endpoint's URL.
+        key: key that the function's requests must contain.
+        arrival: the present sample; None while it is absent.
+        closed: reason why the endpoint accepts no sample; empty while it does.
+    """
 
     policy: str
     session: aiohttp.ClientSession
@@ -89,40 +101,44 @@ class PolicyEndpoint:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     arrival: Arrival | None = None
     closed: str = ""
-    """Reason why no sample is accepted any more; empty while samples are accepted."""
     _exchanges: list[Exchange] = field(default_factory=list)
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
-    _asking: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
+    _tasks: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
 
     @property
     def has_exchanges(self) -> bool:
-        """Whether its policy has received a request."""
+        """Whether the endpoint has received a request."""
         return bool(self._exchanges)
 
     def replace(self, arrival: Arrival) -> None:
-        """Set the sample, which may have arrived before. Requests wait for `take`."""
+        """Set the sample, instead of its earlier arrival. Requests wait until `take` returns."""
         self.arrival = arrival
         self._ready.clear()
 
     async def take(self, arrival: Arrival) -> bool:
-        """Repeat all earlier requests. Returns False if an answer differs, so that the sample may not continue."""
+        """Repeat all answered requests, and let the waiting ones continue.
+
+        Returns:
+            False if an answer differs from the saved one, so that the sample cannot continue.
+        """
         for exchange in [e for e in self._exchanges if e.answer is not None]:
             answer = await self._forward(arrival, exchange)
             if self.arrival is not arrival or answer is None:
                 return True  # the sample left again, and may return
             if answer != exchange.answer:
-                self.close("its answers after a restart differ from those before")
+                self.close("the answers of the restarted run differ from the saved ones")
                 return False
         self._ready.set()
         return True
 
     def leave(self, arrival: Arrival) -> None:
+        """Remove the sample, unless a later arrival has replaced it."""
         if self.arrival is arrival:
             self.arrival = None
             self._ready.clear()
 
     def close(self, reason: str) -> None:
-        """Close the endpoint. All requests then fail with the reason."""
+        """Refuse all waiting and later requests with this reason; a second call changes nothing."""
         self.closed = self.closed or reason
         self._ready.set()
 
@@ -135,13 +151,14 @@ class PolicyEndpoint:
         exchange = Exchange(path, body, headers)
         self._exchanges.append(exchange)
         task = asyncio.create_task(self._complete(exchange))
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)  # a client that times out repeats the request and gets this answer
 
     async def _complete(self, exchange: Exchange) -> PolicyAnswer:
+        """Forward a request until the sample answers it. A request without success is not repeated later."""
         while True:
-            arrival = await self._present()
+            arrival = await self._wait_for_sample()
             answer = await self._forward(arrival, exchange)
             if answer is not None:
                 if answer.status == 200:
@@ -152,25 +169,31 @@ class PolicyEndpoint:
             self.leave(arrival)
             arrival.answer(409, f"no server responds at {arrival.base_url}")
 
-    async def _present(self) -> Arrival:
-        if self.arrival is None and self._full():
+    async def _wait_for_sample(self) -> Arrival:
+        """Return the sample, when it accepts requests.
+
+        Raises:
+            PolicyGone: the sample has ended, or did not return in time.
+        """
+        if self.arrival is None and self._is_truncated():
             raise PolicyGone(f"the response of {self.policy} has ended: it reached its limit of tokens")
         try:
             async with asyncio.timeout(self.wait):
                 while not self._ready.is_set():
                     await self._ready.wait()
         except TimeoutError:
-            self.close(f"its run did not send the sample again within {self.wait:g} s")
+            self.close(f"the run did not send the sample again within {self.wait:g} s")
         if self.closed or self.arrival is None:
             raise PolicyGone(f"the response of {self.policy} has ended: {self.closed}")
         return self.arrival
 
-    def _full(self) -> bool:
+    def _is_truncated(self) -> bool:
+        """Whether the last answer is truncated."""
         answers = [e.answer for e in self._exchanges if e.answer is not None]
         return bool(answers) and _TRUNCATED.search(answers[-1].body) is not None
 
     async def _forward(self, arrival: Arrival, exchange: Exchange) -> PolicyAnswer | None:
-        """Forward a request to a sample. Returns None if the sample is no longer at its address."""
+        """Forward a request to a sample, and return its answer; None if the sample is no longer at its address."""
         headers = {**exchange.headers, "Authorization": f"Bearer {arrival.key}"}
         url = arrival.base_url + exchange.path
         try:
@@ -187,7 +210,7 @@ class PolicyEndpoint:
 
     def end(self) -> None:
         """Cancel all requests."""
-        for task in self._asking:
+        for task in self._tasks:
             task.cancel()
 
 

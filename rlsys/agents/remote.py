@@ -2,9 +2,10 @@
 
     POST {"task": {...}, "seed": n, "env": {"OPENAI_BASE_URL": ..., "OPENAI_API_KEY": ..., ...}}
 
-The service responds when the agent has ended: with status 200, or another status and the error. If it closes
-the connection, the agent counts as killed and is run again. If rlsys closes the connection, the service must
-end the agent. Requests to an unreachable service are repeated for AWAY_SECONDS, because it may be restarting.
+The service responds after the agent has ended, with status 200 if it succeeded, or with another status and the error.
+If the service closes the connection, the agent counts as killed and runs again. If rlsys closes the connection, the
+service must end the agent. Requests to an unreachable service are repeated for UNREACHABLE_SECONDS, because the
+service may be restarting.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rlsys.http_server.clients import direct_session, read_bounded
 CONNECT_SECONDS = 10.0
 PAUSE_SECONDS = 1.0
 """Pause in seconds before a request is repeated, or a killed agent is run again."""
-AWAY_SECONDS = 60.0
+UNREACHABLE_SECONDS = 60.0
 """Seconds for which a service may be unreachable before its agent counts as killed."""
 MAX_MESSAGE_CHARACTERS = 300
 MAX_ANSWER_BYTES = 2**20
@@ -52,40 +53,41 @@ class AgentService:
         return agent, exit_future
 
     def kill(self, agent: int) -> None:
-        """Close the agent's connection, unless it has ended."""
+        """Close the connection of an agent, unless the agent has ended."""
         if agent in self._running:
             self._running[agent].cancel()
 
     async def _run_agent(self, body: dict[str, Any], exit_future: asyncio.Future[AgentExit]) -> None:
+        """Send a task, and set the future when the agent has ended."""
         try:
             async with self._post(body) as answer:
-                fragments = (await read_bounded(answer, MAX_ANSWER_BYTES)).decode(errors="replace").split()
-                message = " ".join(fragments)[:MAX_MESSAGE_CHARACTERS]
-                error = (
-                    None if answer.status == 200 else f"its service returned HTTP {answer.status}: {message}"
-                )
+                text = (await read_bounded(answer, MAX_ANSWER_BYTES)).decode(errors="replace")
+                error = None
+                if answer.status != 200:
+                    message = " ".join(text.split())[:MAX_MESSAGE_CHARACTERS]
+                    error = f"the agent's service returned HTTP {answer.status}: {message}"
                 end = AgentExit(error)
         except (aiohttp.ClientError, OSError) as e:
             await asyncio.sleep(PAUSE_SECONDS)
-            end = AgentExit(None, f"because its service at {self._url} does not respond: {type(e).__name__}")
+            end = AgentExit(None, f"because the service at {self._url} does not respond: {type(e).__name__}")
         if not exit_future.done():
             exit_future.set_result(end)
 
     @asynccontextmanager
     async def _post(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send the task, and yield the response. Repeats the request while the service is unreachable.
+        """Send the task, and yield the response. Repeat the request while the service is unreachable.
 
         Raises:
-            aiohttp.ClientConnectorError: the service is unreachable for AWAY_SECONDS.
+            aiohttp.ClientConnectorError: the service was unreachable for UNREACHABLE_SECONDS.
         """
         loop = asyncio.get_running_loop()
-        until = loop.time() + AWAY_SECONDS
+        deadline = loop.time() + UNREACHABLE_SECONDS
         while True:
             try:
                 answer = await self._session.post(self._url, json=body, allow_redirects=False)
                 break
             except aiohttp.ClientConnectorError:
-                if loop.time() >= until:
+                if loop.time() >= deadline:
                     raise
                 await asyncio.sleep(PAUSE_SECONDS)
         async with answer:
@@ -94,6 +96,7 @@ class AgentService:
 
 @asynccontextmanager
 async def open_service(url: str) -> AsyncIterator[AgentService]:
+    """Open a client of the service at `url` while the context is active."""
     times = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)  # an agent may take hours
     connector = aiohttp.TCPConnector(limit=0)
     async with direct_session(timeout=times, connector=connector) as session:

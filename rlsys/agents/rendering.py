@@ -4,9 +4,9 @@
     next question    ->  continuation          the chat template over the new messages alone
     the model's ids  ->  text                  decoded, never encoded again
 
-Earlier messages are never rendered again: their tokens are those that the model has read and sampled. The text
-after a turn is taken from a conversation of placeholders, so that a template that renders old turns differently
-(Qwen3 omits their thinking) has no effect.
+Earlier messages are never rendered again, so their tokens stay those that the model has read and sampled. The text
+after a turn comes from a rendered conversation of placeholders, which does not depend on how the template renders old
+turns (Qwen3 omits their thinking).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Rendering:
         tools: Sequence[Mapping[str, Any]],
         chat_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the ids of a prompt.
+        """Return the token ids of the prompt of a conversation.
 
         Args:
-            messages: the messages.
+            messages: all messages of the conversation.
             tools: schemas of the tools.
             chat_args: additional variables of the chat template.
 
@@ -61,23 +61,26 @@ class Rendering:
         return self._tokenizer.encode(text)
 
     def continuation(
-        self, new: Sequence[Message], tools: Sequence[Mapping[str, Any]], last: str
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], end_text: str
     ) -> list[int]:
-        """Return the ids between the end of a turn and the next turn: the new messages, and the start of the turn.
+        """Return the token ids that follow a turn of the model: the new messages, and the header of the next turn.
 
         Args:
-            new: the new messages.
+            messages: messages after the turn.
             tools: schemas of the tools.
-            last: text of the token that ended the turn, which is not repeated; empty if the turn was truncated.
+            end_text: text of the token that ended the turn, which is not repeated; empty if the turn was truncated.
 
         Raises:
             BadRequest: the template refuses the messages.
         """
         marked_turn = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _TURN}]
-        _, turn, following = self._render([*marked_turn, *new], tools).partition(_TURN)
+        _, turn, following = self._render([*marked_turn, *messages], tools).partition(_TURN)
         if not turn:
-            raise BadRequest("the chat template does not render messages of the assistant", "messages")
-        return self._tokenizer.encode(following.removeprefix(last))
+            raise BadRequest(
+                f"the chat template of {self._tokenizer.path} does not render messages of the assistant",
+                "messages",
+            )
+        return self._tokenizer.encode(following.removeprefix(end_text))
 
     def _render(
         self,
@@ -92,18 +95,19 @@ class Rendering:
             raise BadRequest(str(e), "messages") from None
 
     def text(self, ids: Sequence[int]) -> str:
+        """Decode token ids."""
         return self._tokenizer.decode(ids)
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """Return a message with arguments as objects, which templates expect (transformers' documentation)."""
+    """Return a message whose tool calls have objects as arguments, as chat templates expect (transformers' docs)."""
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
-    return {**message, "tool_calls": [_parsed(call) for call in calls]}
+    return {**message, "tool_calls": [_parse_arguments(call) for call in calls]}
 
 
-def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
     with contextlib.suppress(ValueError):  # not JSON: rendered as generated
         function["arguments"] = load_json(function["arguments"])

@@ -1,6 +1,6 @@
 """OpenAI's responses API: parses requests, and encodes answers as JSON or as a stream of events. Pure.
 
-It stores no responses: `previous_response_id` is refused, and each request must contain the whole input.
+Responses are not stored: each request must contain the whole input, and `previous_response_id` is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "text": (None, {}, {"format": {"type": "text"}}), "reasoning": (None, {}), "truncation": (None, "disabled"),
     "top_logprobs": (None, 0),
 }  # fmt: skip
-_NO_MATTER = {
+"""Unsupported field -> its values without effect."""
+_ACCEPTED = {
     "model", "input", "instructions", "tools", "stream", "stream_options", "max_output_tokens", "metadata", "store",
     "user", "include", "service_tier", "prompt_cache_key", "safety_identifier",
 }  # fmt: skip
@@ -41,11 +42,11 @@ def read(body: Mapping[str, Any]) -> TurnRequest:
     Raises:
         BadRequest: the request is invalid or not supported.
     """
-    check_fields(body, _NEUTRAL, _NO_MATTER)
+    check_fields(body, _NEUTRAL, _ACCEPTED)
     content = body.get("input")
     items = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not isinstance(items, list) or not items:
-        raise BadRequest("input: expected text, or a list with at least one item", "input")
+        raise BadRequest(f"input = {content!r:.80}: expected text, or a list with at least one item", "input")
     instructions = read_text(body.get("instructions"), "instructions")
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     for i, item in enumerate(items):
@@ -54,7 +55,7 @@ def read(body: Mapping[str, Any]) -> TurnRequest:
     if not isinstance(tools, list) or not all(
         isinstance(t, dict) and t.get("type") == "function" for t in tools
     ):
-        raise BadRequest("tools: expected a list of functions", "tools")
+        raise BadRequest(f"tools = {tools!r:.160}: expected a list of tools of type function", "tools")
     return TurnRequest(
         messages,
         [function_tool(tool, "parameters") for tool in tools],
@@ -66,7 +67,7 @@ def read(body: Mapping[str, Any]) -> TurnRequest:
 
 
 def _add(messages: list[dict[str, Any]], item: Any, param: str) -> None:
-    """Append an item to the messages. An assistant's text and calls are separate items, but one chat message."""
+    """Append an item to the messages. Items with an assistant's text and calls become one chat message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "reasoning":
         return
@@ -83,7 +84,8 @@ def _add(messages: list[dict[str, Any]], item: Any, param: str) -> None:
         role = "system" if item["role"] == "developer" else item["role"]
         messages.append({"role": role, "content": read_text(item.get("content"), f"{param}.content")})
     else:
-        raise BadRequest(f"{param}: expected a message, a function_call or a function_call_output", param)
+        expected = "expected a message, a function_call or a function_call_output"
+        raise BadRequest(f"{param} = {item!r:.160}: {expected}", param)
 
 
 def to_json(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,13 +124,13 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
 
 def events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
     """Encode the answer of a complete turn as the events of a stream."""
-    events_fields = list(_fields(answer, body))
-    for number, fields in enumerate(events_fields):
+    for number, fields in enumerate(_fields(answer, body)):
         data = json.dumps({**fields, "sequence_number": number})
         yield f"event: {fields['type']}\ndata: {data}\n\n".encode()
 
 
 def _fields(answer: Answer, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the fields of each event of a stream, without the sequence number."""
     yield {"type": "response.created", "response": _head(answer, body)}
     for i, item in enumerate(_items(answer)):
         position = {"output_index": i, "item_id": item["id"]}
@@ -156,6 +158,7 @@ def _fields(answer: Answer, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]
 
 
 def _head(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a response in progress, without output."""
     return {
         "id": f"resp_{answer.id}", "object": "response", "created_at": 0, "status": "in_progress", "error": None,
         "incomplete_details": None, "instructions": body.get("instructions"), "metadata": body.get("metadata") or {},

@@ -93,7 +93,7 @@ async def _serve(
         host_task = asyncio.create_task(_run_host(meeting, episode, variables))
         stop_task = asyncio.create_task(stop.wait())
         try:
-            await _wait_first(host_task, asyncio.create_task(meeting.hosted()))
+            await _wait_first(host_task, asyncio.create_task(meeting.wait_for_host()))
             async with meeting.listening(port) as base:
                 for name in policies:
                     print(f"rlsys: {name}: rollout.generator_params.url = {base}/{name}", flush=True)
@@ -118,7 +118,7 @@ async def _wait_first(host_task: asyncio.Task[None], other_task: asyncio.Task[An
 async def _run_host(meeting: EpisodeServer, episode: str, variables: Sequence[str]) -> None:
     """Run the process from which episodes are forked; restart it when it dies. Only errors end this."""
     while True:
-        async with open_host(episode, None, None, variables, meets=True) as host:
+        async with open_host(episode, None, None, variables, plays_episodes=True) as host:
             meeting.put_host(host)
             await host.host_exit.wait()
             log.warning("the process from which episodes are forked has died; restarting it")

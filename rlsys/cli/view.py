@@ -127,7 +127,7 @@ def _print_rows(texts: RunTexts, kind: str, query: SampleQuery, pattern: re.Patt
     `kind`: one of rlsys.viewer.answers.KINDS.
     """
     rows = AnswerRows(texts.tokenizer.decode)
-    for row in rows.of(kind, texts.iterate(query, pattern, sys.maxsize)):
+    for row in rows.convert(kind, texts.iterate(query, pattern, sys.maxsize)):
         print(json.dumps(row))
     if rows.excluded:
         print(
@@ -224,7 +224,7 @@ def track(args: argparse.Namespace) -> int:
         raise UserError(
             f"{args.run}: run.trackers is empty; expected --to with one of {', '.join(sorted(PACKAGES))}"
         )
-    for name, lines in follow(args.run, names, until=None).items():
+    for name, lines in follow(args.run, names, end_descriptor=None).items():
         print(f"{name}: {lines} lines written")
     return 0
 

@@ -1,5 +1,5 @@
-"""Environment services: their processes need only the standard library and the environment's package.
+"""Environment services: the process of an environment, its clients, and connectors of third-party environments.
 
-This package runs in the venv of the environment's package, so it imports no other part of rlsys than
-rlsys.core.sockets.
+The process may run in the venv of a third-party package, so this package needs only the standard library, and imports
+no other part of rlsys than rlsys.core.sockets.
 """

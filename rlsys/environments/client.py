@@ -5,7 +5,7 @@
         step = episode.step("left")                     # or step("", calls=[{"id", "name", "arguments"}])
 
 A request without a response is repeated. After a crash of the service, the client opens the episode again and replays
-its turns; the responses must be identical.
+its turns. The results must be identical.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rlsys.core.sockets import UnixConnection
 URL, KEY = "RLSYS_ENVIRONMENT_URL", "RLSYS_ENVIRONMENT_KEY"
 """Environment variables with the address and key of an agent's environment."""
 DEATHS = 3
-"""Deaths of the service during the same request after which the request fails: it may be their cause."""
+"""Number of deaths of the service during a request after which the request fails, because it may cause them."""
 MAX_LOSSES = 30
-"""Largest number of replays at one turn, regardless of the cause of the service's deaths."""
+"""Number of lost leases at one turn after which the episode fails, whatever the cause."""
 MIN_PAUSE, MAX_PAUSE = 0.05, 2.0
 MAX_ANSWER_BYTES = 64 * 2**20
 MAX_REASON_CHARACTERS = 500
@@ -43,7 +43,7 @@ class EnvironmentFailed(Exception):
 class _LeaseLost(Exception):
     """Raised when the connection ended, or the service does not know the lease.
 
-    `in_request`: whether the service died during this request, which may be the cause.
+    `in_request`: whether the service died during this request, so that the request may be the cause.
     """
 
     def __init__(self, message: str, in_request: bool) -> None:
@@ -52,17 +52,24 @@ class _LeaseLost(Exception):
 
 
 class RemoteEpisode:
-    """An episode in an environment service. Owns its history. Only one thread at a time may use it."""
+    """An episode in an environment service. Owns its history. Not thread-safe, except `cancelled`.
+
+    Attributes:
+        messages: the first messages for the model.
+        tools: schemas of the tools.
+        restarts: number of replays.
+        cancelled: set to True by any thread to stop retries.
+    """
 
     def __init__(self, url: str, key: str, task: Mapping[str, Any], seed: int, seconds: float = 60.0) -> None:
         """Open the episode.
 
         Args:
-            url: URL of the service; `http` only on the same machine, `unix:PATH` for a Unix socket.
+            url: URL of the service: https://..., http://... on the same machine, or unix:PATH for a Unix socket.
             key: key of the service.
             task: row of the data.
             seed: seed of the episode.
-            seconds: time limit of a request, which is also the longest outage of the service.
+            seconds: time limit of a request with its repetitions, so also the longest outage of the service.
 
         Raises:
             EnvironmentFailed: the environment does not respond, or refuses the task.
@@ -72,12 +79,10 @@ class RemoteEpisode:
         self._lease = ""
         self._history: list[tuple[Answer, Answer]] = []
         self.restarts = 0
-        """Number of replays."""
         self.cancelled = False
-        """Set by any thread to stop retries."""
-        opened = self._within_deaths(self._open)
-        self.messages: list[dict[str, Any]] = opened.get("messages", [])
-        self.tools: list[dict[str, Any]] = opened.get("tools", [])
+        opening = self._retry_after_losses(self._open)
+        self.messages: list[dict[str, Any]] = opening.get("messages", [])
+        self.tools: list[dict[str, Any]] = opening.get("tools", [])
 
     @classmethod
     def for_agent(cls, task: Mapping[str, Any], seed: int | None = None) -> RemoteEpisode:
@@ -85,7 +90,7 @@ class RemoteEpisode:
 
         Args:
             task: row of the data.
-            seed: default: `seed` of the task, or 0.
+            seed: seed of the episode; None: the task's `seed`, or 0.
 
         Raises:
             EnvironmentFailed: the run has no environment, or the environment fails.
@@ -109,12 +114,12 @@ class RemoteEpisode:
             EnvironmentFailed: the environment does not respond, or raises.
         """
         action = {"text": text, "calls": [dict(call) for call in calls]}
-        answer = self._within_deaths(lambda: self._step(len(self._history), action))
+        answer = self._retry_after_losses(lambda: self._step(len(self._history), action))
         self._history.append((action, answer))
         return answer
 
     def close(self) -> None:
-        """Close the episode. If the service is unreachable, it closes the idle lease itself."""
+        """Close the episode. An unreachable service is ignored, because it closes idle leases itself."""
         try:
             self._send("/close", {"lease": self._lease}, time.monotonic() + 1)
         except (_LeaseLost, EnvironmentFailed, OSError):
@@ -128,18 +133,18 @@ class RemoteEpisode:
 
     def _open(self) -> Answer:
         lease = uuid.uuid4().hex
-        opened = self._request("/open", {"lease": lease, "task": self._task, "seed": self._seed})
+        opening = self._request("/open", {"lease": lease, "task": self._task, "seed": self._seed})
         self._lease = lease
-        return opened
+        return opening
 
     def _step(self, number: int, action: Answer) -> Answer:
         return self._request("/step", {"lease": self._lease, "number": number, "action": action})
 
-    def _within_deaths(self, request: Any) -> Answer:
-        """Return the result of `request`. If the service lost the episode, replay it and try again.
+    def _retry_after_losses(self, request: Any) -> Answer:
+        """Return the result of `request`. Each time that the service loses the episode, replay it and try again.
 
         Raises:
-            EnvironmentFailed: the service lost the episode too often.
+            EnvironmentFailed: the service lost the episode MAX_LOSSES times, or died DEATHS times in the request.
         """
         deaths = 0
         for losses in range(MAX_LOSSES):
@@ -153,36 +158,39 @@ class RemoteEpisode:
                 return answer
             if deaths == DEATHS:
                 raise EnvironmentFailed(
-                    f"it died {DEATHS} times at turn {len(self._history)}, the last time with {reason}"
+                    f"the service died {DEATHS} times at turn {len(self._history)}, the last time with {reason}"
                 )
-            time.sleep(
-                random.uniform(0, deaths)
-            )  # separates this episode in time from one that kills the service
+            # A random pause separates this episode from one whose requests kill the service.
+            time.sleep(random.uniform(0, deaths))
         raise EnvironmentFailed(
-            f"it was lost {MAX_LOSSES} times at turn {len(self._history)}, the last time with {reason}"
+            f"the lease was lost {MAX_LOSSES} times at turn {len(self._history)}, the last time with {reason}"
         )
 
     def _replay(self) -> None:
         """Open the episode again and replay its turns.
 
         Raises:
-            EnvironmentFailed: a response differs from the first one.
+            EnvironmentFailed: a result differs from that before the loss.
         """
         self.restarts += 1
-        opened = self._open()
-        unchanged = (opened.get("messages", []), opened.get("tools", [])) == (self.messages, self.tools)
+        opening = self._open()
+        if (opening.get("messages", []), opening.get("tools", [])) != (self.messages, self.tools):
+            raise EnvironmentFailed("the replay after a restart differs: other first messages or tools")
         for number, (action, answer) in enumerate(self._history):
-            if not unchanged:
-                break
-            unchanged = self._step(number, action) == answer
-        if not unchanged:
-            raise EnvironmentFailed("its responses after a restart differ from those before")
+            if self._step(number, action) != answer:
+                raise EnvironmentFailed(
+                    f"the replay after a restart differs: another result of turn {number}"
+                )
 
     def _request(self, path: str, body: Answer) -> Answer:
         """Send a request until it has a response.
 
-        After a first connection reset, which may be a fault of the network, the request is repeated when the
-        service is reachable. A second one counts as a death of the service.
+        After the first connection reset, which may be a fault of the network, the request is repeated when the
+        service is reachable. The second reset counts as a death of the service.
+
+        Raises:
+            EnvironmentFailed: no response within the time limit, or the service refuses the request.
+            _LeaseLost: the service died, or does not know the lease.
         """
         end, pause, resets = time.monotonic() + self._seconds, MIN_PAUSE, 0
         while True:
@@ -207,14 +215,16 @@ class RemoteEpisode:
                 if status == 404 and path == "/step":
                     raise _LeaseLost(reason, resets > 0)
                 if status != 503 or time.monotonic() >= end:
-                    raise EnvironmentFailed(reason or f"its response has the status {status}")
+                    raise EnvironmentFailed(
+                        reason or f"the service responded with status {status}; expected 200"
+                    )
                 retry_after = answer.get("wait", 0)
                 wait = max(pause, retry_after) if isinstance(retry_after, int | float) else pause
             time.sleep(min(wait, max(0.0, end - time.monotonic())))
             pause = min(2 * pause, MAX_PAUSE)
 
     def _wait_for_service(self, end: float) -> None:
-        """Wait until the service responds to a health check, at most until `end`."""
+        """Wait until the service responds to a health check, at most until the monotonic time `end`."""
         while not self.cancelled and time.monotonic() < end:
             try:
                 self._send("/health", None, end)
@@ -224,25 +234,34 @@ class RemoteEpisode:
                 return
 
     def _send(self, path: str, body: Answer | None, end: float) -> tuple[int, Answer]:
-        """Send one request; `body` None means GET. Return status and body of the response."""
+        """Send one request.
+
+        Args:
+            path: path of the request.
+            body: JSON of a POST request; None: a GET request.
+            end: deadline, as monotonic time.
+
+        Returns:
+            Status and JSON body of the response.
+
+        Raises:
+            OSError: there is no complete response.
+            EnvironmentFailed: the response is too large, or not a JSON object.
+        """
         timeout = max(0.001, end - time.monotonic())
-        host, port, base_path = self._parts.hostname or "", self._parts.port, self._parts.path
-        connection: http.client.HTTPConnection
-        if self._parts.scheme == "unix":
-            connection, base_path = UnixConnection(Path(base_path), timeout), ""
-        elif self._parts.scheme == "https":
-            connection = http.client.HTTPSConnection(host, port, timeout=timeout)
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        base_path = "" if self._parts.scheme == "unix" else self._parts.path.rstrip("/")
+        connection = self._connection(timeout)
         try:
             headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
             method, data = "GET", None
             if body is not None:
                 method, data = "POST", json.dumps(body, default=str).encode()
-            connection.request(method, base_path.rstrip("/") + path, data, headers)
+            connection.request(method, base_path + path, data, headers)
             response = connection.getresponse()
             if response.length is None or response.length > MAX_ANSWER_BYTES:
-                raise EnvironmentFailed(f"its response has no length, or more than {MAX_ANSWER_BYTES} bytes")
+                raise EnvironmentFailed(
+                    f"the response has Content-Length {response.length}; expected at most {MAX_ANSWER_BYTES} bytes"
+                )
             raw = response.read()  # all bytes, or an error
         except http.client.HTTPException as e:
             raise ConnectionResetError(f"{type(e).__name__}: {e}") from None
@@ -251,7 +270,17 @@ class RemoteEpisode:
         try:
             answer = json.loads(raw or b"{}")
         except (ValueError, RecursionError):
-            raise EnvironmentFailed(f"its response is not JSON: {raw[:80]!r}") from None
+            raise EnvironmentFailed(
+                f"the response {raw[:80]!r} is not JSON; expected a JSON object"
+            ) from None
         if not isinstance(answer, dict):
-            raise EnvironmentFailed(f"its response is not a JSON object: {raw[:80]!r}")
+            raise EnvironmentFailed(f"the response {raw[:80]!r} is not a JSON object")
         return response.status, answer
+
+    def _connection(self, timeout: float) -> http.client.HTTPConnection:
+        host, port = self._parts.hostname or "", self._parts.port
+        if self._parts.scheme == "unix":
+            return UnixConnection(Path(self._parts.path), timeout)
+        if self._parts.scheme == "https":
+            return http.client.HTTPSConnection(host, port, timeout=timeout)
+        return http.client.HTTPConnection(host, port, timeout=timeout)

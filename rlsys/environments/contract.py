@@ -6,7 +6,7 @@
     episode.step(action)                  a turn of the model -> its result
     episode.close()
 
-Responses must be determined by task, seed and actions: after a crash of the process the episode is replayed.
+Task, seed and actions must determine all results, because the episode is replayed after a crash of the process.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Action:
     """A turn of the model."""
 
     text: str
+    """Text of the turn, without its tool calls."""
     calls: Sequence[Mapping[str, Any]] = ()
     """Tool calls, each with `id`, `name` and `arguments` (JSON text); empty if the run does not parse tool calls."""
 
@@ -33,7 +34,7 @@ class Opening:
     """The start of an episode."""
 
     messages: Sequence[Message] = ()
-    """The first messages for the model; empty if the prompt of the data's row is enough."""
+    """The first messages for the model; empty: the model reads only the prompt of the data row."""
     tools: Sequence[Mapping[str, Any]] = ()
     """Schemas of the tools."""
 
@@ -43,15 +44,16 @@ class Step:
     """The result of a turn."""
 
     messages: Sequence[Message] = ()
+    """Messages for the model's next turn; ignored if this was the last turn."""
     reward: float = 0.0
     done: bool = False
-    """Whether this was the last turn; the model does not read its `messages`."""
+    """Whether this was the last turn."""
     right: bool | None = None
     """Whether the episode has succeeded; None: unknown."""
 
 
 class Episode(Protocol):
-    """One run of an environment. Called from several threads, but never concurrently."""
+    """One episode of an environment. Called from several threads, but never concurrently."""
 
     @property
     def opening(self) -> Opening: ...
@@ -62,13 +64,13 @@ class Episode(Protocol):
 
 
 class Environment(Protocol):
-    """An environment. All episodes of a process share it, and open and step concurrently."""
+    """An environment, shared by all episodes of a process. `open` and the episodes' steps run concurrently."""
 
     def open(self, task: Mapping[str, Any], seed: int) -> Episode: ...
 
 
 def as_messages(content: object, role: str = "user") -> tuple[Message, ...]:
-    """Return a list of one chat message, for Opening or Step.
+    """Return one chat message as the messages of an Opening or a Step.
 
     Args:
         content: text of the message; other objects are converted by `str`.
@@ -85,7 +87,7 @@ class RequestRefused(Exception):
     """HTTP status."""
     reason: str
     wait: float = field(default=0.0)
-    """With status 503: seconds after which the client may retry."""
+    """Seconds after which the client may retry, with status 503."""
 
     def __str__(self) -> str:
         return self.reason

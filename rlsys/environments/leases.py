@@ -1,7 +1,7 @@
-"""Episodes of an environment service: each is leased to one client, and every request may be repeated.
+"""Leases: the episodes of an environment service, each of which belongs to one client.
 
-The client chooses the id of its lease and numbers its steps. A repeated request gets the stored response, so that no
-turn is played twice. An episode is closed after `idle_seconds` without a step.
+The client chooses the id of its lease and numbers its steps. Every request may be repeated: the repetition gets the
+stored response, so that no turn is played twice. An episode is closed after `idle_seconds` without a step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from rlsys.environments.contract import Action, Environment, Episode, Opening, RequestRefused, Step
 
 MAX_ABANDONED = 8
-"""Number of hanging steps of closed leases at which the process exits, because threads cannot be killed."""
+"""Number of closed leases with a hanging step at which the process exits, because a thread cannot be killed."""
 
 
 @dataclass
@@ -29,7 +29,16 @@ class _Lease:
 
 
 class Leases:
-    """The leases of an environment service. Owns the episodes. Called from many threads."""
+    """The leases of an environment service. Owns the episodes. Thread-safe.
+
+    Args:
+        environment: opens the episodes.
+        max_leases: largest number of leases at once.
+        idle_seconds: time without a step after which an episode is closed, in seconds.
+
+    Attributes:
+        abandoned: number of leases that were closed during a hanging step.
+    """
 
     def __init__(self, environment: Environment, max_leases: int, idle_seconds: float) -> None:
         self._environment, self._max_leases, self._idle = environment, max_leases, idle_seconds
@@ -44,7 +53,7 @@ class Leases:
         """Open an episode, or return the opening of the lease with this id.
 
         Args:
-            lease_id: id that the client chose.
+            lease_id: id of the lease, chosen by the client.
             task: row of the data.
             seed: seed of the episode.
 
@@ -70,7 +79,7 @@ class Leases:
             return lease.opening
 
     def step(self, lease_id: str, number: int, action: Action) -> Step:
-        """Play a turn, or return the stored result of the last one.
+        """Play a turn. If the request repeats that of the last turn, return its stored result.
 
         Args:
             lease_id: id of the lease.
@@ -84,14 +93,14 @@ class Leases:
         with self._lock:
             lease = self._leases.get(lease_id)
         if lease is None:
-            raise RequestRefused(404, f"there is no lease {lease_id}")
+            raise RequestRefused(404, f"lease {lease_id} does not exist")
         with lease.busy:
             if lease.episode is None:
-                raise RequestRefused(404, f"there is no lease {lease_id}")
+                raise RequestRefused(404, f"lease {lease_id} does not exist")
             if lease.last_step is not None and number == lease.steps - 1 and lease.last_step[0] == action:
                 return lease.last_step[1]
             if number != lease.steps:
-                raise RequestRefused(409, f"turn {number} of lease {lease_id}, expected turn {lease.steps}")
+                raise RequestRefused(409, f"turn {number} of lease {lease_id}: expected turn {lease.steps}")
             lease.last_used = time.monotonic()
             try:
                 step = lease.episode.step(action)
@@ -101,7 +110,7 @@ class Leases:
             return step
 
     def close(self, lease_id: str) -> None:
-        """Close a lease. Does nothing if it does not exist."""
+        """Close a lease and its episode, if the lease exists. An episode with a running step is abandoned."""
         lease = self._drop(lease_id)
         if lease is None:
             return
@@ -121,10 +130,13 @@ class Leases:
             return self._leases.pop(lease_id, None)
 
     def _close_idle(self) -> None:
+        """Close the leases that were not used for `idle_seconds`."""
         limit = time.monotonic() - self._idle
         with self._lock:
-            idle = [
-                i for i, lease in self._leases.items() if lease.last_used < limit and not lease.busy.locked()
+            idle_ids = [
+                lease_id
+                for lease_id, lease in self._leases.items()
+                if lease.last_used < limit and not lease.busy.locked()
             ]
-        for lease_id in idle:
+        for lease_id in idle_ids:
             self.close(lease_id)

@@ -5,12 +5,17 @@
     POST /step   {"lease", "number", "action"}    -> {"messages", "reward", "done", "right"}
     POST /close  {"lease"}                        -> {}
 
-The client chooses the name `lease`; `number` counts its turns from 0. Every request may be repeated. A refusal
-is {"error"} with a status: 401 wrong key, 404 unknown lease, 409 not the next turn, 422 the environment raised
-an exception, 503 no free lease. The process listens on a Unix socket of the run's user. Agents reach it through
-an address of the rollout process (rlsys/generators/environment_services.py). The parent process owns the
-listening socket, so that connections wait there while this process restarts. The process exits when its
-standard input ends.
+The client chooses the id `lease` and counts its turns from 0 (`number`). Every request may be repeated. A refusal is
+{"error", "wait"} with a status:
+
+    400  malformed request           413  body too large
+    401  wrong key                   422  the environment raised an exception
+    404  unknown lease or path       503  no free lease; retry after `wait` seconds
+    409  not the next turn
+
+The process listens on a Unix socket of the run's user. Agents reach it through an address of the rollout process
+(rlsys/generators/environment_services.py). The parent process owns the listening socket, so that connections wait
+there while this process restarts. The process exits when its standard input ends.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ KEY = "RLSYS_ENVIRONMENT_KEY"
 EXIT_ABANDONED = 3
 """Exit code of a process with MAX_ABANDONED hanging steps; the parent process restarts it."""
 MAX_BODY_BYTES = 16 * 2**20
-"""Largest body of a request."""
+"""Largest body of a request, in bytes."""
 CONNECTORS = {
     "gymnasium": "rlsys.environments.connectors.gymnasium_games",
     "reasoning_gym": "rlsys.environments.connectors.reasoning_games",
@@ -44,7 +49,7 @@ CONNECTORS = {
     "verifiers": "rlsys.environments.connectors.verifiers_chats",
     "openenv": "rlsys.environments.connectors.openenv_client",
 }
-"""Modules with a function `make`."""
+"""Connector -> its module, which has a function `make` that creates the environment."""
 
 
 def load_connector(connector: str) -> Any:
@@ -85,14 +90,18 @@ class Handler(BaseHTTPRequestHandler):
         self._reply(self._answer)
 
     def _reply(self, respond: Any) -> None:
-        status, answer, self.close_connection = 200, dict[str, Any](), True  # clients use a connection once
+        """Check the key, and send the result of `respond` for the request's JSON, or a refusal."""
+        self.close_connection = True  # clients use a connection once
+        status, answer = 200, dict[str, Any]()
         try:
             authorization = self.headers.get("Authorization") or ""
             if not hmac.compare_digest(authorization.encode(), f"Bearer {self.key}".encode()):
                 raise RequestRefused(401, "wrong key")  # before the body is read
             length = int(self.headers.get("Content-Length") or 0)
             if not 0 <= length <= MAX_BODY_BYTES:
-                raise RequestRefused(413, f"{length} bytes, expected at most {MAX_BODY_BYTES}")
+                raise RequestRefused(
+                    413, f"Content-Length: {length}: expected at most {MAX_BODY_BYTES} bytes"
+                )
             answer = respond(json.loads(self.rfile.read(length) or b"{}"))
         except RequestRefused as e:
             status, answer = e.status, {"error": e.reason, "wait": e.wait}
@@ -102,8 +111,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
-        # Without it a client may send its next request on a closed connection.
-        self.send_header("Connection", "close")
+        self.send_header(
+            "Connection", "close"
+        )  # otherwise a client may send its next request on this connection
         self.end_headers()
         self.wfile.write(data)
 
@@ -117,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/close":
             self.leases.close(lease)
             if self.leases.abandoned >= MAX_ABANDONED:
-                print(f"{MAX_ABANDONED} steps hang; the process exits and is restarted", flush=True)
+                print(f"the steps of {MAX_ABANDONED} closed leases hang; restarting the process", flush=True)
                 os._exit(EXIT_ABANDONED)
             return {}
         raise RequestRefused(404, f"{self.path}: expected /health, /open, /step or /close")
@@ -127,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _plain(value: Any) -> Any:
-    """Convert NumPy numbers and arrays of observations."""
+    """Convert an object that JSON does not know: NumPy numbers and arrays to numbers and lists, others to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -145,7 +155,15 @@ class Server(ThreadingHTTPServer):
 def serve(
     environment: Environment, listener: socket.socket, max_leases: int, idle_seconds: float, key: str
 ) -> Server:
-    """Create a server on a listening socket. The caller calls `serve_forever`."""
+    """Create a server; the caller runs its `serve_forever`.
+
+    Args:
+        environment: opens the episodes.
+        listener: the listening Unix socket.
+        max_leases: largest number of leases at once.
+        idle_seconds: time without a step after which an episode is closed, in seconds.
+        key: key that every request must contain.
+    """
     leases = Leases(environment, max_leases, idle_seconds)
     handler = type("LeaseHandler", (Handler,), {"leases": leases, "key": key})
     server = Server(listener.getsockname(), handler, bind_and_activate=False)

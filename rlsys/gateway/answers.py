@@ -1,9 +1,4 @@
-"""Answers in the formats of three APIs: SGLang's /generate, OpenAI's completions and chat completions.
-
-Answer.events     the events of a stream for the tokens of one response that arrived since the last call
-Answer.closing    the events after those of all responses
-Answer.result     the JSON of a complete answer
-"""
+"""Answers in the formats of three APIs: SGLang's /generate, OpenAI's completions and OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -23,13 +18,13 @@ from rlsys.gateway.api_requests import CHAT, COMPLETIONS, ApiRequest
 from rlsys.gateway.generation import Generation
 from rlsys.gateway.response_text import ResponseText
 from rlsys.gateway.served_model import ServedModel
-from rlsys.generators.parser_client import TAIL_IDS, Turn
+from rlsys.generators.parser_client import TAIL_IDS, Turn, TurnReader
 
 Json = dict[str, Any]
 
 
 class Answer:
-    """The answer to one request, with a choice for each response."""
+    """The answer to one request, which may ask for several responses."""
 
     def __init__(self, request: ApiRequest, generations: Sequence[Generation], model: ServedModel) -> None:
         self._request, self._generations, self._model = request, generations, model
@@ -39,29 +34,38 @@ class Answer:
         """Number of tokens of each response that were sent."""
 
     def events(self, index: int, *, final: bool) -> AsyncIterator[Json]:
+        """Yield the events of a stream for the tokens of a response that arrived since the last call.
+
+        Args:
+            index: index of the response.
+            final: whether the response is complete.
+        """
         raise NotImplementedError
 
     def closing(self) -> Iterator[Json]:
+        """Yield the events at the end of a stream, after the last event of each response."""
         return iter(())
 
     async def result(self) -> Json | list[Json]:
+        """Return the answer as JSON, after all responses are complete."""
         raise NotImplementedError
 
     def _advance(self, index: int, *, final: bool) -> tuple[str, slice]:
-        """Return the new text of a response, and its new tokens."""
+        """Return the new text of a response, and the positions of its new tokens."""
         generation, text = self._generations[index], self._texts[index]
-        new = slice(self._sent_tokens[index], len(generation.ids))
-        self._sent_tokens[index] = new.stop
+        positions = slice(self._sent_tokens[index], len(generation.ids))
+        self._sent_tokens[index] = positions.stop
         if final:
-            return text.conclude(generation.ids, at_stop=generation.is_stopped), new
-        return text.advance(generation.ids), new
+            return text.conclude(generation.ids, at_stop=generation.is_stopped), positions
+        return text.advance(generation.ids), positions
 
     def _text(self, index: int) -> str:
+        """Return the text of a complete response."""
         generation = self._generations[index]
         return self._texts[index].final(generation.ids, at_stop=generation.is_stopped)
 
     def _usage(self) -> Json:
-        """Return the token counts. A prompt counts once, regardless of its number of responses."""
+        """Return the token counts of all prompts and responses. A prompt counts once, even with several responses."""
         prompts = {g.request.prompt: len(g.request.prompt_ids) for g in self._generations}
         prompt, completion = sum(prompts.values()), sum(len(g.ids) for g in self._generations)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -71,6 +75,7 @@ class Answer:
         return bool((self._request.body.get("stream_options") or {}).get("include_usage"))
 
     def _tops(self, index: int, token: int) -> list[tuple[float, int]]:
+        """Return (log-prob, token id) of the most probable tokens at position `token` of a response."""
         tops = self._generations[index].tops
         return [] if tops is None else tops.by_token.get(token, [])
 
@@ -79,11 +84,11 @@ class GenerateAnswer(Answer):
     """Answer of SGLang's /generate."""
 
     async def events(self, index: int, *, final: bool) -> AsyncIterator[Json]:
-        text, new = self._advance(index, final=final)
-        if new.stop > new.start or final:
+        text, positions = self._advance(index, final=final)
+        if positions.stop > positions.start or final:
             if not self._model.incremental:
-                text, new = self._texts[index].sent_text, slice(0, new.stop)
-            yield self._response(index, text, new, final=final)
+                text, positions = self._texts[index].sent_text, slice(0, positions.stop)
+            yield self._response(index, text, positions, final=final)
 
     async def result(self) -> Json | list[Json]:
         results = [
@@ -143,9 +148,9 @@ class CompletionAnswer(Answer):
     """Answer of OpenAI's completions."""
 
     async def events(self, index: int, *, final: bool) -> AsyncIterator[Json]:
-        text, new = self._advance(index, final=final)
-        if text or final or (new.stop > new.start and self._generations[index].request.logprobs):
-            yield {**self._head, "choices": [self._choice(index, text, new, final=final)]}
+        text, positions = self._advance(index, final=final)
+        if text or final or (positions.stop > positions.start and self._generations[index].request.logprobs):
+            yield {**self._head, "choices": [self._choice(index, text, positions, final=final)]}
 
     def closing(self) -> Iterator[Json]:
         if self._includes_usage:
@@ -189,7 +194,8 @@ class CompletionAnswer(Answer):
 class ChatAnswer(Answer):
     """Answer of OpenAI's chat completions.
 
-    A parser of reasoning or tool calls needs the whole response. The stream then has one event for each part of it.
+    A parser of reasoning or tool calls needs the whole response. The stream then has one event each for reasoning,
+    content and every tool call.
     """
 
     def __init__(self, request: ApiRequest, generations: Sequence[Generation], model: ServedModel) -> None:
@@ -206,8 +212,8 @@ class ChatAnswer(Answer):
             yield self._chunk(index, chat.OPENING)
         if self._reader is not None and not final:
             return
-        text, new = self._advance(index, final=final)
-        logprobs = self._logprobs(index, new)
+        text, positions = self._advance(index, final=final)
+        logprobs = self._logprobs(index, positions)
         if self._reader is None:
             if text or logprobs:
                 yield self._chunk(index, {"content": text}, logprobs=logprobs)
@@ -261,29 +267,17 @@ class ChatAnswer(Answer):
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     async def _parse(self, index: int) -> agents.Answer:
-        """Return a complete response as a message."""
+        """Return a complete response as a message, which is parsed once."""
         if index not in self._messages:
             self._messages[index] = await self._read_message(index)
         return self._messages[index]
 
     async def _read_message(self, index: int) -> agents.Answer:
         generation = self._generations[index]
-        request, ids = generation.request, list(generation.ids)
-        turn = Turn(self._text(index))
-        if self._reader is not None:
-            if generation.is_stopped and ids and ids[-1] in request.stop_ids:
-                ids = ids[:-1]
-            text, preceding_text = self._model.decode(ids), self._model.decode(request.prompt_ids[-TAIL_IDS:])
-            if generation.is_stopped:
-                text = text[: self._texts[index].stop_position(text)]
-            turn = await self._reader(text, preceding_text, self._request.tools)
-            if request.skip_special:
-                tokenizer = self._model.require_tokenizer("messages")
-                turn = Turn(
-                    tokenizer.without_special(turn.text),
-                    tokenizer.without_special(turn.reasoning),
-                    turn.calls,
-                )
+        if self._reader is None:
+            turn = Turn(self._text(index))
+        else:
+            turn = await self._parse_turn(index, self._reader)
         calls = tuple(
             ToolCall(f"call_{self._name}_{index}_{i}", call.name, call.arguments)
             for i, call in enumerate(turn.calls)
@@ -295,13 +289,31 @@ class ChatAnswer(Answer):
             turn.reasoning,
             calls,
             "tool_calls" if calls and finish == "stop" else finish,
-            len(request.prompt_ids),
+            len(generation.request.prompt_ids),
             len(generation.ids),
+        )
+
+    async def _parse_turn(self, index: int, reader: TurnReader) -> Turn:
+        """Parse reasoning and tool calls of a complete response. Parsers read its special tokens as text."""
+        generation = self._generations[index]
+        request, ids = generation.request, list(generation.ids)
+        if generation.is_stopped and ids and ids[-1] in request.stop_ids:
+            ids = ids[:-1]
+        text = self._model.decode(ids)
+        preceding_text = self._model.decode(request.prompt_ids[-TAIL_IDS:])
+        if generation.is_stopped:
+            text = text[: self._texts[index].stop_position(text)]
+        turn = await reader(text, preceding_text, self._request.tools)
+        if not request.skip_special:
+            return turn
+        tokenizer = self._model.require_tokenizer("messages")
+        return Turn(
+            tokenizer.without_special(turn.text), tokenizer.without_special(turn.reasoning), turn.calls
         )
 
 
 def answer_to(request: ApiRequest, generations: Sequence[Generation], model: ServedModel) -> Answer:
-    """Create the answer of the request's API."""
+    """Create the answer to a request, in the format of the request's API."""
     classes = {COMPLETIONS: CompletionAnswer, CHAT: ChatAnswer}
     return classes.get(request.path, GenerateAnswer)(request, generations, model)
 
@@ -311,12 +323,20 @@ def _finish(generation: Generation) -> str:
 
 
 def _label(version: int) -> str:
-    """Return SGLang's label of a weight version. `default` is the label of a server that was started without one."""
+    """Return SGLang's label of a weight version: the number, or `default` if the server was started without one."""
     return str(version) if version >= 0 else "default"
 
 
 def _routes(sample: Sample, experts_per_token: int) -> str | None:
-    """Return the experts of all positions in SGLang's format, base64 of int32; None unless all are known."""
+    """Return the routed experts of all positions in SGLang's format; None if those of a position are unknown.
+
+    Args:
+        sample: the response, with T positions that the model has computed.
+        experts_per_token: number of experts that a token is routed to in all layers together, E.
+
+    Returns:
+        base64 of int32 [T, E].
+    """
     rows, end = [], 0
     for span in sample.routes:
         positions = span.end - span.start

@@ -9,15 +9,19 @@ from aiohttp import web
 from rlsys.engine.sse import END
 
 READER_SECONDS = 60.0
-"""Seconds after which a client that does not read is dropped."""
+"""Time after which a client that does not read is disconnected, in seconds."""
 
 
 class SlowClient(Exception):
-    """Raised when the client does not read its events."""
+    """Raised when a client has not read its events for READER_SECONDS."""
 
 
 class EventStream:
-    """The stream of one request. The first event starts it; `response` is None before."""
+    """The stream of one request.
+
+    Attributes:
+        response: the HTTP response; None until the first event, which starts it.
+    """
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -25,7 +29,7 @@ class EventStream:
         self.response: web.StreamResponse | None = None
 
     async def write(self, data: bytes) -> None:
-        """Send one event.
+        """Send one event with `data`.
 
         Raises:
             SlowClient: the client has not read for READER_SECONDS.
@@ -44,13 +48,13 @@ class EventStream:
             raise
 
     async def end(self) -> web.StreamResponse:
-        """End the stream, which must have at least one event."""
+        """End the stream and return its response. At least one event must have been sent."""
         assert self.response is not None
         await self.response.write_eof()
         return self.response
 
     def drop(self) -> web.StreamResponse:
-        """Close the connection without an end of the stream, for a client that does not read."""
+        """Close the connection at once, without waiting for the client to read, and return the response."""
         assert self.response is not None
         if self._request.transport is not None:
             self._request.transport.abort()

@@ -1,8 +1,9 @@
 """Fleet: the engines of a stand-alone router, their limits and their weights.
 
-At the start, the weight version is the highest one that an engine reports. Afterwards weights change by folder
-(`POST /update_weights_from_disk`). An engine that joins, restarts or failed an update loads the same folder before it
-serves. Before the first update there is no folder, and an engine of another version waits.
+At the start, the weight version of the fleet is the highest one that an engine reports. `POST
+/update_weights_from_disk` changes it: all engines load the weights of a folder. An engine that joins, restarts or
+failed the update loads the same folder before it serves. Before the first update there is no folder to load, and an
+engine of another version serves no requests.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from rlsys.router.router import Router
 log = logging.getLogger("rlsys.router")
 
 FleetInterruption = Literal["abort", "retract"]
-"""Treatments of running requests. in_place is excluded: later requests could reuse keys and values of old weights."""
+"""Treatment of running requests during an update. `in_place` is excluded, because it keeps keys and values of the old
+weights, which later requests could reuse."""
 
 
 def is_engine_url(text: str) -> bool:
-    """Return whether a text is the base URL of a server. Any other text would end the watch over all engines."""
+    """Return whether a text is the base URL of a server: http:// or https://, without user, query and fragment."""
     try:
         url = URL(text)
         host = (url.host or "").encode("idna")  # fails for an empty or too long part of a name
@@ -52,7 +54,12 @@ def is_engine_url(text: str) -> bool:
 
 
 def is_allowed(host: str, allowed: Sequence[str]) -> bool:
-    """Return whether a host is one of the allowed names or addresses, or in one of the allowed networks."""
+    """Return whether a host may be the host of an engine.
+
+    Args:
+        host: a host name or an address. A name is not resolved.
+        allowed: allowed host names, addresses and networks.
+    """
     if host in allowed:
         return True
     try:
@@ -70,7 +77,7 @@ def is_host(text: str) -> bool:
 
 
 def network_of(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    """Parse an address or a network; None for other texts."""
+    """Parse an address or a network. Return None for other texts."""
     try:
         return ipaddress.ip_network(text)
     except ValueError:
@@ -80,18 +87,20 @@ def network_of(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | Non
 class Fleet:
     """The engines of a stand-alone router. Owns the router.
 
-    `limits` and `model` are None until an engine has responded.
-
     Args:
         urls: URLs of the engines.
         session: HTTP session.
-        allowed: host names, addresses or networks of engines that may join; default: the hosts of `urls`.
+        allowed: host names, addresses or networks of engines that may join; empty: the hosts of `urls`.
         identity: the keys of all engines.
         strategy: routing strategy (rlsys/router/strategy.py).
         interruption: treatment of running requests while weights change.
-        queue_seconds: seconds for which a request may wait for an engine.
+        queue_seconds: time for which a request may wait for an engine, in seconds.
         vocab_size: number of token ids; None: read it from the model folder.
         model_path: folder with the tokenizer; None: the folder that the engines report.
+
+    Attributes:
+        limits: limits of requests that all engines accept; None until an engine has responded.
+        model: the engines' model; None until an engine has responded.
     """
 
     def __init__(
@@ -128,7 +137,7 @@ class Fleet:
         self._interruption = interruption
         self._vocab_size, self._model_path = vocab_size, model_path
         self._engine_limits: dict[str, tuple[int, Limits]] = {}
-        """URL of an engine -> its number of deaths when its limits were read, and the limits."""
+        """URL of an engine -> its number of deaths at the time its limits were read, and these limits."""
         self.limits: Limits | None = None
         self.model: ServedModel | None = None
         self._folder: str | None = None
@@ -150,10 +159,10 @@ class Fleet:
             raise UserError(str(e)) from None
 
     def join(self, url: str) -> None:
-        """Add an engine by a request of an administrator.
+        """Add an engine that an administrator requests.
 
         Raises:
-            UserError: its host is not allowed, the URL is invalid, or the engine is already in the pool.
+            UserError: the host is not allowed, the URL is invalid, or the engine is already in the pool.
         """
         if is_engine_url(url) and not is_allowed(URL(url).host or "", self._allowed):
             raise UserError(
@@ -171,12 +180,12 @@ class Fleet:
         engine = self.pool.find(url)
         if engine is None:
             raise UserError(
-                f"{url[:200]}: no such engine in the pool; its engines: {describe_states(self.pool.states)}"
+                f"{url[:200]}: not an engine of the pool; expected one of {describe_states(self.pool.states)}"
             )
         engine.draining = True
 
     async def watch(self) -> None:
-        """Probe the engines until cancelled, and read their limits."""
+        """Probe the engines, read their limits and load weights in stale engines, until cancelled."""
         self.router.resume()
         while True:
             await self.pool.probe()
@@ -189,7 +198,7 @@ class Fleet:
             await asyncio.sleep(PROBE_SECONDS)
 
     def _load_stale(self) -> None:
-        """Start loading the folder in stale engines, each in a separate task, because it may take minutes."""
+        """Start a task for each stale engine that loads the current folder, which may take minutes."""
         for url in [url for url, task in self._loading.items() if task.done()]:
             self._loading.pop(url).result()
         if self._updating.locked():
@@ -201,12 +210,13 @@ class Fleet:
             elif self._folder is None and engine.url not in self._unusable:
                 self._unusable.add(engine.url)
                 log.warning(
-                    "%s has weight version %d, the pool has %d: it serves after POST /update_weights_from_disk",
+                    "engine %s has weight version %d; expected %d; it serves no requests until POST "
+                    "/update_weights_from_disk",
                     engine.url, engine.version, self.pool.version,
                 )  # fmt: skip
 
     async def _read_limits(self, engine: EngineState) -> None:
-        """Update the limits of requests to the strictest ones of all engines, because any engine may get a request.
+        """Read the limits of an engine, and update `limits` to the strictest ones of all engines.
 
         Raises:
             UserError: the vocabulary size of the first engine is unknown.
@@ -215,21 +225,11 @@ class Fleet:
             info = await engine.client.info()
         except (*DeadEngine, EngineError):
             return
-        previous = self.limits
         folder = self._model_path or Path(str(info.get("tokenizer_path") or info.get("model_path")))
-        size = self._vocab_size
-        if size is None:
-            try:
-                size = int(read_fields(folder)["vocab_size"])
-            except (OSError, ValueError, KeyError, TypeError) as e:
-                if previous is None:
-                    raise UserError(
-                        f"{folder}/config.json: cannot read vocab_size ({type(e).__name__}); set --vocab-size"
-                    ) from None
-                size = previous.vocab_size  # its folder is on another machine
+        size = self._read_vocab_size(folder)
         length = info.get("max_req_input_len")
-        if previous is not None and type(length) is not int:
-            context = previous.context_length
+        if self.limits is not None and type(length) is not int:
+            context = self.limits.context_length
         else:
             context = int(info["max_req_input_len"]) + RESERVED_TOKENS
         limits = Limits(size, context, deterministic=bool(info.get("enable_deterministic_inference", True)))
@@ -242,20 +242,37 @@ class Fleet:
         self.router.set_limits(strictest)
         self.limits = strictest
 
+    def _read_vocab_size(self, folder: Path) -> int:
+        """Return the vocabulary size: the configured one, that of `folder`, or that of earlier engines.
+
+        Raises:
+            UserError: none of them is known.
+        """
+        if self._vocab_size is not None:
+            return self._vocab_size
+        try:
+            return int(read_fields(folder)["vocab_size"])
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            if self.limits is None:
+                raise UserError(
+                    f"{folder}/config.json: cannot read vocab_size ({type(e).__name__}); set --vocab-size"
+                ) from None
+            return self.limits.vocab_size  # the folder is on another machine
+
     # -- weights ------------------------------------------------------------------------------------------------
 
     async def update(self, folder: str, version: int | None) -> int:
-        """Load a folder in every engine. Requests in flight continue afterwards; engines that fail try again later.
+        """Load new weights in all engines. Requests in flight continue afterwards. Engines that fail try again later.
 
         Args:
-            folder: the folder.
-            version: its weight version; None: the next one.
+            folder: path of the weights, for the engines.
+            version: new weight version; None: the current one plus 1.
 
         Returns:
-            the weight version.
+            The new weight version.
 
         Raises:
-            UserError: the version is not larger than the current one.
+            UserError: `version` is not larger than the current one.
             RunError: no engine could load the folder; the weights are unchanged.
         """
         # The update continues if the client disconnects, so that the gate does not stay closed.
@@ -268,7 +285,7 @@ class Fleet:
             previous = self.pool.version, self._folder
             if version is not None and version <= previous[0]:
                 raise UserError(
-                    f"weight_version = {version}: expected more than {previous[0]}, the current one"
+                    f"weight_version = {version}: expected more than {previous[0]}, the current version"
                 )
             hold = self._interruption != "abort"
             engines: list[EngineState] = []
@@ -289,6 +306,7 @@ class Fleet:
                 self.router.resume()
 
     async def _try_load(self, engine: EngineState) -> tuple[bool, str]:
+        """Load the folder in an engine. Return whether it succeeded, and the reason if it failed."""
         try:
             await self._load(engine)
         except EngineError as e:  # the engine keeps its weights
@@ -299,9 +317,13 @@ class Fleet:
         return True, ""
 
     async def _load(self, engine: EngineState) -> None:
-        """Load the folder in an engine, and empty its cache before it serves.
+        """Load the folder in an engine, and empty the engine's cache, before it serves.
 
-        If probes detect that the engine is dead, the load ends like any request.
+        If a probe detects that the engine is dead, the load ends, like a request.
+
+        Raises:
+            EngineError: the engine refuses the folder, or reports another version afterwards.
+            Exception: one of DeadEngine, if the engine does not respond.
         """
         assert self._folder is not None
         version, engine.loading = self.pool.version, True
@@ -313,7 +335,7 @@ class Fleet:
                     await engine.client.flush(paused=engine.paused)
                     reported = await engine.client.weight_version()
             if reported != version:
-                raise EngineError(f"{engine.url} reports weight version {reported}, expected {version}")
+                raise EngineError(f"{engine.url} reports weight version {reported}; expected {version}")
             engine.set_version(version)
         finally:
             engine.loading = False

@@ -1,10 +1,14 @@
 """Front: the HTTP server of a stand-alone router, with SGLang's /generate and OpenAI's completions and chat APIs.
 
-    POST /generate  /v1/completions  /v1/chat/completions     by Router.generate, streamed or whole
-    GET  /v1/models /model_info /server_info                  from any engine
-    GET  /health (the server runs)  /ready (an engine serves)  /metrics (Prometheus)
-    GET, POST, DELETE /engines                                list, add {"url": ...}, drain {"url": ...}
-    POST /update_weights_from_disk {"model_path": ..., "weight_version": ...}
+    POST   /generate, /v1/completions, /v1/chat/completions   generate responses, as a stream or as one JSON object
+    GET    /v1/models, /model_info, /server_info              the response of an engine
+    GET    /health                                            200 while the server runs
+    GET    /ready                                             200 if an engine serves, otherwise 503
+    GET    /metrics                                           metrics for Prometheus
+    GET    /engines                                           list the engines
+    POST   /engines {"url"}                                   add an engine
+    DELETE /engines {"url"}                                   remove an engine after its requests have ended
+    POST   /update_weights_from_disk {"model_path", "weight_version"}   load new weights in all engines
 
 The clients' token allows requests for responses; the administrators' token allows all requests. With a clients' token
 but no administrators' token, the engines and their weights cannot be changed.
@@ -45,8 +49,9 @@ OPEN = ("/health", "/ready")
 ADMIN = ("/engines", "/update_weights_from_disk")
 """Paths for administrators: they determine which servers get the prompts of other clients."""
 _SECRET = ("api_key", "admin_api_key", "ssl_keyfile_password")
-"""Arguments of engines that clients must not see."""
+"""Arguments of engines that are removed from the response to /server_info."""
 RETRY_SECONDS = "1"
+"""Value of the header Retry-After, in seconds."""
 STATUSES: Mapping[type[Exception], int] = {
     RefusedPrompt: 400, BadRequest: 400, RefusedRequest: 400, PoisonRequest: 422, Unavailable: 503, RunError: 500
 }  # fmt: skip
@@ -60,7 +65,7 @@ class FrontLimits:
     Args:
         body_bytes: largest size of a request's body, in bytes.
         concurrency: largest number of samples in engines. A request for more samples is refused with 413.
-        queue: largest number of waiting samples. Others are refused with 429.
+        queue: largest number of samples that wait for a place in engines. Further ones are refused with 429.
         body_seconds: time limit for the body of a request to arrive, in seconds.
     """
 
@@ -80,9 +85,10 @@ class Front:
 
     Args:
         fleet: the engines.
-        token: token of clients. Without any token, all requests are allowed, and the server listens on loopback only.
+        token: token of clients; None: clients need no token.
         limits: limits of requests and connections.
-        admin_token: token of administrators.
+        admin_token: token of administrators. None: if `token` is None, too, all requests are allowed; otherwise
+            requests of administrators are refused.
     """
 
     def __init__(
@@ -96,6 +102,7 @@ class Front:
         self._generations = Generations(fleet.router, limits.concurrency, fleet.queue_seconds)
 
     def app(self) -> web.Application:
+        """Create the application."""
         limits = ServerLimits(
             self._limits.samples + RESERVE, self._limits.body_bytes, body_seconds=self._limits.body_seconds
         )
@@ -119,19 +126,20 @@ class Front:
         self._metrics.observe(resource.canonical if resource else "other", status, seconds)
 
     def _check_token(self, request: web.Request) -> None:
-        is_admin, is_client = (
-            token is not None and same_secret(bearer_token(request), token)
-            for token in (self._admin_token, self._token)
-        )
+        token = bearer_token(request)
+        is_admin = self._admin_token is not None and same_secret(token, self._admin_token)
+        is_client = self._token is not None and same_secret(token, self._token)
         request[AUTHORIZED] = is_admin or is_client
         if request.path in OPEN or (self._token is None and self._admin_token is None) or is_admin:
             return
         if request.path in ADMIN:
             if is_client:
-                raise Refusal(403, f"{request.path} is for administrators (--admin-token-file)")
+                raise Refusal(
+                    403, f"{request.path}: expected the token of administrators (--admin-token-file)"
+                )
         elif self._token is None or is_client:
             return
-        raise Refusal(401, "a bearer token is required: Authorization: Bearer TOKEN")
+        raise Refusal(401, "the bearer token is missing or wrong: expected Authorization: Bearer TOKEN")
 
     # -- requests for engines -----------------------------------------------------------------------------------
 
@@ -142,30 +150,35 @@ class Front:
             samples = sample_count(body)
             if samples > self._limits.concurrency:
                 raise Refusal(
-                    413, f"{samples} samples in one request, expected at most {self._limits.concurrency}"
+                    413, f"{samples} samples in one request: expected at most {self._limits.concurrency}"
                 )
             with self._admitted(samples - 1):
-                limits, model = self._fleet.limits, self._fleet.model
-                if limits is None or model is None:
-                    raise Unavailable("no engine has responded yet")
-                try:
-                    # In a thread: a long text takes seconds to tokenize.
-                    api_request = await asyncio.to_thread(read_request, request.path, body, limits, model)
-                except (RefusedPrompt, BadRequest):
-                    self._metrics.refusals.inc()
-                    raise
-                identity = hashlib.sha256(request.path.encode() + b" " + raw).digest()
-                async with self._generations.running(api_request, model, identity) as generations:
-                    answer = answer_to(api_request, generations, model)
-                    if api_request.stream:
-                        return await self._stream(request, answer, generations)
-                    await asyncio.gather(*(g.task for g in generations))
-                    body_bytes = msgspec.json.encode(await answer.result())
-                    return web.Response(body=body_bytes, content_type="application/json")
+                return await self._respond(request, raw, body)
+
+    async def _respond(self, request: web.Request, raw: bytes, body: dict[str, Any]) -> web.StreamResponse:
+        """Answer an admitted request. `raw`: the encoded body."""
+        limits, model = self._fleet.limits, self._fleet.model
+        if limits is None or model is None:
+            raise Unavailable("no engine has responded yet")
+        try:
+            # In a thread, because a long text takes seconds to tokenize.
+            api_request = await asyncio.to_thread(read_request, request.path, body, limits, model)
+        except (RefusedPrompt, BadRequest):
+            self._metrics.refusals.inc()
+            raise
+        identity = hashlib.sha256(request.path.encode() + b" " + raw).digest()
+        async with self._generations.running(api_request, model, identity) as generations:
+            answer = answer_to(api_request, generations, model)
+            if api_request.stream:
+                return await self._stream(request, answer, generations)
+            await asyncio.gather(*(g.task for g in generations))
+            body_bytes = msgspec.json.encode(await answer.result())
+            return web.Response(body=body_bytes, content_type="application/json")
 
     async def _stream(
         self, request: web.Request, answer: Answer, generations: Sequence[Generation]
     ) -> web.StreamResponse:
+        """Send the events of an answer as they arrive. An error after the first event becomes the last event."""
         stream = EventStream(request)
 
         async def send(index: int, generation: Generation) -> None:
@@ -201,9 +214,8 @@ class Front:
         """
         limit = self._limits.samples
         if self._samples + samples > limit:
-            raise Refusal(
-                429, f"{self._samples} samples are in progress, expected at most {limit}; try again later"
-            )
+            in_progress = f"{self._samples} samples are in progress, and the request has {samples} more"
+            raise Refusal(429, f"{in_progress}: expected at most {limit} in total; try again later")
         self._samples += samples
         try:
             yield
@@ -211,7 +223,7 @@ class Front:
             self._samples -= samples
 
     async def _forward(self, request: web.Request) -> web.Response:
-        """Forward a request to a serving engine, and return its response."""
+        """Forward a request to a serving engine, and return the engine's response without secrets."""
         for engine in self._fleet.pool.serving():
             try:
                 status, body = await engine.client.fetch(request.path)
@@ -220,7 +232,7 @@ class Front:
             if status == 200 and request.path.endswith("server_info"):
                 body = msgspec.json.encode({k: v for k, v in _object(body).items() if k not in _SECRET})
             return web.Response(status=status, body=body, content_type="application/json")
-        raise Unavailable("no engine serves")
+        raise Unavailable("no engine serves requests")
 
     # -- engines, weights and health ------------------------------------------------------------------------------
 
@@ -261,30 +273,36 @@ class Front:
         version = body.get("weight_version")
         if version is not None and not _is_version(version):
             raise UserError(f"weight_version = {short(version)}: expected a whole number below 2**63")
-        new = await self._fleet.update(_text(body, "model_path"), None if version is None else int(version))
-        return web.json_response({"success": True, "weight_version": new})
+        new_version = await self._fleet.update(
+            _text(body, "model_path"), None if version is None else int(version)
+        )
+        return web.json_response({"success": True, "weight_version": new_version})
 
 
 def _is_version(value: Any) -> bool:
-    """Return whether a value is a weight version. Long texts are not converted, because Python refuses them."""
-    if isinstance(value, str):
+    """Return whether a value is a weight version, as a number or as text."""
+    if isinstance(value, str):  # the length is limited because Python refuses to convert long texts
         return value.isascii() and value.isdecimal() and len(value) < 19
     return type(value) is int and 0 <= value < 2**63
 
 
 def _object(raw: bytes) -> dict[str, Any]:
-    """Decode a JSON object; NaN and Infinity are refused."""
+    """Decode a JSON object without NaN and Infinity.
+
+    Raises:
+        Refusal: `raw` is something else.
+    """
     try:
         body = msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise Refusal(400, f"not a JSON object: {e}") from None
+        raise Refusal(400, f"the body is not a JSON object: {e}") from None
     return body
 
 
 def _text(body: dict[str, Any], name: str) -> str:
     value = body.get(name)
     if not isinstance(value, str) or not value:
-        raise UserError(f"{name} = {value!r}: expected text")
+        raise UserError(f"{name} = {value!r:.200}: expected a text that is not empty")
     return value
 
 

@@ -1,4 +1,4 @@
-"""ResponseText: the text of a response, whole or as its tokens arrive."""
+"""ResponseText: decodes the tokens of a response, all at once or as they arrive."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from rlsys.gateway.served_model import ServedModel
 class ResponseText:
     """Decodes the tokens of one response.
 
-    Text that may be the start of a stop text or of an incomplete character is withheld until later tokens decide.
+    Text that may be the start of a stop text or of a character is withheld until later tokens decide.
     """
 
     def __init__(self, request: GenerationRequest, model: ServedModel) -> None:
         self._request, self._model = request, model
         self._stop_texts = () if request.keep_stop else request.stop_texts
-        self._context = self._decoded = 0
-        """`_text` contains the ids before `_decoded`. Decoding starts at `_context`, because the text of a token may
-        depend on the previous token."""
+        self._decoded = 0
+        """Number of ids whose text is in `_text`."""
+        self._context = 0
+        """Index of the id at which decoding starts, because the text of a token may depend on the previous token."""
         self._text = ""
         self.sent_text = ""
         """Text that `advance` and `conclude` have returned."""
 
     def final(self, ids: Sequence[int], *, at_stop: bool) -> str:
-        """Return the text of a complete response. `at_stop`: a stop token or stop text ended it."""
+        """Return the text of a complete response. `at_stop`: whether a stop token or stop text ended it."""
         if at_stop and not self._request.keep_stop and ids and ids[-1] in self._request.stop_ids:
             ids = ids[:-1]
         text = self._model.decode(ids, skip_special=self._request.skip_special)
         return text[: self.stop_position(text)] if at_stop else text
 
     def advance(self, ids: Sequence[int]) -> str:
-        """Return the new final text of a response that is still generated.
+        """Return the text that can be sent since the last call, while the response is generated.
 
         Args:
             ids: all tokens of the response so far.
@@ -49,21 +50,21 @@ class ResponseText:
         return self._send(self._text[: self._certain_length()])
 
     def conclude(self, ids: Sequence[int], *, at_stop: bool) -> str:
-        """Return the rest of the text of a complete response."""
+        """Return the text of a complete response that `advance` has not returned. `at_stop`: as in `final`."""
         return self._send(self.final(ids, at_stop=at_stop))
 
     def _send(self, text: str) -> str:
-        new = text[len(self.sent_text) :]
-        self.sent_text += new
-        return new
+        new_text = text[len(self.sent_text) :]
+        self.sent_text += new_text
+        return new_text
 
     def stop_position(self, text: str) -> int | None:
-        """Return the position of the first stop text; None if there is none."""
+        """Return the position of the first stop text in `text`; None if it contains none."""
         positions = [position for stop in self._stop_texts if (position := text.find(stop)) >= 0]
         return min(positions, default=None)
 
     def _certain_length(self) -> int:
-        """Return the length of the text that cannot become part of a stop text."""
+        """Return the length of the part of `_text` that cannot be the start of a stop text."""
         text = self._text
         if (position := self.stop_position(text)) is not None:
             return position

@@ -1,4 +1,4 @@
-"""`rlsys router`: runs the HTTP front until SIGTERM or SIGINT."""
+"""`rlsys router`: runs the HTTP server of a stand-alone router until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rlsys.http_server.server import serving
 from rlsys.obs.role import without_ignored
 
 SHORTEST_TOKEN = 16
+"""Smallest number of characters of a token."""
 SHUTDOWN_SECONDS = 10.0
 
 log = logging.getLogger("rlsys.router")
@@ -26,7 +27,18 @@ log = logging.getLogger("rlsys.router")
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """Options of `rlsys router`. `interruption`: treatment of running requests while weights change."""
+    """Options of `rlsys router`.
+
+    Attributes:
+        engines: URLs of the engines.
+        allowed: hosts of engines that may join (Fleet).
+        engine_keys: file with the keys of the engines; None: the engines need no key.
+        strategy: routing strategy (rlsys/router/strategy.py).
+        interruption: treatment of running requests while weights change.
+        vocab_size: number of token ids; None: read it from the model folder.
+        model_path: folder with the tokenizer; None: the folder that the engines report.
+        queue_seconds: time for which a request may wait for an engine, in seconds.
+    """
 
     engines: list[str]
     port: int
@@ -45,14 +57,19 @@ class RouterOptions:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of clients and administrators. None: clients need no token, or there are no administrators."""
+    """Tokens of the HTTP server.
+
+    Attributes:
+        client: token of clients; None: clients need no token.
+        admin: token of administrators; None: there are no administrators.
+    """
 
     client: str | None = field(default=None, repr=False)
     admin: str | None = field(default=None, repr=False)
 
 
 def read_tokens(options: RouterOptions) -> Tokens:
-    """Read the tokens.
+    """Read the tokens from their files.
 
     Raises:
         UserError: a token is missing, unreadable or too short, or both are equal.
@@ -64,7 +81,9 @@ def read_tokens(options: RouterOptions) -> Tokens:
     client = _read_token("--token-file", options.token_file)
     admin = _read_token("--admin-token-file", options.admin_token_file)
     if client is not None and client == admin:
-        raise UserError("--admin-token-file: equal to the token of --token-file; expected another token")
+        raise UserError(
+            f"--admin-token-file {options.admin_token_file}: has the same token as --token-file; expected another"
+        )
     return Tokens(client, admin)
 
 
@@ -76,7 +95,7 @@ def _read_token(option: str, file: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{option} {file}: {getattr(e, 'strerror', None) or e}") from None
     if len(token) < SHORTEST_TOKEN:
-        raise UserError(f"{option} {file}: {len(token)} characters, expected at least {SHORTEST_TOKEN}")
+        raise UserError(f"{option} {file}: {len(token)} characters; expected at least {SHORTEST_TOKEN}")
     return token
 
 
@@ -91,10 +110,10 @@ def is_loopback(host: str) -> bool:
 
 
 def run_router(options: RouterOptions) -> None:
-    """Serve until a signal.
+    """Serve until SIGTERM or SIGINT.
 
     Raises:
-        UserError: the port is in use, a token is missing, or the vocabulary size is unknown.
+        UserError: the port is in use, a token is missing or invalid, or the vocabulary size is unknown.
     """
     tokens = read_tokens(options)
     identity = ANONYMOUS if options.engine_keys is None else read_keys(options.engine_keys)
@@ -102,6 +121,7 @@ def run_router(options: RouterOptions) -> None:
 
 
 async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = ANONYMOUS) -> None:
+    """Serve until SIGTERM or SIGINT. `identity`: the keys of the engines. Raises as `run_router`."""
     raise_descriptors(
         2 * options.limits.samples,
         "rlsys router: a connection of the client and one of the engine for each sample",
@@ -122,7 +142,7 @@ async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = ANO
             identity=identity,
         )
         app = Front(fleet, tokens.client, options.limits, tokens.admin).app()
-        # Cancelled handlers: a client that disconnected must not keep an engine busy.
+        # cancel_handlers: the request of a client that disconnected must not keep an engine busy.
         listening = serving(
             app, options.host, options.port, shutdown_seconds=SHUTDOWN_SECONDS, cancel_handlers=True
         )

@@ -1,7 +1,7 @@
 """ServedModel: the tokenizer, the stop ids and the parsers of the engines' model.
 
-The engines report their model's folder. If the router cannot read it, it serves requests with token ids, and refuses
-those that need text.
+The engines report their model's folder. If the router cannot read the folder, it serves requests with token ids, and
+refuses requests that need the tokenizer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ class ServedModel:
     Attributes:
         stop_ids: token ids that end a response.
         sampling_defaults: default sampling parameters of OpenAI requests, by SGLang's names.
-        incremental: whether the events of a /generate stream have only new tokens, as those of the engines.
+        incremental: whether an event of a /generate stream contains only the new tokens, instead of all tokens so
+            far. The same as for the engines.
+        rendering: renders chats; not set without a tokenizer.
         reader: parses reasoning and tool calls; None if the engines have no such parser.
         parses_calls: whether the reader parses tool calls.
         parses_reasoning: whether the reader parses reasoning.
-        experts_per_token: routed experts of a token in all layers; 0 if unknown.
+        experts_per_token: number of experts that a token is routed to in all layers together; 0: unknown.
     """
 
     def __init__(self, folder: Path, server_info: Mapping[str, Any]) -> None:
@@ -61,6 +63,7 @@ class ServedModel:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None if the router cannot read it."""
         return self._tokenizer
 
     def require_tokenizer(self, field: str) -> Tokenizer:
@@ -77,11 +80,11 @@ class ServedModel:
         return self._tokenizer
 
     def encode(self, text: str, field: str) -> list[int]:
-        """Return the ids of a prompt, with the special tokens that the tokenizer adds, as an engine does.
+        """Return the token ids of a prompt. Like an engine, add the tokenizer's special tokens.
 
         Args:
             text: text of the prompt.
-            field: field of the request, for messages.
+            field: field of the request, for errors.
 
         Raises:
             RefusedPrompt: the text cannot be encoded.
@@ -98,12 +101,13 @@ class ServedModel:
         return "" if self._tokenizer is None else self._tokenizer.decode(ids, skip_special=skip_special)
 
     async def close(self) -> None:
-        """End the process of the parsers."""
+        """End the process that runs the parsers."""
         if self.reader is not None:
             await self.reader.close()
 
 
 def _experts_per_token(folder: Path) -> int:
+    """Return the number of experts that a token is routed to in all layers; 0 if config.json does not say it."""
     try:
         fields = read_fields(folder)
         return int(fields["num_hidden_layers"]) * int(fields["num_experts_per_tok"])

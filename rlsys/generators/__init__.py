@@ -1,1 +1,1 @@
-"""Generators of responses: turns, tools, agents, environments, trees, functions; and censoring of failed samples."""
+"""Generators, which generate the response of a sample, and the censoring of samples that fail."""

@@ -3,10 +3,13 @@
     agent  --messages-->  endpoint  -->  Conversation  --generate_turn-->  router, engines
            <--answer----            <--                <--tokens---------
 
-This file starts agents and handles their exit; conversation.py handles the messages between agent and model. An
-interruption, a push or an engine's death only delays an answer. If the agent or the rollout process is killed, the
-agent runs again from its beginning and gets the saved answers. The sample is censored if the agent then sends other
-requests, and if an agent raises an error, hangs or makes too many requests.
+This file starts agents and handles their exit; conversation.py handles the messages between agent and model.
+
+event                                                              effect
+an interruption, a push, the death of an engine                    the answer arrives later
+the agent or the rollout process is killed                         the agent runs again, and gets the saved answers
+the agent then sends other requests than before                    the sample is censored
+an agent raises an error, hangs or makes too many requests         the sample is censored
 """
 
 from __future__ import annotations
@@ -40,11 +43,11 @@ from rlsys.generators.turns import GenerateTurn
 from rlsys.router.router import EVALUATION
 from rlsys.router.turn_ends import turn_ends
 
-STARTS = 3
-"""Largest number of starts of one agent, which is started again after it was killed."""
+MAX_STARTS = 3
+"""Largest number of starts of one agent. An agent that was killed is started again."""
 FIELD = "rollout.generator_params"
 _KEEPERS: set[asyncio.Task[None]] = set()
-"""Strong references to tasks: an event loop has only weak ones."""
+"""Strong references to tasks, because an event loop has only weak references."""
 
 log = logging.getLogger("rlsys.rollout")
 
@@ -57,17 +60,18 @@ class AgentParams(Section):
     python: str | None = None
     """Python of a venv that has the packages of `run`; it need not have rlsys. Unset: the run's own Python."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
-    """The agent as a program with arguments. Its standard input has its task as JSON."""
+    """The agent as a program with arguments. It reads its task as JSON from its standard input."""
     url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
     """The agent as a service on this machine, which gets its task by POST (rlsys/agents/remote.py)."""
     env: list[str] = Field(default_factory=list)
     """Names of environment variables that the agent gets, in addition to the few that programs need."""
     max_calls: Positive = 256
-    """Largest number of requests; with more the sample is censored."""
+    """Largest number of requests of an agent. A sample with more is censored."""
     idle_seconds: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds without a request after an answer, or after the start, after which the sample is censored."""
+    """Longest time, in seconds, from an agent's start or an answer to its next request. Afterwards the sample is
+    censored."""
     environment: ServiceParams | None = None
-    """An environment for the agent. RLSYS_ENVIRONMENT_URL and RLSYS_ENVIRONMENT_KEY have its address and key
+    """An environment for the agent, which gets its address and key as RLSYS_ENVIRONMENT_URL and RLSYS_ENVIRONMENT_KEY
     (docs/environments.md)."""
     train: Literal["all", "first"] = "all"
     """Which of the agent's conversations are trained: all, or only the first one."""
@@ -75,25 +79,39 @@ class AgentParams(Section):
     @model_validator(mode="after")
     def _check_source(self) -> Self:
         if sum(source is not None for source in (self.run, self.command, self.url)) != 1:
-            raise ValueError("run, command, url: expected one of them")
+            raise ValueError(
+                f"run = {self.run!r}, command = {self.command!r}, url = {self.url!r}: expected exactly one of them"
+            )
         if self.python is not None and self.run is None:
             raise ValueError(
-                f"python = {self.python!r}: expected it only with `run`, which this Python imports"
+                f"python = {self.python!r} without `run`: expected `run`, which this Python imports"
             )
         if self.url is not None and self.env:
             raise ValueError(
-                f"env = {self.env}: expected no env with `url`, because rlsys does not start the service"
+                f"env = {self.env} with `url`: expected no env, because rlsys does not start the service"
             )
         return self
 
     @property
     def name(self) -> str:
-        """The agent's name in messages."""
+        """Name of the agent, for errors."""
         return self.run or self.url or " ".join(self.command or ())
 
 
 class AgentGenerator:
-    """Runs agents. Owns their endpoint and process, from the first sample to the end of the event loop."""
+    """Runs agents. Owns their endpoint and host, from the first sample to the end of the event loop.
+
+    Attributes:
+        remote: whether agents run in a service that this run does not start.
+        evaluated_step: number of train steps in the weights of an evaluation; None outside a run.
+        persist: saves a sample durably before an answer is returned. A service may forward an answer to other
+            processes (multi_policy.py), so a crash must not change it.
+        counts: since this process started, the numbers of
+            agent_calls: requests,
+            agent_side_calls: requests outside the main conversation,
+            agent_sequences: conversations after the first one of a sample,
+            agent_restarts: agents that were started again because they were killed.
+    """
 
     def __init__(
         self, config: Config, tokenizer: Tokenizer, generate_turn: GenerateTurn, params: AgentParams
@@ -103,25 +121,16 @@ class AgentGenerator:
         parsed = config.engine.tool_call_parser or config.engine.reasoning_parser
         self._reader = TurnReader(config) if parsed else None
         self._ends = turn_ends(config, tokenizer)
-        self._wants_reward = any(spec.name == "agent" for spec in config.data.reward)
+        self._requires_reward = any(spec.name == "agent" for spec in config.data.reward)
         self.remote = params.url is not None
-        """Whether agents run in a service that this run does not start."""
         self.evaluated_step: int | None = None
-        """Train steps contained in the weights of an evaluation within a run."""
         self.persist: Callable[[Sample], Awaitable[None]] | None = None
-        """Saves a sample durably before an answer is returned.
-
-        A service may forward an answer to other processes (multi_policy.py), so a crash must not change it.
-        """
         self._environments = None if params.environment is None else Services(params.environment, FIELD)
         self._keeper: asyncio.Task[None] | None = None
-        self._parts: asyncio.Future[tuple[Endpoint, AgentHost | AgentService]] | None = None
+        self._servers: asyncio.Future[tuple[Endpoint, AgentHost | AgentService]] | None = None
         self.counts = dict.fromkeys(
             ("agent_calls", "agent_side_calls", "agent_sequences", "agent_restarts"), 0
         )
-        """Counts since this process started: of requests, of those outside the main conversation, of conversations
-        after the first one of a sample, and of restarts of agents that were killed.
-        """
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
         """Run the agent.
@@ -137,7 +146,7 @@ class AgentGenerator:
             )
         task = json_row(prompt.entry, prompt_name(prompt)) | {"question": prompt.question}
         cause = ""
-        for _ in range(STARTS):
+        for _ in range(MAX_STARTS):
             conversation = Conversation(
                 self._config, self._rendering, self._reader, self._generate_turn, self._ends, sample, prompt,
                 self.counts, train_all=self._params.train == "all",
@@ -152,13 +161,22 @@ class AgentGenerator:
                     raise ToolFailed(f"the agent {self._params.name}: {e}") from None
             if end is None or not end.kill_reason:
                 self._conclude(conversation, end)
-                self._take_reward(sample, session.reward, full=end is None)
+                self._assign_reward(sample, session.reward, full=end is None)
                 return
             self.counts["agent_restarts"] += 1
             cause = end.kill_reason
-        raise ToolFailed(f"the agent {self._params.name}: killed {STARTS} times, the last time {cause}")
+        raise ToolFailed(f"the agent {self._params.name}: killed {MAX_STARTS} times, the last time {cause}")
 
     def _conclude(self, conversation: Conversation, end: AgentExit | None) -> None:
+        """Set the final status of the sample.
+
+        Args:
+            conversation: the conversation of the agent.
+            end: exit of the agent; None: the response has reached its limit of tokens.
+
+        Raises:
+            ToolFailed: the agent raised an error, or did not request all saved turns.
+        """
         if end is not None and end.error is not None:
             raise ToolFailed(f"the agent {self._params.name}: {end.error}")
         try:
@@ -166,12 +184,18 @@ class AgentGenerator:
         except ToolFailed as e:
             raise ToolFailed(f"the agent {self._params.name}: {e}") from None
 
-    def _take_reward(self, sample: Sample, reward: float | None, *, full: bool) -> None:
-        """Assign the agent's reward to the last turn.
+    def _assign_reward(self, sample: Sample, reward: float | None, *, full: bool) -> None:
+        """Set the rewards of the sample's turns: the agent's reward for the last turn, 0 for the others.
 
-        The reward is 0 if the conversation hit its limit before the agent returned one.
+        Args:
+            sample: the sample.
+            reward: reward that the agent has reported; None: no report.
+            full: whether the response has reached its limit of tokens. A missing reward is then 0.
+
+        Raises:
+            ToolFailed: data.reward requires a reward, and the agent reported none.
         """
-        if self._wants_reward and reward is None:
+        if self._requires_reward and reward is None:
             if not full:
                 raise ToolFailed(
                     f"the agent {self._params.name}: returned no reward, which data.reward = agent requires"
@@ -179,17 +203,19 @@ class AgentGenerator:
             reward = 0.0
         if reward is not None:
             turns = [(q.last_turn, i) for q in sample.trained_sequences for i, _ in enumerate(q.turns())]
-            last = turns.index(max(turns))
-            sample.turn_rewards = [TurnReward(reward if i == last else 0.0) for i in range(len(turns))]
+            last_index = turns.index(max(turns))
+            sample.turn_rewards = [TurnReward(reward if i == last_index else 0.0) for i in range(len(turns))]
 
     @asynccontextmanager
     async def _running(
         self, sample: Sample, task: dict[str, Any]
     ) -> AsyncIterator[tuple[Session, asyncio.Future[AgentExit]]]:
-        """Run an agent while the context is active."""
-        endpoint, host = await self._serving()
+        """Run an agent while the context is active. Yield its session and a future of its exit."""
+        endpoint, host = await self._start_servers()
         async with (
-            nullcontext() if self._environments is None else self._environments.of_agent() as environment
+            nullcontext()
+            if self._environments is None
+            else self._environments.agent_environment() as environment
         ):
             session = endpoint.open(None if environment is None else environment.request)
             variables = {}
@@ -204,36 +230,42 @@ class AgentGenerator:
                 host.kill(agent)
                 endpoint.close(session)
 
-    async def _serving(self) -> tuple[Endpoint, AgentHost | AgentService]:
-        """Return endpoint and host. The first sample starts them; a later one restarts them after a crash."""
+    async def _start_servers(self) -> tuple[Endpoint, AgentHost | AgentService]:
+        """Return endpoint and host. Start them if they do not run, or have died."""
         if self._keeper is not None and self._host_died():
             await asyncio.wait([self._keeper])
-        if self._parts is None or self._keeper is None or self._keeper.done():
-            self._parts = asyncio.get_running_loop().create_future()
-            self._keeper = asyncio.create_task(self._keep(self._parts), name="agents")
+        if self._servers is None or self._keeper is None or self._keeper.done():
+            self._servers = asyncio.get_running_loop().create_future()
+            self._keeper = asyncio.create_task(self._keep(self._servers), name="agents")
             _KEEPERS.add(self._keeper)
             self._keeper.add_done_callback(_KEEPERS.discard)
-        return await asyncio.shield(self._parts)
+        return await asyncio.shield(self._servers)
 
     def _host_died(self) -> bool:
-        """Return whether the process that runs the agents has died."""
-        if self._parts is None or not self._parts.done():
+        """Return whether the host has died, or did not start."""
+        if self._servers is None or not self._servers.done():
             return False
-        return self._parts.exception() is not None or self._parts.result()[1].host_exit.is_set()
+        return self._servers.exception() is not None or self._servers.result()[1].host_exit.is_set()
 
-    async def _keep(self, parts: asyncio.Future[tuple[Endpoint, AgentHost | AgentService]]) -> None:
-        """Run endpoint and host until the event loop cancels it."""
+    async def _keep(self, servers: asyncio.Future[tuple[Endpoint, AgentHost | AgentService]]) -> None:
+        """Run endpoint and host until the host dies or the task is cancelled.
+
+        Args:
+            servers: gets endpoint and host when they are ready, or the error of the start.
+        """
         p = self._params
         try:
-            opened = open_host(p.run, p.python, p.command, p.env) if p.url is None else open_service(p.url)
-            async with Endpoint().listening() as endpoint, opened as host:
-                parts.set_result((endpoint, host))
+            host_context = (
+                open_host(p.run, p.python, p.command, p.env) if p.url is None else open_service(p.url)
+            )
+            async with Endpoint().listening() as endpoint, host_context as host:
+                servers.set_result((endpoint, host))
                 await host.host_exit.wait()
                 log.warning("the process that runs the agents has died; restarting it")
         except (UserError, OSError, TimeoutError) as e:
-            if parts.done():
+            if servers.done():
                 raise
-            parts.set_exception(e)
+            servers.set_exception(e)
 
     async def close(self) -> None:
         """Stop all agents and their environment."""
@@ -249,8 +281,12 @@ class AgentGenerator:
 def agent(
     config: Config, tokenizer: Tokenizer | None, generate_turn: GenerateTurn, **params: Any
 ) -> AgentGenerator:
-    """Create the generator of `rollout.generator: agent`."""
+    """Create the generator of `rollout.generator: agent`. `params`: fields of AgentParams.
+
+    Raises:
+        UserError: a parameter is invalid, or there is no tokenizer.
+    """
     if tokenizer is None:
-        raise UserError("rollout.generator = 'agent': it requires a tokenizer")
+        raise UserError("rollout.generator = 'agent' requires a tokenizer")
     parsed = parse_params(FIELD, AgentParams, params)
     return AgentGenerator(config, tokenizer, generate_turn, parsed)

@@ -1,8 +1,8 @@
-"""A safe Python calculator: `python -I -S calculator.py`, code on standard input, result on standard output.
+"""A sandboxed calculator: `python -I -S calculator.py` reads code from standard input and prints the result.
 
-This file runs as a separate process, with the standard library only. The language is arithmetic: assignments and
-expressions of numbers, lists and a few functions, without attributes, imports, strings and definitions. Limits of the
-process stop expensive expressions such as a huge power: CPU time, memory, and no new file, pipe or socket.
+The code may contain assignments and expressions of numbers, lists and a few functions, but no attributes, imports,
+strings and definitions. The process has limits of CPU time and memory, which stop expensive expressions such as a
+huge power, and cannot open a file, pipe or socket. This file needs only the standard library.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def restrict() -> None:
 
 
 def forbidden_node(tree: ast.AST) -> str | None:
-    """Return a description of the first node that is not arithmetic; None if there is none."""
+    """Return a description of the first node that is not allowed; None if all nodes are."""
     for node in ast.walk(tree):
         if not isinstance(node, ALLOWED):
             return type(node).__name__
@@ -48,19 +48,19 @@ def forbidden_node(tree: ast.AST) -> str | None:
 
 
 def evaluate(code: str) -> str:
-    """Return the value of the last line, or an error message."""
+    """Run code, and return the value of its last line as text, or a line that starts with `error`."""
     try:
         tree = ast.parse(code.strip())
         if (forbidden := forbidden_node(tree)) is not None:
             return f"error: {forbidden} is not allowed"
         if not tree.body:
             return "error: there is nothing to compute"
-        last = tree.body.pop()
+        last_statement = tree.body.pop()
         names = {"__builtins__": {}, **FUNCTIONS}
         exec(compile(tree, "calculator", "exec"), names)
-        if not isinstance(last, ast.Expr):
+        if not isinstance(last_statement, ast.Expr):
             return "error: the last line has no value"
-        return str(eval(compile(ast.Expression(last.value), "calculator", "eval"), names))
+        return str(eval(compile(ast.Expression(last_statement.value), "calculator", "eval"), names))
     except Exception as e:  # noqa: BLE001  (whatever the code raises is its result)
         return f"error: {type(e).__name__}"
 

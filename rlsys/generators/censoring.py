@@ -1,11 +1,12 @@
-"""The error boundary of a sample: errors of one item censor that item, errors of the run end the run.
+"""The error boundary of a sample: an error of one item censors this item, an error of the run ends the run.
 
+    error in                                                    effect
     row, prompt, tool, environment, agent, generator, reward    the sample is censored, with a cause and a reason
-    ownership, ledger, disk, machine, invariants, config        re-raised: the run ends
+    ownership, ledger, disk, machine, invariant, config         the error is raised again, and the run ends
 
 All code that generates a response, scores it or reads a row from a source runs within `boundary`. Only this file
 catches unexpected exceptions. They are logged with their traceback and counted, and too many of them end the run
-(`FailedSamples`).
+(FailedSamples).
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from rlsys.generators.parser_client import ToolFailed
 from rlsys.router.failure_policy import PoisonRequest, RefusedRequest
 
 PROMPT_REFUSED = "prompt refused"
-"""Prefix of the reasons for prompts that must not reach an engine."""
+"""Prefix of the reason of a prompt that no engine accepts."""
 LONGEST_TRACEBACK = 20_000
-"""Largest length of a traceback in the log, in characters: an exception's message may have megabytes."""
+"""Largest length of a traceback in the log, in characters. The message of an exception may have megabytes."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _MACHINE_ERRNOS = frozenset(
     {
@@ -42,36 +43,39 @@ _MACHINE_ERRNOS = frozenset(
         errno.ENOBUFS,
     }
 )  # fmt: skip
-"""Numbers of OSErrors that affect all samples."""
+"""Error numbers of OSErrors that affect all samples."""
 
 log = logging.getLogger("rlsys.rollout.exceptions")
 
 
 class Censored(NamedTuple):
-    """Cause and reason why an item has no usable response."""
+    """Cause and reason why an item was censored."""
 
     cause: CensorCause
     reason: str
 
 
 def censored(cause: CensorCause, reason: str) -> Censored:
-    """Create a Censored. The reason may be any text; it is made valid UTF-8 and shortened."""
+    """Create a Censored from any text, which is made valid UTF-8 and shortened to LONGEST_REASON characters."""
     return Censored(cause, shorten(valid_text(reason), LONGEST_REASON))
 
 
 @dataclass
 class Item:
-    """Result of a `boundary`. `censored`: None without an error."""
+    """Result of a `boundary`. `censored`: cause and reason if an error censored the item; otherwise None."""
 
     censored: Censored | None = None
 
 
 @contextmanager
 def boundary(name: str) -> Iterator[Item]:
-    """Run work on one item. Its errors set `censored` of the yielded Item; errors of the run are raised again.
+    """Run the context's code for one item. An error of the item sets `censored` of the yielded Item.
 
     Args:
-        name: name of the item in messages: its location in the data, or its number.
+        name: name of the item in reasons: its location in the data, or its number.
+
+    Raises:
+        BaseException: an error of the run.
     """
     item = Item()
     _contain_exits_of_tasks()
@@ -81,8 +85,8 @@ def boundary(name: str) -> Iterator[Item]:
     except RefusedPrompt as e:
         item.censored = censored(CensorCause.PROMPT, f"{PROMPT_REFUSED}: {e} ({name})")
     except RowError as e:
-        place_first = str(e).startswith(name.partition(",")[0])
-        item.censored = censored(CensorCause.ROW, str(e) if place_first else f"{e} ({name})")
+        names_item = str(e).startswith(name.partition(",")[0])
+        item.censored = censored(CensorCause.ROW, str(e) if names_item else f"{e} ({name})")
     except (PoisonRequest, RefusedRequest) as e:
         item.censored = censored(CensorCause.ENGINE, str(e))
     except ToolFailed as e:
@@ -101,16 +105,16 @@ def boundary(name: str) -> Iterator[Item]:
 
 
 _inside_boundary: ContextVar[bool] = ContextVar("inside_boundary", default=False)
-"""Tasks inherit it from the code that creates them."""
+"""Whether the code runs within a `boundary`. A task inherits the value from the code that creates it."""
 
 
 class TaskExit(Exception):
-    """Raised in the place of one of EXITS, by a task of an item's code."""
+    """Raised by a task of an item's code instead of one of EXITS."""
 
 
 EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit)
-"""Exceptions that code which awaits a task cannot catch. asyncio raises the first two from the event loop, and the
-last one closes the awaiting code."""
+"""Exceptions of a task that the code which awaits the task cannot catch. asyncio raises the first two from the event
+loop, and the last one closes the awaiting code."""
 
 
 class _ContainedCoroutine(Coroutine[Any, Any, Any]):
@@ -142,7 +146,7 @@ class _ContainedCoroutine(Coroutine[Any, Any, Any]):
 
 
 def _contain_exits_of_tasks() -> None:
-    """Make the running event loop, if any, convert the EXITS of tasks that are created within a boundary."""
+    """Replace the EXITS of tasks that are created within a boundary by TaskExit, if an event loop runs."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -167,7 +171,7 @@ def _contain_exits_of_tasks() -> None:
 
 
 def _is_cancelled() -> bool:
-    """Return whether this task was cancelled. A CancelledError may also come from a task of the item's code."""
+    """Return whether the current task was cancelled, and not only a task of the item's code."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no event loop runs
@@ -176,17 +180,18 @@ def _is_cancelled() -> bool:
 
 
 def _ends_the_run(error: BaseException) -> bool:
+    """Return whether an error is an error of the run."""
     if isinstance(error, RlsysError | GeneratorExit):  # GeneratorExit: no task awaits this work any more
         return True
-    if isinstance(
-        error, AssertionError | sqlite3.Error | MemoryError
-    ):  # errors of the run only if rlsys raised them, such as a violated invariant
+    if isinstance(error, AssertionError | sqlite3.Error | MemoryError):
+        # Errors of the run only if a file of rlsys raised them, for example a violated invariant.
         frames = traceback.extract_tb(error.__traceback__)
         return bool(frames) and Path(frames[-1].filename).is_relative_to(_PACKAGE)
     return isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS
 
 
 def _unexpected(name: str, error: BaseException) -> Censored:
+    """Log an unexpected exception of the item `name` with its traceback, and return its cause and reason."""
     text = shorten(" ".join(error_text(error).split()), 1000)
     result = censored(
         CensorCause.EXCEPTION, f"{type(error).__name__}: {text}{source_location(error)} ({name})"
@@ -198,7 +203,7 @@ def _unexpected(name: str, error: BaseException) -> Censored:
 
 @contextmanager
 def exceptions_unlogged() -> Iterator[None]:
-    """Suppress the log of tracebacks while the context is active. Used before a run starts."""
+    """Do not log unexpected exceptions while the context is active."""
     log.disabled = True
     try:
         yield
@@ -207,12 +212,12 @@ def exceptions_unlogged() -> Iterator[None]:
 
 
 def prompt_name(prompt: Prompt) -> str:
-    """Return the name of a prompt in messages."""
+    """Return the name of a prompt for reasons and errors: its location in the data, or its number."""
     return prompt.location or f"prompt {prompt.index}"
 
 
 def train_prompt(source: PromptSource, index: int) -> Prompt:
-    """Return the source's training prompt of this index; a refused prompt if the source raises an error."""
+    """Return the training prompt with this index; a refused prompt if the source raises an error."""
     with boundary(f"prompt {index}") as item:
         return source.train(index)
     assert item.censored is not None
@@ -220,15 +225,19 @@ def train_prompt(source: PromptSource, index: int) -> Prompt:
 
 
 def refused_prompt(prompt: Prompt, censored: Censored) -> Prompt:
-    """Return the prompt as refused and without ids, so that no engine gets it."""
+    """Return a copy of the prompt that is refused, and has no ids, so that no engine gets it."""
     return replace(prompt, ids=[], refusal=censored.reason, refusal_cause=censored.cause)
 
 
 @dataclass
 class FailedSamples:
-    """Ends a run with too many unexpected exceptions. Owns their number since the last train step.
+    """Ends a run with too many unexpected exceptions.
 
-    `max_share`: rollout.max_failed_share. `step_samples`: number of samples of a train step.
+    Attributes:
+        max_share: rollout.max_failed_share, the largest share of failed samples.
+        step_samples: number of samples of a train step.
+        settled_samples: number of samples that have ended since the last train step.
+        failed_samples: number of samples that failed with unexpected exceptions since the last train step.
     """
 
     max_share: float
@@ -238,19 +247,24 @@ class FailedSamples:
     _prompts: set[int] = field(default_factory=set)
 
     def begin_step(self) -> None:
-        """Reset the counts. Called when a train step has taken its groups."""
+        """Reset the counts for the next train step."""
         self.settled_samples = self.failed_samples = 0
         self._prompts.clear()
 
     def settle(self, samples: int) -> None:
-        """Count finished samples."""
+        """Count samples that have ended."""
         self.settled_samples += samples
 
     def add(self, samples: int, prompt_index: int, reason: str) -> None:
-        """Count failed samples of a prompt. Failures of a single prompt never end the run.
+        """Count samples of a prompt that failed with an unexpected exception.
+
+        Args:
+            samples: number of samples.
+            prompt_index: index of the prompt.
+            reason: reason of the failure, for the error.
 
         Raises:
-            RunError: too many samples of several prompts failed.
+            RunError: too many samples failed, and not all of them have the same prompt.
         """
         self.failed_samples += samples
         self._prompts.add(prompt_index)

@@ -1,9 +1,9 @@
 """Conversation: converts the messages between one agent and the model to the tokens of a sample.
 
-A request that starts with all messages of a conversation continues it: its new messages are rendered and not trained,
-and the model samples the next turn. Any other request (of a sub-agent, in parallel, or after the agent has rewritten
-its history) starts another conversation, which is another sequence of the sample. With `train: first` these other
-conversations are in the ledger, but not trained.
+A request that starts with all messages of a conversation continues this conversation: the new messages are added to
+the sequence without being trained, and the model samples the next turn. Any other request (of a sub-agent, in
+parallel, or after the agent has rewritten its history) starts another conversation, which is another sequence of the
+sample. With `train: first`, these other conversations are in the ledger, but not trained.
 """
 
 from __future__ import annotations
@@ -33,32 +33,40 @@ from rlsys.generators.turns import GenerateTurn
 from rlsys.router.router import EVALUATION, RefusedPrompt
 from rlsys.router.turn_ends import TurnEnds
 
-_OFF: Mapping[str, object] = {
+_NEUTRAL: Mapping[str, object] = {
     "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "n": 1, "min_tokens": 0,
 }  # fmt: skip
 """Sampling parameter -> the value that does not change the distribution."""
-NO_ROOM = "the conversation has reached its limit of tokens"
+LIMIT_REACHED = "the conversation has reached its limit of tokens"
 
 
 class Thread:
-    """One conversation: a sequence of the sample, and its messages."""
+    """A conversation of the agent: a sequence of the sample, and its messages.
+
+    Attributes:
+        turns: delivers the turns of the sequence.
+        history: all messages, including the last answer.
+        tools: schemas of the tools.
+        end_text: text of the token that ended the last turn; empty: the turn was truncated.
+        busy: whether a turn is being generated.
+    """
 
     def __init__(self, sequence: TokenSequence, turns: SavedTurns) -> None:
         self.sequence, self.turns = sequence, turns
-        self.history: list[Message] = []  # including the last answer
+        self.history: list[Message] = []
         self.tools: Sequence[Mapping[str, Any]] = ()
-        self.last = ""  # text of the token that ended the last turn
-        self.busy = False  # whether one of its turns is being generated
+        self.end_text = ""
+        self.busy = False
 
     def new_messages(self, request: TurnRequest) -> Sequence[Message] | None:
-        """Return the new messages of a request that continues this conversation; None if it does not."""
+        """Return the new messages of a request that continues this conversation; None for any other request."""
         if self.busy or list(request.tools) != list(self.tools):
             return None
         return new_messages(self.history, request.messages)
 
 
 class Conversation:
-    """One run of an agent for one sample. Owns the messages; the sample has the tokens."""
+    """The requests of an agent for one sample, from the agent's start to its exit. Owns the messages."""
 
     def __init__(
         self,
@@ -77,27 +85,32 @@ class Conversation:
         """Create the conversation of a sample.
 
         Args:
+            config: config of the run.
+            rendering: converts messages to tokens.
             reader: parses tool calls and reasoning; None: turns are plain text.
-            counts: counts of `agent_calls`, `agent_side_calls` and `agent_sequences`, updated here.
-            train_all: train all conversations, not only the first.
-            persist: awaited before an answer is returned.
+            generate_turn: generates a turn.
+            ends: token ids and texts that end a turn.
+            sample: the sample, to which the tokens are added.
+            prompt: prompt of the sample.
+            counts: counts `agent_calls`, `agent_side_calls` and `agent_sequences`, to which this object adds.
+            train_all: whether all conversations are trained, instead of only the first one.
+            persist: saves the sample before an answer is returned; None: answers need not be saved.
         """
-        self._rollout, self._rendering, self._generate_turn, self._ends = (
-            config.rollout,
-            rendering,
-            generate_turn,
-            ends,
-        )
-        self._reader, self._may_call = reader, config.engine.tool_call_parser is not None
+        self._rollout = config.rollout
+        self._rendering = rendering
+        self._generate_turn = generate_turn
+        self._ends = ends
+        self._reader = reader
+        self._may_call = config.engine.tool_call_parser is not None
         self._sample, self._prompt, self._counts = sample, prompt, counts
         self._train_all, self._persist = train_all, persist
         self._threads: list[Thread] = []  # in the order of their first requests
-        self._last_thread: Thread | None = None  # the one that got the last turn or reached its limit
+        self._last_thread: Thread | None = None  # the thread of the last turn, or that reached its limit
         self._turns = 0
         self._full = False
         """Whether the response has reached its limit of tokens and must end."""
         self._calls = 0
-        self._questions: dict[str, Question] = {}  # key -> its last question
+        self._questions: dict[str, Question] = {}  # key of a request -> the last question with it
 
     async def run(
         self,
@@ -106,18 +119,18 @@ class Conversation:
         max_calls: int,
         idle_timeout: float,
     ) -> AgentExit | None:
-        """Answer requests until the agent exits, or the response has reached its limit of tokens.
+        """Answer requests until the agent exits, or the response reaches its limit of tokens.
 
-        All started turns finish first, except on a cancellation, which comes after an interrupt.
+        Returns when all started turns have finished. A cancellation cancels them.
 
         Args:
             questions: requests of the agent.
-            exit_future: set when the agent exits.
+            exit_future: future of the agent's exit.
             max_calls: largest number of requests.
-            idle_timeout: seconds without a request after which the agent counts as hanging.
+            idle_timeout: time without a request after which the agent counts as hanging, in seconds.
 
         Returns:
-            None if the response has reached its limit.
+            The agent's exit; None if the response has reached its limit.
 
         Raises:
             ToolFailed: the agent hangs or makes too many requests, or a turn failed.
@@ -131,8 +144,8 @@ class Conversation:
                 waits: set[asyncio.Future[Any]] = {arriving, *turns}
                 if not exit_future.done():
                     waits.add(exit_future)
-                limit = None if turns else idle_timeout
-                done, _ = await asyncio.wait(waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+                timeout = None if turns else idle_timeout
+                done, _ = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     raise ToolFailed(
                         f"sent no request for {idle_timeout:g} s after request {self._calls} "
@@ -142,7 +155,7 @@ class Conversation:
                     turns.remove(turn)
                     turn.result()
                 if arriving.done():
-                    self._count(max_calls)
+                    self._count_call(max_calls)
                     turns.add(asyncio.create_task(self._reply(arriving.result())))
                     arriving = asyncio.ensure_future(questions.get())
             return None
@@ -155,14 +168,22 @@ class Conversation:
             if turns:
                 await asyncio.gather(*turns, return_exceptions=True)
 
-    def _count(self, max_calls: int) -> None:
+    def _count_call(self, max_calls: int) -> None:
+        """Count a request.
+
+        Raises:
+            ToolFailed: the agent has made more than `max_calls` requests.
+        """
         self._calls += 1
         self._counts["agent_calls"] += 1
         if self._calls > max_calls:
             raise ToolFailed(f"made more than {max_calls} requests (rollout.generator_params.max_calls)")
 
     async def _reply(self, question: Question) -> None:
-        """Answer a question; if an error ends the sample, cancel the answer."""
+        """Set the answer of a question. If an error ends the sample, cancel the answer.
+
+        A repetition of a request whose answer did not reach the agent gets the same answer.
+        """
         key = question.request.key
         earlier = self._questions.get(key)
         if earlier is not None and (question.repeated or earlier.undelivered):
@@ -178,7 +199,7 @@ class Conversation:
             question.answer.set_exception(BadRequest(str(e), getattr(e, "param", None)))
         except BudgetExhausted:
             self._full = True
-            question.answer.set_exception(BadRequest(NO_ROOM))
+            question.answer.set_exception(BadRequest(LIMIT_REACHED))
         except BaseException:
             question.answer.cancel()
             raise
@@ -186,6 +207,11 @@ class Conversation:
             question.answer.set_result(answer)
 
     def _check(self, request: TurnRequest) -> None:
+        """Check that the model can call the tools, and that the sampling parameters are those of the run.
+
+        Raises:
+            BadRequest: a field is not supported.
+        """
         if request.tools and not self._may_call:
             raise BadRequest(
                 "tools require engine.tool_call_parser, the format of the model's tool calls", "tools"
@@ -198,10 +224,10 @@ class Conversation:
             "min_p": r.min_p,
         }
         for name, value in request.sampling.items():
-            if name in _OFF and value != _OFF[name]:
+            if name in _NEUTRAL and value != _NEUTRAL[name]:
                 raise BadRequest(
-                    f"{name} = {value!r}: expected {_OFF[name]!r}, because other values change the distribution of "
-                    "tokens, for which the trainer cannot compute log-probs",
+                    f"{name} = {value!r}: expected {_NEUTRAL[name]!r}, because other values change the distribution "
+                    "of tokens, for which the trainer cannot compute log-probs",
                     name,
                 )
             if name in run_sampling and value != run_sampling[name] and self._sample.sample_id != EVALUATION:
@@ -212,12 +238,15 @@ class Conversation:
                 )
 
     async def _answer(self, request: TurnRequest) -> Answer:
+        """Return the model's turn for a request, in the longest conversation that the request continues."""
         continuations = [
-            (thread, new) for thread in self._threads if (new := thread.new_messages(request)) is not None
+            (thread, messages)
+            for thread in self._threads
+            if (messages := thread.new_messages(request)) is not None
         ]
         if continuations:
-            thread, new = max(continuations, key=lambda item: len(item[0].history))
-            return await self._turn(thread, request, new)
+            thread, messages = max(continuations, key=lambda item: len(item[0].history))
+            return await self._turn(thread, request, messages)
         thread = self._open_thread(request)
         try:
             return await self._turn(thread, request, ())
@@ -226,7 +255,7 @@ class Conversation:
             raise
 
     def _open_thread(self, request: TurnRequest) -> Thread:
-        """Return the conversation that this request starts: a saved one from before a restart, or a new one."""
+        """Return the conversation that a request starts: a saved one from before a restart, or a new one."""
         s, ids = self._sample, self._rendering.prompt(request.messages, request.tools)
         open_numbers = {thread.sequence.sequence for thread in self._threads}
         free = [q for q in s.sequences if q.sequence not in open_numbers]
@@ -245,9 +274,9 @@ class Conversation:
         return thread
 
     def _parent(self, request: TurnRequest) -> int | None:
-        """Return the number of the sequence that shares the most messages with the request.
+        """Return the number of the sequence that has the most messages in common with the request.
 
-        None if they share only system messages.
+        None if they have only system messages in common.
         """
         shared = [
             (common_prefix(thread.history, request.messages), thread.sequence.sequence)
@@ -256,21 +285,34 @@ class Conversation:
         message_count, number = max(shared, default=(0, 0))
         return number if any(m["role"] != "system" for m in request.messages[:message_count]) else None
 
-    async def _turn(self, thread: Thread, request: TurnRequest, new: Sequence[Message]) -> Answer:
-        """Generate the conversation's next turn after `new` messages."""
-        thread.busy, turns, s = True, thread.turns, thread.sequence
+    async def _turn(self, thread: Thread, request: TurnRequest, messages: Sequence[Message]) -> Answer:
+        """Generate the next turn of a conversation.
+
+        Args:
+            thread: the conversation.
+            request: the request.
+            messages: messages since the last turn.
+
+        Raises:
+            BudgetExhausted: the response has reached its limit of tokens.
+            BadRequest: a conversation that is not trained has reached its limit, or a message cannot be rendered.
+        """
+        turns, s = thread.turns, thread.sequence
+        thread.busy = True
         self._counts["agent_side_calls"] += s.aside
         try:
-            if new:
-                turns.observe(self._rendering.continuation(new, thread.tools, thread.last))
+            if messages:
+                turns.observe(self._rendering.continuation(messages, thread.tools, thread.end_text))
             start, end = await turns.turn(request.max_tokens, request.stop)
             ids = s.response_ids[start:end].tolist()
             preceding_ids = [*s.prompt_ids, *s.response_ids[:start]]
             name = f"{s.sample_id}-{start}" if not s.sequence else f"{s.sample_id}-{s.sequence}-{start}"
-            answer, thread.last = await self._render_answer(name, preceding_ids, ids, turns.finish, request)
+            answer, thread.end_text = await self._render_answer(
+                name, preceding_ids, ids, turns.finish, request
+            )
         except BudgetExhausted:
             if s.aside:
-                raise BadRequest(NO_ROOM) from None
+                raise BadRequest(LIMIT_REACHED) from None
             self._last_thread = thread
             raise
         finally:
@@ -287,15 +329,20 @@ class Conversation:
     async def _render_answer(
         self, name: str, preceding_ids: list[int], ids: list[int], finish: str, request: TurnRequest
     ) -> tuple[Answer, str]:
-        """Return a turn as an answer for the agent, and the text of the token that ended it.
+        """Convert a turn to an answer for the agent.
 
         Args:
-            name: part of the ids of the answer and its calls; the same after a restart.
+            name: part of the ids of the answer and its calls, which is the same after a restart.
             preceding_ids: ids before the turn.
             ids: ids of the turn.
+            finish: finish reason of the turn, `stop` or `length`.
+            request: the request.
+
+        Returns:
+            The answer, and the text of the token that ended the turn (empty if it was truncated).
         """
-        last = self._rendering.text(ids[-1:]) if finish == "stop" and ids[-1] in self._ends.ids else ""
-        text = self._rendering.text(ids).removesuffix(last)
+        end_text = self._rendering.text(ids[-1:]) if finish == "stop" and ids[-1] in self._ends.ids else ""
+        text = self._rendering.text(ids).removesuffix(end_text)
         if finish == "stop":
             text = min((text.partition(s)[0] for s in request.stop), key=len, default=text)
         turn = Turn(text)
@@ -305,7 +352,7 @@ class Conversation:
         finish_reason = "tool_calls" if calls and finish == "stop" else finish
         return Answer(
             name, turn.text, turn.reasoning, calls, finish_reason, len(preceding_ids), len(ids)
-        ), last
+        ), end_text
 
     def conclude(self, *, full: bool) -> None:
         """Set the final status of the sample.
@@ -316,8 +363,8 @@ class Conversation:
         Raises:
             ToolFailed: the agent got no answer, or did not request all saved turns.
         """
-        s, last = self._sample, self._last_thread
-        if last is None or (not full and not self._turns):
+        s, last_thread = self._sample, self._last_thread
+        if last_thread is None or (not full and not self._turns):
             raise ToolFailed("ended without requesting an answer of the model")
         delivered = {thread.sequence.sequence: thread.turns.delivered for thread in self._threads}
         for q in s.sequences if not full else [thread.sequence for thread in self._threads]:
@@ -325,12 +372,13 @@ class Conversation:
                 raise ToolFailed("sent other requests after a restart than before")
             if q.tokens > delivered.get(q.sequence, 0):
                 raise ToolFailed("requested fewer turns after a restart than before")
-        fits_budget = not full or last.sequence.tokens == self._rollout.max_response_tokens
-        s.status = Status.FINISHED if fits_budget and last.turns.finish == "stop" else Status.TRUNCATED
+        fits_budget = not full or last_thread.sequence.tokens == self._rollout.max_response_tokens
+        is_complete = fits_budget and last_thread.turns.finish == "stop"
+        s.status = Status.FINISHED if is_complete else Status.TRUNCATED
 
 
 def _copy(answer: asyncio.Future[Answer], target: asyncio.Future[Answer]) -> None:
-    """Copy the result of one answer to another."""
+    """Set `target` to the result, error or cancellation of a completed answer."""
     if target.done():
         return
     if answer.cancelled():

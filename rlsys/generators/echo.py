@@ -1,10 +1,13 @@
-"""The generator `echo`: trees that branch where the model is uncertain (ECHO, entropy and confidence).
+"""The generator `echo`: trees that branch where the model is uncertain, by entropy and confidence (ECHO).
 
-Branches are sampled in windows. After each window, a branch of high entropy in a group of low confidence forks
-at the most uncertain token of the window, into the most probable tokens that were not sampled. A branch is
-pruned if its confidence is too low, falls in consecutive windows, or if its entropy spikes repeatedly; its slot
-in the group is then free. When the group is full, or after `most_steps` tokens, all branches continue by
-sampling.
+Branches are sampled in windows of `window` tokens. After each window:
+
+- A branch of high entropy in a group of low confidence forks at the most uncertain token of the window, into the most
+  probable tokens that were not sampled.
+- A branch is pruned if its confidence is too low, if its confidence fell in several consecutive windows, or if its
+  entropy spiked in several windows. Its sample is then free for another branch.
+
+When the group is full, or after `most_steps` tokens, all branches continue by sampling.
 """
 
 from __future__ import annotations
@@ -29,34 +32,36 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class EchoParams(Section):
-    """rollout.generator_params of the generator `echo`. The paper states no thresholds; these are our own."""
+    """rollout.generator_params of the generator `echo`. The thresholds are ours, because the paper states none."""
 
     window: Positive = 16
-    """Length of a window in tokens: entropy and confidence are averaged over it, and branches fork after it."""
+    """Length of a window, in tokens. Entropy and confidence are averages over a window. Branches fork after it."""
     tops: Annotated[int, Field(ge=2, le=128)] = 8
     """Number of most probable ids from which entropy and confidence are estimated."""
     widest: Annotated[int, Field(ge=2, le=64)] = 4
-    """Largest number of branches that continue a branch, including itself."""
+    """Largest number of branches into which a branch forks, including itself."""
     confident: Share = 0.0
-    """A branch is pruned when its confidence in a window is below this; 0: never."""
+    """A branch is pruned if its confidence in a window is below this value. 0: never."""
     falls: Positive = 4
     """A branch is pruned after this many consecutive windows in which its confidence fell."""
     spikes: Positive = 4
     """A branch is pruned after this many windows with an entropy above `spike`."""
     spike: Share = 0.9
-    """Entropy of a spike, as a share of the maximum."""
+    """Entropy above which a window counts as a spike, as a share of the largest possible entropy."""
     most_steps: Positive = 1024
-    """Tokens after which all branches continue by sampling, at the latest."""
+    """Largest number of tokens of the tree. Afterwards all branches continue by sampling."""
 
 
 class Certainty:
-    """Entropy and confidence of one token.
+    """Entropy and confidence of the model at one token.
 
-    `entropy`: over the reported ids and the sum of all others, as a share of the maximum. `confidence`: the largest
-    probability.
+    Attributes:
+        entropy: entropy of the most probable ids, with all other ids as one outcome, divided by its largest value.
+        confidence: the largest probability.
     """
 
     def __init__(self, tops: list[tuple[float, int]]) -> None:
+        """Compute both from (log-prob, id) of the most probable ids, most probable first."""
         probabilities = [exp(p) for p, _ in tops]
         probabilities.append(max(0.0, 1 - sum(probabilities)))
         self.entropy = -sum(p * log(p) for p in probabilities if p > 0) / log(len(probabilities))
@@ -65,18 +70,31 @@ class Certainty:
 
 @dataclass(eq=False)
 class Branch:
-    """A branch. `fallen`: consecutive windows in which its confidence fell; `spiked`: windows of high entropy."""
+    """A branch of the tree.
+
+    Attributes:
+        confidence: confidence in the last window.
+        lowest_confidence: lowest confidence of all windows.
+        falls: number of windows in a row in which the confidence fell.
+        spikes: number of windows with an entropy above `spike`.
+    """
 
     sample: Sample
     confidence: float = 1.0
-    lowest: float = 1.0
-    fallen: int = 0
-    spiked: int = 0
+    lowest_confidence: float = 1.0
+    falls: int = 0
+    spikes: int = 0
     children: list[Branch] = field(default_factory=list)
 
 
 def width(entropy: float, confidence: float, widest: int) -> int:
-    """Return the number of branches that continue a branch: more if entropy is high and confidence low."""
+    """Return the number of branches into which a branch forks: more for a higher entropy and a lower confidence.
+
+    Args:
+        entropy: mean entropy of the branch in the window, in [0, 1].
+        confidence: mean confidence of all growing branches, in [0, 1].
+        widest: largest number of branches.
+    """
     return 1 + round((widest - 1) * entropy * (1 - confidence))
 
 
@@ -106,43 +124,43 @@ class Echo(TreeGenerator):
             ]
             if not growing:
                 break
-            read = {id(b): self._read(tree, b, start, end) for b in growing}
+            entropies = {}
             for branch in growing:
-                self._judge(branch, *read[id(branch)])
+                entropy, confidence = self._window_means(tree, branch, start, end)
+                entropies[id(branch)] = entropy
+                self._update(branch, entropy, confidence)
             self._prune(tree, branches, growing)
             growing = [b for b in growing if b in branches]
             group_confidence = sum(b.confidence for b in growing) / max(1, len(growing))
             for branch in growing:
-                self._fork(
-                    tree,
-                    branches,
-                    branch,
-                    start,
-                    end,
-                    width(read[id(branch)][0], group_confidence, self._p.widest),
-                )
+                forks = width(entropies[id(branch)], group_confidence, self._p.widest)
+                self._fork(tree, branches, branch, start, end, forks)
             start = end
 
-    def _read(self, tree: Tree, branch: Branch, start: int, end: int) -> tuple[float, float]:
-        """Return mean entropy and confidence of the window; (0, 1) without reported log-probs."""
-        certainties = [Certainty(tops) for at in range(start, end) if (tops := tree.tops(branch.sample, at))]
+    def _window_means(self, tree: Tree, branch: Branch, start: int, end: int) -> tuple[float, float]:
+        """Return the mean entropy and confidence of tokens [start, end); (0, 1) if no log-probs are known."""
+        certainties = [Certainty(tops) for i in range(start, end) if (tops := tree.tops(branch.sample, i))]
         if not certainties:
             return 0.0, 1.0
-        return sum(c.entropy for c in certainties) / len(certainties), sum(
-            c.confidence for c in certainties
-        ) / len(certainties)
+        entropy = sum(c.entropy for c in certainties) / len(certainties)
+        confidence = sum(c.confidence for c in certainties) / len(certainties)
+        return entropy, confidence
 
-    def _judge(self, branch: Branch, entropy: float, confidence: float) -> None:
-        branch.fallen = branch.fallen + 1 if confidence < branch.confidence else 0
-        branch.spiked += entropy > self._p.spike
-        branch.confidence, branch.lowest = confidence, min(branch.lowest, confidence)
+    def _update(self, branch: Branch, entropy: float, confidence: float) -> None:
+        """Add the mean entropy and confidence of a window to the counts of a branch."""
+        branch.falls = branch.falls + 1 if confidence < branch.confidence else 0
+        branch.spikes += entropy > self._p.spike
+        branch.confidence = confidence
+        branch.lowest_confidence = min(branch.lowest_confidence, confidence)
 
     def _prune(self, tree: Tree, branches: list[Branch], growing: list[Branch]) -> None:
         """Prune branches below the thresholds, except the root and branches with children."""
         p = self._p
         for branch in growing:
-            is_bad = branch.lowest < p.confident or branch.fallen >= p.falls or branch.spiked >= p.spikes
-            if is_bad and branch.sample is not tree.root and not branch.children:
+            is_uncertain = (
+                branch.lowest_confidence < p.confident or branch.falls >= p.falls or branch.spikes >= p.spikes
+            )
+            if is_uncertain and branch.sample is not tree.root and not branch.children:
                 branches.remove(branch)
                 for remaining in branches:
                     if branch in remaining.children:
@@ -151,30 +169,40 @@ class Echo(TreeGenerator):
                 self.counts["tree_pruned"] += 1
 
     def _fork(
-        self, tree: Tree, branches: list[Branch], branch: Branch, start: int, end: int, wide: int
+        self, tree: Tree, branches: list[Branch], branch: Branch, start: int, end: int, forks: int
     ) -> None:
-        """Fork the branch at the most uncertain token of the window, into `wide` branches including itself."""
+        """Fork a branch at the most uncertain token of a window.
+
+        Args:
+            tree: the tree.
+            branches: all branches, to which the new ones are added.
+            branch: the branch.
+            start: first token of the window.
+            end: end of the window.
+            forks: number of branches afterwards, including `branch`; less if the group has too few free samples.
+        """
         entropies = [
-            (Certainty(tops).entropy, -at)
-            for at in range(start, end)
-            if (tops := tree.tops(branch.sample, at))
+            (Certainty(tops).entropy, -i) for i in range(start, end) if (tops := tree.tops(branch.sample, i))
         ]
-        if wide < 2 or not entropies:
+        if forks < 2 or not entropies:
             return
-        at = -max(entropies)[1]
-        sampled = branch.sample.response_ids[at]
-        alternatives = [(p, token) for p, token in tree.tops(branch.sample, at) if token != sampled]
-        for logp, token in alternatives[: min(wide - 1, len(tree.free))]:
-            child = Branch(
-                tree.fork(branch.sample, at, Forced(token, logp)), branch.confidence, branch.lowest
-            )
+        position = -max(entropies)[1]  # the first of equally uncertain tokens
+        sampled_id = branch.sample.response_ids[position]
+        alternatives = [(p, token) for p, token in tree.tops(branch.sample, position) if token != sampled_id]
+        for logp, token in alternatives[: min(forks - 1, len(tree.free))]:
+            sample = tree.fork(branch.sample, position, Forced(token, logp))
+            child = Branch(sample, branch.confidence, branch.lowest_confidence)
             branch.children.append(child)
             branches.append(child)
             self.counts["tree_forks"] += 1
 
 
 def echo(config: Config, tokenizer: Tokenizer | None, generate_turn: GenerateTurn, **params: Any) -> Echo:
-    """Create the generator of `rollout.generator: echo`."""
+    """Create the generator of `rollout.generator: echo`. `params`: fields of EchoParams.
+
+    Raises:
+        UserError: a parameter is invalid, there is no tokenizer, or the run changes the sampling distribution.
+    """
     tokenizer = untruncated_tokenizer(config, tokenizer, "echo")
     return Echo(
         config, tokenizer, generate_turn, parse_params("rollout.generator_params", EchoParams, params)

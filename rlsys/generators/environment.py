@@ -1,11 +1,11 @@
-"""The generator `environment`: a response is an episode: turns of the model, and messages of an environment.
+"""The generator `environment`: a response is an episode with turns of the model and messages of an environment.
 
-prompt  turn: ... <eos>    |  messages of the environment, and the opening of the next turn  |  turn: ... <eos>
-        sampled, trained      by the chat template, not trained                                 sampled, trained
+prompt  turn: ... <eos>    |  messages of the environment, and the header of the next turn  |  turn: ... <eos>
+        sampled, trained      by the chat template, not trained                                sampled, trained
 
 The environment is a separate process, or an external service (environment_services.py). It returns a reward for each
-turn, `Sample.turn_rewards`; the reward `environment` is their sum. After a crash of the rollout process, the saved
-turns are replayed. If the environment then fails, or returns other messages, the sample is censored.
+turn (Sample.turn_rewards), and the reward `environment` is their sum. After a crash of the rollout process, the saved
+turns are replayed in the environment. If it fails or returns other messages, the sample is censored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ FIELD = "rollout.generator_params"
 
 @dataclass(frozen=True)
 class CheckedStep:
-    """A validated response of an environment to a turn. `messages`: empty after the last turn."""
+    """The validated result of a turn.
+
+    Attributes:
+        messages: messages for the model's next turn; empty after the last turn.
+        done: whether this was the last turn.
+    """
 
     messages: list[Message]
     reward: float
@@ -47,10 +52,10 @@ class CheckedStep:
 
 
 def read_step(answer: Any, number: int) -> CheckedStep:
-    """Validate an environment's response to a turn: an environment is untrusted code or an external service.
+    """Validate the result of a turn. An environment may be untrusted code or an external service.
 
     Args:
-        answer: the decoded response.
+        answer: the environment's response, decoded from JSON.
         number: number of the turn, from 0.
 
     Raises:
@@ -58,31 +63,31 @@ def read_step(answer: Any, number: int) -> CheckedStep:
     """
     location = f"step {number}"
     if not isinstance(answer, dict):
-        raise BadRequest(f"{location}: the response is {answer!r:.80}, expected an object")
+        raise BadRequest(f"{location}: the response is {answer!r:.80}; expected an object")
     if missing := [name for name in ("reward", "done", "messages") if name not in answer]:
-        raise BadRequest(f"{location}: the response has no {missing[0]}")
+        raise BadRequest(f"{location}: the response has no {missing[0]}; expected reward, done and messages")
     reward, done = answer["reward"], answer["done"]
     if not is_reward(reward):
         raise BadRequest(
-            f"{location}: reward = {short(reward)}, expected a finite number of at most {LARGEST_REWARD:g}"
+            f"{location}: reward = {short(reward)}; expected a finite number of at most {LARGEST_REWARD:g}"
         )
     if done not in (True, False):
-        raise BadRequest(f"{location}: done = {done!r:.80}, expected true or false")
+        raise BadRequest(f"{location}: done = {done!r:.80}; expected true or false")
     return CheckedStep([] if done else read_messages(answer["messages"], location), float(reward), bool(done))
 
 
 def read_messages(messages: Any, location: str) -> list[Message]:
-    """Validate messages of an environment.
+    """Validate and parse messages of an environment.
 
     Args:
-        messages: decoded messages.
-        location: prefix of the error message.
+        messages: the messages, decoded from JSON.
+        location: prefix of errors.
 
     Raises:
         BadRequest: a message is malformed.
     """
     if not isinstance(messages, list | tuple):
-        raise BadRequest(f"{location}: messages = {messages!r:.80}, expected a list of messages")
+        raise BadRequest(f"{location}: messages = {messages!r:.80}; expected a list of messages")
     valid = valid_json(messages)
     return [read_message(message, f"{location}: messages[{i}]") for i, message in enumerate(valid)]
 
@@ -91,7 +96,7 @@ class EnvironmentParams(ServiceParams):
     """rollout.generator_params of the generator `environment`."""
 
     max_turns: Positive = 16
-    """Largest number of turns. The last one ends the response, even if the environment is not done."""
+    """Largest number of turns. The last turn ends the response, even if the environment is not done."""
 
 
 class EnvironmentGenerator:
@@ -107,7 +112,7 @@ class EnvironmentGenerator:
         self._budget = config.rollout.max_response_tokens
         self._services = Services(params, FIELD)
         self.counts = {"environment_restarts": 0, "environment_replays": 0}
-        """Restarts of the environment's processes since this process started, and episodes replayed after them."""
+        """Numbers of restarts of the environment's processes and of replayed episodes, since this process started."""
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
         """Run an episode.
@@ -123,7 +128,7 @@ class EnvironmentGenerator:
             )
         seed = prompt.entry.get("seed", prompt.index)
         if not isinstance(seed, int):
-            raise RowError(f"{prompt_name(prompt)}: seed = {seed!r:.80}, expected a whole number")
+            raise RowError(f"{prompt_name(prompt)}: seed = {seed!r:.80}; expected a whole number")
         task = json_row(prompt.entry, prompt_name(prompt)) | {"question": prompt.question}
         try:
             async with self._services.episode(task, seed) as episode:
@@ -136,13 +141,13 @@ class EnvironmentGenerator:
             raise ToolFailed(f"the environment {self._params.name}: {e}") from None
 
     async def _play(self, episode: LeasedEpisode, sample: Sample, prompt: Prompt) -> None:
-        """Run all turns: replay the saved ones, then generate the others."""
+        """Run all turns of an episode. The saved turns are replayed, and the others are generated."""
         messages = read_messages(episode.messages, "opening")
         tools = read_tools(valid_json(episode.tools), "opening: tools")
         if messages:
             ids = self._rendering.prompt(messages, tools)
             if sample.tokens and sample.prompt_ids != ids:
-                raise ToolFailed("its first messages after a restart differ from the saved ones")
+                raise ToolFailed("the first messages after a restart differ from the saved ones")
             sample.prompt_ids, sample.own_prompt = ids, ids != prompt.ids
         turns = SavedTurns(self._generate_turn, self._ends, sample, self._budget)
         rewards: list[TurnReward] = []
@@ -151,38 +156,42 @@ class EnvironmentGenerator:
                 start, end = await turns.turn()
                 if turns.finish == "length":
                     raise BudgetExhausted
-                text, calls, last = await self._read(tools, sample, start, end)
+                text, calls, end_text = await self._read_turn(tools, sample, start, end)
                 step = read_step(await episode.step(text, calls), len(rewards))
                 rewards.append(TurnReward(step.reward))
                 if step.done or len(rewards) >= self._params.max_turns:
                     sample.turn_rewards, sample.status = rewards, Status.FINISHED
                     return
-                turns.observe(self._rendering.continuation(step.messages, tools, last))
+                turns.observe(self._rendering.continuation(step.messages, tools, end_text))
             except BudgetExhausted:
                 turn_count = len(sample.observed) + (not sample.observed_last)
-                rewards += [TurnReward(0.0)] * (turn_count - len(rewards))  # a truncated turn
+                rewards += [TurnReward(0.0)] * (turn_count - len(rewards))  # a truncated turn has no step
                 sample.turn_rewards, sample.status = rewards, Status.TRUNCATED
                 return
 
-    async def _read(
+    async def _read_turn(
         self, tools: Sequence[Mapping[str, Any]], sample: Sample, start: int, end: int
     ) -> tuple[str, list[dict[str, Any]], str]:
-        """Return the text and the tool calls of a turn, and the text of the token that ended it."""
+        """Parse the turn of tokens [start, end).
+
+        Returns:
+            Text of the turn, its tool calls, and the text of the token that ended it (empty if truncated).
+        """
         ids = sample.response_ids[start:end].tolist()
-        last = self._rendering.text(ids[-1:]) if ids[-1] in self._ends.ids else ""
-        text = self._rendering.text(ids).removesuffix(last)
+        end_text = self._rendering.text(ids[-1:]) if ids[-1] in self._ends.ids else ""
+        text = self._rendering.text(ids).removesuffix(end_text)
         if self._reader is None:
-            return text, [], last
+            return text, [], end_text
         preceding_ids = [*sample.prompt_ids, *sample.response_ids[:start]][-TAIL_IDS:]
         turn = await self._reader(text, self._rendering.text(preceding_ids), tools)
         calls = [
             {"id": f"call_{start}_{i}", "name": c.name, "arguments": c.arguments}
             for i, c in enumerate(turn.calls)
         ]
-        return turn.text, calls, last
+        return turn.text, calls, end_text
 
     async def close(self) -> None:
-        """Stop the services."""
+        """Stop the environments and the parser."""
         await self._services.close()
         if self._reader is not None:
             await self._reader.close()
@@ -191,9 +200,13 @@ class EnvironmentGenerator:
 def environment(
     config: Config, tokenizer: Tokenizer | None, generate_turn: GenerateTurn, **params: Any
 ) -> EnvironmentGenerator:
-    """Create the generator of `rollout.generator: environment`."""
+    """Create the generator of `rollout.generator: environment`. `params`: fields of EnvironmentParams.
+
+    Raises:
+        UserError: a parameter is invalid, or there is no tokenizer.
+    """
     if tokenizer is None:
-        raise UserError("rollout.generator = 'environment': it requires a tokenizer")
+        raise UserError("rollout.generator = 'environment' requires a tokenizer")
     return EnvironmentGenerator(
         config, tokenizer, generate_turn, parse_params(FIELD, EnvironmentParams, params)
     )

@@ -1,7 +1,8 @@
 """Services: starts environments in separate processes (rlsys/environments), and restarts them.
 
-A service listens on a socket of this process, so its address stays the same after a restart, and requests wait in the
-socket's queue meanwhile. Afterwards the clients replay its episodes turn by turn (rlsys/environments/client.py).
+A service listens on a socket that this process owns. Its address therefore stays the same after a restart, and
+requests wait in the socket's queue until then. The clients replay the lost episodes turn by turn
+(rlsys/environments/client.py).
 """
 
 from __future__ import annotations
@@ -38,13 +39,11 @@ from rlsys.venv_runner import run
 
 START_SECONDS = 120.0
 PROBES, PROBE_PART = 6, 3
-"""Number of health checks per `step_seconds`, and the divisor of `step_seconds` that limits a check.
-
-A service that hangs is thus restarted before the requests of its clients time out.
-"""
+"""Number of health checks per `step_seconds`, and the number by which `step_seconds` is divided for a check's time
+limit. A service that hangs is restarted before the requests of its clients time out."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
-"""Seconds before a restart, doubled up to the second value while the service dies within STEADY_SECONDS."""
+"""Seconds before a restart: initially, and the maximum. Each death within STEADY_SECONDS doubles the pause."""
 STEADY_SECONDS = 60.0
 MAX_THREADS = 256
 """Largest number of concurrent requests."""
@@ -72,14 +71,16 @@ class ServiceParams(Section):
     """URL of a service with the protocol of rlsys/environments/serve.py, instead of a connector.
     RLSYS_ENVIRONMENT_KEY has its key."""
     step_seconds: Seconds = 60.0
-    """Largest wait for a step, or for an unreachable service, after which the sample is censored."""
+    """Time limit of a step, and of waiting for an unreachable service. Afterwards the sample is censored."""
     idle_seconds: Seconds = 3600.0
-    """Seconds without a step after which an episode is closed. If it continues later, it is replayed."""
+    """Seconds without a step after which an episode is closed. An episode that continues later is replayed."""
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
         if (self.connector is None) == (self.url is None):
-            raise ValueError("connector, url: expected one of them")
+            raise ValueError(
+                f"connector = {self.connector!r}, url = {self.url!r}: expected exactly one of them"
+            )
         if (
             self.connector is not None
             and ":" not in self.connector
@@ -93,31 +94,32 @@ class ServiceParams(Section):
 
     @property
     def name(self) -> str:
-        """The environment's name in messages."""
+        """Name of the environment, for errors."""
         return self.connector or self.url or ""
 
 
 class AgentEnvironment:
-    """Forwards an agent's requests to an environment.
+    """Forwards an agent's requests to an environment. Owns the agent's lease.
 
-    Owns the agent's lease. An agent has at most one lease, so that it cannot use up those of others, and gets
-    no new one after a step that hangs, because that step occupies a thread of the service.
+    An agent has at most one lease, so that it cannot use up the leases of others. After a step that hangs, the agent
+    gets no new lease, because the step occupies a thread of the service.
     """
 
     def __init__(self, service: Service, session: aiohttp.ClientSession) -> None:
         self._service, self._session = service, session
         self._name = secrets.token_urlsafe(16)
-        """Prefix of its leases, which separates them from those of other agents."""
+        """Prefix of the agent's lease ids, which differ thereby from those of other agents."""
         self._lease = ""
         self._steps = 0
         """Number of running steps."""
         self._hangs = False
+        """Whether a lease was closed while its step was running."""
 
     async def request(self, call: str, body: bytes) -> tuple[int, bytes]:
-        """Return the HTTP status and the body of the service's response to a request of the agent.
+        """Forward a request of the agent, and return the HTTP status and the body of the response.
 
         Args:
-            call: name of the call, such as "open" or "step".
+            call: "open", "step" or "close".
             body: JSON of the request.
 
         Raises:
@@ -127,10 +129,10 @@ class AgentEnvironment:
             question = msgspec.json.decode(body, type=dict[str, Any])
             lease = f"{self._name}-{question['lease']}"
         except (msgspec.DecodeError, KeyError, RecursionError) as e:
-            return _refusal(400, f"not a request to an environment: {type(e).__name__}: {e}")
+            return _refusal(400, f'body: expected a JSON object with "lease": {type(e).__name__}: {e}')
         if call == "open":
             if self._hangs:
-                return _refusal(403, "a step of this agent hangs, so it cannot open another episode")
+                return _refusal(403, "an earlier step of this agent hangs; the agent cannot open an episode")
             if lease != self._lease:
                 await self.close()
             self._lease = lease
@@ -141,7 +143,7 @@ class AgentEnvironment:
             return 200, b"{}"
         self._steps += call == "step"
         try:
-            return await self._pass_on(call, {**question, "lease": lease})
+            return await self._forward(call, {**question, "lease": lease})
         finally:
             self._steps -= call == "step"
 
@@ -151,15 +153,15 @@ class AgentEnvironment:
         self._hangs |= self._steps > 0
         if lease:
             with contextlib.suppress(ConnectionError):
-                await self._pass_on("close", {"lease": lease})
+                await self._forward("close", {"lease": lease})
 
-    async def _pass_on(self, call: str, question: dict[str, Any]) -> tuple[int, bytes]:
+    async def _forward(self, call: str, question: dict[str, Any]) -> tuple[int, bytes]:
         post = self._session.post(f"{self._service.address}/{call}", json=question, allow_redirects=False)
         try:
             async with post as answer:
                 return answer.status, await read_bounded(answer, environment_client.MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, OSError) as e:
-            raise ConnectionError(f"{type(e).__name__}: {e}") from None
+            raise ConnectionError(f"{self._service.address}/{call}: {type(e).__name__}: {e}") from None
 
 
 def _refusal(status: int, reason: str) -> tuple[int, bytes]:
@@ -167,13 +169,24 @@ def _refusal(status: int, reason: str) -> tuple[int, bytes]:
 
 
 class Service:
-    """One process with environments, or one external service. `episodes`: number of its current users."""
+    """A process with environments, or an external service.
+
+    Args:
+        params: location of the environments.
+        key: key of the service.
+        listening: the listening socket of the process; None: an external service.
+
+    Attributes:
+        url: URL for RemoteEpisode.
+        address: URL for aiohttp, which requires a host name also for a Unix socket.
+        episodes: number of current users.
+        starts: number of starts of the process.
+    """
 
     def __init__(self, params: ServiceParams, key: str, listening: socket.socket | None) -> None:
         self._params, self.key, self._listening = params, key, listening
         self.url = params.url or "" if listening is None else f"unix:{listening.getsockname()}"
         self.address = self.url if listening is None else "http://localhost"
-        """URL for aiohttp, which requires a host name also for a Unix socket."""
         self.episodes = 0
         self.starts = 0
 
@@ -181,7 +194,7 @@ class Service:
         """Run the process, and restart it when it exits, until this call is cancelled.
 
         Args:
-            ready: set by the first start; to a UserError if the start fails.
+            ready: completed by the first start; gets a UserError if the start fails.
         """
         loop, pause = asyncio.get_running_loop(), FIRST_PAUSE
         while True:
@@ -193,9 +206,9 @@ class Service:
                         ready.set_result(None)
                     await self._watch(process)
             except (UserError, OSError) as e:  # OSError: the machine cannot start another process
-                error = (
-                    e if isinstance(e, UserError) else UserError(f"the environment {self._params.name}: {e}")
-                )
+                error = e
+                if isinstance(e, OSError):
+                    error = UserError(f"the environment {self._params.name}: {e}")
                 if not ready.done():
                     ready.set_exception(error)
                     return
@@ -206,13 +219,20 @@ class Service:
 
     @asynccontextmanager
     async def _process(self) -> AsyncIterator[asyncio.subprocess.Process]:
+        """Run the process while the context is active.
+
+        Raises:
+            UserError: the process does not start.
+        """
         assert self._listening is not None
         p = self._params
         allowed = {*INHERITED_VARIABLES, *p.env}
         env = {name: value for name, value in os.environ.items() if name in allowed}
         python = p.python or sys.executable
         if shutil.which(python) is None:
-            raise UserError(f"the environment {p.name}: python = {python!r}: expected a program")
+            raise UserError(
+                f"the environment {p.name}: python = {python!r}: expected a program on PATH, or its path"
+            )
         process = await asyncio.create_subprocess_exec(
             python, "-u", run.__file__, serve.__name__, _absolute(p.connector or ""),
             "--params", json.dumps(p.params), "--socket", str(self._listening.fileno()),
@@ -224,17 +244,7 @@ class Service:
             start_new_session=True,
         )  # fmt: skip
         try:
-            assert process.stdout is not None
-            try:
-                async with asyncio.timeout(START_SECONDS):
-                    line = await process.stdout.readline()
-            except TimeoutError:
-                raise UserError(
-                    f"the environment {p.name} did not start within {START_SECONDS:g} s"
-                ) from None
-            status = json.loads(line) if line.strip() else {"error": "its process exited; see its log"}
-            if "error" in status:
-                raise UserError(f"the environment {p.name}: {status['error']}")
+            await self._wait_ready(process)
             yield process
         finally:
             if process.returncode is None:
@@ -242,22 +252,43 @@ class Service:
                     os.killpg(process.pid, 9)
             await process.wait()
 
+    async def _wait_ready(self, process: asyncio.subprocess.Process) -> None:
+        """Wait until the process has created its environment.
+
+        Raises:
+            UserError: the process reports an error, exits, or takes more than START_SECONDS.
+        """
+        assert process.stdout is not None
+        name = self._params.name
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                line = await process.stdout.readline()
+        except TimeoutError:
+            raise UserError(f"the environment {name} did not start within {START_SECONDS:g} s") from None
+        status = (
+            json.loads(line)
+            if line.strip()
+            else {"error": "the process exited before it was ready; see the log"}
+        )
+        if "error" in status:
+            raise UserError(f"the environment {name}: {status['error']}")
+
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Wait until the process ends or stops responding."""
+        """Wait until the process ends, or does not respond to a health check."""
         exit_task = asyncio.ensure_future(process.wait())
         try:
             while True:
                 done, _ = await asyncio.wait([exit_task], timeout=self._params.step_seconds / PROBES)
                 if done:
                     return
-                if not await self._answers():
+                if not await self._is_responding():
                     log.warning("the environment %s does not respond; killing it", self._params.name)
                     return
         finally:
             exit_task.cancel()
 
     def session(self, seconds: float) -> aiohttp.ClientSession:
-        """Create a session for this service. `seconds`: time limit of a request."""
+        """Create an HTTP session for this service. `seconds`: time limit of a request."""
         unix = self._listening is not None
         return direct_session(
             connector=aiohttp.UnixConnector(self.url.removeprefix("unix:")) if unix else None,
@@ -265,7 +296,8 @@ class Service:
             headers={"Authorization": f"Bearer {self.key}"},
         )
 
-    async def _answers(self) -> bool:
+    async def _is_responding(self) -> bool:
+        """Return whether the service responds to a health check."""
         try:
             async with (
                 self.session(self._params.step_seconds / PROBE_PART) as session,
@@ -277,14 +309,14 @@ class Service:
 
 
 class Services:
-    """Runs environments. Owns their processes, from the first episode to `close` or the end of the event loop."""
+    """Runs environments. Owns their processes, from the first episode until `close` or the end of the event loop."""
 
     def __init__(self, params: ServiceParams, field: str) -> None:
         """Create services. The first episode starts them.
 
         Args:
             params: location of the environments.
-            field: config field of `params`, for messages.
+            field: config field of `params`, for errors.
         """
         self._params, self._field = params, field
         self._services: list[Service] = []
@@ -307,7 +339,7 @@ class Services:
         Raises:
             UserError: a service does not start.
         """
-        await self._started()
+        await self._start()
         async with self._slots:
             service = min(self._services, key=lambda s: s.episodes)
             service.episodes += 1
@@ -317,8 +349,8 @@ class Services:
                 service.episodes -= 1
 
     @asynccontextmanager
-    async def of_agent(self) -> AsyncIterator[AgentEnvironment]:
-        """Provide the environment of one agent while the context is active.
+    async def agent_environment(self) -> AsyncIterator[AgentEnvironment]:
+        """Reserve a service for one agent while the context is active.
 
         Raises:
             UserError: a service does not start.
@@ -339,36 +371,38 @@ class Services:
             UserError: a service does not start.
         """
         async with self.service() as service:
-            make = functools.partial(
+            open_episode = functools.partial(
                 RemoteEpisode, service.url, service.key, task, seed, self._params.step_seconds
             )
-            opening = self._in_thread(make)
+            opening = self._in_thread(open_episode)
             try:
                 remote: RemoteEpisode = await asyncio.shield(opening)
             except asyncio.CancelledError:
-                opening.add_done_callback(self._leave)
+                opening.add_done_callback(self._close_episode)
                 raise
             try:
                 yield LeasedEpisode(remote, self._in_thread)
             finally:
-                self._leave(opening)
+                self._close_episode(opening)
 
     def _in_thread(self, call: Any) -> asyncio.Future[Any]:
+        """Run a blocking call in a thread, and return its future."""
         return asyncio.get_running_loop().run_in_executor(self._threads, call)
 
-    def _leave(self, opening: asyncio.Future[RemoteEpisode]) -> None:
-        """Close an opened episode without waiting."""
+    def _close_episode(self, opening: asyncio.Future[RemoteEpisode]) -> None:
+        """Start to close the episode of a completed future, and cancel its retries, unless it failed to open."""
         if not opening.cancelled() and opening.exception() is None:
             remote = opening.result()
             remote.cancelled = True
             self._threads.submit(remote.close)
 
-    async def _started(self) -> None:
+    async def _start(self) -> None:
+        """Start the services in the first call, and wait until they are ready."""
         if self._start_task is None:  # a separate task, because the first caller may be cancelled
-            self._start_task = asyncio.create_task(self._begin(), name="environments")
+            self._start_task = asyncio.create_task(self._start_services(), name="environments")
         await asyncio.shield(self._start_task)
 
-    async def _begin(self) -> None:
+    async def _start_services(self) -> None:
         if self._params.url is not None:
             self._services = [Service(self._params, os.environ.get(environment_client.KEY, ""), None)]
             return
@@ -387,6 +421,7 @@ class Services:
             raise UserError(f"{self._field}: {e}") from None
 
     async def close(self) -> None:
+        """Stop the processes."""
         tasks = [*self._keepers, *([] if self._start_task is None else [self._start_task])]
         for task in tasks:
             task.cancel()
@@ -395,7 +430,7 @@ class Services:
 
 
 class LeasedEpisode:
-    """A RemoteEpisode for an event loop. Its values are not validated."""
+    """A RemoteEpisode for tasks of an event loop. Messages, tools and results are not validated."""
 
     def __init__(self, remote: RemoteEpisode, in_thread: Any) -> None:
         self._remote, self._in_thread = remote, in_thread
@@ -407,10 +442,12 @@ class LeasedEpisode:
 
     @property
     def tools(self) -> Any:
+        """Schemas of the tools."""
         return self._remote.tools
 
     @property
     def restarts(self) -> int:
+        """Number of replays."""
         return self._remote.restarts
 
     async def step(self, text: str, calls: Sequence[Mapping[str, Any]] = ()) -> Any:
@@ -419,7 +456,7 @@ class LeasedEpisode:
 
 
 def _absolute(connector: str) -> str:
-    """Resolve a connector's file relative to the current directory."""
+    """Return a connector with an absolute path of its file. A connector that is no file is returned unchanged."""
     file, _, name = connector.rpartition(":")
     return f"{Path(file).resolve()}:{name}" if file.endswith(".py") else connector
 

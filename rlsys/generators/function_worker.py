@@ -18,14 +18,21 @@ from rlsys.generators.functions import find_functions
 
 
 def prepare(message: bytes) -> Callable[[bytes], str]:
-    """Load the functions of the config, limit the memory, and return the function that handles later messages."""
+    """Import the functions, and limit the memory of the process.
+
+    Args:
+        message: the config as JSON.
+
+    Returns:
+        Function that handles the later messages.
+    """
     config = Config.model_validate_json(message)
     functions = find_functions(config.rollout.generator_params["functions"])
     limit = round(config.data.reward_memory_gb * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
     def answer(message: bytes) -> str:
-        """Call a function and return its text, or its result as JSON. Exceptions of the function are raised."""
+        """Call a function. Return its result if that is text, otherwise the result as JSON."""
         request = json.loads(message)
         result = functions[request["name"]](**json.loads(request["arguments"] or "{}"))
         if inspect.iscoroutine(result):

@@ -1,8 +1,7 @@
-"""The generator `functions`: turns of the model with function calls between them, in the model's own format.
+"""The generator `functions`: the model may call functions, in its own format of tool calls.
 
-prompt  turn: ... <tool_call>{...}</tool_call> <eos>  |  the answer, and the opening of the next turn  |  turn:
-...
-        sampled, trained                                 by the chat template, not trained               sampled
+prompt  turn: ... <tool_call>{...}</tool_call> <eos> | the answer, and the header of the next turn | turn: ...
+        sampled, trained                               by the chat template, not trained             sampled, trained
 """
 
 from __future__ import annotations
@@ -33,7 +32,10 @@ _QUESTION_MARK, _TURN_MARK = "RLSYS-QUESTION", "RLSYS-TURN"
 
 
 def find_functions(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
-    """Return name -> function, for import paths of functions.
+    """Import functions. Return name -> function.
+
+    Args:
+        names: import paths, `path/to/file.py:function` or `package.module:function`.
 
     Raises:
         UserError: a function does not exist.
@@ -43,7 +45,7 @@ def find_functions(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
 
 
 class FunctionTurns:
-    """The generator `functions`. Its state is in the sample's tokens: after a crash, calls may be repeated."""
+    """The generator `functions`. Its only state is the sample's tokens, so calls may be repeated after a crash."""
 
     def __init__(
         self,
@@ -60,8 +62,12 @@ class FunctionTurns:
         """Create the generator.
 
         Args:
+            generate_turn: generates a turn.
+            tokenizer: the model's tokenizer.
+            reader: parses the calls of a turn.
+            functions: runs calls.
             schemas: returns the schemas of the functions that a prompt offers.
-            ends: what ends a turn.
+            ends: token ids and texts that end a turn.
             max_turns: largest number of turns.
             max_response_tokens: largest number of tokens of a response.
         """
@@ -81,7 +87,7 @@ class FunctionTurns:
                 await self._generate_turn(sample)
                 if sample.status is not Status.FINISHED:
                     return
-                # Now, before a reader sees the status: the turn has ended, but possibly not the sample.
+                # At once, so that no other task sees the status FINISHED: the sample may continue.
                 sample.status = Status.PARKED
             calls = await self._calls(sample, start, prompt)
             if not calls:
@@ -99,7 +105,7 @@ class FunctionTurns:
             sample.observe(ids)
 
     async def _calls(self, sample: Sample, start: int, prompt: Prompt) -> tuple[Call, ...]:
-        """Return the calls of the finished turn that starts at `start`; empty if it is the last allowed turn."""
+        """Return the calls of the finished turn that starts at token `start`; none if no further turn is allowed."""
         if len(sample.observed) + 1 >= self._max_turns:
             return ()
         turn = sample.response_ids[start:]
@@ -111,15 +117,15 @@ class FunctionTurns:
         return parsed.calls
 
     def _render_answers(self, calls: Sequence[Call], answers: Sequence[str], end: Sequence[int]) -> str:
-        """Render the text between the end of a turn with `calls` and the next turn of the model.
+        """Render the text between the end of a turn with `calls` and the model's next turn.
 
         Args:
             calls: calls of the turn.
             answers: results of the calls.
-            end: the id that ended the turn; the model generated it.
+            end: id of the last token of the turn, which is not rendered again.
 
         Raises:
-            UserError: the template renders a turn differently if answers follow it.
+            UserError: the chat template renders a turn differently if answers follow it.
         """
         question = {"role": "user", "content": _QUESTION_MARK}
         turn, results = chat_messages(calls, answers)
@@ -130,24 +136,33 @@ class FunctionTurns:
                 f"rollout.generator = 'functions': the chat template of {self._tokenizer.path} renders a turn with "
                 "tool calls differently if answers follow; expected a template that only appends to it"
             )
-        mark = self._tokenizer.decode(end)
-        turn_tail = (
-            turn_text.rpartition(mark)[2] if mark and mark in turn_text.partition(_TURN_MARK)[2] else ""
-        )
+        end_text = self._tokenizer.decode(end)
+        turn_tail = ""
+        if end_text and end_text in turn_text.partition(_TURN_MARK)[2]:
+            turn_tail = turn_text.rpartition(end_text)[2]
         return turn_tail + full_text[len(turn_text) :]
 
     async def close(self) -> None:
+        """Stop the processes of the parser and of the functions."""
         await self._reader.close()
         await self._functions.close()
 
 
 def chat_messages(calls: Sequence[Call], answers: Sequence[str]) -> tuple[Message, list[Message]]:
-    """Return a turn with `calls`, and its answers, as chat messages. Templates expect arguments as objects."""
+    """Return a turn with calls and its answers as chat messages.
+
+    Args:
+        calls: calls of the turn.
+        answers: result of each call.
+
+    Returns:
+        The message of the model, whose content is _TURN_MARK, and the messages with the answers.
+    """
     tool_calls = [
         {
             "id": f"call_{i}",
             "type": "function",
-            "function": {"name": c.name, "arguments": _object(c.arguments)},
+            "function": {"name": c.name, "arguments": _object(c.arguments)},  # templates expect an object
         }
         for i, c in enumerate(calls)
     ]
@@ -159,7 +174,7 @@ def chat_messages(calls: Sequence[Call], answers: Sequence[str]) -> tuple[Messag
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Parse a JSON object. Invalid arguments become an empty object: the function's answer reports them."""
+    """Parse a JSON object; empty for other arguments, which the function's answer reports."""
     try:
         value = load_json(arguments)
     except ValueError:
@@ -168,7 +183,7 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 class Functions:
-    """Runs calls in processes that can be killed. The answer of a failed call is a line that starts with `error`."""
+    """Runs functions in separate processes, which are killed at the time limit. Owns the processes."""
 
     def __init__(self, config: Config, names: Sequence[str], seconds: float) -> None:
         """Create the functions.
@@ -176,7 +191,7 @@ class Functions:
         Args:
             config: config of the run.
             names: import paths of the functions.
-            seconds: time limit of one call.
+            seconds: time limit of one call, in seconds.
 
         Raises:
             UserError: a function does not exist.
@@ -193,8 +208,9 @@ class Functions:
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
     async def __call__(self, call: Call) -> str:
+        """Run a call, and return its result as text; for a failed call, a line that starts with `error`."""
         if call.name not in self._functions:
-            return f"error: there is no function {call.name}; there are {', '.join(self._functions)}"
+            return f"error: unknown function {call.name}; expected one of {', '.join(self._functions)}"
         message = json.dumps({"name": call.name, "arguments": call.arguments}).encode()
         async with self._slots, self._workers.acquire() as worker:
             try:
@@ -206,6 +222,7 @@ class Functions:
                 return f"error: {e}"[:LONGEST_ERROR]
 
     async def close(self) -> None:
+        """Stop the processes."""
         await self._workers.close()
 
 
@@ -220,26 +237,34 @@ def functions(
     """Create the generator of `rollout.generator: functions`.
 
     Args:
-        functions: `path/to/file.py:function` or `package.module:function`.
-        seconds: time limit of one call.
+        config: config of the run.
+        tokenizer: the model's tokenizer.
+        generate_turn: generates a turn.
+        functions: import paths, `path/to/file.py:function` or `package.module:function`.
+        max_turns: largest number of turns.
+        seconds: time limit of one call, in seconds.
+
+    Raises:
+        UserError: engine.tool_call_parser is not set, or a function does not exist.
     """
     if config.engine.tool_call_parser is None:
         raise UserError(
             "rollout.generator = 'functions' requires engine.tool_call_parser, the format of the model's tool calls"
         )
-    offered = config.data.chat_template_args.get("tools") or []
+    default_tools = config.data.chat_template_args.get("tools") or []
 
     def schemas(prompt: Prompt) -> Sequence[Mapping[str, Any]]:
-        tools = tools_of(prompt.entry, config.data.keys.tools, prompt.location or "the prompt") or offered
+        location = prompt.location or f"prompt {prompt.index}"
+        tools = tools_of(prompt.entry, config.data.keys.tools, location) or default_tools
         if not tools:
             raise RowError(
-                f"{prompt.location or 'the prompt'}: it offers no tools, which rollout.generator = 'functions' "
-                "requires; expected schemas under tools, or in data.chat_template_args.tools"
+                f"{location}: has no tools, which rollout.generator = 'functions' requires; expected function "
+                "schemas in the row's tools or in data.chat_template_args.tools"
             )
         try:
             return read_tools(tools, "tools")
         except BadRequest as e:
-            raise RowError(f"{prompt.location or 'the prompt'}: {e}") from None
+            raise RowError(f"{location}: {e}") from None
 
     return FunctionTurns(
         generate_turn,

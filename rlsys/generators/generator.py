@@ -1,12 +1,15 @@
 """Generators: functions that generate a response, by one turn of the model or several turns with tools in between.
 
-`function(config, tokenizer, generate_turn, **rollout.generator_params)` creates a generator. It is called with
-a sample and its prompt until the sample is terminal. `generate_turn(sample)` generates a turn of the model
-(turns.py). Tokens that a generator adds by `sample.observe` are never trained. Functions for slime are called
-with slime's interface (slime_generator.py); programs that use an OpenAI endpoint are agents (agent.py); an
-environment is a separate process (environment.py). A generator has no state about a sample. After a crash it is
-called again with the saved tokens, which may end within a turn or between two turns, and determines from them
-how to continue.
+    create(config, tokenizer, generate_turn, **rollout.generator_params) -> generator
+    await generator(sample, prompt)     generate the response: the sample's status becomes terminal
+    await generate_turn(sample)         generate a turn of the model (turns.py)
+    sample.observe(ids)                 add tokens that are not trained, such as the result of a tool
+
+A generator has no state about a sample. After a crash it is called again with the saved tokens, which may end within
+a turn or between two turns, and determines from them how to continue.
+
+Functions for slime have slime's interface (slime_generator.py). Programs that query the model over HTTP are agents
+(agent.py). An environment is a separate process (environment.py).
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ GENERATORS: dict[str, Callable[..., Generator]] = {
 
 
 def find_generator(name: str) -> Callable[..., Any]:
-    """Return the function that `rollout.generator` names.
+    """Return the function that `rollout.generator` names, which creates a generator or has slime's interface.
 
     Raises:
         UserError: the function does not exist.
@@ -76,13 +79,13 @@ def build_generator(config: Config, tokenizer: Tokenizer | None, generate_turn: 
     """Create the generator that `rollout.generator` names.
 
     Raises:
-        UserError: unknown name or wrong parameters.
+        UserError: the name is unknown, a parameter is invalid, or a function for slime has no tokenizer.
     """
     r = config.rollout
     factory = find_generator(r.generator)
     if is_slime_function(factory):
         if tokenizer is None:
-            raise UserError(f"rollout.generator = {r.generator!r}: a function for slime requires a tokenizer")
+            raise UserError(f"rollout.generator = {r.generator!r} requires a tokenizer")
         ends = turn_ends(config, tokenizer)
         return SlimeGenerator(factory, config, tokenizer, generate_turn, ends, r.generator_params)
     generator: Generator = call(
@@ -99,11 +102,11 @@ async def respond(generate: Generator, sample: Sample, prompt: Prompt, name: str
     Args:
         generate: the generator.
         sample: the sample.
-        prompt: its prompt.
-        name: name of the sample in messages.
+        prompt: prompt of the sample.
+        name: name of the sample in reasons.
 
     Returns:
-        the reason if there is no response, otherwise None.
+        Cause and reason if the sample must be censored, otherwise None.
     """
     if prompt.refusal:
         return Censored(prompt.refusal_cause, prompt.refusal)
@@ -113,7 +116,12 @@ async def respond(generate: Generator, sample: Sample, prompt: Prompt, name: str
 
 
 def check_response(sample: Sample, limits: Limits, max_response_tokens: int) -> None:
-    """Check a sample that a generator, which may be user code, has completed.
+    """Check the response of a generator, which may be user code.
+
+    Args:
+        sample: the sample with the response.
+        limits: limits of the engines.
+        max_response_tokens: rollout.max_response_tokens.
 
     Raises:
         GeneratorError: the trainer cannot use the sample.
@@ -121,46 +129,53 @@ def check_response(sample: Sample, limits: Limits, max_response_tokens: int) -> 
     status = sample.status
     if not isinstance(status, Status) or not status.terminal:
         raise GeneratorError(
-            f"rollout.generator returned a response with status {status!s:.80}, expected a terminal one"
+            f"rollout.generator returned a sample with status {status!s:.80}; expected a terminal status"
         )
     if status is Status.CENSORED:
         if sample.censor_cause is None:
-            raise GeneratorError("rollout.generator returned a censored response without a cause")
+            raise GeneratorError("rollout.generator returned a censored sample without censor_cause")
         return
     if status is Status.FINISHED and not any(q.sampled_tokens for q in sample.trained_sequences):
-        raise GeneratorError("rollout.generator returned a finished response without a token of the model")
-    for q in sample.sequences:
-        if len(q.mu) != q.tokens or q.tokens != (q.spans[-1].end if q.spans else 0):
-            raise GeneratorError(
-                f"rollout.generator returned {q.tokens} tokens with {len(q.mu)} log-probs and version spans "
-                f"{q.spans}; expected equal numbers"
-            )
-        if not math.isfinite(math.fsum(q.mu)):
-            raise GeneratorError("rollout.generator returned a log-prob that is not finite")
-        if q.tokens > max_response_tokens and len(q.prompt_ids) + q.tokens > limits.context_length:
-            raise GeneratorError(
-                f"rollout.generator returned a sequence of {len(q.prompt_ids) + q.tokens} tokens; expected at most "
-                f"{limits.context_length}, the context length"
-            )
-        try:
-            limits.check_ids(q.prompt_ids)
-            limits.check_ids(q.response_ids)
-        except RefusedPrompt as e:
-            raise GeneratorError(f"rollout.generator: {e}") from None
+        raise GeneratorError("rollout.generator returned a finished sample without a token of the model")
+    for sequence in sample.sequences:
+        _check_sequence(sequence, limits, max_response_tokens)
     if not all(is_reward(turn.reward) for turn in sample.turn_rewards or ()):
         raise GeneratorError(
-            f"rollout.generator returned turn_rewards = {sample.turn_rewards!r:.200}, expected finite numbers"
+            f"rollout.generator returned turn_rewards = {sample.turn_rewards!r:.200}; expected finite numbers"
         )
+
+
+def _check_sequence(q: TokenSequence, limits: Limits, max_response_tokens: int) -> None:
+    """Check a sequence of a response. Raises as `check_response`."""
+    if len(q.mu) != q.tokens or q.tokens != (q.spans[-1].end if q.spans else 0):
+        raise GeneratorError(
+            f"rollout.generator returned {q.tokens} tokens with {len(q.mu)} log-probs and version spans "
+            f"{q.spans}; expected equal numbers"
+        )
+    if not math.isfinite(math.fsum(q.mu)):
+        raise GeneratorError(
+            f"rollout.generator returned a log-prob of sequence {q.sequence} that is not finite"
+        )
+    if q.tokens > max_response_tokens and len(q.prompt_ids) + q.tokens > limits.context_length:
+        raise GeneratorError(
+            f"rollout.generator returned a sequence of {len(q.prompt_ids) + q.tokens} tokens; expected at most "
+            f"{limits.context_length}, the context length"
+        )
+    try:
+        limits.check_ids(q.prompt_ids)
+        limits.check_ids(q.response_ids)
+    except RefusedPrompt as e:
+        raise GeneratorError(f"rollout.generator returned a sequence with invalid ids: {e}") from None
 
 
 @dataclass
 class _Received:
-    """Tokens that engines sent for a sample.
+    """The tokens that engines sent for a sample.
 
     Attributes:
         tokens: number of tokens of all sequences.
-        digests: sequence -> checksums of the sampled ids and of their log-probs.
-        prompt_ids: prompt of the sample at the start.
+        digests: number of a sequence -> checksums of its sampled ids and of their log-probs.
+        prompt_ids: prompt of the sample when tracking began.
         altered: whether a generator has changed the number of tokens.
     """
 
@@ -171,7 +186,7 @@ class _Received:
 
 
 class ReceivedTokens:
-    """Compares the tokens of samples with those that engines sent. Owns counts and checksums of the latter."""
+    """Detects changes of sampled tokens by generators. Owns counts and checksums of the tokens that engines sent."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Received] = {}
@@ -180,24 +195,23 @@ class ReceivedTokens:
         """Start to track a sample with its current tokens. Does nothing if it is tracked already."""
         if sample.sample_id not in self._entries:
             digests = {q.sequence: _digests(q) for q in sample.sequences}
-            altered = (
-                bool(sample.inherited_tokens) and sample.fork is None
-            )  # `reconcile` counted altered tokens before a restart
+            # Inherited tokens of a sample that is no fork: `reconcile` counted them before a restart.
+            altered = bool(sample.inherited_tokens) and sample.fork is None
             prompt_ids = list(sample.prompt_ids)
             self._entries[sample.sample_id] = _Received(_count(sample), digests, prompt_ids, altered)
 
     def end(self, sample: Sample) -> None:
-        """Reconcile the sample, and stop tracking it."""
+        """Count the tokens that a generator has added or removed, and stop tracking the sample."""
         self.reconcile(sample)
         self._entries.pop(sample.sample_id, None)
 
     def rebase(self, sample: Sample) -> None:
-        """Accept the current tokens of a sample that was forked or truncated."""
+        """Take the current tokens of a sample, which was forked or truncated, as those of the engines."""
         if (entry := self._entries.get(sample.sample_id)) is not None:
             entry.digests = {q.sequence: _digests(q) for q in sample.sequences}
 
     def add(self, sequence: TokenSequence, tokens: int) -> None:
-        """Add the last `tokens` tokens of a sequence, which an engine sent."""
+        """Add tokens that an engine sent. `tokens`: number of these tokens, at the end of the sequence."""
         if (entry := self._entries.get(sequence.sample_id)) is not None:
             end = len(sequence.response_ids)
             entry.tokens += tokens
@@ -205,7 +219,7 @@ class ReceivedTokens:
             entry.digests[sequence.sequence] = _extend(digests, sequence, end - tokens, end)
 
     def reconcile(self, sample: Sample) -> None:
-        """Count tokens that a generator added as inherited, and tokens that it removed as discarded."""
+        """Count the tokens that a generator added as inherited, and those that it removed as discarded."""
         entry = self._entries.get(sample.sample_id)
         if entry is not None and (added := _count(sample) - entry.tokens):
             sample.inherited_tokens += max(0, added)
@@ -216,7 +230,7 @@ class ReceivedTokens:
         """Check a finished sample.
 
         Raises:
-            GeneratorError: its prompt, or its sampled tokens, differ from those of the engines.
+            GeneratorError: a generator has changed the prompt, sampled tokens or their log-probs.
         """
         self.reconcile(sample)
         entry = self._entries[sample.sample_id]
@@ -224,12 +238,13 @@ class ReceivedTokens:
             _digests(q) != entry.digests.get(q.sequence, (0, 0)) for q in sample.sequences
         ):
             raise GeneratorError(
-                "rollout.generator changed sampled tokens or log-probs of the sample; expected those of "
-                "generate_turn; add other tokens with sample.observe"
+                "rollout.generator changed sampled tokens or log-probs of the sample; expected the tokens of "
+                "generate_turn, and other tokens only by sample.observe"
             )
         if not sample.own_prompt and sample.prompt_ids != entry.prompt_ids:
             raise GeneratorError(
-                "rollout.generator changed sample.prompt_ids; expected the original prompt, or own_prompt = True"
+                "rollout.generator changed sample.prompt_ids; expected the original prompt, or "
+                "sample.own_prompt = True"
             )
 
 
@@ -238,6 +253,7 @@ def _count(sample: Sample) -> int:
 
 
 def _digests(sequence: TokenSequence) -> tuple[int, int]:
+    """Return checksums of the sampled ids of a sequence, and of their log-probs."""
     digests = 0, 0
     for turn in sequence.turns():
         digests = _extend(digests, sequence, turn.start, turn.end)
@@ -245,5 +261,6 @@ def _digests(sequence: TokenSequence) -> tuple[int, int]:
 
 
 def _extend(digests: tuple[int, int], sequence: TokenSequence, start: int, end: int) -> tuple[int, int]:
+    """Add tokens [start, end) to the checksums."""
     ids, mu = digests
     return zlib.crc32(sequence.response_ids[start:end], ids), zlib.crc32(sequence.mu[start:end], mu)

@@ -1,9 +1,9 @@
 """The generator `latr`: look-ahead trees (LATR, Lookahead Tree-Based Rollouts for RLVR).
 
 Each branch of the tree continues with its most probable token. If the second most probable token has a similar
-probability, and the group has a free sample, a new branch starts with it. After `prune_after` tokens, a branch that
-repeats its parent is pruned with its own branches. When the group is full and all branches have been compared, or
-after `most_steps` tokens, all branches continue by sampling.
+probability, and the group has a free sample, a new branch starts with that token. After `prune_after` tokens, a
+branch that repeats its parent is pruned together with its own branches. When the group is full and all branches have
+been compared with their parents, or after `most_steps` tokens, all branches continue by sampling.
 """
 
 from __future__ import annotations
@@ -27,33 +27,38 @@ from rlsys.router.turn_ends import turn_ends
 
 Share = Annotated[float, Field(gt=0, le=1)]
 MATHS = "+-*/\\<>=()[]{}_^&%$0123456789"
-"""Mathematical characters. A branch is kept if the parent continues with one of them: the contents then differ."""
+"""Mathematical characters. A branch is kept if its parent continues with one of them, because the results differ."""
 
 
 class LatrParams(Section):
     """rollout.generator_params of the generator `latr`."""
 
     second: Share = 0.15
-    """A branch forks only if the probability of the second most probable token is above this."""
+    """A branch forks only if the probability of the second most probable token is above this value."""
     max_gap: Share = 0.25
-    """A branch forks only if the difference of the two highest probabilities is below this."""
+    """A branch forks only if the difference of the two highest probabilities is below this value."""
     prune_after: list[Positive] = Field(default=[20, 30, 50], min_length=1)
     """Ages, in tokens, at which a branch is compared with its parent."""
     suffix: Share = 0.2
-    """A branch is pruned if a suffix of more than this share of its tokens occurs in the parent, or vice versa."""
+    """A branch is pruned if a suffix of more than this share of its tokens occurs in its parent, or vice versa."""
     rouge: Share = 0.5
-    """A branch is pruned if its ROUGE-L with the parent is above this."""
+    """A branch is pruned if its ROUGE-L with its parent is above this value."""
     most_steps: Positive = 1024
-    """Tokens after which all branches continue by sampling, at the latest."""
+    """Largest number of tokens of the tree. Afterwards all branches continue by sampling."""
     share: Share = 1.0
     """Share of a group's samples that may be branches. The others are sampled from the prompt."""
     chunk: Positive = 16
-    """Tokens per request. A larger number needs fewer requests; tokens beyond the tree's end are discarded."""
+    """Tokens per request. A larger number needs fewer requests, but discards more tokens beyond the tree's end."""
 
 
 @dataclass(eq=False)
 class Branch:
-    """A branch. `birth`: position of its first own token; 0 for the root."""
+    """A branch of the tree.
+
+    Attributes:
+        birth: position of its first token that differs from its parent; 0 for the root.
+        is_ended: whether its response has ended.
+    """
 
     sample: Sample
     birth: int = 0
@@ -63,7 +68,7 @@ class Branch:
 
 
 def restore_branches(tree: Tree) -> list[Branch]:
-    """Return the root and the saved branches."""
+    """Return the root and the saved branches of a tree, linked with their parents."""
     root = Branch(tree.root)
     branch_of = {id(tree.root): root}
     for sample, _ in tree.saved_branches:
@@ -82,7 +87,9 @@ class Latr(TreeGenerator):
         self, config: Config, tokenizer: Tokenizer, generate_turn: GenerateTurn, params: LatrParams
     ) -> None:
         super().__init__(generate_turn)
-        self._p, self._decode, self._ends = params, tokenizer.decode, turn_ends(config, tokenizer)
+        self._p = params
+        self._decode = tokenizer.decode
+        self._ends = turn_ends(config, tokenizer)
         self._budget = config.rollout.max_response_tokens
 
     async def grow(self, tree: Tree) -> None:
@@ -90,10 +97,10 @@ class Latr(TreeGenerator):
         max_branches = max(1, round(p.share * tree.size))
         branches, step = restore_branches(tree), 0
         for step in range(min(p.most_steps, self._budget)):
-            short = [b.sample for b in branches if not b.is_ended and b.sample.tokens <= step]
-            if short:
+            samples_to_grow = [b.sample for b in branches if not b.is_ended and b.sample.tokens <= step]
+            if samples_to_grow:
                 limit = min((step // p.chunk + 1) * p.chunk, p.most_steps, self._budget)
-                await tree.grow(short, limit, 2, greedy=True)
+                await tree.grow(samples_to_grow, limit, 2, greedy=True)
             for branch in branches:
                 branch.is_ended |= branch.sample.tokens <= step
             self._fork(tree, branches, step, max_branches)
@@ -111,22 +118,24 @@ class Latr(TreeGenerator):
                 tree.truncate(branch.sample, step + 1)
 
     def _fork(self, tree: Tree, branches: list[Branch], step: int, max_branches: int) -> None:
-        """Fork branches at their tokens `step`, in order, up to `max_branches`."""
+        """Fork branches at token `step` where the two most probable tokens are similar, up to `max_branches`."""
         for branch in list(branches):
             if branch.is_ended or len(branches) >= max_branches or not tree.free:
                 continue
             tops = tree.tops(branch.sample, step)
             if len(tops) < 2:
                 continue
-            (first, _), (second, token) = tops[:2]
-            if exp(second) > self._p.second and exp(first) - exp(second) < self._p.max_gap:
-                forked = Branch(tree.fork(branch.sample, step, Forced(token, second)), step, branch)
-                branch.children.append(forked)
-                branches.append(forked)
+            (first_logp, _), (second_logp, second_id) = tops[:2]
+            gap = exp(first_logp) - exp(second_logp)
+            if exp(second_logp) > self._p.second and gap < self._p.max_gap:
+                sample = tree.fork(branch.sample, step, Forced(second_id, second_logp))
+                new_branch = Branch(sample, step, branch)
+                branch.children.append(new_branch)
+                branches.append(new_branch)
                 self.counts["tree_forks"] += 1
 
     def _prune(self, tree: Tree, branches: list[Branch], step: int) -> None:
-        """Prune branches of an age in `prune_after` that repeat their parents, with their own branches."""
+        """Prune branches that repeat their parents, with their own branches, at the ages `prune_after`."""
         ages = {step + 1 - age for age in self._p.prune_after}
         to_prune = [
             b for b in branches if b.parent is not None and b.birth in ages and self._repeats(b, step)
@@ -142,29 +151,34 @@ class Latr(TreeGenerator):
                 self.counts["tree_pruned"] += 1
 
     def _repeats(self, branch: Branch, step: int) -> bool:
-        """Return whether the branch repeats its parent."""
+        """Return whether a branch repeats its parent up to token `step`, by a common suffix or ROUGE-L."""
         assert branch.parent is not None
-        new = list(branch.sample.response_ids[branch.birth : step + 1])
-        old = list(branch.parent.sample.response_ids[branch.birth : step + 1])
+        ids = list(branch.sample.response_ids[branch.birth : step + 1])
+        parent_ids = list(branch.parent.sample.response_ids[branch.birth : step + 1])
         if (
-            len(new) != len(old)
-            or self._ends.is_ended(new)
-            or self._ends.is_ended(old)
+            len(ids) != len(parent_ids)
+            or self._ends.is_ended(ids)
+            or self._ends.is_ended(parent_ids)
             or branch.is_ended
             or branch.parent.is_ended
         ):
             return False
-        if self._decode(old[:1]).strip() in MATHS:
+        if self._decode(parent_ids[:1]).strip() in MATHS:
             return False
-        return suffix_match(new, old) > self._p.suffix or rouge_l(new, old) > self._p.rouge
+        return suffix_match(ids, parent_ids) > self._p.suffix or rouge_l(ids, parent_ids) > self._p.rouge
 
 
 def suffix_match(a: Sequence[int], b: Sequence[int]) -> float:
-    """Return the longest suffix of one that occurs in the other, as a share of their common length."""
-    return max(_longest_end(a, b), _longest_end(b, a)) / len(a)
+    """Return the length of the longest suffix of one sequence that occurs in the other, divided by their length.
+
+    Args:
+        a: token ids.
+        b: the same number of token ids.
+    """
+    return max(_longest_suffix(a, b), _longest_suffix(b, a)) / len(a)
 
 
-def _longest_end(a: Sequence[int], b: Sequence[int]) -> int:
+def _longest_suffix(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the longest suffix of `a` that occurs in `b`."""
     previous, longest = [0] * (len(b) + 1), 0
     for length, token in enumerate(reversed(a), start=1):
@@ -179,7 +193,7 @@ def _longest_end(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def rouge_l(a: Sequence[int], b: Sequence[int]) -> float:
-    """Return ROUGE-L: the F1 score of the longest common subsequence (Lin 2004)."""
+    """Return ROUGE-L of two sequences of token ids: the F1 score of their longest common subsequence (Lin 2004)."""
     row = [0] * (len(a) + 1)
     for token in b:
         diagonal = 0  # row[i] before this token
@@ -191,7 +205,11 @@ def rouge_l(a: Sequence[int], b: Sequence[int]) -> float:
 
 
 def latr(config: Config, tokenizer: Tokenizer | None, generate_turn: GenerateTurn, **params: Any) -> Latr:
-    """Create the generator of `rollout.generator: latr`."""
+    """Create the generator of `rollout.generator: latr`. `params`: fields of LatrParams.
+
+    Raises:
+        UserError: a parameter is invalid, there is no tokenizer, or the run changes the sampling distribution.
+    """
     tokenizer = untruncated_tokenizer(config, tokenizer, "latr")
     return Latr(
         config, tokenizer, generate_turn, parse_params("rollout.generator_params", LatrParams, params)

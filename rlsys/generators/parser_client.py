@@ -1,6 +1,6 @@
 """TurnReader: parses reasoning, text and tool calls of a turn with SGLang's parsers.
 
-Only environments, agents and tools use the result; the tokens of a sample do not change.
+Environments, agents and tools get the result. The tokens of a sample do not change.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from rlsys.core.process_pool import PoolProcessError, ProcessPool
 READ_SECONDS = 30.0
 """Time limit of parsing a turn, which normally takes milliseconds."""
 TAIL_IDS = 64
-"""Number of ids before a turn that are decoded to detect whether they start reasoning."""
+"""Number of ids before a turn that callers decode for `preceding_text`."""
 TAIL = 200
-"""Number of characters before a turn that a parser gets: enough for a tag that starts reasoning."""
+"""Number of characters before a turn that a parser gets, because they may end with a tag that starts reasoning."""
 
 log = logging.getLogger("rlsys.rollout")
 
@@ -34,7 +34,7 @@ class ToolFailed(RunError):
     """
 
 
-_REASONED = "</think>"
+_END_OF_REASONING = "</think>"
 _TAG = re.compile(r"<[^<>]*>")
 
 
@@ -48,25 +48,35 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
+    """A parsed turn. `text`: the text outside of reasoning and calls."""
+
     text: str
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
 
 
 def _dropped_text(turn: str, text: str, reasoning: str) -> str | None:
-    """Return the whole text of a turn if a parser returned only its beginning as `text`.
+    """Return the whole text of a turn if the parser dropped an end of it that has content.
 
-    None if the parser returned everything except tags and reasoning.
+    Args:
+        turn: the turn as generated.
+        text: text that the parser returned.
+        reasoning: reasoning that the parser returned.
+
+    Returns:
+        The text without reasoning; None if the parser dropped nothing but tags and reasoning.
     """
-    spoken_text = turn.rpartition(_REASONED)[2] if reasoning and _REASONED in turn else turn
-    spoken_text, parsed_text = spoken_text.strip(), text.strip()
-    if (reasoning and spoken_text == turn.strip()) or not spoken_text.startswith(parsed_text):
+    has_tag = bool(reasoning) and _END_OF_REASONING in turn
+    full_text = (turn.rpartition(_END_OF_REASONING)[2] if has_tag else turn).strip()
+    parsed_text = text.strip()
+    if (reasoning and full_text == turn.strip()) or not full_text.startswith(parsed_text):
         return None
-    return spoken_text if any(c.isalnum() for c in _TAG.sub("", spoken_text[len(parsed_text) :])) else None
+    dropped_end = _TAG.sub("", full_text[len(parsed_text) :])
+    return full_text if any(c.isalnum() for c in dropped_end) else None
 
 
 class TurnReader:
-    """Parses turns. Owns the process with SGLang's parsers (rlsys/engine/turn_parser.py).
+    """Parses turns in a process with SGLang's parsers (rlsys/engine/turn_parser.py). Owns the process.
 
     The first turn starts the process.
     """
@@ -84,12 +94,12 @@ class TurnReader:
     async def __call__(self, text: str, preceding_text: str, tools: Sequence[Mapping[str, Any]]) -> Turn:
         """Parse a turn.
 
-        If the parser fails, the turn is plain text without a call, as in SGLang's server. A malformed call,
-        which SGLang's parsers drop, stays text.
+        If the parser fails, the result is the turn as text without calls, as in SGLang's server. A malformed call,
+        which SGLang's parsers drop, stays in the text.
 
         Args:
-            text: the turn with special tokens, without the one that ended it.
-            preceding_text: the end of the prompt and response before it.
+            text: the turn, with special tokens except the last token, if that ended the turn.
+            preceding_text: end of the prompt and the response before the turn.
             tools: schemas of the functions that may be called.
 
         Raises:
@@ -100,15 +110,18 @@ class TurnReader:
             async with self._workers.acquire() as worker, asyncio.timeout(READ_SECONDS):
                 result = await worker.call(message)
         except PoolProcessError as e:
-            log.warning("SGLang's parser failed, so a turn stays text: %s", e)
+            log.warning("SGLang's parser failed; the turn is used as plain text: %s", e)
             return Turn(text)
         except TimeoutError:
-            raise ToolFailed(f"SGLang's parser did not answer within {READ_SECONDS:g} s") from None
+            raise ToolFailed(f"SGLang's parser did not respond within {READ_SECONDS:g} s") from None
         calls = tuple(Call(**call) for call in result["calls"])
         if not calls and (dropped := _dropped_text(text, result["text"], result["reasoning"])) is not None:
-            log.warning("SGLang's parser dropped a malformed call, so the turn stays text: %.200s", dropped)
+            log.warning(
+                "SGLang's parser dropped a malformed call; the turn is used as plain text: %.200s", dropped
+            )
             return Turn(dropped, result["reasoning"])
         return Turn(result["text"], result["reasoning"], calls)
 
     async def close(self) -> None:
+        """Stop the process."""
         await self._workers.close()

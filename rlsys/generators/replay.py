@@ -1,8 +1,7 @@
-"""SavedTurns: replays the saved turns of a sample to a caller that starts again without state after a crash.
+"""SavedTurns: replays the saved turns of a sample to user code that starts again after a crash.
 
-The caller (a function for slime, an agent) starts from its beginning and repeats all requests. Saved turns come from
-the sample; only missing ones are generated. The ledger's sample is authoritative: tools must return the same results
-as before.
+The user code (a function for slime, an agent) starts from its beginning, without state, and repeats all requests. It
+gets the turns that are saved in the ledger, and then new turns. Its tools must return the saved results.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class BudgetExhausted(BaseException):
 
 
 class SavedTurns:
-    """Delivers the turns of a sequence.
+    """Delivers the turns of a sequence, saved or new, in order.
 
     Attributes:
         delivered: number of response tokens that were delivered.
-        finish: finish reason of the last delivered turn, `stop` or `length`; empty before the first.
+        finish: finish reason of the last delivered turn, `stop` or `length`; empty before the first turn.
     """
 
     def __init__(
@@ -37,25 +36,28 @@ class SavedTurns:
 
         Args:
             generate_turn: generates a turn.
-            ends: what ends a turn.
+            ends: token ids and texts that end a turn.
             sample: the sequence.
             budget: largest number of response tokens, of turns and tools together.
         """
-        self._generate_turn, self._ends, self._sample, self._budget = generate_turn, ends, sample, budget
+        self._generate_turn = generate_turn
+        self._ends = ends
+        self._sample = sample
+        self._budget = budget
         self.delivered = 0
         self.finish = ""
 
     def observe(self, ids: list[int]) -> None:
-        """Add ids of a tool after the delivered tokens.
+        """Add the ids of a tool's result after the delivered tokens. If they are saved, only compare them.
 
         Raises:
-            ToolFailed: the saved sample has other ids there.
+            ToolFailed: the saved ids differ.
             BudgetExhausted: no token is left for another turn.
         """
         s, end = self._sample, self.delivered + len(ids)
         if s.tokens > self.delivered:  # saved before a restart
             if ids and ([*s.response_ids[self.delivered : end]] != ids or not self._is_observed(end)):
-                raise ToolFailed("its tool returned another result after a restart")
+                raise ToolFailed("a tool returned another result after a restart than before")
         elif ids:
             if end >= self._budget:
                 raise BudgetExhausted
@@ -63,6 +65,7 @@ class SavedTurns:
         self.delivered = end
 
     def _is_observed(self, end: int) -> bool:
+        """Return whether the tokens from the delivered ones up to `end` are the result of one tool call."""
         return any(span.start == self.delivered and span.end == end for span in self._sample.observed)
 
     async def turn(self, max_tokens: int | None = None, stop_texts: Sequence[str] = ()) -> tuple[int, int]:
@@ -73,7 +76,7 @@ class SavedTurns:
             stop_texts: additional texts that end the turn.
 
         Returns:
-            the positions [start, end) of its tokens in the response.
+            The positions [start, end) of the turn's tokens in the response.
 
         Raises:
             BudgetExhausted: no token is left for the turn.
@@ -95,7 +98,16 @@ class SavedTurns:
         return start, end
 
     def _saved_end(self, start: int, limit: int, ends: TurnEnds) -> tuple[int, str]:
-        """Return the end and the finish reason of the saved turn from `start` on; empty if it has not ended."""
+        """Find the end of the saved turn from token `start` on.
+
+        Args:
+            start: first token of the turn.
+            limit: number of response tokens at which the turn is truncated.
+            ends: token ids and texts that end the turn.
+
+        Returns:
+            The end of the turn, and its finish reason; (0, "") if the saved turn has not ended.
+        """
         s = self._sample
         observed_start = min((o.start for o in s.observed if o.start >= start), default=None)
         turn = s.response_ids[start : min(limit, s.tokens if observed_start is None else observed_start)]

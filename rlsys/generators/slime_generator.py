@@ -3,12 +3,12 @@
     function  --post: prompt, response so far, tool output-->  Conversation  --generate_turn-->  router, engines
               <--the model's turn, with ids and log-probs----
 
-The ledger's sample is authoritative; the function exchanges messages with the model. A request of the function
-gets a whole turn of the model, across all interruptions, engine deaths and pushes. Text that a request adds
-after the last turn is tool output, and not trained. After a crash the function is called again from its
-beginning, and gets the saved turns; if a tool then returns another result, the sample is censored. At the end
-the function's sample must have the same tokens, log-probs and mask as the ledger's. A request or result with
-other tokens or log-probs than the engine's is refused.
+Each request of the function gets a whole turn of the model, also after interruptions, engine deaths and pushes. Text
+that a request adds after the last turn is tool output, which is not trained. After a crash the function is called
+again, and its requests get the saved turns. If a tool then returns another result, the sample is censored.
+
+The ledger's sample is authoritative. A request with other tokens than those of the ledger is refused, and at the end
+the function's sample must have the tokens, log-probs and mask of the ledger's sample.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ from rlsys.router.router import EVALUATION
 from rlsys.router.turn_ends import TurnEnds
 
 FIELD = "rollout.generator"
-_OFF: Mapping[str, tuple[object, ...]] = {
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0, None), "presence_penalty": (0, None), "repetition_penalty": (1, None),
     "min_new_tokens": (0, None), "n": (1, None), "ignore_eos": (False, None), "logit_bias": (None, {}),
     "regex": (None,), "json_schema": (None,), "ebnf": (None,), "structural_tag": (None,), "stop_regex": (None, []),
     "custom_params": (None, {}),
 }  # fmt: skip
-"""SGLang's sampling parameters -> values that do not change the distribution."""
+"""SGLang's sampling parameter -> the values that do not change the distribution."""
 _RUN_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
-_READ = {
+"""Sampling parameters that must be those of the run."""
+_ACCEPTED = {
     "max_new_tokens", "stop", "stop_token_ids", "skip_special_tokens", "no_stop_trim", "sampling_seed",
     "spaces_between_special_tokens",
 }  # fmt: skip
+"""Parameters that do not change the distribution of a token."""
 _PAYLOAD = {
     "input_ids",
     "text",
@@ -53,19 +55,20 @@ _PAYLOAD = {
     "rid",
     "return_routed_experts",
 }
+"""Accepted fields of a request."""
 
 
 def is_slime_function(function: Callable[..., Any]) -> bool:
     """Return whether a function has the parameter names of slime's interface."""
     try:
         names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # it has no signature
+    except (TypeError, ValueError):  # the function has no signature
         return False
     return names[:2] == ["args", "sample"] and len(names) > 2
 
 
 class SlimeGenerator:
-    """A generator that calls a function for slime. `params`: additional options of slime, by name."""
+    """A generator that calls a function for slime. `params`: additional options of slime, by their names."""
 
     def __init__(
         self,
@@ -79,14 +82,14 @@ class SlimeGenerator:
         self._function, self._config, self._tokenizer = function, config, tokenizer
         self._generate_turn, self._ends, self._params = generate_turn, ends, dict(params)
         provide(tokenizer)
-        self._tells_evaluation = "evaluation" in inspect.signature(function).parameters
+        self._passes_evaluation = "evaluation" in inspect.signature(function).parameters
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
-        """Call the function.
+        """Call the function for a sample, and set the sample's status.
 
         Raises:
-            GeneratorError: the function makes a request, or returns a sample, that would invalidate the loss.
-            ToolFailed: the function failed.
+            GeneratorError: the function makes a request, or returns a sample, with which the loss would be wrong.
+            ToolFailed: the function reports a failure, or a tool returned another result after a restart.
         """
         conversation = Conversation(
             self._config, self._tokenizer, self._generate_turn, self._ends, sample, prompt
@@ -99,7 +102,7 @@ class SlimeGenerator:
             metadata=prompt.entry.get("metadata") or dict(prompt.entry),
             index=sample.sample_id, group_index=sample.group_id, session_id=host,
         )  # fmt: skip
-        evaluation = {"evaluation": sample.sample_id == EVALUATION} if self._tells_evaluation else {}
+        evaluation = {"evaluation": sample.sample_id == EVALUATION} if self._passes_evaluation else {}
         conversations[host] = conversation.answer
         try:
             result = await self._function(args, slime_sample, sampling_params(args), **evaluation)
@@ -112,12 +115,12 @@ class SlimeGenerator:
 
 
 def arguments(config: Config, host: str, params: Mapping[str, Any]) -> Options:
-    """Return the options of slime that have counterparts in the config, updated by `params`.
+    """Return slime's options for a function: those with a counterpart in the config, and `params`.
 
     Args:
         config: config of the run.
-        host: host name of the sample's conversation.
-        params: additional options, by name.
+        host: host name to which the function sends the sample's requests.
+        params: additional options by name, which have precedence.
     """
     r = config.rollout
     options = {
@@ -136,7 +139,7 @@ def arguments(config: Config, host: str, params: Mapping[str, Any]) -> Options:
 
 
 class Conversation:
-    """Answers the requests for one sample. Owns the text that was delivered to the function."""
+    """Answers a function's requests for one sample. Owns the text that was delivered to the function."""
 
     def __init__(
         self,
@@ -155,7 +158,17 @@ class Conversation:
         self._busy = False
 
     async def answer(self, path: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a request with the model's next turn, in SGLang's format."""
+        """Answer a request with the model's next turn, in SGLang's format.
+
+        Args:
+            path: path of the request.
+            payload: decoded body of the request.
+
+        Raises:
+            GeneratorError: the request is not supported.
+            ToolFailed: a tool returned another result after a restart.
+            BudgetExhausted: the response has reached its limit of tokens.
+        """
         if path != "/generate":
             raise _unsupported(
                 f"a request to {path}; expected /generate, which returns the ids and log-probs for training"
@@ -170,101 +183,121 @@ class Conversation:
         try:
             params = dict(payload.get("sampling_params") or {})
             self._check_sampling(params)
-            self._add(self._tool_ids(payload))
+            self._add_tool_ids(self._tool_ids(payload))
             return await self._turn(params, "text" in payload)
         finally:
             self._busy = False
 
     def _check_sampling(self, params: Mapping[str, Any]) -> None:
-        for name, value in params.items():
-            if name in _READ and name in SAMPLING and value is not None:
-                try:
-                    SAMPLING[name](ANY_ENGINE, f"sampling_params[{name!r}]", value)
-                except RefusedPrompt as e:
-                    raise _unsupported(str(e)) from None
-            if name in _RUN_SAMPLING and self._sample.sample_id != EVALUATION:
-                r = self._config.rollout
-                run_sampling = {
-                    "top_k": r.top_k or -1,
-                    "top_p": r.top_p,
-                    "min_p": r.min_p,
-                    "temperature": r.temperature,
-                }
-                if value != run_sampling[name]:
-                    raise _unsupported(
-                        f"sampling_params[{name!r}] = {value!r}; expected rollout.{name} = {run_sampling[name]!r}, "
-                        "for which the trainer computes log-probs"
-                    )
-            elif name in _OFF and value not in _OFF[name]:
-                raise _unsupported(
-                    f"sampling_params[{name!r}] = {value!r} changes the distribution of tokens, for which the "
-                    f"trainer cannot compute log-probs; expected {_OFF[name][0]!r}"
-                )
-            elif name not in (*_RUN_SAMPLING, *_OFF, *_READ):
-                expected = ", ".join(sorted({*_RUN_SAMPLING, *_OFF, *_READ}))
-                raise _unsupported(
-                    f"sampling_params[{name!r}]: unknown parameter; expected one of {expected}"
-                )
-        if unknown_ids := set(params.get("stop_token_ids") or ()) - self._ends.ids:
-            raise _unsupported(
-                f"sampling_params['stop_token_ids'] has {min(unknown_ids)}; expected its text in stop"
-            )
-
-    def _tool_ids(self, payload: Mapping[str, Any]) -> list[int]:
-        """Return the ids that the function added after the last turn.
+        """Check the sampling parameters of a request.
 
         Raises:
-            GeneratorError: the request does not begin with the prompt and the delivered response.
+            GeneratorError: a parameter is unknown or invalid, or changes the distribution of tokens.
+        """
+        for name, value in params.items():
+            self._check_parameter(name, value)
+        if unknown_ids := set(params.get("stop_token_ids") or ()) - self._ends.ids:
+            raise _unsupported(
+                f"sampling_params['stop_token_ids'] has {min(unknown_ids)}; expected the text of this id in "
+                "sampling_params['stop']"
+            )
+
+    def _check_parameter(self, name: str, value: Any) -> None:
+        field = f"sampling_params[{name!r}]"
+        if name in _ACCEPTED and name in SAMPLING and value is not None:
+            try:
+                SAMPLING[name](ANY_ENGINE, field, value)
+            except RefusedPrompt as e:
+                raise _unsupported(str(e)) from None
+        if name in _RUN_SAMPLING and self._sample.sample_id != EVALUATION:
+            r = self._config.rollout
+            run_value = {
+                "top_k": r.top_k or -1, "top_p": r.top_p, "min_p": r.min_p, "temperature": r.temperature
+            }[name]  # fmt: skip
+            if value != run_value:
+                raise _unsupported(
+                    f"{field} = {value!r}; expected rollout.{name} = {run_value!r}, for which the trainer computes "
+                    "log-probs"
+                )
+        elif name in _NEUTRAL and value not in _NEUTRAL[name]:
+            raise _unsupported(
+                f"{field} = {value!r} changes the distribution of tokens, for which the trainer cannot compute "
+                f"log-probs; expected {_NEUTRAL[name][0]!r}"
+            )
+        elif name not in (*_RUN_SAMPLING, *_NEUTRAL, *_ACCEPTED):
+            expected = ", ".join(sorted({*_RUN_SAMPLING, *_NEUTRAL, *_ACCEPTED}))
+            raise _unsupported(f"{field}: unknown parameter; expected one of {expected}")
+
+    def _tool_ids(self, payload: Mapping[str, Any]) -> list[int]:
+        """Return the ids that a request adds after the last turn.
+
+        Raises:
+            GeneratorError: the request does not start with the prompt and the delivered response.
         """
         if "text" in payload:
             text = valid_text(str(payload["text"]))
             if not text.startswith(self._text):
                 raise _unsupported(
-                    "a request whose text does not begin with the prompt and the model's turns; to shorten a turn, "
+                    "a request whose text does not start with the prompt and the delivered turns; to shorten a turn, "
                     "use a stop text"
                 )
             return self._tokenizer.encode(text[len(self._text) :])
         ids = [int(i) for i in payload.get("input_ids") or ()]
         expected = [*self._sample.prompt_ids, *self._sample.response_ids[: self._turns.delivered]]
-        if ids[: len(expected)] != expected:
-            part = "prompt" if ids[: len(self._sample.prompt_ids)] != self._sample.prompt_ids else "response"
+        if ids[: len(self._sample.prompt_ids)] != self._sample.prompt_ids:
             raise _unsupported(
-                f"a request whose input_ids do not begin with the {part} of the ledger"
-                + ("; to change the prompt, change the data or the chat template" if part == "prompt" else "")
+                "a request whose input_ids do not start with the sample's prompt; to change the prompt, change the "
+                "data or the chat template"
             )
+        if ids[: len(expected)] != expected:
+            raise _unsupported("a request whose input_ids do not continue with the delivered response")
         return ids[len(expected) :]
 
-    def _add(self, tool_ids: list[int]) -> None:
-        """Add ids of a tool.
+    def _add_tool_ids(self, tool_ids: list[int]) -> None:
+        """Add the ids of a tool's result to the sample.
 
         Raises:
-            ToolFailed: the saved sample has other ids there.
+            GeneratorError: the ids would change the prompt, or are missing after a turn that the model has ended.
+            ToolFailed: the saved ids differ.
         """
         if not self._turns.delivered and tool_ids:
-            raise _unsupported("a request that adds to the prompt; to change the prompt, change the data")
+            raise _unsupported(
+                f"a request that adds {len(tool_ids)} tokens to the prompt; to change the prompt, change the data"
+            )
         if self._turns.delivered and not tool_ids and self._turns.finish == "stop":
-            raise _unsupported("a request that adds no text after a turn that the model has ended")
+            raise _unsupported(
+                "a request that adds no text after a turn that the model has ended; expected tool output"
+            )
         self._turns.observe(tool_ids)
         self._text += self._tokenizer.decode(tool_ids)
 
     async def _turn(self, params: Mapping[str, Any], in_text: bool) -> dict[str, Any]:
-        s, stops = self._sample, check_stop(params.get("stop"))
-        start, end = await self._turns.turn(params.get("max_new_tokens") or None, stops)
-        finish, ends = self._turns.finish, self._ends.with_texts(stops)
+        """Generate or replay the next turn, and return it in SGLang's format.
+
+        Args:
+            params: sampling parameters of the request.
+            in_text: whether the request contains the conversation as text.
+
+        Raises:
+            GeneratorError: the returned text would be trimmed, so that a next request in text could not contain it.
+        """
+        s = self._sample
+        stop_texts = check_stop(params.get("stop"))
+        start, end = await self._turns.turn(params.get("max_new_tokens") or None, stop_texts)
+        finish = self._turns.finish
         ids, mu = s.response_ids[start:end].tolist(), s.mu[start:end]
         full_text = self._tokenizer.decode(ids)
         self._text += full_text
-        text = (
-            self._tokenizer.without_special(full_text)
-            if params.get("skip_special_tokens", True)
-            else full_text
-        )
+        text = full_text
+        if params.get("skip_special_tokens", True):
+            text = self._tokenizer.without_special(text)
         if not params.get("no_stop_trim") and finish == "stop":
+            ends = self._ends.with_texts(stop_texts)
             text = min((text.partition(t)[0] for t in ends.texts), key=len, default=text)
         if in_text and text != full_text:
             raise _unsupported(
-                "requests in text whose answers are trimmed: use no_stop_trim = True and skip_special_tokens = "
-                "False, or input_ids"
+                "a request in text whose answer is trimmed; expected no_stop_trim = True and skip_special_tokens = "
+                "False, or input_ids instead of text"
             )
         return {
             "text": text,
@@ -280,30 +313,37 @@ class Conversation:
         }
 
     def conclude(self, result: Any) -> Status:
-        """Check that the function's sample equals the ledger's, and return its status.
+        """Check that the function's sample equals the ledger's, and return the final status.
+
+        Args:
+            result: result of the function.
 
         Raises:
-            GeneratorError: the samples differ.
-            ToolFailed: the function failed.
+            GeneratorError: the samples differ, or the function sets a field that the run does not support.
+            ToolFailed: the function reports a failure.
         """
         s = self._sample
         if isinstance(result, list | tuple):
-            raise _unsupported(f"it returned {len(result)} samples, expected one")
+            raise _unsupported(f"the function returned {len(result)} samples; expected one")
         if not isinstance(result, SlimeSample):
-            raise _unsupported(f"it returned a {type(result).__name__}, expected its sample")
+            raise _unsupported(f"the function returned a {type(result).__name__}; expected its sample")
         if result.status in (SlimeSample.Status.ABORTED, SlimeSample.Status.FAILED):
-            raise ToolFailed(f"the function failed: its sample has status {result.status.value}")
+            raise ToolFailed(f"the function failed: it returned sample.status = {result.status.value}")
         if result.reward is not None:
-            raise _unsupported("it sets sample.reward; use a reward function in data.reward instead")
+            raise _unsupported(
+                "the function sets sample.reward; expected None, and a reward function in data.reward"
+            )
         if result.remove_sample:
             raise _unsupported(
-                "it sets sample.remove_sample; raise an exception, or censor by a planner, instead"
+                "the function sets sample.remove_sample; expected an exception, or a planner that censors the sample"
             )
         if not s.tokens:
-            raise _unsupported("it returned without a turn of the model")
+            raise _unsupported("the function returned without requesting a turn of the model")
         expected = [*s.prompt_ids, *s.response_ids]
         if list(result.tokens[: len(expected)]) != expected:
-            raise _unsupported("sample.tokens differs from the prompt and the response of the engines")
+            raise _unsupported(
+                "sample.tokens differs from the prompt and the engines' response; expected them unchanged"
+            )
         tool_ids = [int(t) for t in result.tokens[len(expected) :]]
         self._check_arrays(result, len(tool_ids))
         if tool_ids and s.tokens + len(tool_ids) < self._config.rollout.max_response_tokens:
@@ -313,32 +353,36 @@ class Conversation:
         return Status.TRUNCATED if result.status is SlimeSample.Status.TRUNCATED else Status.FINISHED
 
     def _check_arrays(self, result: SlimeSample, tool_tokens: int) -> None:
-        """Check the mask and the log-probs of the response and of the tool tokens after it."""
+        """Check the mask and the log-probs of the function's sample.
+
+        Args:
+            result: the function's sample.
+            tool_tokens: number of tool tokens after the ledger's response.
+        """
         s = self._sample
         trained = [*s.trained(), *[False] * tool_tokens]
         mask = [1] * len(trained) if result.loss_mask is None else list(result.loss_mask)
         for name, values in (("loss_mask", mask), ("rollout_log_probs", result.rollout_log_probs)):
             if values is not None and len(values) != len(trained):
                 raise _unsupported(
-                    f"sample.{name} has {len(values)} entries, expected {len(trained)}, one per response token"
+                    f"sample.{name} has {len(values)} entries; expected {len(trained)}, one per response token"
                 )
         for position, (is_trained, mask_value) in enumerate(zip(trained, mask, strict=True)):
             if is_trained and not mask_value:
                 raise _unsupported(
-                    f"sample.loss_mask is 0 at response token {position}, expected 1, because the model "
-                    "sampled it"
+                    f"sample.loss_mask is 0 at response token {position}; expected 1, because an engine sampled it"
                 )
             if mask_value and not is_trained:
                 raise _unsupported(
-                    f"sample.loss_mask is 1 at response token {position}, expected 0, because no engine sampled it"
+                    f"sample.loss_mask is 1 at response token {position}; expected 0, because no engine sampled it"
                 )
         for position, (is_trained, lp, mu) in enumerate(
             zip(trained, result.rollout_log_probs or (), s.mu, strict=False)
         ):
             if is_trained and lp != mu:
                 raise _unsupported(
-                    f"sample.rollout_log_probs is {lp} at response token {position}, expected the engine's log-prob "
-                    f"{mu}"
+                    f"sample.rollout_log_probs is {lp} at response token {position}; expected {mu}, the engine's "
+                    "log-prob"
                 )
 
 

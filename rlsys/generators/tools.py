@@ -1,7 +1,7 @@
 """ToolTurns: a generator in which a turn of the model may call a tool, whose answer precedes the next turn.
 
-prompt  turn: ... <python>3*7</python> <eos>  |  21 and the opening of the next turn  |  turn: ... <eos>
-        sampled, trained                         by the tool, not trained                sampled, trained
+prompt  turn: ... <python>3*7</python> <eos>  |  21 and the header of the next turn  |  turn: ... <eos>
+        sampled, trained                         by the tool, not trained               sampled, trained
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from rlsys.router.turn_ends import TurnEnds, turn_ends
 
 CALCULATOR = Path(__file__).with_name("calculator.py")
 TOOL_SECONDS = 30.0
-"""Time limit of a tool. It limits its own CPU time, so a longer time is a fault of the machine."""
+"""Time limit of a tool call, in seconds. A call that exceeds it is a fault of the machine, because the calculator
+limits its own CPU time."""
 MAX_CONCURRENT_TOOLS = 8
 NO_CALL = 0.5
-"""Penalty of a response without a tool call: between those of responses without and with only failed calls."""
+"""Penalty of a response without a tool call. It lies between the penalties for no failed calls (0) and only failed
+calls (1)."""
 _ERROR = re.compile(r"^error\b", re.MULTILINE)
 
 Tool = Callable[[str], Awaitable[str]]
 
 
 class ToolTurns:
-    """A generator with one tool. Its state is in the sample's tokens."""
+    """A generator with one tool. Its only state is the sample's tokens."""
 
     def __init__(
         self,
@@ -52,10 +54,10 @@ class ToolTurns:
             generate_turn: generates a turn.
             tokenizer: the model's tokenizer.
             tool: returns the answer to a call.
-            ends: what ends a turn.
+            ends: token ids and texts that end a turn.
             call: texts before and after a call.
-            answer: texts before and after an answer. The first one begins with the end of the turn, which is
-                not repeated if the model generated it; the second one ends with the start of the next turn.
+            answer: texts before and after an answer. The first text starts with the end of the turn, which is omitted
+                if the model generated it. The second text ends with the header of the next turn.
             max_turns: largest number of turns.
             max_response_tokens: largest number of tokens of a response.
         """
@@ -70,23 +72,26 @@ class ToolTurns:
 
     async def __call__(self, sample: Sample, prompt: Prompt) -> None:
         while True:
-            if (call := self.unanswered(sample)) is None:
+            if (call := self.unanswered_call(sample)) is None:
                 await self._generate_turn(sample)
-                if sample.status is not Status.FINISHED or (call := self.unanswered(sample)) is None:
+                if sample.status is not Status.FINISHED or (call := self.unanswered_call(sample)) is None:
                     return
-                # Now, before a reader sees the status: the turn has ended, the sample has not.
+                # At once, so that no other task sees the status FINISHED: the sample continues.
                 sample.status = Status.PARKED
             opening, closing = self._answer
-            last = sample.response_ids[-1:]
-            turn_end = self._tokenizer.decode(last) if last[0] in self._ends.ids else ""
+            last_ids = sample.response_ids[-1:]
+            turn_end = self._tokenizer.decode(last_ids) if last_ids[0] in self._ends.ids else ""
             ids = self._tokenizer.encode(opening.removeprefix(turn_end) + await self._tool(call) + closing)
             if sample.tokens + len(ids) >= self._budget:
                 sample.status = Status.TRUNCATED
                 return
             sample.observe(ids)
 
-    def unanswered(self, sample: Sample) -> str | None:
-        """Return the last call of the last turn, if the turn has ended and another one may follow; otherwise None."""
+    def unanswered_call(self, sample: Sample) -> str | None:
+        """Return the last call of the last turn.
+
+        None if the turn has no call, has not ended, or is the last allowed turn.
+        """
         turns = len(sample.observed) + 1
         if sample.observed_last or not sample.response_ids or turns >= self._max_turns:
             return None
@@ -106,7 +111,7 @@ def calculator(
     closes: str = "</python>",
     role: str = "user",
 ) -> ToolTurns:
-    """Create the generator of `rollout.generator: calculator`, with a sandboxed Python calculator (calculator.py).
+    """Create the generator of `rollout.generator: calculator`, whose tool is a sandboxed calculator (calculator.py).
 
     Args:
         config: config of the run.
@@ -130,25 +135,36 @@ def calculator(
 
 
 def answer_template(tokenizer: Tokenizer, role: str) -> tuple[str, str]:
-    """Return the chat template's texts before and after a message of `role` between two turns of the model.
+    """Return the texts that the chat template renders around a message between two turns of the model.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        role: role of the message.
+
+    Returns:
+        The text from the end of the first turn to the message, and the text from the message to the next turn.
 
     Raises:
         UserError: the template does not render messages of this role.
     """
-    marks = "RLSYS-QUESTION", "RLSYS-TURN", "RLSYS-ANSWER"
-    roles = "user", "assistant", role
-    messages = [{"role": r, "content": m} for r, m in zip(roles, marks, strict=True)]
-    _, turn, following = tokenizer.apply_chat(messages).partition(marks[1])
-    opening, answer, closing = following.partition(marks[2])
+    turn_mark, answer_mark = "RLSYS-TURN", "RLSYS-ANSWER"
+    messages = [
+        {"role": "user", "content": "RLSYS-QUESTION"},
+        {"role": "assistant", "content": turn_mark},
+        {"role": role, "content": answer_mark},
+    ]
+    _, turn, following = tokenizer.apply_chat(messages).partition(turn_mark)
+    opening, answer, closing = following.partition(answer_mark)
     if not turn or not answer:
         raise UserError(
-            f"rollout.generator_params.role = {role!r}: the chat template does not render messages of this role"
+            f"rollout.generator_params.role = {role!r}: the chat template of {tokenizer.path} does not render "
+            "messages of this role"
         )
     return opening, closing
 
 
 class ToolPenalties:
-    """Sets `tool_penalty` of the samples of taken groups, in a run with tools."""
+    """Sets `tool_penalty` of the samples of a train step, in a run with tools."""
 
     def __init__(
         self,
@@ -159,13 +175,15 @@ class ToolPenalties:
         """Create the penalties.
 
         Args:
-            load: returns samples with their tokens.
+            config: config of the run.
+            tokenizer: the model's tokenizer; None: no penalties.
+            load: returns the given samples with their tokens.
         """
         self._tokenizer = None if config.rollout.generator == "single_turn" else tokenizer
         self._load = load
 
     def set_penalties(self, groups: Sequence[SampleGroup]) -> None:
-        """Set the penalty of all samples. Does nothing in a run without tools."""
+        """Set the penalty of each sample of these groups. Does nothing in a run without tools."""
         if self._tokenizer is not None:
             samples = [s for group in groups for s in group.samples]
             for sample, loaded in zip(samples, self._load(samples), strict=True):
@@ -175,30 +193,39 @@ class ToolPenalties:
 def tool_penalty(sample: Sample, decode: Callable[[Sequence[int]], str]) -> float:
     """Return the penalty of a response with tools, in [0, 2], as in GRPO-RoC (rStar2-Agent).
 
-    It is the sum of two terms. The first one is the share of tool answers that have a line starting with
-    `error`; NO_CALL without tool answers. The second one is (final answers - 1) / turns, at most 1; 1 without a
-    final answer.
+    The penalty is the sum of two terms:
+
+        tool errors     share of the tool answers that have a line starting with `error`; NO_CALL without tool answers
+        final answers   (number of final answers - 1) / number of turns, at most 1; 1 without a final answer
+
+    Args:
+        sample: the sample with its tokens.
+        decode: returns the text of token ids.
     """
     observations = [decode(sample.response_ids[span.start : span.end]) for span in sample.observed]
-    errors = (
-        sum(_ERROR.search(text) is not None for text in observations) / len(observations)
-        if observations
-        else NO_CALL
-    )
+    error_term = NO_CALL
+    if observations:
+        error_term = sum(_ERROR.search(text) is not None for text in observations) / len(observations)
     starts = [0, *(span.end for span in sample.observed)]
     ends = [*(span.start for span in sample.observed), sample.tokens]
     turn_texts = [decode(sample.response_ids[a:b]) for a, b in zip(starts, ends, strict=True)]
     answers = sum(count_answers(text) for text in turn_texts)
-    return errors + (min((answers - 1) / len(turn_texts), 1.0) if answers else 1.0)
+    answer_term = min((answers - 1) / len(turn_texts), 1.0) if answers else 1.0
+    return error_term + answer_term
 
 
 class Calculator:
-    """The calculator tool. It evaluates each call in a separate process."""
+    """The calculator tool. Each call runs in a separate process."""
 
     def __init__(self) -> None:
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_TOOLS)
 
     async def __call__(self, code: str) -> str:
+        """Return the result of a call, or a line that starts with `error`.
+
+        Raises:
+            ToolFailed: the process did not end within TOOL_SECONDS.
+        """
         async with self._slots:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", str(CALCULATOR),

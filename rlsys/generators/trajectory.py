@@ -1,11 +1,11 @@
 """The generator `replayed`: the model follows an expert's trajectory from the data (UI-S1).
 
-    observation 1 -> turn 1  ==  the expert's action  -> observation 2 after the model's turn -> turn 2 -> ...
-                             !=  the expert's action  -> a patch: a new sequence, whose history has the expert's
-                                                         action instead of the model's; without one, the end
+    observation 1 -> turn 1 matches the expert's action   -> observation 2, after the model's turn -> turn 2 -> ...
+                     turn 1 differs, and a patch is left  -> observation 2, after the expert's action -> turn 2 -> ...
+                     turn 1 differs, and none is left     -> the end of the response
 
-Each turn has the reward 1 / steps if it matches, so the reward `environment` is the share of correct steps. A patched
-history is the prompt of a new sequence of the sample, and therefore not trained.
+A patch starts a new sequence of the sample. Its prompt has the expert's action instead of the model's turn, and is
+not trained. Each matching turn has the reward 1 / steps, so the reward `environment` is the share of correct steps.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class ReplayedParams(Section):
     """rollout.generator_params of the generator `replayed`."""
 
     patches: Annotated[int, Field(ge=-1)] = 0
-    """Number of wrong turns that are replaced by the expert's action. The next wrong turn ends the response. -1: all
-    are replaced."""
+    """Number of wrong turns that are replaced by the expert's action. The next wrong turn ends the response. -1: no
+    limit."""
     match: str | None = None
     """`path/to/file.py:function` of (the model's text, the expert's action). It returns a number: 1 or more is a
-    match, less is a partial reward. Unset: a match is the same text except for white space and case."""
+    match, less is a partial reward. Unset: texts match if they differ only in white space and case."""
     steps: str = "steps"
     """Column with the list of steps, each with an `observation` and an `action`."""
     system: str = ""
@@ -49,7 +49,7 @@ class ReplayedParams(Section):
 
 
 class ReplayedTurns:
-    """The generator `replayed`. Its state is in the sample's sequences and the row."""
+    """The generator `replayed`. Its only state is the sample's sequences and the row."""
 
     def __init__(
         self, config: Config, tokenizer: Tokenizer, generate_turn: GenerateTurn, params: ReplayedParams
@@ -66,15 +66,15 @@ class ReplayedTurns:
         """Generate the turns of a trajectory.
 
         Raises:
-            RowError: the row has no trajectory.
-            ToolFailed: the row has changed.
+            RowError: the row has no valid trajectory.
+            ToolFailed: the row has changed since the sample started, or the match function returns no number.
         """
         steps, patches_left = self._steps(prompt), self._params.patches
         history: list[dict[str, Any]] = []
         if self._params.system:
             history.append({"role": "system", "content": self._params.system})
         rewards: list[TurnReward] = []
-        sequence_count, last = 0, ""
+        sequence_count, end_text = 0, ""
         turns: SavedTurns | None = None
         sample.turn_rewards = rewards
         for observation, action in steps:
@@ -82,12 +82,10 @@ class ReplayedTurns:
             try:
                 if turns is None:
                     sequence = self._sequence(sample, sequence_count, [*history, question], prompt)
-                    turns, sequence_count = (
-                        SavedTurns(self._generate_turn, self._ends, sequence, self._budget),
-                        sequence_count + 1,
-                    )
+                    sequence_count += 1
+                    turns = SavedTurns(self._generate_turn, self._ends, sequence, self._budget)
                 else:
-                    turns.observe(self._rendering.continuation([question], (), last))
+                    turns.observe(self._rendering.continuation([question], (), end_text))
                 start, end = await turns.turn()
                 if turns.finish == "length":
                     rewards.append(TurnReward(0.0, False))
@@ -98,24 +96,34 @@ class ReplayedTurns:
             except BadRequest as e:
                 raise ToolFailed(f"{prompt.location or f'prompt {prompt.index}'}: {e}") from None
             sequence.last_turn = len(rewards) + 1
-            ids = sequence.response_ids[start:end].tolist()
-            last = self._rendering.text(ids[-1:]) if ids[-1] in self._ends.ids else ""
-            text = self._rendering.text(ids).removesuffix(last)
-            share = self._match_score(text, action)
-            rewards.append(TurnReward(share / len(steps), share >= 1))
-            if share >= 1:
+            text, end_text = self._turn_text(sequence.response_ids[start:end].tolist())
+            score = self._match_score(text, action)
+            rewards.append(TurnReward(score / len(steps), score >= 1))
+            if score >= 1:
                 history += [question, {"role": "assistant", "content": text}]
             elif patches_left == 0:
                 break
             else:
-                patches_left, turns = patches_left - 1, None
+                patches_left -= 1
+                turns = None
                 history += [question, {"role": "assistant", "content": action}]
         sample.status = Status.FINISHED
+
+    def _turn_text(self, ids: list[int]) -> tuple[str, str]:
+        """Return the text of a turn, and the text of the token that ended it."""
+        end_text = self._rendering.text(ids[-1:]) if ids[-1] in self._ends.ids else ""
+        return self._rendering.text(ids).removesuffix(end_text), end_text
 
     def _sequence(
         self, sample: Sample, number: int, messages: list[dict[str, Any]], prompt: Prompt
     ) -> TokenSequence:
-        """Return the sequence that starts with these messages, a new or a saved one.
+        """Return the saved sequence `number` of a sample, or begin it.
+
+        Args:
+            sample: the sample.
+            number: number of the sequence in the sample.
+            messages: messages of the sequence's prompt.
+            prompt: prompt of the sample.
 
         Raises:
             ToolFailed: the saved sequence has another prompt.
@@ -125,42 +133,60 @@ class ReplayedTurns:
             return sample.begin(ids, parent=number - 1)
         sequence = sample.sequences[number]
         if sequence.tokens and sequence.prompt_ids != ids:
-            raise ToolFailed("the row of the sample has changed since its start")
+            raise ToolFailed(
+                f"{prompt.location or f'prompt {prompt.index}'}: the row has changed since the sample started"
+            )
         sequence.prompt_ids = ids
         if sequence is sample:
             sample.own_prompt = ids != prompt.ids
         return sequence
 
     def _steps(self, prompt: Prompt) -> list[tuple[str, str]]:
+        """Return the (observation, action) pairs of a row.
+
+        Raises:
+            RowError: the row has no list of steps, or a step is malformed.
+        """
         steps, location = prompt.entry.get(self._params.steps), prompt.location or f"prompt {prompt.index}"
         if not isinstance(steps, list) or not steps:
             raise RowError(
-                f"{location}: {self._params.steps} = {steps!r:.80}, expected a non-empty list of steps"
+                f"{location}: {self._params.steps} = {steps!r:.80}; expected a non-empty list of steps"
             )
-        for step in steps:
+        for i, step in enumerate(steps):
             if not isinstance(step, Mapping) or not all(
                 isinstance(step.get(k), str) for k in ("observation", "action")
             ):
                 raise RowError(
-                    f"{location}: step {step!r:.80}, expected an object with the texts observation and action"
+                    f"{location}: {self._params.steps}[{i}] = {step!r:.80}; expected an object with the texts "
+                    "observation and action"
                 )
         return [(step["observation"], step["action"]) for step in steps]
 
     def _match_score(self, text: str, action: str) -> float:
+        """Return the score of a turn: 1 or more for a match.
+
+        Raises:
+            ToolFailed: the score is not finite.
+        """
         score = float(self._match(text, action))
         if not is_reward(score):
-            raise ToolFailed(f"{FIELD}.match returned {score}, expected a finite number")
+            raise ToolFailed(f"{FIELD}.match returned {score}; expected a finite number")
         return score
 
 
 def _same_text(text: str, action: str) -> float:
+    """Return 1 if the texts differ only in white space and case, otherwise 0."""
     return float(" ".join(text.casefold().split()) == " ".join(action.casefold().split()))
 
 
 def replayed(
     config: Config, tokenizer: Tokenizer | None, generate_turn: GenerateTurn, **params: Any
 ) -> ReplayedTurns:
-    """Create the generator of `rollout.generator: replayed`."""
+    """Create the generator of `rollout.generator: replayed`. `params`: fields of ReplayedParams.
+
+    Raises:
+        UserError: a parameter is invalid, or there is no tokenizer.
+    """
     if tokenizer is None:
-        raise UserError("rollout.generator = 'replayed': it requires a tokenizer")
+        raise UserError("rollout.generator = 'replayed' requires a tokenizer")
     return ReplayedTurns(config, tokenizer, generate_turn, parse_params(FIELD, ReplayedParams, params))

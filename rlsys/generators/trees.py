@@ -1,11 +1,13 @@
 """TreeGenerator: base class of generators that generate the responses of a group as branches of a tree.
 
-The first sample of a group that runs grows the tree; the others wait for it. Every branch is a sample of the
-group. Its tokens are saved as they arrive, and after the tree it continues with its own seed. A pruned branch
-becomes an empty sample again, and its tokens are counted as discarded. After a restart, a `resumable` generator
-continues to grow the tree from its saved branches. The top log-probs of saved tokens are lost, so no new branch
-forks there. The tree is complete if a response has ended, or was sampled from the prompt. Other generators do
-not resume trees: each branch continues on its own.
+The first sample of a group that runs grows the tree, and the others wait for it. Every branch is a sample of the
+group. Its tokens are saved as they arrive. After the tree is complete, the sample continues with its own seed. A
+pruned branch becomes an empty sample again, and its tokens are counted as discarded.
+
+After a restart, a `resumable` generator continues to grow the tree from the saved branches. The top log-probs of
+saved tokens are lost, so no new branch forks at these tokens. If a response has ended, or was sampled from the
+prompt, the tree was complete before the restart. Other generators do not resume trees: each branch continues on its
+own.
 """
 
 from __future__ import annotations
@@ -26,39 +28,47 @@ from rlsys.router.router import EVALUATION
 
 
 class Family(Protocol):
-    """Interface to the samples of a tree's group, implemented by Streams."""
+    """Access to the samples of a group, implemented by Streams (rlsys/worker/streams.py)."""
 
     async def siblings(self, sample: Sample) -> Sequence[Sample]:
-        """Wait until all samples of the group are present, and return them in order; empty without a tree."""
+        """Wait until all samples of the group are present. Return them in order; empty: the group grows no tree."""
 
     def growing(self, samples: Iterable[Sample]) -> AbstractContextManager[None]:
-        """Save the tokens of these branches of a tree while the context is active."""
+        """Save the tokens of these branches while the context is active."""
 
     def keep(self, samples: Iterable[Sample]) -> None:
-        """Save samples that were forked or truncated. Call before they get other tokens."""
+        """Save samples that were forked or truncated. Must be called before they get other tokens."""
 
 
 class Tree:
-    """The samples of one group; the first one is the root. Owns the list of free samples."""
+    """The samples of one group. Owns the list of free samples.
+
+    Attributes:
+        root: the first sample.
+        size: number of samples.
+        free: samples that are not branches, in the order in which they are used.
+        saved_branches: (branch, source) from before a restart, in the order of their forks.
+    """
 
     def __init__(self, samples: Sequence[Sample], generate: GenerateWithTopLogprobs, family: Family) -> None:
-        self.root, self.size, self._generate, self._family = samples[0], len(samples), generate, family
+        self.root = samples[0]
+        self.size = len(samples)
         self.free = [s for s in samples[1:] if not s.tokens]
-        """Samples that are not branches, in the order in which they are used."""
         self.saved_branches = _saved_branches(samples)
-        """(branch, source) from before a restart, in the order of their forks."""
+        self._generate = generate
+        self._family = family
         self._saved_tokens = {s.sample_id: s.tokens for s in samples}
-        """Sample id -> number of tokens from before a restart. They are kept even beyond the tree's end."""
+        """Sample id -> number of tokens from before a restart, which `truncate` keeps."""
         self._tops: dict[int, TopLogprobs] = {}
 
     async def grow(self, branches: Iterable[Sample], max_tokens: int, tops: int, *, greedy: bool) -> None:
-        """Generate tokens of branches that have not ended.
+        """Generate tokens of branches.
 
         Args:
-            branches: the branches.
-            max_tokens: number of response tokens up to which they grow.
-            tops: number of most probable ids to record per token.
-            greedy: use the most probable ids instead of sampling.
+            branches: branches that have not ended.
+            max_tokens: number of response tokens at which a branch stops growing.
+            tops: number of most probable ids to record for each token.
+            greedy: whether to take the most probable ids instead of sampling.
         """
 
         async def generate_turn(sample: Sample) -> None:
@@ -75,37 +85,55 @@ class Tree:
             await asyncio.gather(*turns, return_exceptions=True)
             raise
 
-    def tops(self, sample: Sample, at: int) -> list[tuple[float, int]]:
-        """Return (log-prob, id) of the most probable ids at response token `at`; empty if unknown."""
+    def tops(self, sample: Sample, position: int) -> list[tuple[float, int]]:
+        """Return (log-prob, id) of the most probable ids at a response token; empty if unknown."""
         top_logprobs = self._tops.get(sample.sample_id)
-        return top_logprobs.by_token.get(at, []) if top_logprobs else []
+        return top_logprobs.by_token.get(position, []) if top_logprobs else []
 
-    def fork(self, source: Sample, at: int, forced: Forced) -> Sample:
-        """Create a branch of `source` at response token `at`, which is `forced`. Requires a free sample."""
+    def fork(self, source: Sample, position: int, forced: Forced) -> Sample:
+        """Fork a branch. There must be a free sample.
+
+        Args:
+            source: the branch to fork.
+            position: response token at which the branches differ.
+            forced: id of the new branch at `position`.
+
+        Returns:
+            The new branch.
+        """
         branch = self.free.pop(0)
-        fork(source, at, branch, forced)
+        fork(source, position, branch, forced)
         self._family.keep([source, branch])  # both, so that no saved branch is longer than its saved source
         return branch
 
-    def truncate(self, sample: Sample, at: int) -> None:
-        """Truncate a branch before response token `at`. With `at` 0 it becomes free; otherwise saved tokens stay."""
-        if not at:
+    def truncate(self, sample: Sample, length: int) -> None:
+        """Truncate a branch.
+
+        Args:
+            sample: the branch.
+            length: number of response tokens to keep. If it is 0, the sample becomes free; otherwise tokens from
+                before a restart are kept, too.
+        """
+        if not length:
             self._saved_tokens[sample.sample_id] = 0
-        at = max(at, self._saved_tokens[sample.sample_id])
-        if at < sample.tokens:
-            truncate_sample(sample, at)
+        length = max(length, self._saved_tokens[sample.sample_id])
+        if length < sample.tokens:
+            truncate_sample(sample, length)
             self._family.keep([sample])
-        if not at:
+        if not length:
             self._tops.pop(sample.sample_id, None)
             self.free.append(sample)
 
 
 def _saved_branches(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
     """Return (branch, source) in the order of the forks; forks at the same token in the order of their sources."""
-    order, pairs = {samples[0].index: 0}, list[tuple[Sample, Sample]]()
+    order = {samples[0].index: 0}  # index of a branch in its group -> its rank in the result
+    pairs: list[tuple[Sample, Sample]] = []
     forks = [(s.fork.at, s.fork.source, s) for s in samples if s.fork is not None]
-    for at in sorted({at for at, _, _ in forks}):
-        siblings = [(source_index, s) for fork_at, source_index, s in forks if fork_at == at]
+    for position in sorted({position for position, _, _ in forks}):
+        siblings = [
+            (source_index, s) for fork_position, source_index, s in forks if fork_position == position
+        ]
         for source_index, sample in sorted(siblings, key=lambda item: (order[item[0]], item[1].index)):
             order[sample.index] = len(order)
             pairs.append((sample, samples[source_index]))
@@ -113,10 +141,10 @@ def _saved_branches(samples: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
 
 
 class TreeGenerator:
-    """Base class of generators that grow trees. In an evaluation each response is a single turn."""
+    """Base class of generators that grow trees. In an evaluation, each response is a single turn."""
 
     resumable = False
-    """Whether `grow` supports saved branches (Tree.saved_branches) and determines its state from them."""
+    """Whether `grow` continues a tree from its saved branches (Tree.saved_branches)."""
 
     def __init__(self, generate_turn: GenerateTurn) -> None:
         self._generate_turn = generate_turn
@@ -124,18 +152,23 @@ class TreeGenerator:
         self._generate: GenerateWithTopLogprobs | None = None
         self._trees: dict[int, asyncio.Future[None]] = {}
         self.counts: dict[str, int] = {"tree_forks": 0, "tree_pruned": 0}
-        """Counts since this process started."""
+        """Numbers of forks and of pruned branches since this process started."""
 
     def attach(self, family: Family, generate: GenerateWithTopLogprobs) -> None:
-        """Set the objects for samples of the ledger. Without them every response is a single turn."""
+        """Enable trees. Without this call, every response is a single turn.
+
+        Args:
+            family: access to the samples of a group in the ledger.
+            generate: generates turns with top log-probs.
+        """
         self._family, self._generate = family, generate
 
     async def grow(self, tree: Tree) -> None:
-        """Grow the tree. Afterwards each branch continues on its own."""
+        """Grow the tree until all branches can continue by sampling."""
         raise NotImplementedError
 
-    def _is_too_late(self, sample: Sample) -> bool:
-        """Return whether the sample's tokens show that its group's tree is complete or cannot be resumed."""
+    def _excludes_tree(self, sample: Sample) -> bool:
+        """Return whether the sample has tokens because its group's tree is complete or cannot be resumed."""
         is_branch = sample.index == 0 or sample.fork is not None
         return sample.tokens > 0 and not (is_branch and self.resumable)
 
@@ -150,7 +183,7 @@ class TreeGenerator:
         if (tree := self._trees.get(sample.group_id)) is not None:
             await asyncio.shield(tree)
             return
-        if not samples or any(s.status.terminal or self._is_too_late(s) for s in samples):
+        if not samples or any(s.status.terminal or self._excludes_tree(s) for s in samples):
             return
         tree = self._trees[sample.group_id] = asyncio.get_running_loop().create_future()
         try:
@@ -164,16 +197,21 @@ class TreeGenerator:
 def untruncated_tokenizer(config: Config, tokenizer: Tokenizer | None, name: str) -> Tokenizer:
     """Return the tokenizer, after checking that the run samples from the model's unmodified distribution.
 
+    Args:
+        config: config of the run.
+        tokenizer: the model's tokenizer; None: the run has none.
+        name: name of the generator, for errors.
+
     Raises:
         UserError: the run changes the distribution, or there is no tokenizer.
     """
     if tokenizer is None:
-        raise UserError(f"rollout.generator = {name!r}: it requires a tokenizer")
+        raise UserError(f"rollout.generator = {name!r} requires a tokenizer")
     r = config.rollout
     if r.temperature != 1 or r.top_k is not None:
         raise UserError(
             f"rollout.generator = {name!r} with rollout.temperature = {r.temperature:g} and "
-            f"rollout.top_k = {r.top_k}; expected 1 and null, because the log-probs of its branches are those of the "
-            "unmodified distribution"
+            f"rollout.top_k = {r.top_k}; expected 1 and null, because branches have log-probs of the unmodified "
+            "distribution"
         )
     return tokenizer

@@ -1,4 +1,4 @@
-"""Turns of the model: the functions that a generator calls to generate a turn."""
+"""Turns of the model: create the functions that generators call to generate a turn."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from rlsys.router.router import Router
 
 
 class GenerateTurn(Protocol):
-    """Generates one turn: adds tokens until the model stops or the budget ends, across all interruptions.
+    """Generates one turn of the model, and sets the sequence's status to FINISHED or TRUNCATED.
+
+    Continues after interruptions until the model stops or `max_tokens` is reached.
 
     Args:
-        sample: the sequence.
-        max_tokens: largest number of response tokens, including earlier turns; None: the whole budget.
+        sample: the sequence, to which the tokens are appended.
+        max_tokens: largest number of response tokens, including earlier turns; None:
+            rollout.max_response_tokens.
         stop_texts: texts that end the turn, in addition to those of rollout.stop.
     """
 
@@ -28,13 +31,14 @@ class GenerateTurn(Protocol):
 
 
 class GenerateWithTopLogprobs(Protocol):
-    """Generates a turn like GenerateTurn, and stores top log-probs.
+    """Generates a turn like GenerateTurn, and records the most probable ids of each token.
 
     Args:
-        sample: the sequence.
+        sample: the sequence, to which the tokens are appended.
         max_tokens: largest number of response tokens, including earlier turns.
-        tops: gets the top log-probs of the tokens.
-        greedy: use the most probable ids instead of sampling; `mu` is then the log-prob at temperature 1.
+        tops: gets the most probable ids and their log-probs.
+        greedy: whether to take the most probable ids instead of sampling. `mu` then has their log-probs at
+            temperature 1.
     """
 
     def __call__(
@@ -43,7 +47,7 @@ class GenerateWithTopLogprobs(Protocol):
 
 
 def top_logprob_turns(config: Config, router: Router) -> GenerateWithTopLogprobs:
-    """Return the function that generates turns with top log-probs, for samples of the ledger."""
+    """Return the function that generates turns with top log-probs for samples of the ledger."""
     r = config.rollout
 
     async def generate(sample: TokenSequence, max_tokens: int, tops: TopLogprobs, *, greedy: bool) -> None:
@@ -55,10 +59,12 @@ def top_logprob_turns(config: Config, router: Router) -> GenerateWithTopLogprobs
 
 
 def sampling_turns(config: Config, router: Router, *, explorers: bool = False) -> GenerateTurn:
-    """Return the function that samples turns, for samples of the ledger.
+    """Return the function that samples turns with the run's sampling parameters.
 
     Args:
-        explorers: use the engines for exploration, for samples outside the ledger.
+        config: config of the run.
+        router: the router.
+        explorers: whether to use the engines for exploration, for samples outside the ledger.
     """
     r = config.rollout
 
@@ -78,14 +84,21 @@ def sampling_turns(config: Config, router: Router, *, explorers: bool = False) -
 
 
 def greedy_turns(config: Config, router: Engines) -> GenerateTurn:
-    """Return the function that generates greedy turns outside the ledger, for evaluations."""
+    """Return the function that generates greedy turns for samples of an evaluation."""
     return probing_turns(config, router, 0.0)
 
 
 def probing_turns(
     config: Config, router: Engines, temperature: float, truncation: Truncation | None = None
 ) -> GenerateTurn:
-    """Return the function that generates turns outside the ledger, with each sample's seed."""
+    """Return the function that generates turns for samples of an evaluation, which are not in the ledger.
+
+    Args:
+        config: config of the run.
+        router: sends the requests.
+        temperature: sampling temperature; 0: greedy.
+        truncation: truncation of the sampling distribution; None: none.
+    """
 
     async def generate_turn(
         sample: TokenSequence, *, max_tokens: int | None = None, stop_texts: Sequence[str] = ()
@@ -104,5 +117,5 @@ def probing_turns(
 
 
 def limit_tokens(budget: int, max_tokens: int | None) -> int:
-    """Return the smaller one of `budget` and `max_tokens`, which may be None."""
+    """Return `max_tokens`, but at most `budget`. `max_tokens` None: no other limit."""
     return budget if max_tokens is None else min(budget, max_tokens)

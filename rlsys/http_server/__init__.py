@@ -1,1 +1,1 @@
-"""HTTP server for all processes: limits on connections, times and bodies; tokens; errors as JSON."""
+"""HTTP server of all processes, with limits of connections, times and bodies, and HTTP clients without proxies."""

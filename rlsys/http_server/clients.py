@@ -1,6 +1,6 @@
-"""Requests to other servers, without proxies and redirects, and with responses of bounded size.
+"""HTTP clients without proxies and redirects, for responses of bounded size.
 
-A proxy of the environment, or the target of a redirect, would get prompts and keys.
+A proxy that the environment names, or the target of a redirect, would get prompts and keys.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import aiohttp
 
 
 class RedirectRefused(aiohttp.ClientError):
-    """Raised when a server responds with a redirect."""
+    """Raised for a response that is a redirect."""
 
 
 class TooLong(aiohttp.ClientPayloadError):
@@ -19,9 +19,10 @@ class TooLong(aiohttp.ClientPayloadError):
 
 
 def direct_session(**options: Any) -> aiohttp.ClientSession:
-    """Create a session without a proxy.
+    """Create a session that uses no proxy and follows no redirects.
 
-    A redirect raises RedirectRefused; to a request with `allow_redirects=False` it is an ordinary response.
+    A redirect raises RedirectRefused. If the request has `allow_redirects=False`, the redirect is returned as the
+    response.
 
     Args:
         options: options of aiohttp.ClientSession.
@@ -32,20 +33,20 @@ def direct_session(**options: Any) -> aiohttp.ClientSession:
 
 
 async def _refuse(_: Any, __: Any, redirect: aiohttp.TraceRequestRedirectParams) -> None:
-    location = redirect.response.headers.get("Location", "nowhere")[:200]
-    raise RedirectRefused(f"{redirect.url} redirects to {location}; use the final URL")
+    location = redirect.response.headers.get("Location", "no Location")[:200]
+    raise RedirectRefused(f"{redirect.url} redirects to {location}; expected the final URL")
 
 
 async def read_bounded(answer: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Return the body of an answer.
+    """Return the body of a response.
 
     Raises:
-        TooLong: The body has more than `max_bytes` bytes; the connection is closed.
+        TooLong: the body has more than `max_bytes` bytes. The connection is closed.
     """
     body = bytearray()
     async for part in answer.content.iter_any():
         body += part
         if len(body) > max_bytes:
             answer.close()
-            raise TooLong(f"{answer.url}: the response has more than {max_bytes} bytes")
+            raise TooLong(f"{answer.url}: the response has more than {max_bytes} bytes, the limit")
     return bytes(body)

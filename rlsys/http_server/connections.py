@@ -1,12 +1,18 @@
-"""ConnectionLimiter: limits the connections of an HTTP server and the time that a request may take.
+"""ConnectionLimiter: limits the connections of an HTTP server and the time in which a request must arrive.
 
-A connection is waiting (for a request's head, or between two requests) or served. A connection that waits longer than
-`head_seconds`, or whose body does not arrive in time, is closed. If there are `connections` connections, or few file
-descriptors are left, the connection that has waited longest is closed for a new one, so that no client can exclude
-others with idle connections. If all connections are being served, the new one is refused. A connection whose client
-does not read its response may also be closed for a new one, if the client has sent no token.
-A client without a token gets at most `requests` responses on a connection, and none after a refusal. Otherwise
-pipelined requests could occupy the event loop for an unlimited time.
+A connection is either waiting (for the head of its first or next request) or served.
+
+event                                                       effect
+a connection waits longer than `head_seconds`               the connection is closed
+a body does not arrive in time                              the connection is closed
+a new connection exceeds the limit `connections`, or few    the oldest waiting connection is closed, so that no client
+file descriptors are left                                   can exclude others with idle connections
+the same, but no waiting connection can be closed           the new connection is refused with status 503
+a client without a token got `requests` responses on a      the connection is closed, because pipelined requests could
+connection, or was refused                                  occupy the event loop for an unlimited time
+
+A waiting connection whose client does not read its last response is only closed for a new one if the client has sent
+no token.
 """
 
 from __future__ import annotations
@@ -69,8 +75,8 @@ class ServerLimits:
     Args:
         connections: largest number of connections.
         body_bytes: largest size of a request's body, in bytes.
-        head_seconds: time limit for the head of a request, and for reading a part of a response.
-        body_seconds: time limit for a body, plus one second per MiB of it.
+        head_seconds: time limit for the head of a request, and for reading a part of a response, in seconds.
+        body_seconds: time limit for a body, in seconds, in addition to one second per MiB.
         requests: largest number of requests on a connection of a client without a token.
     """
 
@@ -87,68 +93,81 @@ class ServerLimits:
 
 
 class ConnectionLimiter:
-    """Limits the connections of a server, which it owns. Belongs to one event loop."""
+    """Limits the connections of a server. Owns the connections. Used in one event loop.
+
+    Attributes:
+        counts: numbers of connections since the start:
+            refused: refused because all connections were being served,
+            evicted: closed for a new connection,
+            late_heads: closed because the head of a request did not arrive in time,
+            late_bodies: closed because a body did not arrive in time.
+    """
 
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
         self._max_connections = limits.connections
-        """Current limit; it is lower while file descriptors are scarce."""
+        """Current limit, which is lower while file descriptors are scarce."""
         self._waiting: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
-        """Waiting connection -> its timer, the oldest first."""
+        """Waiting connection -> its timer, in the order in which they began to wait."""
         self._requests_in_progress: set[asyncio.BaseTransport] = set()
         self._peers: dict[Any, asyncio.BaseTransport] = {}
-        """Address of the client -> connection."""
+        """Address and port of a client -> its connection."""
         self._answers: dict[asyncio.BaseTransport, int] = {}
         """Connection -> number of responses to requests without a token."""
         self.counts = dict.fromkeys(("refused", "evicted", "late_heads", "late_bodies"), 0)
-        """Connections since the start: refused because all were being served, closed for a new one, closed because a
-        head or a body did not arrive in time."""
 
     def protocol(self, make: Callable[..., asyncio.Protocol]) -> Callable[..., asyncio.Protocol]:
-        """Return a protocol factory for `loop.create_server`: protocols of `make` with this limiter."""
-        return lambda *args, **kwargs: _Gate(self, make(*args, **kwargs))
+        """Return a protocol factory for `loop.create_server`, which limits the connections of protocols of `make`."""
+        return lambda *args, **kwargs: _LimitedProtocol(self, make(*args, **kwargs))
 
     def asgi(self, app: AsgiApp) -> AsgiApp:
         """Return an ASGI application that applies the limits of this limiter to `app`."""
 
         async def limited(scope: Scope, receive: Any, send: Any) -> None:
             transport = self._peers.get(tuple(scope.get("client") or ()))
-            headers = dict(scope.get("headers") or ())
-            length, complete = headers.get(b"content-length", b""), False
-
-            async def send_counted(message: Scope) -> None:
-                if message["type"] == "http.response.start":
-                    status = message["status"]
-                    needs_key = not scope["path"].startswith(_ENGINE_OPEN_PATHS)
-                    authorized = needs_key and b"authorization" in headers and status not in (401, 403)
-                    if transport is not None and self.is_last(transport, status, authorized=authorized):
-                        closing = (b"connection", b"close")
-                        message = {**message, "headers": [*message.get("headers", ()), closing]}
-                await send(message)
-
-            async def received() -> Scope:
-                nonlocal complete
-                message: Scope = await receive()
-                complete = not message.get("more_body", False)
-                return message
-
             if transport is None or scope["type"] != "http":
                 await app(scope, receive, send)
-                return
-            seconds = self.limits.seconds_for(int(length) if length.isdigit() else None)
-            loop = asyncio.get_running_loop()
-            timer = loop.call_later(seconds, lambda: None if complete else self.late_body(transport))
-            self.begin(transport)
-            try:
-                await app(scope, received, send_counted)
-            finally:
-                timer.cancel()
-                self.end(transport)
+            else:
+                await self._run_limited(app, transport, scope, receive, send)
 
         return limited
 
+    async def _run_limited(
+        self, app: AsgiApp, transport: asyncio.BaseTransport, scope: Scope, receive: Any, send: Any
+    ) -> None:
+        """Run an ASGI request with a time limit for its body, and close the connection after its last response."""
+        headers = dict(scope.get("headers") or ())
+        is_complete = False
+
+        async def receive_body() -> Scope:
+            nonlocal is_complete
+            message: Scope = await receive()
+            is_complete = not message.get("more_body", False)
+            return message
+
+        async def send_counted(message: Scope) -> None:
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                requires_key = not scope["path"].startswith(_ENGINE_OPEN_PATHS)
+                authorized = requires_key and b"authorization" in headers and status not in (401, 403)
+                if self.is_last(transport, status, authorized=authorized):
+                    closing = (b"connection", b"close")
+                    message = {**message, "headers": [*message.get("headers", ()), closing]}
+            await send(message)
+
+        length = headers.get(b"content-length", b"")
+        seconds = self.limits.seconds_for(int(length) if length.isdigit() else None)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(seconds, lambda: None if is_complete else self.late_body(transport))
+        self.begin(transport)
+        try:
+            await app(scope, receive_body, send_counted)
+        finally:
+            timer.cancel()
+            self.end(transport)
+
     def admit(self, transport: asyncio.BaseTransport) -> bool:
-        """Return whether a new connection is accepted. It then counts as waiting."""
+        """Accept a new connection as waiting, or refuse it. Return whether it was accepted."""
         open_connections = len(self._waiting) + len(self._requests_in_progress)
         self._adapt_limit(transport, open_connections)
         if open_connections >= self._max_connections and not self._evict_idle():
@@ -160,7 +179,11 @@ class ConnectionLimiter:
         return True
 
     def _adapt_limit(self, transport: asyncio.BaseTransport, open_connections: int) -> None:
-        """Lower the limit to the open connections while file descriptors are scarce; restore it at half of it."""
+        """Adapt the current limit to the file descriptors that are left.
+
+        While they are scarce, the limit is the number of open connections. It is restored when less than half of this
+        number is open.
+        """
         connection = transport.get_extra_info("socket")
         if connection is not None and not descriptors_left(connection.fileno()):
             self._max_connections = max(1, min(self._max_connections, open_connections))
@@ -168,17 +191,16 @@ class ConnectionLimiter:
             self._max_connections = self.limits.connections
 
     def _evict_idle(self) -> bool:
-        """Close an idle connection, and return whether there was one.
+        """Close the oldest waiting connection, and return whether there was one.
 
-        This is the oldest waiting connection without unsent bytes, or else the oldest that got a response without a
-        token.
+        A connection with unsent bytes is only closed if there is no other one, and if the client has sent no token.
         """
-        idle = next((t for t in self._waiting if not _unsent_bytes(t)), None)
-        idle = idle or next((t for t in self._waiting if t in self._answers), None)
-        if idle is None:
+        transport = next((t for t in self._waiting if not _unsent_bytes(t)), None)
+        transport = transport or next((t for t in self._waiting if t in self._answers), None)
+        if transport is None:
             return False
         self._count("evicted")
-        self._close(idle)
+        self._close(transport)
         return True
 
     def begin(self, transport: asyncio.BaseTransport | None) -> None:
@@ -188,7 +210,7 @@ class ConnectionLimiter:
             self._requests_in_progress.add(transport)
 
     def end(self, transport: asyncio.BaseTransport | None) -> None:
-        """Record that a request was answered. The client may send another one."""
+        """Record that a request was answered, so that the connection waits for the next one."""
         if transport in self._requests_in_progress:
             self._requests_in_progress.discard(transport)
             self._wait(transport)
@@ -197,9 +219,9 @@ class ConnectionLimiter:
         """Count a response, and return whether the connection must be closed after it.
 
         Args:
-            transport: The connection.
+            transport: the connection.
             status: HTTP status of the response.
-            authorized: Whether the request has a token of this server.
+            authorized: whether the request has a token of this server.
         """
         if authorized:
             return False
@@ -207,12 +229,13 @@ class ConnectionLimiter:
         return status >= 400 or self._answers[transport] >= self.limits.requests
 
     def late_body(self, transport: asyncio.BaseTransport | None) -> None:
-        """Count a body that did not arrive in time, and close the connection, if there is one."""
+        """Count a body that did not arrive in time, and close its connection. `transport` None: close none."""
         self._count("late_bodies")
         if transport is not None:
             self._close(transport)
 
     def on_connection_lost(self, transport: asyncio.BaseTransport) -> None:
+        """Remove a closed connection."""
         self._requests_in_progress.discard(transport)
         self._answers.pop(transport, None)
         if timer := self._waiting.pop(transport, None):
@@ -222,11 +245,17 @@ class ConnectionLimiter:
             del self._peers[peer[:2]]
 
     def _wait(self, transport: asyncio.BaseTransport) -> None:
+        """Let a connection wait for the head of a request, with a time limit."""
         loop = asyncio.get_running_loop()
         self._waiting[transport] = loop.call_later(self.limits.head_seconds, self._expire, transport, -1)
 
     def _expire(self, transport: asyncio.BaseTransport, previous_bytes: int) -> None:
-        """Close a connection that has waited too long, unless its client is still reading a response."""
+        """Close a connection that has waited too long, unless its client is still reading a response.
+
+        Args:
+            transport: the connection.
+            previous_bytes: number of unsent bytes at the previous call; -1: first call.
+        """
         unsent_bytes = _unsent_bytes(transport)
         if unsent_bytes and unsent_bytes != previous_bytes:
             loop = asyncio.get_running_loop()
@@ -252,8 +281,8 @@ def _unsent_bytes(transport: asyncio.BaseTransport) -> int:
     return transport.get_write_buffer_size()
 
 
-class _Gate(asyncio.Protocol):
-    """Forwards all events to an inner protocol if the limiter accepts the connection."""
+class _LimitedProtocol(asyncio.Protocol):
+    """Forwards all events to the protocol `inner` if the limiter accepts the connection."""
 
     def __init__(self, limiter: ConnectionLimiter, inner: asyncio.Protocol) -> None:
         self._limiter = limiter

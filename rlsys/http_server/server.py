@@ -4,7 +4,7 @@
     async with serving(app, "127.0.0.1", 0) as url: ...
 
 Connections, heads and bodies have limits (connections.py). An error of a handler becomes a response in the format of
-the API. A server first raises the soft limit of file descriptors.
+the API. `serving` first raises the soft limit of file descriptors.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Middleware
 
 from rlsys.core.descriptors import raise_soft_limit
 from rlsys.core.errors import RlsysError, RunError, UserError
@@ -37,13 +38,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ErrorForm = Callable[[int, str], web.Response]
 """(status, message) -> response in the format of an API."""
 Statuses = Mapping[type[Exception], int]
+"""Exception -> HTTP status of the response."""
 
 LIMITER = web.AppKey("limiter", ConnectionLimiter)
 AUTHORIZED = web.RequestKey("authorized", bool)
 """Set for a request that has a token, or comes from the user of this process."""
 BACKLOG = 1024
 _ACCEPTS = 1
-"""Number of connections that asyncio accepts before it calls the limiter. asyncio names it backlog."""
+"""Number of connections that asyncio accepts before it calls the limiter (asyncio's parameter `backlog`)."""
 _STATUSES: Statuses = {UserError: 400, RunError: 500, RlsysError: 500}
 
 LONGEST_ERROR = 300
@@ -51,7 +53,7 @@ LONGEST_ERROR = 300
 
 
 def _shorten_error(record: logging.LogRecord) -> bool:
-    """Shorten the log record of a malformed request or a lost connection to one line, without the request's bytes."""
+    """Shorten the record of a malformed request or a lost connection to one line without traceback. Return True."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError | ConnectionError):
         message = shorten(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST_ERROR)
@@ -96,20 +98,42 @@ def guarded_app(
         routes: routes of aiohttp.
         limits: limits of connections and bodies.
         form: creates an error response.
-        statuses: exception -> HTTP status, in addition to UserError (400) and RunError (500). The nearest base class
-            counts.
-        admit: raises Refusal if the client lacks the permission. It runs before the body is read. It sets
-            AUTHORIZED for clients with a token; others get few responses on a connection, and none after a
-            refusal.
+        statuses: exception -> HTTP status, in addition to UserError (400) and RunError (500). For a subclass, the
+            status of the nearest base class applies.
+        admit: raises Refusal if the client has no permission. It runs before the body is read. It sets AUTHORIZED for
+            clients with a token; others get few responses on a connection, and none after a refusal.
         observe: called with each request, the status of its response, and its duration in seconds.
     """
     limiter = ConnectionLimiter(limits)
-    all_statuses = {**_STATUSES, **(statuses or {})}
+    middlewares = [
+        _limit_middleware(limiter, observe),
+        _error_middleware(limits, form, {**_STATUSES, **(statuses or {})}, admit),
+    ]
+
+    async def end_connection(request: web.Request, response: web.StreamResponse) -> None:
+        authorized = request.get(AUTHORIZED, False)
+        if request.transport is not None and limiter.is_last(
+            request.transport, response.status, authorized=authorized
+        ):
+            response.force_close()
+            response.headers["Connection"] = "close"
+
+    app = web.Application(client_max_size=limits.body_bytes, middlewares=middlewares)
+    app.on_response_prepare.append(end_connection)
+    app[LIMITER] = limiter
+    app.add_routes(routes)
+    return app
+
+
+def _limit_middleware(
+    limiter: ConnectionLimiter, observe: Callable[[web.Request, int, float], None]
+) -> Middleware:
+    """Return the middleware that limits the time for a body, and tells the limiter when a request begins and ends."""
 
     @web.middleware
     async def limited(request: web.Request, handler: Handler) -> web.StreamResponse:
         timer = asyncio.get_running_loop().call_later(
-            limits.seconds_for(request.content_length), _end_body, limiter, request
+            limiter.limits.seconds_for(request.content_length), _end_body, limiter, request
         )
         limiter.begin(request.transport)
         start = time.monotonic()
@@ -124,19 +148,29 @@ def guarded_app(
                 request.protocol.close()
             limiter.end(request.transport)
 
+    return limited
+
+
+def _error_middleware(
+    limits: ServerLimits, form: ErrorForm, statuses: Statuses, admit: Callable[[web.Request], None]
+) -> Middleware:
+    """Return the middleware that admits requests, and converts errors to responses. Arguments as of `guarded_app`."""
+
     @web.middleware
-    async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def convert_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             admit(request)
-            if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            encoding = request.headers.get("Content-Encoding", "identity")
+            if encoding.lower() != "identity":
                 raise Refusal(
-                    415, "Content-Encoding: expected identity, because compressed bodies are not supported"
+                    415,
+                    f"Content-Encoding: {encoding[:50]}: expected identity; compressed bodies are not supported",
                 )
             return await handler(request)
         except Refusal as e:
             return form(e.status, str(e))
         except web.HTTPRequestEntityTooLarge:
-            return form(413, f"the body is too large, expected at most {limits.body_bytes} bytes")
+            return form(413, f"the body is too large; expected at most {limits.body_bytes} bytes")
         except web.RequestPayloadError as e:
             return form(400, f"the body cannot be read: {' '.join(str(e).split())}")
         except web.HTTPException as e:
@@ -145,26 +179,14 @@ def guarded_app(
             has_text = e.text and e.text != f"{e.status}: {e.reason}"
             message = str(e.text) if has_text else f"{request.method} {request.path[:200]}: {e.reason}"
             return form(e.status, message)
-        except tuple(all_statuses) as e:
-            return form(next(all_statuses[kind] for kind in type(e).__mro__ if kind in all_statuses), str(e))
+        except tuple(statuses) as e:
+            return form(next(statuses[kind] for kind in type(e).__mro__ if kind in statuses), str(e))
 
-    async def end_connection(request: web.Request, response: web.StreamResponse) -> None:
-        authorized = request.get(AUTHORIZED, False)
-        if request.transport is not None and limiter.is_last(
-            request.transport, response.status, authorized=authorized
-        ):
-            response.force_close()
-            response.headers["Connection"] = "close"
-
-    app = web.Application(client_max_size=limits.body_bytes, middlewares=[limited, error_middleware])
-    app.on_response_prepare.append(end_connection)
-    app[LIMITER] = limiter
-    app.add_routes(routes)
-    return app
+    return convert_errors
 
 
 def _end_body(limiter: ConnectionLimiter, request: web.Request) -> None:
-    """End the time for a body: if it is incomplete, its reader gets an error with status 408."""
+    """Give the reader of a body an error with status 408 if the body is incomplete at the end of its time."""
     if not request.content.is_eof():
         seconds = limiter.limits.seconds_for(request.content_length)
         limiter.late_body(None)
@@ -187,14 +209,14 @@ async def serving(
 
     Args:
         app: an application of `guarded_app`.
-        host: address or host name; a path: path of a Unix socket.
+        host: address or host name; a Path: path of a Unix socket.
         port: the port; 0: a free port.
-        field: name of the option or field of the port, for messages.
-        shutdown_seconds: seconds that running requests may take at the end.
+        field: name of the option or field of the port, for errors.
+        shutdown_seconds: time that running requests may take when the context ends, in seconds.
         cancel_handlers: whether a handler is cancelled when its client disconnects.
 
     Yields:
-        the URL, `http://HOST:PORT`; for a Unix socket its path.
+        The URL http://HOST:PORT; for a Unix socket its path.
 
     Raises:
         UserError: the port is in use, or the host does not exist.
@@ -237,10 +259,11 @@ async def _listen(
     port: int,
     field: str,
 ) -> asyncio.Server:
+    """Listen on a TCP port. Arguments and errors as of `serving`."""
     try:
         return await loop.create_server(protocol, host, port, backlog=_ACCEPTS, reuse_address=True)
     except UnicodeError:  # not a valid DNS name
-        raise UserError(f"--host {host[:200]}: not a host name or address") from None
+        raise UserError(f"--host {host[:200]}: expected a host name or address") from None
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
             raise UserError(f"{field} {port}: the port is in use on {host}; 0 selects a free one") from None
@@ -249,10 +272,19 @@ async def _listen(
 
 @contextmanager
 def serving_in_thread(app: web.Application, host: str, port: int, field: str) -> Iterator[str]:
-    """Serve in a thread, for processes without an event loop.
+    """Listen in a thread while the context is active, for processes without an event loop.
+
+    Args:
+        app: an application of `guarded_app`.
+        host: address or host name.
+        port: the port; 0: a free port.
+        field: name of the option or field of the port, for errors.
+
+    Yields:
+        The URL http://HOST:PORT.
 
     Raises:
-        UserError: The server cannot listen there.
+        UserError: the port is in use, or the host does not exist.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="http", daemon=True)
@@ -275,7 +307,7 @@ async def read_json(request: web.Request, *, strict: bool = True) -> Any:
 
     Args:
         request: the request.
-        strict: refuse NaN, Infinity and lone surrogates, which Python's json module generates.
+        strict: whether to refuse NaN, Infinity and lone surrogates, which Python's json module generates.
 
     Raises:
         Refusal: the body is not JSON, or nested too deeply (400).
@@ -286,11 +318,15 @@ async def read_json(request: web.Request, *, strict: bool = True) -> Any:
     except ValueError as e:
         raise Refusal(400, f"the body is not JSON: {e}") from None
     except RecursionError:
-        raise Refusal(400, "the body is not JSON: it is nested too deeply") from None
+        raise Refusal(
+            400, "the body is nested too deeply; expected JSON that Python's parser accepts"
+        ) from None
 
 
 def user_of_client(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """Return the user id of the client of a TCP connection over IPv4 within this machine; None if unknown.
+    """Return the user id of the client of a TCP connection; None if it is unknown.
+
+    It is known only for IPv4 connections within this machine, on Linux.
 
     Args:
         client: address and port of the client.
@@ -301,39 +337,39 @@ def user_of_client(client: tuple[str, int], server: tuple[str, int]) -> int | No
         number = int.from_bytes(socket.inet_aton(address[0]), sys.byteorder)
         return f"{number:08X}:{address[1]:04X}"
 
-    ends = encode(client), encode(server)
+    addresses = [encode(client), encode(server)]
     with contextlib.suppress(OSError, ValueError), Path("/proc/net/tcp").open() as table:
         for line in table:
-            _, local, remote, _, _, _, _, user, *_ = [*line.split(), *[""] * 8]
-            if (local, remote) == ends:
-                return int(user)
+            columns = line.split()
+            if columns[1:3] == addresses:
+                return int(columns[7])
     return None
 
 
 async def check_same_user(request: web.Request) -> None:
-    """Check that the client is a process of the same user on this machine.
+    """Check that the client is a process of this user on this machine, and set AUTHORIZED.
 
     Raises:
-        Refusal: it is not (403).
+        Refusal: the client is another one, or unknown (403).
     """
     assert request.transport is not None
-    ends = [request.transport.get_extra_info(name) for name in ("peername", "sockname")]
-    if await asyncio.to_thread(user_of_client, *ends) != os.geteuid():
+    addresses = [request.transport.get_extra_info(name) for name in ("peername", "sockname")]
+    if await asyncio.to_thread(user_of_client, *addresses) != os.geteuid():
         raise Refusal(403, f"{request.path[:200]}: only the user of this server may send this request")
     request[AUTHORIZED] = True
 
 
 def bearer_token(request: web.Request) -> str:
-    """Return the bearer token of the header Authorization, or an empty string."""
+    """Return the bearer token of the header Authorization; empty without one."""
     kind, _, token = request.headers.get("Authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else ""
 
 
 def api_key(request: web.Request) -> str:
-    """Return the key from the header x-api-key or Authorization, or an empty string."""
+    """Return the key of the header x-api-key, or else the bearer token of Authorization; empty without both."""
     return request.headers.get("x-api-key", "").strip() or bearer_token(request)
 
 
 def same_secret(candidate: str, secret: str) -> bool:
-    """Return whether both texts are equal, in constant time."""
+    """Return whether two secrets are equal, in a time that does not depend on their common prefix."""
     return hmac.compare_digest(candidate.encode(errors="replace"), secret.encode())

@@ -1,10 +1,15 @@
-"""Rewards: `reward_fn(prompt, response) -> RewardResult`, any finite number.
+"""Rewards: score a response by the functions of `data.reward`.
 
-A reward function is built in or named by import path. `function(config)` creates it, it has the signature of
-another framework (signatures.py), or it is a service with a URL (service.py). It may be async or plain. An
-async function runs in the event loop and must not block it: a loop that is blocked for rollout.stall_timeout
-ends the run. A plain function runs in separate processes, where it can be killed; each process creates the
-function. The caller enforces the time limit and censors the sample.
+An entry of data.reward is one of:
+
+- the name of a built-in function (REWARDS)
+- the import path of a factory `create(config) -> score(prompt, response)`
+- the import path of a function with the signature of another framework (signatures.py)
+- the URL of a service (service.py)
+
+An async function runs in the event loop and must not block it: a loop that is blocked for rollout.stall_timeout ends
+the run. Plain functions run in separate processes, which can be killed, and each process creates the functions. The
+caller enforces the time limit and censors the sample.
 """
 
 from __future__ import annotations
@@ -34,9 +39,10 @@ from rlsys.rewards.service import ServiceReward, find_service, is_url, service_n
 from rlsys.rewards.shapes import format_, json_schema, length, regex
 from rlsys.rewards.signatures import Score, adapt, is_async
 from rlsys.rewards.slime_names import install
-from rlsys.rewards.workers import RewardWorkers, contained
+from rlsys.rewards.workers import PlainScores, RewardWorkers, contained
 
 RewardFn = Callable[[Prompt, Response], Awaitable[RewardResult]]
+"""Scores a response by all functions of data.reward."""
 
 REWARDS: dict[str, Callable[..., Callable[[Prompt, Response], Any]]] = {
     "reasoning_gym": reasoning_gym,
@@ -57,7 +63,7 @@ REWARDS: dict[str, Callable[..., Callable[[Prompt, Response], Any]]] = {
 
 
 RENAMED_PARAMS = {("regex", "whole"): "full_match"}
-"""(function, old name of a parameter) -> its new name."""
+"""(reward function, old name of a parameter) -> the new name."""
 
 
 def make_scores(config: Config) -> list[Score]:
@@ -69,7 +75,9 @@ def make_scores(config: Config) -> list[Score]:
     for spec in config.data.reward:
         for name in spec.params:
             if (new_name := RENAMED_PARAMS.get((spec.name, name))) is not None:
-                raise UserError(f"data.reward: {spec.name}: {name} was renamed to {new_name}; use {new_name}")
+                raise UserError(
+                    f"data.reward: {spec.name}: parameter {name} was renamed; expected {new_name}"
+                )
     return [adapt("data.reward", find_reward(spec.name), spec, config) for spec in config.data.reward]
 
 
@@ -86,17 +94,17 @@ def find_reward(name: str) -> Callable[..., Any]:
 
 
 def make_score(config: Config) -> Score:
-    """Create the function of a `data.reward` that has exactly one."""
+    """Create the function of a `data.reward` with exactly one entry."""
     (score,) = make_scores(config)
     return score
 
 
 def short_names(names: list[str]) -> list[str]:
     """Return the names of the parts of a joined reward: names of functions, numbered if several are equal."""
-    short = [service_name(name) if is_url(name) else name.rpartition(":")[2] for name in names]
+    base_names = [service_name(name) if is_url(name) else name.rpartition(":")[2] for name in names]
     return [
-        name if short.count(name) == 1 else f"{name}_{short[: i + 1].count(name)}"
-        for i, name in enumerate(short)
+        name if base_names.count(name) == 1 else f"{name}_{base_names[: i + 1].count(name)}"
+        for i, name in enumerate(base_names)
     ]
 
 
@@ -116,9 +124,9 @@ class Rewards:
         self._start_task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Start the process of the plain functions now, so that the first score does not wait for it.
+        """Start a process for the plain functions in the background, so that the first score does not wait for it.
 
-        If the process does not start, the first score reports the error and tries again.
+        An error of the start is ignored, because the first score starts the process again and reports the error.
         """
         if len(self._async_scores) < len(self._names):
             self._start_task = asyncio.ensure_future(self._start_worker())
@@ -129,28 +137,34 @@ class Rewards:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[RewardFn]:
-        """Provide the functions for one score. On exit, kill the plain functions' process if it still computes."""
+        """Reserve a process for the plain functions, and yield the function that scores one response.
+
+        On exit, the process is killed if it still computes.
+        """
         all_async = len(self._async_scores) == len(self._names)
-        async with nullcontext() if all_async else self._workers.scores() as scores:
+        async with nullcontext() if all_async else self._workers.scores() as plain_scores:
 
             async def reward_fn(prompt: Prompt, response: Response) -> RewardResult:
-                async def plain() -> list[Any]:
-                    return [] if scores is None else await scores(prompt, response)
-
-                async_scores = [contained(score(prompt, response)) for score in self._async_scores.values()]
-                plain_values, *async_values = await asyncio.gather(plain(), *async_scores)
-                async_iterator, plain_iterator = iter(async_values), iter(plain_values)
-                values = [
-                    next(async_iterator if i in self._async_scores else plain_iterator)
-                    for i in range(len(self._names))
-                ]
-                results = [
-                    None if value is None else parse_reward(value, name)
-                    for value, name in zip(values, self._names, strict=True)
-                ]
-                return join_rewards(self._names, self._weights, results)
+                return await self._score(prompt, response, plain_scores)
 
             yield reward_fn
+
+    async def _score(
+        self, prompt: Prompt, response: Response, plain_scores: PlainScores | None
+    ) -> RewardResult:
+        """Call all functions concurrently, and join their rewards. `plain_scores`: calls the plain functions."""
+
+        async def call_plain() -> list[Any]:
+            return [] if plain_scores is None else await plain_scores(prompt, response)
+
+        async_scores = [contained(score(prompt, response)) for score in self._async_scores.values()]
+        plain_values, *async_values = await asyncio.gather(call_plain(), *async_scores)
+        async_iterator, plain_iterator = iter(async_values), iter(plain_values)
+        results = []
+        for i, name in enumerate(self._names):
+            value = next(async_iterator if i in self._async_scores else plain_iterator)
+            results.append(None if value is None else parse_reward(value, name))
+        return join_rewards(self._names, self._weights, results)
 
     async def close(self) -> None:
         """Close the connections of services and the processes of plain functions."""

@@ -1,6 +1,7 @@
-"""Verifiers of a final answer, which is between <answer> and </answer>, or in the form that the prompt requests.
+"""Rewards that verify the final answer of a response, and functions that find this answer.
 
-A truncated response has no final answer, and scores 0.
+The final answer is between <answer> and </answer>, or in another form that the prompt requests (FORMS). A truncated
+response has no final answer, and scores 0.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ def final_answer(response: Response, form: str = "tags") -> str | None:
 
     Args:
         response: the response.
-        form: form of the answer. tags: the last <answer>...</answer>; boxed: the last \\boxed{...}; line: the
-            text after `Answer:` in the last line that begins with it.
+        form: form of the answer:
+            tags: the last <answer>...</answer>,
+            boxed: the last \\boxed{...},
+            line: the text after `Answer:` in the last line that starts with it.
 
     Raises:
         KeyError: the form is unknown.
@@ -34,15 +37,15 @@ def final_answer(response: Response, form: str = "tags") -> str | None:
 
 
 def _tags(text: str) -> str | None:
-    _, opened, tail = text.rpartition("<answer>")
-    answer, closed, _ = tail.partition("</answer>")
-    return answer.strip() if opened and closed else None
+    _, start_tag, tail = text.rpartition("<answer>")
+    answer, end_tag, _ = tail.partition("</answer>")
+    return answer.strip() if start_tag and end_tag else None
 
 
 def _boxed(text: str) -> str | None:
-    _, opened, tail = text.rpartition(_BOX)
+    _, box, tail = text.rpartition(_BOX)
     depth = 1
-    for i, character in enumerate(tail if opened else ""):
+    for i, character in enumerate(tail if box else ""):
         depth += (character == "{") - (character == "}")
         if depth == 0:
             return tail[:i].strip()
@@ -58,14 +61,17 @@ FORMS: dict[str, Callable[[str], str | None]] = {"tags": _tags, "boxed": _boxed,
 
 
 def form_of(prompt: Prompt) -> str:
-    """Return the form of the final answer that the prompt requests. The plug-in of algo.prompt may set it."""
+    """Return the form of the final answer that the prompt requests, a key of FORMS.
+
+    The plug-in of algo.prompt may set it in the entry; otherwise it is `tags`.
+    """
     return str(prompt.entry.get("form", "tags"))
 
 
 def format_share(prompt: Prompt, response: Response) -> float:
-    """Return the share of the required format elements that a response has.
+    """Return the share of the required format elements that a response has, in [0, 1].
 
-    The elements are a final answer, and each of the tags of the prompt's template exactly once.
+    The elements are a final answer, and exactly one occurrence of each text of the entry's `marks`.
     """
     satisfied = [final_answer(response, form_of(prompt)) is not None]
     satisfied += [response.count(mark) == 1 for mark in prompt.entry.get("marks", ())]
@@ -78,15 +84,15 @@ def count_answers(text: str) -> int:
 
 
 def canonical_answer(response: Response, form: str = "tags") -> str | None:
-    """Return the final answer in lower case and with single spaces, for comparisons; None without an answer."""
+    """Return the final answer in a form for comparisons, in lower case and with single spaces; None without one."""
     answer = final_answer(response, form)
     return " ".join(answer.casefold().split()) if answer else None
 
 
 def reasoning_gym(config: Config) -> Score:
-    """Score 1 if the task's own verifier returns its full score, otherwise 0.
+    """Score 1 if the task's verifier in reasoning-gym returns its full score, otherwise 0.
 
-    Some verifiers return a partial score for an answer that contains the correct one, which policies learn to
+    Some verifiers return a partial score for an answer that contains the correct answer, which policies learn to
     exploit. `reasoning_gym_partial` returns partial scores.
     """
     partial = reasoning_gym_partial(config)
@@ -94,10 +100,10 @@ def reasoning_gym(config: Config) -> Score:
 
 
 def reasoning_gym_partial(config: Config) -> Score:
-    """Return the score of the task's own verifier, including partial scores. An entry names its task."""
+    """Score with the task's verifier in reasoning-gym, including partial scores. The entry names the task."""
     from reasoning_gym import (
-        get_score_answer_fn,  # imported here, because it takes seconds that must not count for the first score
-    )
+        get_score_answer_fn,
+    )  # here, because it takes seconds, which no score may include
 
     verifier = lru_cache(get_score_answer_fn)
 
@@ -111,7 +117,7 @@ def reasoning_gym_partial(config: Config) -> Score:
 
 
 def answer_and_format(config: Config) -> Callable[[Prompt, Response], dict[str, float]]:
-    """Return two named rewards: `answer`, 1 for the full score of the task's verifier, and `format`, format_share."""
+    """Score two named parts: `answer`, the score of `reasoning_gym`, and `format`, that of `format_share`."""
     full_score = reasoning_gym(config)
 
     def score(prompt: Prompt, response: Response) -> dict[str, float]:
@@ -121,7 +127,7 @@ def answer_and_format(config: Config) -> Callable[[Prompt, Response], dict[str, 
 
 
 def exact_answer(config: Config) -> Score:
-    """Score 1 if the answer equals the entry's `answer`, except for white space around it, otherwise 0."""
+    """Score 1 if the final answer equals the entry's `answer` without surrounding white space, otherwise 0."""
 
     def score(prompt: Prompt, response: Response) -> float:
         return float(final_answer(response, form_of(prompt)) == str(prompt.entry["answer"]).strip())

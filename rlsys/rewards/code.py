@@ -1,11 +1,14 @@
 """The reward `code`: runs the program of a response against tests, in a sandbox of this machine or of SandboxFusion.
 
-Tests are in the row, as `tests` or as its answer (possibly as JSON text):
+The column `tests` of a row, or its answer, has the tests as JSON or as JSON text:
 
-    [{"input": "1 2\\n", "output": "3\\n"}, ...]          standard input and output {"inputs": [...], "outputs":
-    [...]}                  the same, in the format of verl and PRIME {"functional": "assert add(1, 2) == 3"},
-    or a text   code that uses the program's definitions The program neither sees the expected results nor
-    reports the verdict: tests run in a separate process (isolated.py).
+    [{"input": "1 2\\n", "output": "3\\n"}, ...]            standard input and output
+    {"inputs": [...], "outputs": [...]}                   the same, in the format of verl and PRIME
+    {"inputs": [...], "outputs": [...], "fn_name": "f"}   arguments and return values of a function
+    {"functional": "assert add(1, 2) == 3"}, or a text    code that uses the program's definitions
+
+In a sandbox of this machine, the program neither sees the expected results nor reports the verdict, because the tests
+run in a separate process (isolated.py).
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from rlsys.rewards.sandbox import Outcome, Sandbox, Undecidable
 
 _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
 MAX_ANSWER_BYTES = 2**24
-"""Largest size of a response of SandboxFusion."""
+"""Largest size of a response of SandboxFusion, in bytes."""
 
 
 class Runner(Protocol):
@@ -43,7 +46,7 @@ class Runner(Protocol):
 
 
 Test = Callable[[str, Runner], bool]
-"""A test: returns whether a program passes it."""
+"""A test: returns whether the program with this source passes, when run by the runner."""
 log = logging.getLogger("rlsys.rewards")
 
 
@@ -62,14 +65,13 @@ def code(
 
     Args:
         config: config of the run.
-        partial: score the share of tests that pass.
-        url: a SandboxFusion server that runs the program; None: a sandbox of this machine, whose protections
-            sandbox.py describes.
-        seconds: time limit of one test.
-        memory_mb: memory limit of one test.
+        partial: whether to score the share of tests that pass.
+        url: URL of a SandboxFusion server that runs the program; None: a sandbox of this machine (sandbox.py).
+        seconds: time limit of one test, in seconds.
+        memory_mb: memory limit of one test, in MiB.
         key: column of the tests.
-        sandbox: `required`: refuse a machine without bubblewrap, and tests that a program can deceive;
-            `available`: warn about both.
+        sandbox: how to treat a machine without bubblewrap, and tests that a program can deceive. `required`: refuse;
+            `available`: warn.
 
     Raises:
         UserError: a parameter is invalid, or the machine lacks a required protection.
@@ -80,13 +82,14 @@ def code(
             f"data.reward: code: seconds = {seconds:g}, memory_mb = {memory_mb}: expected seconds > 0 and "
             "memory_mb of at least 32"
         )
-
     if sandbox not in ("available", "required"):
         raise UserError(f"data.reward: code: sandbox = {sandbox!r}: expected available or required")
     required = sandbox == "required"
-    runner: Runner = (
-        _Local(seconds, memory_mb, required) if url is None else _Fusion(url, seconds, memory_mb, required)
-    )
+    runner: Runner
+    if url is None:
+        runner = _Local(seconds, memory_mb, required)
+    else:
+        runner = _Fusion(url, seconds, memory_mb, required)
 
     def score(prompt: Prompt, text: str) -> float:
         tests = read_tests(prompt.entry[key] if key in prompt.entry else prompt.entry["answer"])
@@ -105,7 +108,7 @@ def code(
 
 
 def missing_protections(config: Config) -> list[str] | None:
-    """Return the protections that this machine lacks for programs; None if the run executes no programs here."""
+    """Return descriptions of protections and limits that this machine lacks; None if the run executes no programs."""
     specs = [spec for spec in config.data.reward if spec.name == "code" and spec.params.get("url") is None]
     return [*Sandbox.missing(), *Sandbox.unlimited()] if specs else None
 
@@ -120,28 +123,28 @@ def read_tests(tests: Any) -> list[Test]:
         try:
             tests = json.loads(tests)
         except ValueError:
-            return [_asserts(tests)]
+            return [_assertion_test(tests)]
     if isinstance(tests, dict) and "functional" in tests:
-        return [_asserts(tests["functional"])]
+        return [_assertion_test(tests["functional"])]
     if isinstance(tests, dict) and "inputs" in tests:
+        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
         if tests.get("fn_name"):
-            pairs = zip(tests["inputs"], tests["outputs"], strict=True)
-            return [_call(tests["fn_name"], arguments, expected) for arguments, expected in pairs]
-        tests = [{"input": i, "output": o} for i, o in zip(tests["inputs"], tests["outputs"], strict=True)]
+            return [_call_test(tests["fn_name"], arguments, expected) for arguments, expected in pairs]
+        tests = [{"input": i, "output": o} for i, o in pairs]
     if isinstance(tests, list) and tests and all(isinstance(t, str) for t in tests):
-        return [_asserts(t) for t in tests]
+        return [_assertion_test(t) for t in tests]
     if (
         not isinstance(tests, list)
         or not tests
         or not all(isinstance(t, dict) and "output" in t for t in tests)
     ):
         raise ValueError(
-            f"tests are {str(tests)[:80]!r}; expected [{{input, output}}, ...] or code with asserts"
+            f"tests = {str(tests)[:80]!r}: expected [{{input, output}}, ...] or code with asserts"
         )
-    return [_dialogue(str(t.get("input", "")), str(t["output"])) for t in tests]
+    return [_output_test(str(t.get("input", "")), str(t["output"])) for t in tests]
 
 
-def _dialogue(stdin: str, expected: str) -> Test:
+def _output_test(stdin: str, expected: str) -> Test:
     """Return a test of standard input and output. Lines are compared without trailing white space."""
 
     def test(program: str, runner: Runner) -> bool:
@@ -151,17 +154,26 @@ def _dialogue(stdin: str, expected: str) -> Test:
     return test
 
 
-def _asserts(checks: str) -> Test:
+def _assertion_test(checks: str) -> Test:
     """Return a test that runs code with assertions about the program's definitions."""
     return lambda program, runner: runner.passes(program, checks)
 
 
-def _call(name: str, arguments: Any, expected: Any) -> Test:
-    """Return a test of the return value of a function, or of a method of Solution (LeetCode's format)."""
+def _call_test(name: str, arguments: Any, expected: Any) -> Test:
+    """Return a test of the return value of a function, or of a method of Solution (LeetCode's format).
+
+    Args:
+        name: name of the function.
+        arguments: list of arguments, or a single argument.
+        expected: the return value, which may be in a list.
+
+    Raises:
+        ValueError: the name is not an identifier.
+    """
     if not name.isidentifier():
         raise ValueError(f"fn_name = {name[:80]!r}: expected the name of a function")
     values = json.dumps([arguments if isinstance(arguments, list) else [arguments], expected])
-    return _asserts(
+    return _assertion_test(
         f"import json as _json\n_args, _wanted = _json.loads({values!r})\n"
         f"try:\n    _f = Solution().{name}\nexcept NameError:\n    _f = {name}\n"
         "_found = _json.loads(_json.dumps(_f(*_args)))\n"
@@ -174,7 +186,16 @@ def _lines(text: str) -> list[str]:
 
 
 class _Local:
-    """Runner in a sandbox of this machine."""
+    """Runner in a sandbox of this machine.
+
+    Args:
+        seconds: time limit of one test, in seconds.
+        memory_mb: memory limit of one test, in MiB.
+        required: whether to refuse a machine without protections, and tests that a program can deceive.
+
+    Raises:
+        UserError: the machine lacks a required protection.
+    """
 
     def __init__(self, seconds: float, memory_mb: int, required: bool) -> None:
         self._sandbox, self._required = Sandbox(seconds, memory_mb), required
@@ -183,7 +204,7 @@ class _Local:
         if missing := self._sandbox.missing():
             warning = f"data.reward: code: the sandbox of this machine does not protect: {'; '.join(missing)}"
             if required:
-                raise UserError(f"{warning}; sandbox = required needs these protections")
+                raise UserError(f"{warning}; expected these protections, because sandbox = required")
             log.warning("%s", warning)
         if unlimited := self._sandbox.unlimited():
             log.warning(
@@ -196,34 +217,38 @@ class _Local:
         except Undecidable as e:
             if self._required:
                 raise ValueError(
-                    f"{e}: such tests must run in the program's process, which sandbox = required does not allow"
+                    f"{e}; such tests must run in the program's process, which sandbox = required does not allow"
                 ) from None
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "data.reward: code: %s: such tests run in the program's process, which can deceive them",
+                    "data.reward: code: %s; such tests run in the program's process, which can deceive them",
                     e,
                 )
             return self._sandbox.passes_in_its_process(program, tests)
 
 
 class _Fusion:
-    """Runner on a SandboxFusion server. Methods raise RuntimeError if the server returns no result."""
+    """Runner on a SandboxFusion server. Its methods raise RuntimeError if the server returns no result."""
 
     def __init__(self, url: str, seconds: float, memory_mb: int, required: bool) -> None:
         self._url = url if url.rstrip("/").endswith("run_code") else url.rstrip("/") + "/run_code"
         self._seconds, self._memory_mb, self._required = seconds, memory_mb, required
 
     def passes(self, program: str, tests: str) -> bool:
-        """Return whether the tests reach their end, so that an early exit of the program does not pass."""
+        """Return whether the tests reach their end. An early exit of the program does not pass.
+
+        Raises:
+            ValueError: sandbox = required does not allow tests in the program's process.
+        """
         if self._required:
             raise ValueError(
                 f"url = {self._url}: SandboxFusion runs tests in the program's process, which sandbox = required "
                 "does not allow; expected tests of standard input and output"
             )
-        done = secrets.token_hex(16)
-        outcome = self.run(f"{program}\n\n{tests}\n\nprint()\nprint({done!r})\n", "")
-        return outcome.ok and _lines(outcome.output)[-1:] == [done]
+        token = secrets.token_hex(16)
+        outcome = self.run(f"{program}\n\n{tests}\n\nprint()\nprint({token!r})\n", "")
+        return outcome.ok and _lines(outcome.output)[-1:] == [token]
 
     def run(self, program: str, stdin: str) -> Outcome:
         body = {
@@ -238,7 +263,7 @@ class _Fusion:
                 answer = load_json(response.read(MAX_ANSWER_BYTES))
             result = answer.get("run_result") or {}
             if answer["status"] == "SandboxError":
-                raise RuntimeError(f"{self._url}: {answer.get('message')}")
+                raise RuntimeError(f"{self._url}: SandboxFusion reports an error: {answer.get('message')}")
             ok = answer["status"] == "Success" and result.get("return_code") == 0
             return Outcome(ok, result.get("stdout") or "")
         except (urllib.error.URLError, TimeoutError, ValueError, KeyError, AttributeError) as e:

@@ -1,7 +1,7 @@
 """The reward `reasoning_answer_consistency`: whether a response's reasoning leads to its answer (RAC).
 
-Used in evaluations, as the reward of a set of `eval.sets`: its accuracy is the share of responses whose answer
-follows from their reasoning. A judge decides without knowing the correct answer.
+Use it as the reward of a set in `eval.sets`: the accuracy of the set is then the share of responses whose answer
+follows from their reasoning. A judge decides, without knowing the correct answer.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _YES_OR_NO = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
 
 
 def reasoning_answer_consistency(config: Config) -> Callable[[Prompt, Response], Awaitable[float]]:
-    """Score 1 if the judge replies yes; 0 if it replies no, or without an answer or reasoning.
+    """Score 1 if the judge replies yes. Score 0 if it replies no, or if the response has no answer or no reasoning.
 
     Raises:
-        UserError: a reward cannot use the judge of `data.judge`.
+        UserError: data.judge is unset or `engines`, which a reward cannot use.
     """
     if config.data.judge in (None, "engines"):
         raise UserError(
@@ -56,11 +56,13 @@ def reasoning_answer_consistency(config: Config) -> Callable[[Prompt, Response],
         reply = await judge(QUESTION.format(problem=problem, reasoning=reasoning, answer=answer))
         match = _YES_OR_NO.search(reply or "")
         if match is None:
-            raise RewardError(f"data.judge replied {reply!r:.80}, expected yes or no")
+            raise RewardError(f"data.judge replied {reply!r:.80}; expected yes or no")
         return float(match[1].lower() == "yes")
 
     return score
 
 
 async def _refuse(question: str) -> str:
-    raise RewardError("the judge of a reward cannot use the run's engines; use a judge with a URL")
+    raise RewardError(
+        "data.judge: the judge of a reward cannot use the run's engines; expected one with a URL"
+    )

@@ -1,15 +1,17 @@
-"""Main program inside a sandbox: `python -I -S isolated.py ROLE LIMITS [DESCRIPTOR ...]`. Standard library only.
+"""Main program inside a sandbox: `python -I -S isolated.py ROLE LIMITS FILE [DESCRIPTOR ...]`.
 
-    run     the program, as `python program.py`
-    serve   the program, then calls of its definitions, for a checker
-    check   tests, whose calls of the program go to a process of the role `serve`; exits with 0 if they pass
-    both    the program and then the tests in one process, which the program can deceive
+    run     runs the program, as `python program.py` does
+    serve   runs the program, then calls its definitions for a process of the role `check`
+    check   runs tests, which call the program in a process of the role `serve`; exits with 0 if they pass
+    both    runs the program and then the tests in one process, where the program can deceive the tests
 
-Tests and program exchange plain values as JSON over a socket. A value of another type stays in the program's process,
-and the tests have a reference to it (`Remote`), which equals no plain value. Its operators accept no plain operand,
-because that may be the expected value (`f(x) - 0.5`), unless the tests created it with a class of the program, whose
-name begins with a capital letter. So the program can change a verdict only through the values that its functions
-return.
+Tests and program exchange plain values as JSON over a socket. An object of another type stays in the program's
+process, and the tests get a reference to the object (`Remote`), which equals no plain value. Operators of a reference
+accept no plain operand, because the operand may be the expected value (`f(x) - 0.5`). The exception are objects that
+the tests create with a class of the program, whose name starts with a capital letter. Therefore the program can
+change a verdict only by the values that its functions return.
+
+This file needs only the standard library.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ import types
 from typing import Any, BinaryIO, NamedTuple
 
 EXIT_NOT_PLAIN = 77
-"""Exit code if the tests pass the program a value that cannot be encoded, such as a function."""
+"""Exit code if the tests pass the program an object that cannot be encoded, such as a function."""
 MAX_LINE_BYTES = 2**24
+"""Largest size of an answer of the program's process, in bytes."""
 MAX_ITERATOR_ITEMS = 10**5
+"""Number of items that are read from an iterator of the program."""
 BUILT_IN_NAMES = {
     "isclose": math.isclose,
     "Counter": collections.Counter,
@@ -42,7 +46,7 @@ BUILT_IN_NAMES = {
     "Decimal": decimal.Decimal,
     "Fraction": fractions.Fraction,
 }
-"""Names of the standard library that tests may use without an import; the program cannot redefine them."""
+"""Names of the standard library that tests may use without an import. The program cannot redefine them."""
 _CONTAINERS: dict[str, Any] = {
     "l": list,
     "t": tuple,
@@ -75,11 +79,17 @@ _BUILTIN_CALLS: dict[str, Any] = {
     "__bool__": bool,
     "__iter__": iter,
 }
-"""Special methods that are called by a built-in function, because types need not define them."""
+"""Special methods that are called through a built-in function, because a type need not define them."""
 
 
 def encode(value: Any, objects: list[Any]) -> Any:
-    """Encode a value as JSON. A value that is not plain is appended to `objects` and encoded as its index."""
+    """Encode a value for JSON.
+
+    Args:
+        value: the value.
+        objects: objects that are not plain. The value, or items in it, that are not plain are appended, and encoded
+            as their indices in this list.
+    """
     if value is None or isinstance(value, bool | str | float):
         return value
     if isinstance(value, int):
@@ -105,7 +115,7 @@ def encode(value: Any, objects: list[Any]) -> Any:
 
 
 def decode(data: Any, object_at: Any) -> Any:
-    """Decode a value of `encode`. `object_at` returns the object of a handle."""
+    """Decode a value of `encode`. `object_at`: function that returns the object with an index."""
     if not isinstance(data, dict):
         return data
     ((tag, value),) = data.items()
@@ -127,7 +137,7 @@ def decode(data: Any, object_at: Any) -> Any:
 
 
 def execute(program: str) -> dict[str, Any]:
-    """Run a file as `python FILE` does, and return its definitions."""
+    """Run a file as `python FILE` does, and return the namespace with its definitions."""
     with open(program, "rb") as file:
         code = compile(file.read(), program, "exec")
     module = types.ModuleType("__main__")
@@ -141,7 +151,7 @@ def execute(program: str) -> dict[str, Any]:
 
 
 def serve(program: str, channel: Channel) -> None:
-    """Run the program, then answer calls of its definitions until the channel closes."""
+    """Run the file `program`, then answer requests of the tests until the channel closes."""
     objects: list[Any] = [execute(program)]
     for line in channel.lines:
         try:
@@ -152,6 +162,7 @@ def serve(program: str, channel: Channel) -> None:
 
 
 def _answer(request: dict[str, Any], objects: list[Any]) -> dict[str, Any]:
+    """Answer a request of Program.request. `objects`: the objects to which the tests have references, by handle."""
     target, name = objects[request["target"]], request["name"]
     args = [decode(arg, objects.__getitem__) for arg in request["args"]]
     keywords = {key: decode(arg, objects.__getitem__) for key, arg in request["named"].items()}
@@ -170,7 +181,7 @@ def _answer(request: dict[str, Any], objects: list[Any]) -> dict[str, Any]:
 
 
 class Program:
-    """Proxy of the other process, for tests."""
+    """Proxy of the program's process, for the tests."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -186,16 +197,19 @@ class Program:
     ) -> Any:
         """Send a request to the program's process, and return the resulting value.
 
+        Changes that a call makes to its arguments are applied to `args`. The process exits if the program has ended,
+        or if an argument cannot be encoded.
+
         Args:
             kind: `name`, `attribute` or `call`.
             target: handle of the object; 0 is the program's namespace.
             name: name of the definition, attribute or method.
             args: arguments of a call.
             keywords: keyword arguments of a call.
-            of_class: whether objects in the value belong to a class that the tests name.
+            of_class: whether objects in the value are from a class that the tests name.
 
         Raises:
-            Exception: the program raised an exception; the type is that of a built-in exception, otherwise Exception.
+            Exception: the program raised an exception. The type is the same if it is built in, otherwise Exception.
         """
         objects: list[Any] = []
         encoded_args = [encode(arg, objects) for arg in args]
@@ -209,10 +223,8 @@ class Program:
             line = self._channel.lines.readline(MAX_LINE_BYTES)
         except OSError:
             line = b""
-        if not line.endswith(
-            b"\n"
-        ):  # the program has ended, or its answer is too long; tests must not be able to catch this
-            os._exit(1)
+        if not line.endswith(b"\n"):  # the program has ended, or its answer is too long
+            os._exit(1)  # no exception, because the tests could catch it
         answer = json.loads(line)
         if "raises" in answer:
             error_type = getattr(builtins, str(answer["raises"]), None)
@@ -226,7 +238,7 @@ class Program:
 
 
 def _with_handles(data: Any, handles: list[int]) -> Any:
-    """Return encoded data with the indices of objects replaced by handles of the other process."""
+    """Return encoded data in which the indices of objects are replaced by their handles in the other process."""
     if isinstance(data, list):
         return [_with_handles(item, handles) for item in data]
     if isinstance(data, dict):
@@ -237,7 +249,7 @@ def _with_handles(data: Any, handles: list[int]) -> Any:
 
 
 def _update(value: Any, updated: Any) -> None:
-    """Apply the changes that a called function made to an argument to the caller's object."""
+    """Give a container the items of `updated`, its copy that a call in the other process has changed."""
     if type(value) is not type(updated) or value == updated:
         return
     value.clear()
@@ -248,9 +260,12 @@ def _update(value: Any, updated: Any) -> None:
 
 
 class Remote:
-    """Reference to an object of the program. It equals no plain value, regardless of the object's `__eq__`.
+    """Reference to an object of the program. A reference equals no plain value, regardless of the object's `__eq__`.
 
-    `of_class`: whether it is a class that the tests name, or came from such a class.
+    Args:
+        program: proxy of the program's process.
+        handle: number of the object in that process.
+        of_class: whether the object is a class that the tests name, or was obtained from one.
     """
 
     def __init__(self, program: Program, handle: int, of_class: bool) -> None:
@@ -276,7 +291,7 @@ class Remote:
         return iter(_program_of(self).request("call", _handle_of(self), "__iter__", of_class=of_class))
 
     def __contains__(self, value: object) -> bool:
-        """Compare the items in this process, unless the object came from a class that the tests name."""
+        """Compare the items in this process, unless the object is from a class that the tests name."""
         if not _is_of_class(self):
             return any(item == value for item in self)
         return bool(_program_of(self).request("call", _handle_of(self), "__contains__", (value,)))
@@ -298,13 +313,14 @@ def _is_of_class(remote: Remote) -> bool:
 
 
 def _forward(name: str) -> Any:
+    """Return a method of Remote that calls the object's special method `name`."""
     is_operator = name.strip("_") in _OPERATORS
 
     def method(self: Remote, *args: Any, **keywords: Any) -> Any:
         of_class = _is_of_class(self)
         if is_operator and not of_class and not all(isinstance(arg, Remote) for arg in args):
             raise TypeError(
-                f"{name} of an object that a function returned does not accept a value of the tests"
+                f"{name} of an object of the program: expected another object of the program as operand"
             )
         return _program_of(self).request("call", _handle_of(self), name, args, keywords, of_class)
 
@@ -316,9 +332,9 @@ for _name in _SPECIAL_METHODS:
 
 
 def check(tests: str, channel: Channel) -> None:
-    """Run the tests. Exceptions of tests are raised."""
+    """Run the source `tests`. Raises the exceptions of the tests."""
     program = Program(channel)
-    program.request("call", 0, "__len__")  # wait for the end of the program, also if the tests do not use it
+    program.request("call", 0, "__len__")  # waits until the program has run, even if the tests do not call it
     names: dict[str, Any] = {"__name__": "__main__"}
     for name in sorted(free_names(tests)):
         if name in BUILT_IN_NAMES:
@@ -329,12 +345,12 @@ def check(tests: str, channel: Channel) -> None:
             try:
                 names[name] = program.request("name", 0, name, of_class=name[0].isupper())
             except KeyError:
-                continue  # its use raises a NameError
+                continue  # the use of this name raises a NameError
     exec(compile(tests, "tests", "exec"), names)
 
 
 def free_names(tests: str) -> set[str]:
-    """Return the names that the tests use, and that neither the tests nor Python define."""
+    """Return the names that the source `tests` uses, and that neither it nor Python defines."""
     loaded, defined = set[str](), set(dir(builtins))
     for node in ast.walk(ast.parse(tests)):
         if isinstance(node, ast.Name):
@@ -352,36 +368,45 @@ def free_names(tests: str) -> set[str]:
 
 
 def run_in_one_process(program: str, tests: BinaryIO, answers: BinaryIO) -> None:
-    """Run the program, then the tests. If they pass, write the first line of `tests` to `answers`."""
+    """Run the program, then the tests. If they pass, write their token to `answers`.
+
+    Args:
+        program: file of the program.
+        tests: a line with the token, and the source of the tests.
+        answers: file that gets the token.
+    """
     names = execute(program)
-    done = tests.readline()
+    token = tests.readline()  # after the program has run, so that it does not know the token
     exec(compile(tests.read(), "tests", "exec"), names)
-    answers.write(done)
+    answers.write(token)
     answers.flush()
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Set resource limits by RLIMIT_NAME. Called in the sandbox: outside, other processes of the user count too."""
+    """Set resource limits, by the name after RLIMIT_.
+
+    Must be called in the sandbox, because outside of it other processes of the user count towards the limits.
+    """
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
 
 def main() -> None:
-    role, limits, program, *descriptors = sys.argv[1:]
+    role, limits, source_file, *descriptors = sys.argv[1:]
     limit(json.loads(limits))
-    sys.argv = [program]
+    sys.argv = [source_file]
     if role == "run":
-        execute(program)
+        execute(source_file)
     elif role == "both":
         tests, answers = (int(descriptor) for descriptor in descriptors)
-        run_in_one_process(program, os.fdopen(tests, "rb"), os.fdopen(answers, "wb"))
+        run_in_one_process(source_file, os.fdopen(tests, "rb"), os.fdopen(answers, "wb"))
     else:
         connection = socket.socket(fileno=int(descriptors[0]))
         channel = Channel(connection.makefile("rb"), connection.makefile("wb"))
         if role == "serve":
-            serve(program, channel)
+            serve(source_file, channel)
         else:
-            with open(program, encoding="utf-8") as file:
+            with open(source_file, encoding="utf-8") as file:
                 check(file.read(), channel)
 
 

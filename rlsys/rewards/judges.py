@@ -1,7 +1,13 @@
-"""Judges of whole solutions, for group rewards such as fapo: text in, verdict out.
+"""Judges, which answer a question about a solution by a verdict, for group rewards such as fapo.
 
-A judge is a URL, built in, or named by import path. `function(config, ask_policy)` creates it, where `ask_policy`
-sends a question to the run's own engines through its router. Every judge has a time limit (JudgeWithTimeout).
+A judge is one of:
+
+- the URL of an OpenAI-compatible server (UrlJudge)
+- the name of a built-in judge (JUDGES)
+- the import path of a factory `create(config, ask_policy) -> judge`, where `ask_policy` sends a question to the run's
+  own engines through its router
+
+Every judge has a time limit (JudgeWithTimeout).
 """
 
 from __future__ import annotations
@@ -22,11 +28,12 @@ from rlsys.core.texts import load_json, valid_text
 from rlsys.http_server.clients import RedirectRefused, TooLong, direct_session, read_bounded
 
 Judge = Callable[[str], Awaitable[str]]
+"""Returns the verdict for a question."""
 
 MAX_ANSWER_BYTES = 2**22
-"""Largest size of a response of a server."""
+"""Largest size of a server's response, in bytes."""
 POLL_SECONDS = 0.5
-"""Interval at which a wait checks whether time counts."""
+"""Interval at which `wait_for_work` calls `working`, in seconds."""
 TOKEN = "RLSYS_JUDGE_TOKEN"
 _SOLUTION = re.compile(r"Solution:\n(.*)\n\n", re.DOTALL)
 _LINE = re.compile(r"(-?\d+)([+-]\d+)=(-?\d+)")
@@ -35,18 +42,21 @@ log = logging.getLogger("rlsys.rewards")
 
 
 class JudgeError(Exception):
-    """Raised for a response of a judge's server that is not OpenAI-compatible."""
+    """Raised if a judge's server returns an error, or a response that is not OpenAI-compatible."""
 
 
 class JudgeWithTimeout:
-    """A judge with a time limit. After a timeout or an exception, which is counted and logged, the verdict is None.
+    """A judge with a time limit.
 
-    Only time in which `working()` is true counts, because engines do not answer while their memory is released.
+    Args:
+        judge: the judge.
+        seconds: time limit of a question, in seconds.
+        working: returns whether time counts. Engines, for example, do not answer while their memory is released.
 
     Attributes:
         timeouts: number of questions without an answer in time.
         failures: number of questions for which the judge raised an exception, or returned no text.
-        last: reason of the last timeout or failure.
+        last: reason of the last timeout or failure; empty: none so far.
     """
 
     def __init__(self, judge: Judge, seconds: float, working: Callable[[], bool] = lambda: True) -> None:
@@ -57,6 +67,7 @@ class JudgeWithTimeout:
         self.last = ""
 
     async def __call__(self, text: str) -> str | None:
+        """Return the verdict for a question; None after a timeout or an exception, which is counted and logged."""
         task = asyncio.ensure_future(self._judge(text))
         try:
             await wait_for_work(task, self._seconds, self._working)
@@ -70,7 +81,7 @@ class JudgeWithTimeout:
                 return valid_text(verdict)
             else:
                 self.failures += 1
-                self.last = f"the judge returned a {type(verdict).__name__}, expected a text"
+                self.last = f"the judge returned a {type(verdict).__name__}; expected text"
         finally:
             task.cancel()
         log.warning("%s", self.last)
@@ -78,10 +89,14 @@ class JudgeWithTimeout:
 
 
 async def wait_for_work(task: asyncio.Future[Any], seconds: float, working: Callable[[], bool]) -> None:
-    """Wait until the task is done, or for `seconds` in which `working()` is true.
+    """Wait until a task is done, but at most for the time limit. The task is not cancelled.
 
-    asyncio.wait_for is not used: it waits for the cancelled task, which may never end.
+    Args:
+        task: the task.
+        seconds: time limit, in seconds.
+        working: returns whether time counts towards the limit.
     """
+    # asyncio.wait_for would wait for the cancelled task, which may never end.
     remaining = seconds
     while remaining > 0 and not task.done():
         interval = min(remaining, POLL_SECONDS)
@@ -90,12 +105,15 @@ async def wait_for_work(task: asyncio.Future[Any], seconds: float, working: Call
 
 
 def engines(config: Config, ask_policy: Judge) -> Judge:
-    """Create a judge that is the policy itself, through the run's router."""
+    """Create a judge that asks the policy itself, through the run's router."""
     return ask_policy
 
 
 def chain_sum(config: Config, ask_policy: Judge) -> Judge:
-    """Create a judge that checks each line of the working in the quickstart's task. Without working it is wrong."""
+    """Create a judge for the quickstart's task, which checks each line of the working.
+
+    The verdict is the index of the first wrong line in \\boxed{}; -1 if all lines are correct; 0 without lines.
+    """
 
     async def judge(text: str) -> str:
         match = _SOLUTION.search(text)
@@ -106,7 +124,7 @@ def chain_sum(config: Config, ask_policy: Judge) -> Judge:
 
 
 def first_wrong(lines: list[str]) -> int:
-    """Return the index of the first line that is not a true `a+b=c`; -1 if all are; 0 without lines."""
+    """Return the index of the first line that is not a correct sum `a+b=c`; -1: all lines are; 0: no lines."""
     for i, line in enumerate(lines):
         match = _LINE.fullmatch(line.strip())
         if match is None or int(match[1]) + int(match[2]) != int(match[3]):
@@ -117,8 +135,8 @@ def first_wrong(lines: list[str]) -> int:
 class UrlJudge:
     """Generative reward model on an OpenAI-compatible server, for example `rlsys router` with its own engines.
 
-    It sends one chat message to the first model that the server lists, at temperature 0. The bearer token comes
-    from the environment variable RLSYS_JUDGE_TOKEN, because the run folder stores the config.
+    Sends each question as a chat message to the first model that the server lists, at temperature 0. The bearer token
+    comes from the environment variable RLSYS_JUDGE_TOKEN, because the run folder stores the config.
     """
 
     def __init__(self, url: str) -> None:
@@ -131,7 +149,7 @@ class UrlJudge:
         """Send a question to the server, and return the answer.
 
         Raises:
-            JudgeError: the response is not OpenAI-compatible.
+            JudgeError: the server returns an error, or the response is not OpenAI-compatible.
             aiohttp.ClientError: the server is unreachable.
         """
         no_limit = aiohttp.ClientTimeout(total=None)  # the caller limits the time
@@ -146,6 +164,11 @@ class UrlJudge:
 
 
 async def _json(request: Any) -> Any:
+    """Await the response to a request, and decode its JSON.
+
+    Raises:
+        JudgeError: the response has another status than 200, is too large, or is not JSON.
+    """
     try:
         response = await request
         raw = await read_bounded(response, MAX_ANSWER_BYTES)
@@ -158,14 +181,14 @@ async def _json(request: Any) -> Any:
         try:
             return load_json(raw)
         except ValueError:
-            raise JudgeError(f"{response.url}: expected JSON, got {text[:200]!r}") from None
+            raise JudgeError(f"{response.url}: response {text[:200]!r}: expected JSON") from None
 
 
 def _text_at(answer: Any, *path: str | int) -> str:
-    """Return the text at a path of a response.
+    """Return the text at a path of keys and indices in a response.
 
     Raises:
-        JudgeError: there is no text.
+        JudgeError: the response has no text at the path.
     """
     value = answer
     try:
@@ -174,7 +197,7 @@ def _text_at(answer: Any, *path: str | int) -> str:
     except (KeyError, IndexError, TypeError):
         value = None
     if not isinstance(value, str):
-        raise JudgeError(f"expected a text at {'.'.join(map(str, path))} of the response {str(answer)[:200]}")
+        raise JudgeError(f"response {str(answer)[:200]}: expected text at {'.'.join(map(str, path))}")
     return value
 
 
@@ -182,7 +205,7 @@ JUDGES: dict[str, Callable[[Config, Judge], Judge]] = {"engines": engines, "chai
 
 
 def find_judge(name: str) -> Callable[[Config, Judge], Judge]:
-    """Return the factory of a judge.
+    """Return the factory of the judge that `data.judge` names.
 
     Raises:
         UserError: the name is unknown.

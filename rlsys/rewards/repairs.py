@@ -1,4 +1,4 @@
-"""Process judges: find the first error of a response and correct it, for group policies with repairs (scope)."""
+"""Process judges: find the first error in a response and correct it, for planners that repair responses (scope)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ from rlsys.data.traces import working
 
 
 class Repair(NamedTuple):
-    """Correction of a response: its first `at` characters are correct, and `text` should follow."""
+    """Correction of a response.
+
+    Attributes:
+        at: number of correct characters at the start of the response.
+        text: text that should follow them.
+    """
 
     at: int
     text: str
 
 
 ProcessJudge = Callable[[Prompt, str], Awaitable[Repair | None]]
-"""(prompt, response) -> its repair; None: no step is wrong, or the wrong step cannot be corrected."""
+"""(prompt, response) -> repair; None: no step is wrong, or the wrong step cannot be corrected."""
 
 
 def chain_sum(config: Config) -> ProcessJudge:
-    """Create a judge that compares the lines of the working with those of the quickstart's sums."""
+    """Create a judge for the quickstart's task, which compares a response with the expected working line by line."""
 
     async def judge(prompt: Prompt, response: str) -> Repair | None:
         lines = [f"{line}\n" for line in working(expression(prompt.entry)).split("\n")]
@@ -47,14 +52,14 @@ def build_process_judge(config: Config) -> ProcessJudge | None:
     """Create the judge of `data.process_judge`; None if it is unset.
 
     Raises:
-        UserError: the name is unknown.
+        UserError: the name is unknown, or the factory returns no function.
     """
     name = config.data.process_judge
     if name is None:
         return None
-    maker = resolve("data.process_judge", name, JUDGES)
-    judge: ProcessJudge = call("data.process_judge", maker, config)
+    factory = resolve("data.process_judge", name, JUDGES)
+    judge: ProcessJudge = call("data.process_judge", factory, config)
     expect_function(
-        f"data.process_judge = {name!r}", maker, judge, "config", "an async function of (prompt, response)"
+        f"data.process_judge = {name!r}", factory, judge, "config", "an async function of (prompt, response)"
     )
     return judge

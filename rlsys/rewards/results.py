@@ -1,4 +1,10 @@
-"""Results of reward functions: a number, named parts, or a score with metrics, parsed into one RewardResult."""
+"""Parse the values of reward functions into RewardResult, and join several results into one.
+
+value                                         result
+number                                        the reward
+{name: number, ...}                           the reward is the sum of the named parts
+{"score": number, name: number, ...}          the reward, and metrics (verl's format)
+"""
 
 from __future__ import annotations
 
@@ -13,15 +19,15 @@ from rlsys.core.types import LARGEST_REWARD, is_reward
 SCORE, RIGHT = "score", "acc"
 """Keys of verl's dictionaries: the reward itself, and whether the answer is correct."""
 TURNS = "turn_rewards"
-"""Key of a list in such a dictionary: the reward of each turn of the model."""
+"""Key, in a dictionary with SCORE, of a list with the reward of each turn of the model."""
 
 
 LONGEST_NAME, MOST_PARTS = 200, 1000
-"""Largest length of a part's name in characters, and largest number of parts, which are stored with every sample."""
+"""Largest length of a part's name in characters, and largest number of parts. Parts are stored with every sample."""
 
 
 class InvalidReward(ValueError):
-    """Raised for a value of a reward function that is not a finite number."""
+    """Raised for a value of a reward function that is not a finite number, or a dictionary without one."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +36,10 @@ class RewardResult:
 
     Attributes:
         reward: the reward.
-        parts: the named summands of the reward.
-        right: whether an evaluation counts the response as correct; None: if the first part is 1 or more.
+        parts: the named summands of the reward; None: the function returned no parts.
+        right: whether an evaluation counts the response as correct; None: it does if the first part is 1 or more.
         metrics: additional values of the function, which are recorded and not trained.
+        turns: the reward of each turn of the model; None: the function returned none.
     """
 
     reward: float
@@ -40,16 +47,20 @@ class RewardResult:
     right: bool | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     turns: list[float] | None = None
-    """The reward of each turn of the model, if the function returns them."""
 
 
 def parse_reward(value: Any, name: str = "reward") -> RewardResult:
-    """Parse the value of the reward function `name`.
+    """Parse the value of a reward function.
 
-    A response is correct if its score, or the first of named parts, is 1 or more, unless the value has `acc`.
+    The key `acc` says whether the response is correct. Without it, the response is correct if the score, or the first
+    of the named parts, is 1 or more.
+
+    Args:
+        value: value of the function.
+        name: name of the function, for errors.
 
     Raises:
-        InvalidReward: the value has no finite number.
+        InvalidReward: a required number is missing or not finite, or a name is invalid.
     """
     if isinstance(value, RewardResult):
         return value
@@ -68,7 +79,7 @@ def parse_reward(value: Any, name: str = "reward") -> RewardResult:
         )
     parts = _with_text_keys({k: _number(v, value, name) for k, v in value.items()}, name)
     if not parts:
-        raise InvalidReward(f"{name} returned {{}}, expected a number, or a dictionary of numbers")
+        raise InvalidReward(f"{name} returned {{}}; expected a number, or a dictionary of numbers")
     return RewardResult(_number(sum(parts.values()), value, name), parts)
 
 
@@ -79,37 +90,40 @@ def _with_text_keys(values: dict[Any, float], name: str) -> dict[str, float]:
         InvalidReward: there are too many keys, a key is too long, or two keys have the same text.
     """
     if len(values) > MOST_PARTS:
-        raise InvalidReward(f"{name} returned {len(values)} parts, expected at most {MOST_PARTS}")
+        raise InvalidReward(f"{name} returned {len(values)} parts; expected at most {MOST_PARTS}")
     parts = {valid_text(str(k)): v for k, v in values.items()}
     if len(parts) < len(values):
-        raise InvalidReward(f"{name} returned two keys with the same text, among {', '.join(parts)[:200]}")
+        raise InvalidReward(
+            f"{name} returned {len(values)} keys with {len(parts)} different texts; expected a different text per key"
+        )
     if (longest := max(map(len, parts), default=0)) > LONGEST_NAME:
-        raise InvalidReward(f"{name} returned a key of {longest} characters, expected at most {LONGEST_NAME}")
+        raise InvalidReward(f"{name} returned a key of {longest} characters; expected at most {LONGEST_NAME}")
     return parts
 
 
 def _turns(value: Any, result: Any, name: str) -> list[float]:
+    """Parse the rewards of turns. `result`, `name`: whole value and name of the function, for errors."""
     try:
         return [_number(v, result, name) for v in value]
     except TypeError:
-        raise InvalidReward(f"{name} returned {result!r:.200}, expected a list as {TURNS}") from None
+        raise InvalidReward(f"{name} returned {TURNS} = {value!r:.200}; expected a list of numbers") from None
 
 
 def join_rewards(
     names: Sequence[str], weights: Sequence[float], results: Sequence[RewardResult | None]
 ) -> RewardResult:
-    """Join several rewards into one, with one part for each, times its weight. The first one decides correctness.
+    """Join several rewards into one, whose parts are the weighted rewards. The first reward decides correctness.
 
     Args:
-        names: names of the parts.
+        names: names of the rewards.
         weights: weights of the rewards.
-        results: the rewards; None: the reward does not apply to this sample, and adds nothing.
+        results: the rewards; None: a reward does not apply to this sample, and adds nothing.
 
     Raises:
         InvalidReward: no reward applies.
     """
     if all(result is None for result in results):
-        raise InvalidReward(f"{', '.join(names)} returned None: no reward applies to this sample")
+        raise InvalidReward(f"{', '.join(names)} returned None; expected at least one reward for a sample")
     if len(results) == 1 and weights[0] == 1 and results[0] is not None:
         return results[0]
     parts: dict[str, float] = {}
@@ -126,13 +140,14 @@ def join_rewards(
 
 
 def _is_right(result: RewardResult | None) -> bool:
+    """Return whether a result counts the response as correct."""
     if result is None or result.right is not None:
         return result is not None and bool(result.right)
     return result.parts is not None and next(iter(result.parts.values())) >= 1
 
 
 def _number(value: Any, result: Any, name: str) -> float:
-    """Convert a number, which may be one of numpy or torch, to float.
+    """Convert a number, which may be of numpy or torch, to float. `result`, `name`: for errors, as in `_turns`.
 
     Raises:
         InvalidReward: the value is not a finite number, or too large.
@@ -140,11 +155,11 @@ def _number(value: Any, result: Any, name: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidReward(f"{name} returned {result!r:.200}, expected a finite number") from None
+        raise InvalidReward(f"{name} returned {result!r:.200}; expected a finite number") from None
     if isinstance(value, str | bytes) or not math.isfinite(number):
-        raise InvalidReward(f"{name} returned {result!r:.200}, expected a finite number")
+        raise InvalidReward(f"{name} returned {result!r:.200}; expected a finite number")
     if not is_reward(number):
         raise InvalidReward(
-            f"{name} returned {result!r:.200}, expected numbers of at most {LARGEST_REWARD:g}"
+            f"{name} returned {result!r:.200}; expected numbers from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
         )
     return number

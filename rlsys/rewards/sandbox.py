@@ -1,12 +1,15 @@
-"""Sandbox for untrusted programs, and for tests of their definitions. The program never decides the verdict.
+"""Sandbox for untrusted programs, and for tests that call their definitions.
 
-If bubblewrap (`bwrap`) is installed and works, each process has its own file system, with read-only Python and
-/usr and a small /tmp. It has no network, sees no other processes, and has no capabilities; as root it also has
-another user id. Otherwise a program has the access of this user to files, processes and the network.
-`Sandbox.missing` lists the protections that a machine lacks. Limits on time, memory of a process, files, output
-and processes apply on every machine. Tests run in a separate sandbox, and call the program's process
-(isolated.py). A kernel vulnerability breaks both: for programs of unknown users, run a SandboxFusion server in
-a container or a virtual machine.
+If bubblewrap (`bwrap`) is installed and works, each process has its own file system, with a read-only Python and /usr
+and a small /tmp. The process has no network and no capabilities, and sees no other processes. If this user is root,
+the process has another user id. Without bubblewrap, a program can access the files, the processes and the network of
+this user. `Sandbox.missing` lists the protections that the machine lacks.
+
+Limits of time, memory of a process, file size, output and number of processes apply on every machine.
+
+Tests run in a separate sandbox and call the program's process (isolated.py), so that the program cannot change the
+verdict except by the values that it returns. A kernel vulnerability breaks these protections: for programs of unknown
+users, run a SandboxFusion server in a container or a virtual machine.
 """
 
 from __future__ import annotations
@@ -35,18 +38,21 @@ from rlsys.core.sockets import remove_tree, role_folder
 from rlsys.rewards import isolated
 
 OUTPUT_BYTES = 2**20
+"""Size of the standard output that is read, in bytes."""
 FILE_BYTES = 2**24
+"""Largest size of a file that a program writes, in bytes."""
 FOLDER_BYTES = 2**26
-"""Size of a sandbox's /tmp and /dev/shm each, in bytes."""
+"""Size of a sandbox's /tmp and of its /dev/shm, in bytes."""
 PROCESSES = 16
+"""Largest number of processes of a program."""
 _USER_IDS = range(61184, 65520)
-"""User ids without an account, which systemd assigns to running services."""
+"""User ids without an account, from the range that systemd assigns to running services."""
 
 log = logging.getLogger("rlsys.rewards")
 
 
 class Undecidable(Exception):
-    """Raised for tests that can only run in the program's own process."""
+    """Raised for tests that can only run in the program's own process, which can deceive them."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,8 @@ class Outcome:
     """Result of a program.
 
     Attributes:
-        ok: whether it ended by itself with exit code 0.
-        output: the first OUTPUT_BYTES of its standard output.
+        ok: whether the program ended with exit code 0 within the time limit.
+        output: the first OUTPUT_BYTES of the standard output.
     """
 
     ok: bool
@@ -76,7 +82,7 @@ class Sandbox:
 
     @staticmethod
     def unlimited() -> list[str]:
-        """Return the limits that this machine lacks. Without them a program can slow down other processes."""
+        """Return descriptions of missing resource limits, without which a program can slow down other processes."""
         if limiting_group() is None:
             return [
                 "the memory and CPU of all processes of a program together (no writable cgroup v2 with both)"
@@ -85,7 +91,7 @@ class Sandbox:
 
     @staticmethod
     def missing() -> list[str]:
-        """Return what this machine cannot protect from programs."""
+        """Return descriptions of what this machine cannot protect from a program."""
         if _wrapper() is None:
             return ["files, processes and the network of this user (no working bubblewrap: bwrap)"]
         if os.geteuid() == 0 and shutil.which("setpriv") is None:
@@ -93,16 +99,25 @@ class Sandbox:
         return []
 
     def run(self, program: str, stdin: str) -> Outcome:
-        """Run Python source with standard input `stdin`, in an empty folder that is deleted afterwards."""
-        with tempfile.TemporaryFile() as input_file, tempfile.TemporaryFile() as out:
+        """Run Python source in an empty folder, which is deleted afterwards.
+
+        Args:
+            program: source of the program.
+            stdin: text of the standard input.
+        """
+        with tempfile.TemporaryFile() as input_file, tempfile.TemporaryFile() as output_file:
             input_file.write(stdin.encode(errors="replace"))
             input_file.seek(0)
-            with self._start("run", program, (), input_file, out) as process:
+            with self._start("run", program, (), input_file, output_file) as process:
                 ok = _wait(process, time.monotonic() + self.seconds) == 0
-            return Outcome(ok, os.pread(out.fileno(), OUTPUT_BYTES, 0).decode(errors="replace"))
+            return Outcome(ok, os.pread(output_file.fileno(), OUTPUT_BYTES, 0).decode(errors="replace"))
 
     def passes(self, program: str, tests: str) -> bool:
-        """Return whether `tests`, which is Python source, end without an exception.
+        """Return whether tests of a program's definitions end without an exception.
+
+        Args:
+            program: source of the program.
+            tests: source of the tests.
 
         Raises:
             Undecidable: the tests can only run in the program's process.
@@ -122,18 +137,20 @@ class Sandbox:
         return code == 0
 
     def passes_in_its_process(self, program: str, tests: str) -> bool:
-        """Run tests that are Undecidable in the program's process.
+        """Return whether tests pass that run in the program's process, where a malicious program can deceive them.
 
-        A malicious program can pass without being correct.
+        Args:
+            program: source of the program.
+            tests: source of the tests.
         """
-        done = secrets.token_hex(16).encode()
+        token = secrets.token_hex(16).encode()
         with tempfile.TemporaryFile() as tests_file, tempfile.TemporaryFile() as answers_file:
-            tests_file.write(done + b"\n" + tests.encode(errors="replace"))
+            tests_file.write(token + b"\n" + tests.encode(errors="replace"))
             tests_file.seek(0)
             descriptors = tests_file.fileno(), answers_file.fileno()
             with self._start("both", program, descriptors) as process:
                 ok = _wait(process, time.monotonic() + self.seconds) == 0
-            return ok and os.pread(answers_file.fileno(), 100, 0).strip() == done
+            return ok and os.pread(answers_file.fileno(), 100, 0).strip() == token
 
     @contextmanager
     def _start(
@@ -142,32 +159,25 @@ class Sandbox:
         source: str,
         descriptors: Sequence[int],
         stdin: BinaryIO | int = subprocess.DEVNULL,
-        out: BinaryIO | int = subprocess.DEVNULL,
+        stdout: BinaryIO | int = subprocess.DEVNULL,
     ) -> Iterator[subprocess.Popen[bytes]]:
-        """Run isolated.py with a role while the context is active; on exit, kill it with all its descendants."""
+        """Run isolated.py while the context is active. On exit, kill it with all its descendants.
+
+        Args:
+            role: role of isolated.py.
+            source: source of the program, or of the tests.
+            descriptors: file descriptors that the process inherits, for its role.
+            stdin: file of the standard input.
+            stdout: file of the standard output.
+        """
         with _program_folder() as folder, limited(self._group_limits()) as grouped:
             program = Path(folder, "program.py")
             program.write_text(source, encoding="utf-8", errors="replace")
             program.chmod(0o644)
-            wrapper, sandbox_path = _wrapper(), "/tmp/program.py"
-            if wrapper is None:
-                command = [sys.executable, "-I", "-S", isolated.__file__, role, self._limits(), str(program)]
-            else:
-                command = [
-                    *wrapper,
-                    "--ro-bind",
-                    str(program),
-                    sandbox_path,
-                    "--remount-ro",
-                    "/",
-                    "--",
-                    *_user(),
-                ]
-                command += [_PYTHON, "-I", "-S", _SCRIPT, role, self._limits(), sandbox_path]
             process = subprocess.Popen(
-                [*grouped, *command, *map(str, descriptors)],
+                [*grouped, *self._command(role, program), *map(str, descriptors)],
                 stdin=stdin,
-                stdout=out,
+                stdout=stdout,
                 stderr=subprocess.DEVNULL,
                 cwd=folder,
                 env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder},
@@ -182,14 +192,26 @@ class Sandbox:
                 process.kill()
                 process.wait()
 
+    def _command(self, role: str, program: Path) -> list[str]:
+        """Return the command that runs isolated.py with the file `program`, in bubblewrap if it works."""
+        wrapper = _wrapper()
+        if wrapper is None:
+            return [sys.executable, "-I", "-S", isolated.__file__, role, self._limits(), str(program)]
+        sandbox_path = "/tmp/program.py"
+        return [
+            *wrapper, "--ro-bind", str(program), sandbox_path, "--remount-ro", "/", "--", *_user(),
+            _PYTHON, "-I", "-S", _SCRIPT, role, self._limits(), sandbox_path,
+        ]  # fmt: skip
+
     def _group_limits(self) -> dict[str, int | str]:
-        """Return cgroup limits of all processes of a program together: memory including folders, and one CPU."""
+        """Return the cgroup limits of all processes of a program together. The memory limit includes the folders."""
         return {
             "memory.max": self.memory_mb * 2**20 + 2 * FOLDER_BYTES, "pids.max": PROCESSES + 8,
             "cpu.max": "100000 100000",
         }  # fmt: skip
 
     def _limits(self) -> str:
+        """Return the resource limits of each process, as JSON for isolated.py."""
         limits = {
             "CPU": max(1, round(self.seconds + 0.5)), "AS": self.memory_mb * 2**20, "FSIZE": FILE_BYTES, "NOFILE": 64,
             "NPROC": PROCESSES, "CORE": 0,
@@ -199,6 +221,7 @@ class Sandbox:
 
 @contextmanager
 def _program_folder() -> Iterator[str]:
+    """Create a folder for a program, and delete it when the context ends."""
     folder = tempfile.mkdtemp(dir=role_folder())
     try:
         yield folder
@@ -219,7 +242,7 @@ _PYTHON, _SCRIPT = f"/python/bin/{Path(os.path.realpath(sys.executable)).name}",
 
 @functools.cache
 def _wrapper() -> tuple[str, ...] | None:
-    """Return bubblewrap's command up to the program's file; None if bubblewrap is missing or does not work."""
+    """Return the start of a bubblewrap command, without the program's file; None if bubblewrap does not work."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         return None
@@ -249,7 +272,7 @@ def _wrapper() -> tuple[str, ...] | None:
 
 
 def _user() -> list[str]:
-    """Return a command prefix that switches to an unused user id, a new one each time; empty unless root."""
+    """Return the start of a command that switches to a random unused user id; empty if this user is not root."""
     if os.geteuid() != 0 or (setpriv := shutil.which("setpriv")) is None:
         return []
     user = str(secrets.choice(_USER_IDS))

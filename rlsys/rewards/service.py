@@ -1,10 +1,11 @@
 """Reward services: `data.reward: http://HOST:PORT/PATH` is a stateless HTTP service.
 
     POST {"id", "prompt", "response", "response_ids", "response_mask", "finished", "label", "entry"}
-        ->  a number, or a dictionary, as a reward function returns
-`prompt`, `response` and `label` are the fields of slime's remote reward models. A request is repeated after no
-response or a status in RETRY_STATUSES. It then has the same `id`, which is also the header Idempotency-Key, so
-that a service may cache its results. Any other error is reported at once, and the sample is censored.
+        ->  a number or a dictionary, like the value of a reward function
+
+`prompt`, `response` and `label` are the fields of slime's remote reward models. A request without a response, or with
+a status in RETRY_STATUSES, is repeated with the same `id`, so that a service may cache its results. The header
+Idempotency-Key has the `id`, too. Any other error censors the sample at once.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ TOKEN = "RLSYS_REWARD_TOKEN"
 RETRY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which a request is repeated."""
 MIN_PAUSE, MAX_PAUSE = 0.2, 5.0
-"""Shortest and longest pause between two attempts, in seconds. It doubles with each attempt."""
+"""Shortest and longest pause between two attempts, in seconds. The pause doubles with each attempt."""
 CONNECT_SECONDS = 10.0
 MAX_ANSWER_BYTES = 2**20
 TIMEOUT_SHARE = 0.9
-"""Share of rollout.reward_timeout for attempts; the rest leaves time to report the reason."""
+"""Share of rollout.reward_timeout for attempts. The remaining time suffices to report the reason."""
 
 
 class _Unavailable(Exception):
@@ -54,14 +55,14 @@ def is_url(name: str) -> bool:
 
 
 def service_name(url: str) -> str:
-    """Return the service's name among the parts of a joined reward."""
+    """Return the name of a service's part in a joined reward, its host name."""
     return urlsplit(url).hostname or url
 
 
 class ServiceReward:
-    """The reward function of the service at `url`. Belongs to one event loop.
+    """The reward function of the service at `url`. Used in one event loop.
 
-    It uses no proxy and refuses redirects, whose target would receive the token, the prompt and the answer.
+    Uses no proxy, and refuses redirects, whose target would receive the token, the prompt and the answer.
     """
 
     def __init__(self, config: Config, url: str) -> None:
@@ -71,7 +72,10 @@ class ServiceReward:
         self._session: aiohttp.ClientSession | None = None
 
     async def __call__(self, prompt: Prompt, text: str) -> Any:
-        """Request a score.
+        """Request the score of a response.
+
+        Returns:
+            The value of the service's JSON response.
 
         Raises:
             RewardError: the service refused the request, returned no JSON, or did not respond in time.
@@ -79,22 +83,28 @@ class ServiceReward:
         plain = self._tokenizer.without_special(text)
         body = question(prompt, text.with_text(plain) if isinstance(text, Response) else plain)
         loop = asyncio.get_running_loop()
-        end, pause, tries = loop.time() + self._seconds, MIN_PAUSE, 1
+        end = loop.time() + self._seconds
+        pause, attempts = MIN_PAUSE, 1
         while True:
             try:
                 async with asyncio.timeout_at(end):
                     return await self._request(body)
             except _Unavailable as e:
-                last, wait = str(e), max(pause, e.pause)
-            except (aiohttp.ClientError, OSError) as e:  # TimeoutError is one
-                last, wait = _describe(e), pause
+                reason, wait = str(e), max(pause, e.pause)
+            except (aiohttp.ClientError, OSError) as e:  # includes TimeoutError
+                reason, wait = _describe(e), pause
             if loop.time() + wait >= end:
-                raise RewardError(f"{self._url}: {last}; {tries} attempts in {self._seconds:g} s")
+                raise RewardError(f"{self._url}: {reason}; {attempts} attempts in {self._seconds:g} s")
             await asyncio.sleep(wait)
-            pause, tries = min(2 * pause, MAX_PAUSE), tries + 1
+            pause, attempts = min(2 * pause, MAX_PAUSE), attempts + 1
 
     async def _request(self, body: Mapping[str, Any]) -> Any:
-        """Send one request."""
+        """Send one request, and return the value of the JSON response.
+
+        Raises:
+            _Unavailable: the status is one of RETRY_STATUSES.
+            RewardError: the service redirects, refuses the request, or returns too much or no JSON.
+        """
         if self._session is None:
             times = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)  # the caller limits the total
             self._session = direct_session(timeout=times)
@@ -103,8 +113,10 @@ class ServiceReward:
         post = self._session.post(self._url, json=body, headers=headers, allow_redirects=False)
         async with post as response:
             if 300 <= response.status < 400:
-                location = response.headers.get("Location", "nowhere")[:200]
-                raise RewardError(f"{self._url} redirects to {location}; use the final URL in data.reward")
+                location = response.headers.get("Location", "no Location")[:200]
+                raise RewardError(
+                    f"{self._url} redirects to {location}; expected the final URL in data.reward"
+                )
             try:
                 raw = await read_bounded(response, MAX_ANSWER_BYTES)
             except TooLong as e:
@@ -117,15 +129,23 @@ class ServiceReward:
             try:
                 return msgspec.json.decode(raw)
             except msgspec.DecodeError:
-                raise RewardError(f"{self._url}: expected JSON, got {text!r}") from None
+                raise RewardError(f"{self._url}: response {text!r}: expected JSON") from None
 
     async def close(self) -> None:
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
 
 def question(prompt: Prompt, response: str) -> dict[str, Any]:
-    """Build the body of a request. The same response to the same prompt has the same `id`.
+    """Build the body of a request.
+
+    Args:
+        prompt: the prompt.
+        response: the response; if it is a Response, the body also has its ids, mask and `finished`.
+
+    Returns:
+        The body. Its `id` is a hash of all other fields.
 
     Raises:
         RowError: the row cannot be encoded as JSON without loss.
@@ -152,7 +172,7 @@ def find_service(url: str) -> Callable[[Config], ServiceReward]:
     """Return the factory of the reward function of a URL.
 
     Raises:
-        UserError: the URL has no host, or has credentials, which a stored config must not contain.
+        UserError: the URL is invalid, or has credentials, which the stored config must not contain.
     """
     try:
         parts = urlsplit(url)
@@ -161,7 +181,8 @@ def find_service(url: str) -> Callable[[Config], ServiceReward]:
         raise UserError(f"data.reward = {url!r}: not a URL: {e}") from None
     if parts.username is not None:
         raise UserError(
-            f"data.reward: the URL has a user name or a password; expected one without. Set {TOKEN} instead"
+            "data.reward: the URL has a user name or a password; expected a URL without, and a token in the "
+            f"environment variable {TOKEN}"
         )
     if not host or any(c.isspace() for c in url):
         raise UserError(f"data.reward = {url!r}: expected a URL http://HOST:PORT/PATH")
@@ -173,10 +194,11 @@ def find_service(url: str) -> Callable[[Config], ServiceReward]:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Return the seconds of a Retry-After header; 0 without one, or if it is a date."""
+    """Return the seconds of a Retry-After header; 0 if the header is missing or a date."""
     header = headers.get("Retry-After", "")
     return float(header) if header.isascii() and header.isdecimal() and len(header) < 6 else 0.0
 
 
 def _describe(error: Exception) -> str:
+    """Return the type and the message of an error as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")

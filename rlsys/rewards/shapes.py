@@ -23,13 +23,13 @@ def regex(
 ) -> Score:
     """Score 1 if the response matches a regular expression, otherwise 0.
 
-    The text of the response has no special tokens; `.` also matches newlines.
+    The response is matched without its special tokens. `.` also matches newlines.
 
     Args:
         config: config of the run.
-        pattern: regular expression; None: the row's `key` has it.
-        key: column of the regular expression.
-        full_match: require a match of the whole response.
+        pattern: regular expression; None: each row has its own.
+        key: column of the rows' regular expressions.
+        full_match: whether the whole response must match.
 
     Raises:
         UserError: `pattern` is not a regular expression.
@@ -56,16 +56,16 @@ def _compile(pattern: str) -> re.Pattern[str]:
 def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Score:
     """Score 1 if the response is JSON that matches a JSON schema, otherwise 0.
 
-    The JSON is the last fenced block of the response, otherwise the content of <answer>, otherwise the whole
-    text. A `$ref` to another document is never fetched.
+    The JSON is the last fenced block of the response, otherwise the content of <answer>, otherwise the text after
+    </think>. A `$ref` to another document is never fetched.
 
     Args:
         config: config of the run.
-        schema: the schema, or a file with it; None: the row's `key` has it.
-        key: column of the schema.
+        schema: the schema, or the path of a file with it; None: each row has its own.
+        key: column of the rows' schemas.
 
     Raises:
-        UserError: `schema` is not a JSON schema.
+        UserError: `schema` is not a JSON schema, or its file cannot be read.
     """
     import jsonschema
     import jsonschema_specifications  # type: ignore[import-untyped]
@@ -73,26 +73,22 @@ def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Scor
 
     tokenizer = Tokenizer.of(config)
     if isinstance(schema, str):
-        try:
-            schema = json.loads(Path(schema).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
-            raise UserError(f"data.reward: json_schema: schema = {schema!r}: cannot read: {e}") from None
+        schema = _read_schema(schema)
     if schema is not None:
         try:
             jsonschema.validators.validator_for(schema).check_schema(schema)
         except jsonschema.SchemaError as e:
-            raise UserError(f"data.reward: json_schema: not a schema: {e.message}") from None
+            raise UserError(
+                f"data.reward: json_schema: schema = {schema!r:.200}: not a JSON schema: {e.message}"
+            ) from None
 
-    def score(prompt: Prompt, text: Response) -> float:
+    def score(prompt: Prompt, response: Response) -> float:
         row_schema = schema
         if row_schema is None:
             row_schema = prompt.entry[key]
             row_schema = json.loads(row_schema) if isinstance(row_schema, str) else row_schema
-        plain = tokenizer.without_special(text)
-        blocks = _FENCED.findall(plain)
-        inner = blocks[-1] if blocks else final_answer(text)
         try:
-            value = json.loads(inner if inner is not None else plain.rpartition("</think>")[2])
+            value = json.loads(_json_text(response, tokenizer.without_special(response)))
         except ValueError:
             return 0.0
         try:
@@ -103,21 +99,46 @@ def json_schema(config: Config, schema: Any = None, key: str = "schema") -> Scor
             )
         except referencing.exceptions.Unresolvable as e:
             raise ValueError(
-                f"json_schema: $ref = {e.ref[:200]!r}: expected a reference within the schema; others are not fetched"
+                f"json_schema: $ref = {e.ref[:200]!r}: expected a reference within the schema, because other "
+                "documents are not fetched"
             ) from None
 
     return score
 
 
-def length(config: Config, limit: int | None = None, buffer: int | None = None) -> Score:
-    """Score 0 up to `limit` - `buffer` sampled tokens, -1 from `limit` on, and linearly in between.
+def _read_schema(file: str) -> Any:
+    """Read the JSON of a file.
 
-    This is DAPO's soft overlong punishment (Yu et al. 2025, equation 13).
+    Raises:
+        UserError: the file cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise UserError(f"data.reward: json_schema: schema = {file!r}: cannot read the file: {e}") from None
+
+
+def _json_text(response: Response, plain: str) -> str:
+    """Return the part of a response that must be JSON (json_schema). `plain`: its text without special tokens."""
+    blocks = _FENCED.findall(plain)
+    if blocks:
+        return str(blocks[-1])
+    answer = final_answer(response)
+    return plain.rpartition("</think>")[2] if answer is None else answer
+
+
+def length(config: Config, limit: int | None = None, buffer: int | None = None) -> Score:
+    """Punish long responses: DAPO's soft overlong punishment (Yu et al. 2025, equation 13).
+
+    The score is 0 up to `limit` - `buffer` sampled tokens, -1 for `limit` tokens and more, and linear in between.
 
     Args:
         config: config of the run.
         limit: number of tokens; None: rollout.max_response_tokens.
         buffer: number of tokens; None: a fifth of the limit.
+
+    Raises:
+        UserError: `buffer` is not positive, or larger than the limit.
     """
     max_tokens = config.rollout.max_response_tokens if limit is None else limit
     buffer_tokens = max(1, max_tokens // 5) if buffer is None else buffer
@@ -133,11 +154,15 @@ def length(config: Config, limit: int | None = None, buffer: int | None = None) 
 
 
 def format_(config: Config, marks: list[str] | None = None) -> Score:
-    """Score the share of `marks` that the response has exactly once and in this order; 0 if it was truncated.
+    """Score the share of `marks` that the response has exactly once and in this order. A truncated response scores 0.
 
     Args:
         config: config of the run.
-        marks: texts; None: `</think>`, `<answer>`, `</answer>`. Many chat templates contain `<think>` themselves.
+        marks: texts; None: `</think>`, `<answer>` and `</answer>`. `<think>` is not among them, because many chat
+            templates end the prompt with it.
+
+    Raises:
+        UserError: `marks` is empty.
     """
     expected_marks = ["</think>", "<answer>", "</answer>"] if marks is None else marks
     if not expected_marks:
@@ -146,11 +171,12 @@ def format_(config: Config, marks: list[str] | None = None) -> Score:
     def score(prompt: Prompt, text: Response) -> float:
         if not text.finished:
             return 0.0
-        last_position, found_in_order = -1, 0
+        last_position, marks_in_order = -1, 0
         for mark in expected_marks:
             position = text.find(mark)
             if text.count(mark) == 1 and position > last_position:
-                last_position, found_in_order = position, found_in_order + 1
-        return found_in_order / len(expected_marks)
+                last_position = position
+                marks_in_order += 1
+        return marks_in_order / len(expected_marks)
 
     return score

@@ -1,9 +1,12 @@
 """Adapters of reward functions for other frameworks: verl, slime, TRL and `verifiers`.
 
-An adapter converts a function to `score(prompt, response)`, which is async if the function is. The function
-gets, under its framework's names, the text without special tokens, the response ids, the mask of the tokens
-that the model sampled, and whether the model ended the response. For verl, `solution_str` also has them as
-attributes. No text is tokenised again.
+An adapter converts a function to `score(prompt, response)`, which is async if the function is async. The function
+gets these values, by its framework's names; for verl, they are also attributes of `solution_str`:
+
+- the text without special tokens, which is not tokenised again
+- the response ids
+- the mask of the ids that the model sampled
+- whether the model ended the response
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from rlsys.data.tokenizer import Tokenizer
 from rlsys.rewards.slime_names import Options, Sample, provide
 
 Score = Callable[[Prompt, Response], Any]
-"""A reward function. results.parse_reward parses its value, awaited if async; None: the reward does not apply."""
+"""A reward function, plain or async. Its value is parsed by results.parse_reward; None: the reward does not apply."""
 Arguments = Callable[[Prompt, Response], dict[str, Any]]
+"""Returns the keyword arguments of a framework's function."""
 
 
 def adapt(
@@ -31,14 +35,14 @@ def adapt(
     """Adapt a function of another framework, or create one of rlsys.
 
     Args:
-        field_name: config field, for messages.
+        field_name: config field, for errors.
         function: the function.
-        spec: its entry in the config.
+        spec: entry of the function in the config field.
         config: config of the run.
         extras: additional keyword arguments, which are passed if the function has these parameters.
 
     Raises:
-        UserError: the parameters do not determine the framework.
+        UserError: the parameters of the function do not determine the framework.
     """
     signature = spec.signature if spec.signature != "auto" else infer_framework(function)
     if signature is None:
@@ -61,12 +65,12 @@ def adapt(
     def arguments(prompt: Prompt, response: Response) -> dict[str, Any]:
         return {**extras, **framework_arguments(prompt, response)}
 
-    key = spec.params.get("reward_key") if signature == "slime" else None
-    return _wrap(function, arguments, tokenizer, lambda value: _unbatch(value, key))
+    reward_key = spec.params.get("reward_key") if signature == "slime" else None
+    return _wrap(function, arguments, tokenizer, lambda value: _unbatch(value, reward_key))
 
 
 def infer_framework(function: Callable[..., Any]) -> str | None:
-    """Return the framework of a function by the names of its parameters; None if they match none."""
+    """Return the framework of a function, by the names of its parameters; None if no framework has these names."""
     names = _names(function)
     if "solution_str" in names and "ground_truth" in names:
         return "verl"
@@ -87,6 +91,8 @@ def is_async(score: Callable[..., Any]) -> bool:
 def _wrap(
     function: Callable[..., Any], arguments: Arguments, tokenizer: Tokenizer, parse: Callable[[Any], Any]
 ) -> Score:
+    """Return a reward function that calls `function` with `arguments`, and parses its value with `parse`."""
+
     def plain(response: Response) -> Response:
         return response.with_text(tokenizer.without_special(response))
 
@@ -105,9 +111,9 @@ def _wrap(
 
 def _verl(function: Callable[..., Any], spec: RewardSpec, config: Config) -> Arguments:
     def arguments(prompt: Prompt, response: Response) -> dict[str, Any]:
-        sampled = {"response_ids": list(response.ids), "response_mask": list(response.mask)}
         values = {
-            **sampled,
+            "response_ids": list(response.ids),
+            "response_mask": list(response.mask),
             "finished": response.finished,
             "data_source": prompt.entry.get("data_source"),
             "solution_str": response,
@@ -154,12 +160,12 @@ def _trl(function: Callable[..., Any], spec: RewardSpec, config: Config) -> Argu
     def arguments(prompt: Prompt, response: Response) -> dict[str, Any]:
         text = str(response)
         messages = prompt.entry.get("prompt", prompt.entry.get("messages", prompt.question))
-        chat = isinstance(messages, list)
+        is_chat = isinstance(messages, list)
         columns = {k: [v] for k, v in prompt.entry.items() if k not in ("prompt", "completion")}
         values = {
             **columns,
             "prompts": [messages],
-            "completions": [[{"role": "assistant", "content": text}] if chat else text],
+            "completions": [[{"role": "assistant", "content": text}] if is_chat else text],
             "completion_ids": [list(response.ids)],
             "completion_mask": [list(response.mask)],
             "finished": [response.finished],
@@ -188,10 +194,8 @@ def _verifiers(function: Callable[..., Any], spec: RewardSpec, config: Config) -
             "is_truncated": not response.finished,
             **row,
         }
-        return (
-            _accepted(function, {"prompt": messages, "completion": completion, "state": state, **row})
-            | spec.params
-        )
+        values = {"prompt": messages, "completion": completion, "state": state, **row}
+        return _accepted(function, values) | spec.params
 
     return arguments
 
@@ -213,17 +217,26 @@ def _accepted(function: Callable[..., Any], values: dict[str, Any]) -> dict[str,
 
 
 def _names(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's parameters, except *args and **kwargs."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # it has no signature
+    except (TypeError, ValueError):  # the function has no signature
         return []
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def _unbatch(value: Any, key: str | None) -> Any:
-    """Return the value of a batch of one. `key`: slime's `reward_key`, which selects a value of a dictionary."""
+def _unbatch(value: Any, reward_key: str | None) -> Any:
+    """Return the reward of a batch with one response.
+
+    Args:
+        value: value of the function: a list with one reward, or the reward.
+        reward_key: key of the reward if it is a dictionary (slime's `reward_key`); None: the whole dictionary.
+
+    Raises:
+        ValueError: the list has another length.
+    """
     if isinstance(value, list | tuple):
         if len(value) != 1:
-            raise ValueError(f"it returned {len(value)} rewards for one response")
+            raise ValueError(f"the function returned {len(value)} rewards for one response; expected one")
         value = value[0]
-    return value[key] if key is not None and isinstance(value, dict) else value
+    return value[reward_key] if reward_key is not None and isinstance(value, dict) else value

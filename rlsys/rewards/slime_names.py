@@ -1,7 +1,8 @@
 """Modules with slime's names, for functions of slime that generate or score one response.
 
-`install` registers them in `sys.modules`, even if slime itself is installed: its requests would go to a server that
-rlsys does not have. Requests through `post` go to the generator of the sample (rlsys/generators/slime_generator.py).
+`install` registers the modules in `sys.modules`. They replace slime's modules even if slime is installed, because
+slime sends requests to a server that rlsys does not have. Here `post` sends requests to the generator of the sample
+(rlsys/generators/slime_generator.py).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from rlsys.data.tokenizer import Tokenizer
 
 PENDING = "pending"
 Answer = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
-"""(path, body of a request) -> the engine's answer."""
+"""(path, body) of a request -> the engine's answer."""
 
 conversations: dict[str, Answer] = {}
-"""Host name in a sample's requests -> function that answers them. The sample's generator adds and removes entries."""
+"""Host name of a sample's requests -> function that answers them. The generator adds and removes the entry."""
 
 
 @dataclass
@@ -72,25 +73,38 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Append tokens of the model with their log-probs, or without `trainable` tokens of a tool.
+        """Append tokens to the response. Same interface as slime.
+
+        Args:
+            args: ignored.
+            tokens: token ids.
+            log_probs: log-probs of the tokens; required for tokens of the model.
+            trainable: whether the tokens are from the model, and not from a tool.
+            meta_info: meta_info of SGLang's answer; its finish reason sets the status.
+            text: text of the tokens.
+            update_terminal_info: whether `meta_info` sets the status.
 
         Raises:
             ValueError: the numbers of tokens and log-probs differ.
         """
-        new = [int(t) for t in tokens or ()]
-        if new and trainable and log_probs is None:
-            raise ValueError(f"{len(new)} tokens of the model without log-probs")
-        if log_probs is not None and len(log_probs) != len(new):
-            raise ValueError(f"{len(log_probs)} log-probs for {len(new)} tokens")
+        ids = [int(t) for t in tokens or ()]
+        if ids and trainable and log_probs is None:
+            raise ValueError(
+                f"log_probs = None for {len(ids)} tokens of the model: expected one log-prob per token"
+            )
+        if log_probs is not None and len(log_probs) != len(ids):
+            raise ValueError(
+                f"{len(log_probs)} log-probs for {len(ids)} tokens: expected one log-prob per token"
+            )
         if self.loss_mask is None:
             self.loss_mask = [1] * self.response_length
         if self.rollout_log_probs is None:
             self.rollout_log_probs = [0.0] * self.response_length
         self.response += text or ""
-        self.tokens = [*self.tokens, *new]
-        self.response_length += len(new)
-        self.loss_mask += [int(trainable)] * len(new)
-        self.rollout_log_probs += [0.0] * len(new) if log_probs is None else map(float, log_probs)
+        self.tokens = [*self.tokens, *ids]
+        self.response_length += len(ids)
+        self.loss_mask += [int(trainable)] * len(ids)
+        self.rollout_log_probs += [0.0] * len(ids) if log_probs is None else map(float, log_probs)
         if meta_info and update_terminal_info and "finish_reason" in meta_info:
             self.status = STATUSES[meta_info["finish_reason"]["type"]]
 
@@ -111,12 +125,12 @@ STATUSES = {
 
 
 class Options(SimpleNamespace):
-    """The options of slime that have a counterpart in rlsys, and those that the config adds."""
+    """The options of slime that have a counterpart in rlsys, and those that the config's parameters add."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"args.{name}: this option of slime has no value in rlsys; set it in rollout.generator_params: "
-            f"{{{name}: ...}}, or for a reward in its params"
+            f"args.{name}: this option of slime has no value in rlsys; set it by rollout.generator_params = "
+            f"{{{name}: VALUE}}, or for a reward by its params"
         )
 
 
@@ -151,7 +165,7 @@ class HFTokenizer:
 
 
 class GenerateState:
-    """Replacement of slime's shared state. Each instance is created from the arguments."""
+    """Replacement of slime's class of this name, which is a singleton there; here each instance is independent."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -165,18 +179,19 @@ _tokenizers: dict[str, HFTokenizer] = {}
 
 
 def provide(tokenizer: Tokenizer) -> None:
-    """Register a tokenizer for functions that load the tokenizer of its folder."""
+    """Register a tokenizer, so that `load_tokenizer` of its folder returns it."""
     _tokenizers.setdefault(str(tokenizer.path), HFTokenizer(tokenizer))
 
 
 def load_tokenizer(folder: str, **_: Any) -> HFTokenizer:
+    """Return the tokenizer of a model folder, loaded once in a process."""
     if folder not in _tokenizers:
         _tokenizers[folder] = HFTokenizer(Tokenizer(folder))
     return _tokenizers[folder]
 
 
 def sampling_params(args: Any) -> dict[str, Any]:
-    """Return the sampling parameters that slime passes to a function."""
+    """Return the sampling parameters that slime passes to a function with the options `args`."""
     return {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
@@ -201,8 +216,8 @@ async def post(url: str, payload: Mapping[str, Any], *_: Any, **__: Any) -> dict
     if answer is None:
         raise GeneratorError(
             f"slime.utils.http_utils.post to {url}: expected "
-            "http://{args.sglang_router_ip}:{args.sglang_router_port}/generate, the run's engines; use your own "
-            "client for other servers"
+            "http://{args.sglang_router_ip}:{args.sglang_router_port}/generate, the run's engines; for other "
+            "servers, use another HTTP client"
         )
     return await answer(parts.path, payload)
 
@@ -225,13 +240,13 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Register the modules once in a process. Call before any plug-in is imported."""
+    """Register the modules, unless they are registered. Must be called before a plug-in is imported."""
     for name, members in _MODULES.items():
         if getattr(sys.modules.get(name), "stands_in_for_slime", False):
             continue
         module = ModuleType(name)
         vars(module).update(members, stands_in_for_slime=True, __path__=[])
         sys.modules[name] = module
-        package, _, last = name.rpartition(".")
+        package, _, child = name.rpartition(".")
         if package:
-            setattr(sys.modules[package], last, module)
+            setattr(sys.modules[package], child, module)

@@ -18,7 +18,14 @@ from rlsys.rewards.workers import location_and_row
 
 
 def prepare(message: bytes) -> Callable[[bytes], list[Any]]:
-    """Limit the memory, create the plain functions of a config, and return the handler of later messages."""
+    """Limit the memory of the process, and create the plain reward functions.
+
+    Args:
+        message: the config as JSON.
+
+    Returns:
+        Handler of the later messages, which returns the value of each plain function, in their order in data.reward.
+    """
     config = Config.model_validate_json(message)
     limit = round(config.data.reward_memory_gb * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

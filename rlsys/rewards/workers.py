@@ -14,7 +14,7 @@ from rlsys.core.texts import error_text
 from rlsys.core.types import Prompt, Response
 
 PlainScores = Callable[[Prompt, Response], Awaitable[list[Any]]]
-"""Values of the plain reward functions for a response, in the order of data.reward. Raises RewardError."""
+"""Returns the value of each plain reward function for a response, in the order of data.reward. Raises RewardError."""
 
 
 class RewardError(Exception):
@@ -22,7 +22,7 @@ class RewardError(Exception):
 
 
 class Row(dict[str, Any]):
-    """The row of a prompt, for a reward function. The KeyError of a missing key has a note that names the prompt."""
+    """The row of a prompt, for reward functions. The KeyError of a missing key names the prompt in a note."""
 
     def __init__(self, prompt: Prompt) -> None:
         super().__init__(prompt.entry)
@@ -36,16 +36,16 @@ class Row(dict[str, Any]):
 
 
 def location_and_row(error: BaseException) -> str:
-    """Return the location of the user's code that raised the error, and the note of a Row about a missing key."""
+    """Return the location of the user's code that raised an error, and for a missing key of a Row also its note."""
     notes: list[str] = getattr(error, "__notes__", [])
     return source_location(error) + "".join(n for n in notes if isinstance(error, KeyError))
 
 
 async def contained(score: Awaitable[Any]) -> Any:
-    """Await the value of an async reward function.
+    """Await the value of an async reward function, and contain errors that would end the event loop.
 
     Raises:
-        RewardError: the function raised SystemExit or KeyboardInterrupt, which would end the event loop.
+        RewardError: the function raised SystemExit or KeyboardInterrupt.
     """
     try:
         return await score
@@ -54,7 +54,7 @@ async def contained(score: Awaitable[Any]) -> Any:
 
 
 class RewardWorkers(ProcessPool):
-    """Processes of the plain reward functions. They trust the pickles that they receive."""
+    """Processes that run the plain reward functions. They unpickle what this process sends."""
 
     def __init__(self, config: Config) -> None:
         dumped = config.model_dump_json().encode()
@@ -62,7 +62,7 @@ class RewardWorkers(ProcessPool):
 
     @asynccontextmanager
     async def scores(self) -> AsyncIterator[PlainScores]:
-        """Reserve a process for one response. On exit, kill it if it still computes."""
+        """Reserve a process for one response, and yield its functions. On exit, kill it if it still computes."""
         async with self.acquire() as worker:
 
             async def call_worker(prompt: Prompt, response: Response) -> list[Any]:

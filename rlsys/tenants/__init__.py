@@ -1,1 +1,1 @@
-"""Adapters on one model behind the protocol of Tinker's client, `rlsys tenants`."""
+"""`rlsys tenants`: a server on which several tenants train adapters of one model, by the protocol of Tinker."""

@@ -1,4 +1,4 @@
-"""HTTP API of Tinker's protocol for its client 0.38.0; requests have the tenant's key in `X-API-Key`.
+"""HTTP API of Tinker's protocol, for Tinker's client 0.38.0. Requests have the tenant's key in `X-API-Key`.
 
     GET  /api/v1/healthz                                            liveness; needs no key
     GET  /api/v1/get_server_capabilities
@@ -51,13 +51,16 @@ from rlsys.tenants.work import model_id, sampler_id
 
 LIMITS = ServerLimits(connections=512, body_bytes=32 * 2**20)
 JSON_BYTES, SMALL_BYTES = 4 * 2**20, 2**14
+"""Largest size of a JSON body, and the size below which a body is parsed in the event loop."""
 STATUSES = {NotFound: 404, LimitExceeded: 429, Conflict: 422, BadMessage: 400, UnsupportedRequest: 400}
+"""HTTP statuses of errors."""
 CHUNK_BYTES = 4_000_000
-"""Approximate size of the requests into which the client splits a forward pass."""
+"""Approximate size, in bytes, of the requests into which the client splits a forward pass."""
 WAIT_SECONDS = 20.0
-"""Longest wait for a result; less than the client's timeout."""
+"""Longest wait for a result, which is shorter than the client's timeout."""
 _PROTOBUF = "application/x-protobuf"
-_IN_PROTOBUF = ("forward", "forward_backward", "sample")
+_PROTOBUF_KINDS = ("forward", "forward_backward", "sample")
+"""Kinds of requests whose results are Protocol Buffers."""
 _API = "/api/v1"
 _HEALTH = f"{_API}/healthz"
 _TENANT = web.RequestKey("tenant", str)
@@ -68,17 +71,24 @@ Answer = Callable[[Tenant, web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """Base model and adapters of the server."""
+    """Base model and adapters of the server.
+
+    Attributes:
+        name: name of the base model.
+        tokenizer: folder of the tokenizer.
+        context: context length of the model, in tokens.
+        max_tokens: largest number of tokens of a sequence in the engine.
+        rank: rank of the adapters.
+        targets: names of the matrices with adapters, separated by commas.
+    """
 
     name: str
     tokenizer: str
     vocab_size: int
     context: int
     max_tokens: int
-    """Longest sequence of the engine."""
     rank: int
     targets: str
-    """Matrices that have adapters."""
 
 
 class Front:
@@ -88,6 +98,7 @@ class Front:
         self._service, self._keys, self._server_info = service, keys, info
 
     def app(self) -> web.Application:
+        """Create the application."""
         posts: dict[str, Answer] = {
             "client/config": self._client_config,
             "client/dynamic_config": self._dynamic_config,
@@ -121,11 +132,13 @@ class Front:
     def _admit(self, request: web.Request) -> None:
         tenant = self._keys.tenant(api_key(request))
         if tenant is None and request.path != _HEALTH:
-            raise Refusal(401, "X-API-Key: unknown key")
+            raise Refusal(401, "X-API-Key: unknown key; expected the key of a tenant")
         request[_TENANT] = tenant or ""
         request[AUTHORIZED] = tenant is not None
 
     def _for_tenant(self, answer: Answer) -> Handler:
+        """Return the handler that calls `answer` with the tenant of the request's key."""
+
         async def handler(request: web.Request) -> web.StreamResponse:
             return await answer(self._service.tenants[request[_TENANT]], request)
 
@@ -163,7 +176,7 @@ class Front:
         return web.json_response({"type": "session_heartbeat"})
 
     async def _finish(self, tenant: Tenant, request: web.Request) -> web.Response:
-        """Finish a session. Its models remain: other sessions may train and sample them."""
+        """Finish a session. Its models remain, because other sessions may train and sample them."""
         tenant.check_session(request.match_info["session"])
         return web.json_response({})
 
@@ -182,19 +195,29 @@ class Front:
         return await self._submit(tenant, model, 0, "create_model", body)
 
     def _check_model(self, message: CreateModel) -> None:
+        """Check that the server can create the requested model.
+
+        Raises:
+            UserError: base model, optimizer or adapters differ from those of the server.
+        """
         info, lora = self._server_info, message.lora_config
         if message.base_model != info.name:
             raise UserError(
                 f"base_model = {message.base_model[:100]}: expected {info.name}, the model of this server"
             )
         if message.optimizer_config.type != "adamw":
-            raise UserError(f"optimizer_config = {message.optimizer_config.type[:50]}: expected adamw")
+            raise UserError(f"optimizer_config.type = {message.optimizer_config.type[:50]}: expected adamw")
         if lora is None:
-            raise UserError("lora_config is missing: expected one, since this server trains adapters only")
+            raise UserError("lora_config is missing; expected one, because this server trains only adapters")
         if lora.rank != info.rank:
-            raise UserError(f"rank = {lora.rank}: expected {info.rank}, the rank of this server's adapters")
+            raise UserError(
+                f"lora_config.rank = {lora.rank}: expected {info.rank}, the rank of this server's adapters"
+            )
         if not (lora.train_mlp and lora.train_attn):
-            raise UserError(f"train_mlp, train_attn: this server's adapters are on {info.targets}, together")
+            raise UserError(
+                f"lora_config: train_mlp = {lora.train_mlp}, train_attn = {lora.train_attn}: expected true for both, "
+                f"because this server's adapters are on {info.targets}"
+            )
 
     async def _info(self, tenant: Tenant, request: web.Request) -> web.Response:
         message, _ = await _read(tenant, request, ModelRequest)
@@ -206,7 +229,7 @@ class Front:
 
     async def _forward_backward(self, tenant: Tenant, request: web.Request) -> web.Response:
         if request.content_type != _PROTOBUF:
-            raise Refusal(415, f"Content-Type: expected {_PROTOBUF}")
+            raise Refusal(415, f"Content-Type: {request.content_type}: expected {_PROTOBUF}")
         async with tenant.body_slots:
             body = await request.read()
         message = await asyncio.to_thread(read_request, body)
@@ -238,7 +261,7 @@ class Front:
                 "server"
             )
         if message.path not in tenant.ledger.saves():
-            raise NotFound(f"{message.path[:200]}: not found")
+            raise NotFound(f"path = {message.path[:200]}: not found; expected saved weights")
         if message.model_id is not None and message.seq_id is not None:
             return await self._submit_for_model(
                 tenant, message.model_id, message.seq_id, "load_weights", body
@@ -258,6 +281,7 @@ class Front:
     async def _submit(
         self, tenant: Tenant, series: str, seq: int, kind: str, body: bytes, **extra: Any
     ) -> web.Response:
+        """Submit a request, and respond with its id and the fields `extra`."""
         request_id = await self._service.submit(tenant, series, seq, kind, body)
         return web.json_response({"request_id": request_id, **extra})
 
@@ -268,8 +292,8 @@ class Front:
         for path, (owner, _, _, created) in tenant.ledger.saves().items():
             kind, name = path.removeprefix("tinker://").split("/")[1:]
             if owner == model.id:
-                at = datetime.fromtimestamp(created, UTC).isoformat()
-                checkpoint = {"checkpoint_id": f"{kind}/{name}", "checkpoint_type": kinds[kind], "time": at}
+                time = datetime.fromtimestamp(created, UTC).isoformat()
+                checkpoint = {"checkpoint_id": f"{kind}/{name}", "checkpoint_type": kinds[kind], "time": time}
                 checkpoints.append({**checkpoint, "tinker_path": path})
         return web.json_response({"checkpoints": checkpoints})
 
@@ -313,19 +337,24 @@ class Front:
             reply = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return web.json_response(reply)
         kind, failed, result = outcome
-        in_protobuf = kind in _IN_PROTOBUF and not failed
-        return web.Response(body=result, content_type=_PROTOBUF if in_protobuf else "application/json")
+        is_protobuf = kind in _PROTOBUF_KINDS and not failed
+        return web.Response(body=result, content_type=_PROTOBUF if is_protobuf else "application/json")
 
 
 async def _read(tenant: Tenant, request: web.Request, kind: type[T]) -> tuple[T, bytes]:
-    """Return a JSON body, parsed and as bytes. Large bodies are parsed outside of the event loop."""
+    """Return the JSON body of a request, parsed and as bytes. Large bodies are parsed in a thread.
+
+    Raises:
+        UserError: a field is invalid.
+        Refusal: the body is larger than JSON_BYTES.
+    """
     if 0 <= (request.content_length or -1) < SMALL_BYTES:
         body = await request.read()
         return read(kind, body), body
     async with tenant.body_slots:
         body = await request.read()
     if len(body) > JSON_BYTES:
-        raise Refusal(413, f"the body is too large, expected at most {JSON_BYTES} bytes")
+        raise Refusal(413, f"the body has {len(body)} bytes; expected at most {JSON_BYTES}")
     return await asyncio.to_thread(read, kind, body), body
 
 

@@ -1,7 +1,7 @@
-"""Owner of the trainer: runs the tenants' passes and optimizer steps one after the other, always in the same thread.
+"""Learner: owns the trainer, and runs the tenants' passes and optimizer steps one after the other, in one thread.
 
-Shapes: N tokens of a datum; T tokens of a packed micro-batch, in which a datum has one more token: the target of its
-last position.
+Shapes: N tokens of a datum, T tokens of a packed micro-batch. In a micro-batch, a datum has N + 1 tokens: its input
+tokens and the target of the last one.
 """
 
 from __future__ import annotations
@@ -31,17 +31,23 @@ from rlsys.trainer.sft.sft import at_temperature_one
 from rlsys.trainer.trainer import Trainer
 
 MAX_STATES = 8
-"""Largest number of inactive adapter states in host memory; further ones are on disk only."""
+"""Largest number of inactive adapter states in host memory. Further states are only on disk."""
 _INPUTS = ("weights", "logprobs", "advantages")
 
 
 class NotFinite(Exception):
-    """The gradient, or the weights after a step, are not finite; the weights remain unchanged."""
+    """Raised if the gradient, or the weights after a step, are not finite. The model's weights remain unchanged."""
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """Result of a pass: log-probs `[N]` of each datum's targets, and the loss, a sum over all tokens."""
+    """Result of a pass.
+
+    Attributes:
+        logprobs: log-probs `[N]` of the targets of each datum.
+        loss: sum of the losses of all tokens.
+        tokens: number of tokens of all data.
+    """
 
     logprobs: list[NDArray[np.float32]]
     loss: float
@@ -50,7 +56,7 @@ class PassResult:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of an optimizer step."""
+    """Result of an optimizer step. `grad_norm`: norm of the gradient before clipping."""
 
     grad_norm: float
     state: AdapterState
@@ -59,7 +65,7 @@ class StepResult:
 class Learner:
     """Owns the trainer and the adapter states in host memory.
 
-    Methods raise UserError for invalid requests; the model then remains unchanged.
+    Methods raise UserError for an invalid request, which leaves the model unchanged.
     """
 
     def __init__(self, config: Config) -> None:
@@ -67,11 +73,11 @@ class Learner:
         self._resident = Resident(self.trainer)
         self._current = ""
         self._states: dict[str, AdapterState] = {}
-        """States of inactive models, the most recent last."""
+        """Id of an inactive model -> its state. The most recently active model is the last."""
         self._crossover = crossover_length(self.trainer.hf)
 
     def first(self, seed: int) -> AdapterState:
-        """Create the state of a new model."""
+        """Create the state of a new model. `seed`: seed of its initial weights."""
         return self._resident.first(seed)
 
     def enter(self, model: str, file: Path) -> None:
@@ -79,7 +85,7 @@ class Learner:
 
         Args:
             model: id of the model.
-            file: its state, read if it is not in host memory.
+            file: file with the model's state, which is read if the state is not in host memory.
         """
         if self._current == model:
             return
@@ -89,7 +95,7 @@ class Learner:
         self._current = model
 
     def replace(self, model: str, state: AdapterState) -> None:
-        """Activate a model with a new state."""
+        """Activate a model with a new state, which replaces its old state."""
         if self._current != model:
             self._leave()
             self._states.pop(model, None)
@@ -97,31 +103,42 @@ class Learner:
         self._current = model
 
     def forget(self, model: str) -> None:
-        """Drop a model's state from memory."""
+        """Remove the state of a model from memory."""
         self._states.pop(model, None)
         self._current = "" if self._current == model else self._current
 
     def _leave(self) -> None:
-        """Deactivate the current model; drop the oldest states without gradients, which are on disk too."""
+        """Deactivate the current model, and keep at most MAX_STATES states in memory.
+
+        Removes the oldest states without gradients, which are also on disk.
+        """
         if self._current:
             self._states[self._current] = self._resident.copy()
             self._current = ""
-        idle = [model for model, state in self._states.items() if not state.gradients]
-        for model in idle[: max(0, len(self._states) - MAX_STATES)]:
+        removable = [model for model, state in self._states.items() if not state.gradients]
+        for model in removable[: max(0, len(self._states) - MAX_STATES)]:
             del self._states[model]
 
     # -- the active model ---------------------------------------------------------------------------------------
 
     def state(self) -> AdapterState:
+        """Return a copy of the active model's state."""
         return self._resident.copy()
 
     def run(
         self, data: Sequence[Datum], kind: LossKind, params: Mapping[str, float], backward: bool
     ) -> PassResult:
-        """Run one pass over `data`; with `backward`, accumulate its gradient."""
+        """Run a pass of the active model over data.
+
+        Args:
+            data: the data.
+            kind: the loss.
+            params: parameters of the loss.
+            backward: whether to compute the gradient of the loss and add it to the model's gradient.
+        """
         lengths = [len(d.ids) + 1 for d in data]
         bins = filter(None, plan_bins(Prefixes.none(lengths), self.trainer.config.trainer.token_budget))
-        batch = [_packed([data[i] for i in members], members) for members in bins]
+        batch = [_pack([data[i] for i in members], members) for members in bins]
         rows: dict[int, NDArray[np.float32]] = {}
         total = torch.zeros((), dtype=torch.float64)
 
@@ -142,64 +159,71 @@ class Learner:
         return PassResult([rows[i] for i in range(len(data))], float(total), sum(len(d.ids) for d in data))
 
     def step(self, params: AdamParams) -> StepResult:
-        """Run an optimizer step.
+        """Run an optimizer step of the active model.
 
         Raises:
-            NotFinite: gradient or weights are not finite.
+            NotFinite: the gradient or the new weights are not finite.
             UserError: there is no gradient.
         """
         if not self._resident.has_gradient:
-            raise UserError("optim_step: expected a forward_backward since the last optim_step")
+            raise UserError(
+                "optim_step: the model has no gradient; expected a forward_backward since the last optim_step"
+            )
         optimizer = self.trainer.optimizer
         for group in optimizer.param_groups:
             group["betas"], group["eps"] = (params.beta1, params.beta2), params.eps
             group["weight_decay"] = params.weight_decay
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             part.config.clip_grad = params.grad_clip_norm
-        done = self.trainer.apply(params.learning_rate, 1.0, 1.0)
-        if done.skipped:
-            raise NotFinite(f"optim_step: the gradient norm is {done.grad_norm}; the gradient is discarded")
+        result = self.trainer.apply(params.learning_rate, 1.0, 1.0)
+        if result.skipped:
+            raise NotFinite(
+                f"optim_step: the gradient norm is {result.grad_norm}; expected a finite norm; the gradient is "
+                "discarded"
+            )
         state = self._resident.copy()
         if not state.finite:
             self._current = ""  # the next request reads the state from disk
             raise NotFinite(
-                f"optim_step: the step gives weights that are not finite (learning_rate = "
+                "optim_step: the weights after the step are not finite (learning_rate = "
                 f"{params.learning_rate:g}, eps = {params.eps:g}); the model remains unchanged"
             )
-        return StepResult(done.grad_norm, state)
+        return StepResult(result.grad_norm, state)
 
     def export(self, folder: Path) -> None:
-        """Write the adapters in PEFT's format.
+        """Write the adapters of the active model in PEFT's format to a new folder.
 
         Raises:
             RunError: the base model has changed.
-            UserError: weights are not finite. An engine's error would not name the model.
+            UserError: weights are not finite.
         """
         self.trainer.check_base()
-        if not self.state().finite:
-            raise UserError("save_weights_for_sampler: the model has weights that are not finite")
+        if not self.state().finite:  # checked here, because an error of the engine would not name the model
+            raise UserError(
+                "save_weights_for_sampler: the model has weights that are not finite; expected finite weights"
+            )
         self.trainer.export_adapter(folder)
 
 
 # -- data ---------------------------------------------------------------------------------------------------
 
 
-def loss_of(name: str, params: Mapping[str, float]) -> LossKind:
-    """Return a loss by its name in the protocol.
+def find_loss(name: str, params: Mapping[str, float]) -> LossKind:
+    """Return the loss with this name in the protocol, after checking the names of its parameters.
 
     Raises:
-        UserError: unknown loss, unknown parameter, or missing parameter.
+        UserError: the loss or a parameter is unknown, or a required parameter is missing.
     """
     if name not in LOSSES:
         raise UserError(f"loss_fn = {name[:50]}: expected one of {', '.join(LOSSES)}")
     kind = LOSSES[name]
     for key in params:
         if key not in kind.params:
-            supported = ", ".join(kind.params) or "none"
-            raise UserError(f"loss_fn_config: {key[:50]}: not a parameter of {name}; supported: {supported}")
+            expected = ", ".join(kind.params) or "no parameters"
+            raise UserError(f"loss_fn_config: {key[:50]}: not a parameter of {name}; expected {expected}")
     missing = [key for key, value in kind.params.items() if np.isnan(value) and key not in params]
     if missing:
-        raise UserError(f"loss_fn_config: {name} needs {missing[0]}")
+        raise UserError(f"loss_fn_config: {missing[0]} is missing; {name} requires it")
     return kind
 
 
@@ -207,43 +231,53 @@ def check_data(data: Sequence[Datum], kind: LossKind, vocab_size: int, context: 
     """Check the data of a pass.
 
     Args:
-        data: sequences of the request.
-        kind: loss.
+        data: data of the request.
+        kind: the loss.
         vocab_size: size of the vocabulary.
-        context: context length of the model.
+        context: context length of the model, in tokens.
 
     Raises:
-        UserError: a datum is invalid.
+        UserError: there is no datum, or a datum is invalid.
     """
     if not data:
-        raise UserError("forward_backward: no data")
-    expected = {"target_tokens", *kind.inputs}
+        raise UserError("forward_backward: data is empty; expected at least one datum")
     for number, datum in enumerate(data):
-        n = len(datum.ids)
-        if not 0 < n < context:
-            raise UserError(f"datum {number}: {n} tokens, expected 1 to {context - 1}")
-        if datum.inputs.keys() != expected:
-            raise UserError(
-                f"datum {number}: loss_fn_inputs {', '.join(sorted(datum.inputs)) or 'none'}, expected "
-                f"{', '.join(sorted(expected))}"
-            )
-        for name, values in datum.inputs.items():
-            if len(values) != n:
-                raise UserError(f"datum {number}: {len(values)} {name} for {n} tokens of model_input")
-            if name != "target_tokens" and not np.isfinite(values).all():
-                raise UserError(f"datum {number}: {name} has a value that is not finite")
-        targets = datum.inputs["target_tokens"]
-        if not np.issubdtype(targets.dtype, np.integer):
-            raise UserError(f"datum {number}: target_tokens are not integers")
-        for name, ids in (("model_input", np.asarray(datum.ids)), ("target_tokens", targets)):
-            smallest, largest = int(np.min(ids)), int(np.max(ids))
-            if smallest < 0 or largest >= vocab_size:
-                wrong = smallest if smallest < 0 else largest
-                raise UserError(f"datum {number}: {name} has the id {wrong}, expected 0 to {vocab_size - 1}")
+        _check_datum(f"datum {number}", datum, kind, vocab_size, context)
 
 
-def _packed(data: Sequence[Datum], rows: Sequence[int]) -> MicroBatch:
-    """Pack data into a micro-batch; inputs of position i are stored at token i + 1, its target."""
+def _check_datum(name: str, datum: Datum, kind: LossKind, vocab_size: int, context: int) -> None:
+    """Check one datum. `name`: prefix of errors. The other arguments and the error are as in `check_data`."""
+    n = len(datum.ids)
+    if not 0 < n < context:
+        raise UserError(f"{name}: {n} tokens; expected 1 to {context - 1}")
+    expected = {"target_tokens", *kind.inputs}
+    if datum.inputs.keys() != expected:
+        raise UserError(
+            f"{name}: loss_fn_inputs {', '.join(sorted(datum.inputs)) or 'none'}; expected "
+            f"{', '.join(sorted(expected))}"
+        )
+    for input_name, values in datum.inputs.items():
+        if len(values) != n:
+            raise UserError(f"{name}: {len(values)} {input_name} for {n} tokens of model_input; expected {n}")
+        if input_name != "target_tokens" and not np.isfinite(values).all():
+            raise UserError(f"{name}: {input_name} has a value that is not finite; expected finite numbers")
+    targets = datum.inputs["target_tokens"]
+    if not np.issubdtype(targets.dtype, np.integer):
+        raise UserError(f"{name}: target_tokens have the type {targets.dtype}; expected int64")
+    for field, ids in (("model_input", np.asarray(datum.ids)), ("target_tokens", targets)):
+        smallest, largest = int(np.min(ids)), int(np.max(ids))
+        if smallest < 0 or largest >= vocab_size:
+            invalid = smallest if smallest < 0 else largest
+            raise UserError(f"{name}: {field} has the id {invalid}; expected 0 to {vocab_size - 1}")
+
+
+def _pack(data: Sequence[Datum], rows: Sequence[int]) -> MicroBatch:
+    """Pack data into a micro-batch. The loss inputs of position i are stored at token i + 1, its target.
+
+    Args:
+        data: the data.
+        rows: index of each datum in the request.
+    """
     starts = [0, *accumulate(len(d.ids) + 1 for d in data)]
     tokens = torch.empty(starts[-1], dtype=torch.int64)
     packed_targets = torch.empty_like(tokens)
@@ -251,8 +285,10 @@ def _packed(data: Sequence[Datum], rows: Sequence[int]) -> MicroBatch:
     mask = torch.ones(starts[-1])
     for d, start, end in zip(data, starts, starts[1:], strict=False):
         targets = torch.tensor(d.inputs["target_tokens"].astype(np.int64))
-        tokens[start : end - 1], tokens[end - 1] = torch.tensor(d.ids), targets[-1]
-        packed_targets[start], packed_targets[start + 1 : end] = d.ids[0], targets
+        tokens[start : end - 1] = torch.tensor(d.ids)
+        tokens[end - 1] = targets[-1]
+        packed_targets[start] = d.ids[0]
+        packed_targets[start + 1 : end] = targets
         mask[start] = 0
         for name, values in signals.items():
             if name in d.inputs:
@@ -272,9 +308,10 @@ def _packed(data: Sequence[Datum], rows: Sequence[int]) -> MicroBatch:
 
 
 def _by_datum(logp: Tensor, micro: MicroBatch) -> dict[int, NDArray[np.float32]]:
+    """Return index of a datum -> log-probs `[N]` of its targets, from log-probs `[T]` of a micro-batch."""
     values = logp.float().cpu().numpy()
-    ends = micro.cu_seqlens.tolist()
+    starts = micro.cu_seqlens.tolist()
     return {
         row: values[start + 1 : end].copy()
-        for row, start, end in zip(micro.rows.tolist(), ends, ends[1:], strict=False)
+        for row, start, end in zip(micro.rows.tolist(), starts, starts[1:], strict=False)
     }

@@ -5,15 +5,17 @@
     RUN/tenants/NAME/saved/           weights that the tenant has saved by name
 
     sessions   sessions of clients
-    models     `applied`: last request that `state` includes; `updates`: optimizer steps that it includes
-    requests   by series (a model, or a sampling session) and number; `outcome` NULL: not done; `tries`: starts of the
-               server at which it was first in its series; `deaths`: deaths of engines during the request
-    saves      tinker://MODEL/KIND/NAME
-    samplers   sampling sessions; `path` NULL: the base model
+    models     `state`: file of the newest state; `applied`: last request that the state includes; `updates`: number
+               of optimizer steps that it includes
+    requests   `series`: id of the model or the sampling session; `outcome`: done, failed, or NULL: no result yet;
+               `tries`: number of starts of the server at which the request was the first of its series without a
+               result; `deaths`: number of deaths of engines during the request
+    saves      saved weights, by their path tinker://MODEL/KIND/NAME
+    samplers   sampling sessions; `path`: the weights, or NULL: the base model
 
-A request is committed before its client gets the response, and a result in one transaction with the resulting state.
-After a kill -9 at any moment every request is therefore applied exactly once: the state records the last request that
-it includes. With synchronous=FULL, commits survive a power failure.
+A request is committed before its client gets the response. A result is committed in one transaction with the name of
+the resulting state, which records the last request that it includes. Every request is therefore applied exactly once,
+also after a kill -9 at any moment. With synchronous=FULL, commits survive a power failure.
 """
 
 from __future__ import annotations
@@ -50,47 +52,53 @@ CREATE TABLE IF NOT EXISTS saves (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, path TEXT, created REAL NOT NULL) WITHOUT ROWID;
 """
-_DEATHS = "ALTER TABLE requests ADD COLUMN deaths INTEGER NOT NULL DEFAULT 0"
-"""Migration of a ledger of an earlier version."""
+_ADD_DEATHS = "ALTER TABLE requests ADD COLUMN deaths INTEGER NOT NULL DEFAULT 0"
+"""Migration of a ledger that was created before the column `deaths` existed."""
 FILE_NAME = "ledger.sqlite"
 
 
 MAX_BODY_BYTES = 2**31
-"""Largest size of a tenant's bodies: requests without an outcome, and passes since the last optimizer step."""
+"""Largest size in bytes of a tenant's stored bodies: of requests without a result, and of passes since the last
+optimizer step."""
 MAX_ROWS = 4096
 """Largest number of a tenant's sessions, and of its sampling sessions."""
 
 
 class LimitExceeded(Exception):
-    """A limit of the tenant is reached; the client may retry."""
+    """Raised if a limit of the tenant is reached. The client may retry."""
 
 
 class Conflict(UserError):
-    """Another request has this number."""
+    """Raised if another request has the same number."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request of a client."""
+    """A request of a client.
+
+    Attributes:
+        series: id of the model or the sampling session.
+        seq: number of the request in its series.
+        kind: last part of the request's URL, `forward`, or `sample`.
+        tries: number of starts of the server at which the request was the first of its series without a result.
+        deaths: number of deaths of engines during the request, before this start of the server.
+    """
 
     series: str
-    """Id of the model or the sampling session."""
     seq: int
-    """Number of the request in its series."""
     kind: str
     tries: int = 0
-    """Starts of the server at which the request was first in its series."""
     deaths: int = 0
-    """Deaths of engines during the request, before this start of the server."""
 
     @property
     def id(self) -> str:
+        """SERIES:SEQ."""
         return f"{self.series}:{self.seq}"
 
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A row of the table models."""
+    """A row of the table `models`."""
 
     id: str
     applied: int
@@ -100,7 +108,13 @@ class ModelRow:
 
 @dataclass(frozen=True)
 class Change:
-    """Effect of a request on its model; the file `state` includes all requests up to it."""
+    """Effect of a request on its model.
+
+    Attributes:
+        model: id of the model.
+        updates: number of optimizer steps, including this request.
+        state: name of the state's file, which includes all requests up to this one.
+    """
 
     model: str
     updates: int
@@ -108,14 +122,14 @@ class Change:
 
 
 class Ledger:
-    """Owns the files of a tenant. Thread-safe; methods raise RunError for errors of the disk."""
+    """Owns the files of a tenant. Thread-safe. All methods raise RunError for an error of disk or database."""
 
     def __init__(self, folder: Path, check: Callable[[], None] = lambda: None) -> None:
         """Open or create a ledger.
 
         Args:
             folder: folder of the tenant.
-            check: called before each change; raises FencedError if another launch owns the folder.
+            check: called before each change. It raises FencedError if another launch owns the folder.
         """
         self.folder, self._check = folder, check
         with disk_errors(folder):
@@ -130,13 +144,15 @@ class Ledger:
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.executescript(_SCHEMA)
             if "deaths" not in {row[1] for row in self._db.execute("PRAGMA table_info(requests)")}:
-                self._db.execute(_DEATHS)
+                self._db.execute(_ADD_DEATHS)
 
     def close(self) -> None:
+        """Close the database."""
         self._db.close()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
+        """Convert errors of the disk and the database to RunError."""
         try:
             with disk_errors(self._path):
                 yield
@@ -145,7 +161,7 @@ class Ledger:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Run a transaction."""
+        """Run the context in a transaction, which is rolled back if the context raises an error."""
         with self._lock, self._errors():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -172,7 +188,7 @@ class Ledger:
             body: body of the request.
 
         Returns:
-            Whether the request is new; False if the same one is stored.
+            Whether the request is new; False if the same request is already stored.
 
         Raises:
             Conflict: another request has this number.
@@ -188,24 +204,31 @@ class Ledger:
                 queued_bytes = int(db.execute(query).fetchone()[0])
                 if queued_bytes + len(body) > MAX_BODY_BYTES:
                     raise LimitExceeded(
-                        f"{queued_bytes} bytes of requests wait or are not stepped yet; try again later"
+                        f"{queued_bytes} bytes of requests wait for a result or an optimizer step, and this request "
+                        f"has {len(body)}; expected at most {MAX_BODY_BYTES} bytes in total; try again later"
                     )
                 db.execute(
                     "INSERT INTO requests (series, seq, kind, body, digest, accepted) VALUES (?, ?, ?, ?, ?, ?)",
                     (series, seq, kind, body, digest, time.time()),
                 )
             elif row[0] != digest:
-                raise Conflict(f"{series}: another request has the number {seq}")
+                raise Conflict(
+                    f"{series}: another request has the number {seq}; expected an unused number, or the same request"
+                )
             return row is None
 
     def body(self, request: Request) -> bytes:
+        """Return the body of a request; empty if it was deleted after the result."""
         rows = self._rows(
             "SELECT body FROM requests WHERE series = ? AND seq = ?", request.series, request.seq
         )
         return bytes(rows[0][0])
 
     def result(self, series: str, seq: int) -> tuple[str, str | None, bytes] | None:
-        """Return kind, outcome (`done`, `failed`, None: pending) and result; None if the request is unknown."""
+        """Return kind, outcome and result of a request; None if the request is unknown.
+
+        The outcome is `done`, `failed`, or None without a result.
+        """
         rows = self._rows(
             "SELECT kind, outcome, result FROM requests WHERE series = ? AND seq = ?", series, seq
         )
@@ -214,13 +237,13 @@ class Ledger:
     def finish(
         self, request: Request, result: bytes, *, failed: bool = False, change: Change | None = None
     ) -> None:
-        """Store result and effect of a request in one transaction; clear bodies that no restart needs.
+        """Store the result and the effect of a request in one transaction, and delete bodies that no restart needs.
 
         Args:
-            request: finished request.
+            request: the request.
             result: encoded result.
             failed: whether the request failed.
-            change: effect on the model.
+            change: effect on the model; None: none.
         """
         keep_body = request.kind == "forward_backward" and not failed
         with self._writing() as db:
@@ -240,7 +263,7 @@ class Ledger:
                 )
 
     def add_death(self, request: Request) -> int:
-        """Count a death of an engine during the request; return the number of deaths."""
+        """Count a death of an engine during a request, and return the number of deaths during it."""
         condition = "WHERE series = ? AND seq = ?"
         with self._writing() as db:
             db.execute(f"UPDATE requests SET deaths = deaths + 1 {condition}", (request.series, request.seq))
@@ -253,12 +276,15 @@ class Ledger:
         return int(rows[0][0])
 
     def next_seq(self, series: str) -> int:
-        """Return the number after the last request with an outcome; 0 for a new series."""
+        """Return the number after that of the last request with a result; 0 for a new series."""
         rows = self._rows("SELECT MAX(seq) FROM requests WHERE series = ? AND outcome IS NOT NULL", series)
         return 0 if rows[0][0] is None else int(rows[0][0]) + 1
 
     def unfinished(self) -> list[Request]:
-        """Return requests without an outcome, by series; increment `tries` of the first one of each series."""
+        """Return the requests without a result, by series and number. Must be called once at a start of the server.
+
+        Increments `tries` of the first request of each series.
+        """
         with self._writing() as db:
             db.execute(
                 "UPDATE requests SET tries = tries + 1 WHERE outcome IS NULL AND seq = (SELECT MIN(seq) FROM "
@@ -270,7 +296,13 @@ class Ledger:
         return [Request(*row) for row in rows]
 
     def done_since(self, model: str, seq: int, kind: str) -> list[Request]:
-        """Return successful requests after `seq`, whose effect was in memory only."""
+        """Return the successful requests of a model after a number.
+
+        Args:
+            model: id of the model.
+            seq: number of the last request that is not returned.
+            kind: kind of the requests.
+        """
         rows = self._rows(
             "SELECT series, seq, kind, tries FROM requests WHERE series = ? AND seq > ? AND kind = ? AND "
             "outcome = 'done' ORDER BY seq",
@@ -281,22 +313,32 @@ class Ledger:
     # -- sessions, models, saved weights --------------------------------------------------------------------------
 
     def add_session(self, session: str) -> None:
+        """Add a session of a client."""
         with self._writing() as db:
             db.execute("INSERT INTO sessions VALUES (?, ?)", (session, time.time()))
 
     def sessions(self) -> list[str]:
+        """Return the ids of all sessions."""
         return [row[0] for row in self._rows("SELECT id FROM sessions")]
 
     def add_model(self, model: str) -> None:
-        """Add a model, before its first request."""
+        """Add a model before its first request, unless it exists."""
         with self._writing() as db:
             db.execute("INSERT OR IGNORE INTO models VALUES (?, ?, -1, 0, NULL)", (model, time.time()))
 
     def models(self) -> list[ModelRow]:
+        """Return all models."""
         return [ModelRow(*row) for row in self._rows("SELECT id, applied, updates, state FROM models")]
 
     def add_save(self, path: str, model: str, seq: int, updates: int) -> None:
-        """Add saved weights, or replace those with the same path."""
+        """Add saved weights, or replace the weights with the same path.
+
+        Args:
+            path: tinker://MODEL/KIND/NAME.
+            model: id of the model.
+            seq: number of the request.
+            updates: number of optimizer steps of the weights.
+        """
         with self._writing() as db:
             db.execute(
                 "INSERT OR REPLACE INTO saves VALUES (?, ?, ?, ?, ?)",
@@ -304,31 +346,40 @@ class Ledger:
             )
 
     def saves(self) -> dict[str, tuple[str, int, int, float]]:
-        """Return model, number of the request, optimizer steps and time of saved weights, by path."""
+        """Return path -> (model, number of the request, optimizer steps, Unix time in seconds) of saved weights."""
         rows = self._rows("SELECT path, model, seq, updates, created FROM saves ORDER BY created")
         return {row[0]: (row[1], row[2], row[3], row[4]) for row in rows}
 
     def add_sampler(self, sampler: str, path: str | None) -> None:
+        """Add a sampling session, unless it exists. `path`: path of its weights; None: the base model."""
         with self._writing() as db:
             db.execute("INSERT OR IGNORE INTO samplers VALUES (?, ?, ?)", (sampler, path, time.time()))
 
     def samplers(self) -> dict[str, str | None]:
+        """Return sampling session -> path of its weights; None: the base model."""
         return {row[0]: row[1] for row in self._rows("SELECT id, path FROM samplers")}
 
     # -- files ----------------------------------------------------------------------------------------------------
 
     def write_state(self, model: str, seq: int, data: bytes) -> str:
-        """Write a new state of a model durably; it becomes valid when `finish` records its name."""
+        """Write a new state of a model durably, and return its name. `finish` with this name makes it current.
+
+        Args:
+            model: id of the model.
+            seq: number of the request after which the model has this state.
+            data: encoded state.
+        """
         self._check()
         name = f"{model.replace(':', '-')}-{seq}.safetensors"
         write_file(self.folder / "states" / name, data)
         return name
 
     def state_file(self, name: str) -> Path:
+        """Return the path of a state."""
         return self.folder / "states" / name
 
     def sweep(self) -> None:
-        """Delete obsolete states and incomplete files."""
+        """Delete the states that no model has, and incomplete files."""
         state_names = {row.state for row in self.models()}
         self._check()
         with disk_errors(self.folder):
@@ -337,11 +388,12 @@ class Ledger:
                     path.unlink()
 
     def write_save(self, path: str, data: bytes) -> None:
+        """Write saved weights durably. `path`: tinker://MODEL/weights/NAME."""
         self._check()
         write_file(self.save_path(path), data)
 
     def save_path(self, path: str) -> Path:
-        """Return the file or folder of `tinker://MODEL/KIND/NAME`."""
+        """Return the file (kind `weights`) or folder (other kinds) of the weights tinker://MODEL/KIND/NAME."""
         model, kind, name = path.removeprefix("tinker://").split("/")
         folder = self.folder / "saved" / model.replace(":", "-") / kind
         return folder / (f"{name}.safetensors" if kind == "weights" else name)
@@ -357,12 +409,13 @@ def write_file(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-        at = os.open(path.parent, os.O_RDONLY)
+        descriptor = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(at)
+            os.fsync(descriptor)
         finally:
-            os.close(at)
+            os.close(descriptor)
 
 
 def as_json(value: Any) -> bytes:
+    """Encode a result as JSON."""
     return json.dumps(value).encode()

@@ -6,10 +6,16 @@
     cispo                 -stop_gradient(clip(r, low, high)) A log p
     dro                   -(A log p - beta / 2 (log p - log q)^2)
 
-p: the current model; q: the sampling model, with `logprobs`; r = p / q; A: `advantages`; w: `weights`. The formulas
-are those of the protocol's documentation (tinker-docs, Loss functions): sums over tokens, no means. The protocol has
-no mask: a position with weight or advantage 0 has no loss. In dro a position with advantage 0 has the squared term,
-unless its log-prob is 0 too, which marks the prompt. Log-ratios are clamped to +-20, as everywhere in rlsys.
+    p   probability of the token under the current model
+    q   its probability under the sampling model; log q is the input `logprobs`
+    r   p / q
+    A   the input `advantages`
+    w   the input `weights`
+
+The formulas are from the protocol's documentation (tinker-docs, Loss functions). The loss of a pass is the sum over
+tokens. The protocol has no mask: a position with weight or advantage 0 has no loss. In dro, a position with advantage
+0 has the squared term, unless its log q is 0, too, which marks the prompt. Log-ratios are clamped to +-20, as
+everywhere in rlsys.
 """
 
 from __future__ import annotations
@@ -25,23 +31,33 @@ from rlsys.algo.losses import LOG_RATIO_LIMIT, clipped_surrogate
 
 Params = Mapping[str, float]
 TokenLoss = Callable[[Tensor, Mapping[str, Tensor], Params], Tensor]
+"""(log p `[T]`, inputs `[T]` by name, parameters) -> losses `[T]`."""
 
 
 @dataclass(frozen=True)
 class LossKind:
-    """A loss with its inputs and parameters."""
+    """A loss of the protocol.
+
+    Attributes:
+        inputs: names of the inputs of each position, in addition to `target_tokens`. A position where the last one is
+            0 has no loss.
+        params: parameters with their defaults; NaN: required.
+        token_loss: computes the losses.
+        at_advantage_0: whether positions with advantage 0 have a loss, unless `logprobs` is 0, too.
+    """
 
     inputs: tuple[str, ...]
-    """Inputs of each position, in addition to `target_tokens`."""
     params: Params
-    """Parameters with their defaults; NaN: required."""
     token_loss: TokenLoss
     at_advantage_0: bool = False
-    """Whether positions with advantage 0 have a loss, unless `logprobs` is 0 too, which marks the prompt."""
+
+
+def _log_ratio(logp: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    return (logp - inputs["logprobs"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _ratio(logp: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    return (logp - inputs["logprobs"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return _log_ratio(logp, inputs).exp()
 
 
 def _cross_entropy(logp: Tensor, inputs: Mapping[str, Tensor], _: Params) -> Tensor:
@@ -58,15 +74,13 @@ def _ppo(logp: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
 
 
 def _cispo(logp: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
-    clipped_ratio = (
-        _ratio(logp, inputs).clamp(params["clip_low_threshold"], params["clip_high_threshold"]).detach()
-    )
+    low, high = params["clip_low_threshold"], params["clip_high_threshold"]
+    clipped_ratio = _ratio(logp, inputs).clamp(low, high).detach()
     return -clipped_ratio * inputs["advantages"] * logp
 
 
 def _dro(logp: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
-    gap = (logp - inputs["logprobs"]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return -(logp * inputs["advantages"] - 0.5 * params["beta"] * gap.square())
+    return -(logp * inputs["advantages"] - 0.5 * params["beta"] * _log_ratio(logp, inputs).square())
 
 
 _SAMPLED = ("logprobs", "advantages")
@@ -82,13 +96,16 @@ LOSSES = {
 
 
 def token_losses(kind: LossKind, logp: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
-    """Compute token losses `[T]`; exactly 0 at positions without a loss.
+    """Compute the losses of all tokens.
 
     Args:
-        kind: loss.
-        logp: log-probs `[T]` of the current model.
+        kind: the loss.
+        logp: log-probs `[T]` under the current model.
         inputs: inputs `[T]` of the loss, by name.
-        params: parameters; the loss's defaults apply to the others.
+        params: parameters. Those that are missing have the loss's defaults.
+
+    Returns:
+        Losses `[T]`, exactly 0 at positions without a loss.
     """
     losses = kind.token_loss(logp, inputs, {**kind.params, **params})
     trained = inputs[kind.inputs[-1]] != 0

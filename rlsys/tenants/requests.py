@@ -1,6 +1,7 @@
-"""JSON bodies of requests of tinker 0.38.0. Unknown fields are refused, since the server would ignore them.
+"""JSON bodies of the requests of tinker 0.38.0.
 
-Bodies of sessions and events may have other fields.
+Unknown fields are refused, because the server would ignore them (Strict). Bodies without an effect on training or
+sampling may have other fields (Loose).
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ T = TypeVar("T", bound=BaseModel)
 
 Seq = Annotated[int, Field(ge=0, lt=2**62)]
 Rate = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-"""Larger values take the weights out of float32's range within a few steps."""
+"""Learning rate or weight decay. Values above 1 take the weights out of float32's range within a few steps."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Loose(BaseModel):
+    """A body that may have unknown fields."""
+
     model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=())
 
 
 class Strict(BaseModel):
+    """A body that must not have unknown fields."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     type: str = ""
@@ -63,13 +68,13 @@ class CreateModel(Strict):
 
 
 class AdamParams(Strict):
-    """Parameters of AdamW, with the protocol's defaults. `grad_clip_norm` 0: no clipping."""
+    """Parameters of AdamW, with the protocol's defaults. `grad_clip_norm`: largest gradient norm; 0: no limit."""
 
     learning_rate: Rate = 1e-4
     beta1: Beta = 0.9
     beta2: Beta = 0.95
     eps: Annotated[float, Field(ge=1e-30, le=1, allow_inf_nan=False)] = 1e-12
-    """Values below 1e-38 are 0 in float32."""
+    """Values below 1e-38 would be 0 in float32."""
     weight_decay: Rate = 0.0
     grad_clip_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
@@ -110,7 +115,7 @@ class SaveForSampler(Strict):
 
 
 class LoadWeights(Strict):
-    """Load into a model (`model_id`, `seq_id`), or into a new one (`session_id`, `model_seq_id`)."""
+    """Load saved weights into a model (`model_id`, `seq_id`), or into a new model (`session_id`, `model_seq_id`)."""
 
     path: str
     optimizer: bool
@@ -141,7 +146,7 @@ class Prompt(Strict):
 
 
 class SamplingParams(Strict):
-    """Sampling parameters; check_sample validates their ranges."""
+    """Sampling parameters, whose ranges check_sample validates."""
 
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     seed: StrictInt | None = None
@@ -169,6 +174,7 @@ class Sample(Strict):
 
     @property
     def ids(self) -> list[int]:
+        """Token ids of the prompt."""
         return [token for chunk in self.prompt.chunks for token in chunk.tokens]
 
 
@@ -185,25 +191,28 @@ class SessionRequest(Loose):
 
 
 def checked_name(value: str) -> str:
-    """Return a valid name of saved weights.
+    """Return a name of saved weights, after checking it.
 
     Raises:
         ValueError: the name is invalid.
     """
     if not _NAME.fullmatch(value):
-        raise ValueError("expected letters, digits, '_', '-' and '.', at most 100, not '.' first")
+        raise ValueError(
+            f"{value[:100]!r}: expected at most 100 letters, digits, '_', '-' and '.', beginning with a letter, a "
+            "digit or '_'"
+        )
     return value
 
 
 def read(kind: type[T], body: bytes) -> T:
-    """Parse a body.
+    """Parse a body as `kind`.
 
     Raises:
-        UserError: names the first invalid field.
+        UserError: a field is invalid. The message names the first one.
     """
     try:
         return kind.model_validate_json(body)
     except ValidationError as e:
-        first = e.errors(include_url=False, include_input=False)[0]
-        location = ".".join(str(part) for part in first["loc"]) or "the body"
-        raise UserError(f"{location[:100]}: {first['msg'][:200]}") from None
+        error = e.errors(include_url=False, include_input=False)[0]
+        location = ".".join(str(part) for part in error["loc"]) or "the body"
+        raise UserError(f"{location[:100]}: {error['msg'][:200]}") from None

@@ -1,4 +1,4 @@
-"""Fair semaphore of the engine: bounds concurrent samples and adapters; tenants take turns."""
+"""SampleSlots: limits the engine's concurrent samples and adapters. Tenants take turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class _Request:
-    """`samples`: number of slots. `turn`: done when the request has its slots."""
+    """A request for slots.
+
+    Attributes:
+        adapter: name of the adapter; None: the base model.
+        samples: number of slots.
+        turn: future that is done when the request has its slots.
+    """
 
     adapter: str | None
     samples: int
@@ -19,29 +25,35 @@ class _Request:
 
 
 class SampleSlots:
-    """Slots for samples; used in one event loop.
+    """Slots for samples in the engine. Used in one event loop.
 
-    Each tenant has two queues, for requests with and without an adapter; all queues take turns. A request without
-    enough free slots blocks later requests, so that large requests do not starve. A request that would exceed the
-    number of adapters blocks other requests with adapters only.
+    Each tenant has two queues, for requests with and without an adapter. All queues take turns. A request for more
+    slots than are free blocks all later requests, so that large requests do not starve. A request that would exceed
+    the number of adapters blocks only other requests with adapters.
     """
 
     def __init__(self, samples: int, adapters: int) -> None:
+        """Create the slots.
+
+        Args:
+            samples: number of slots.
+            adapters: largest number of different adapters in the engine at once.
+        """
         self._samples, self._adapters = samples, adapters
         self._free = samples
         self._active: Counter[str] = Counter()
-        """Number of requests in the engine, by adapter."""
+        """Name of an adapter -> number of its requests in the engine."""
         self._queues: dict[tuple[str, bool], deque[_Request]] = {}
-        """Queues in the order of their turns."""
+        """(tenant, whether the requests have an adapter) -> queue, in the order of their turns."""
 
     @asynccontextmanager
     async def take(self, tenant: str, adapter: str | None, samples: int) -> AsyncIterator[None]:
-        """Reserve slots while the context is active; wait until they are free.
+        """Wait for slots, and reserve them while the context is active.
 
         Args:
             tenant: name of the tenant.
             adapter: name of the adapter; None: the base model.
-            samples: number of samples; reserves at most all slots.
+            samples: number of samples. If it is larger than the number of slots, all slots are reserved.
         """
         request = _Request(adapter, min(samples, self._samples))
         self._queues.setdefault((tenant, adapter is not None), deque()).append(request)
@@ -55,10 +67,11 @@ class SampleSlots:
                 if adapter is not None:
                     self._active[adapter] -= 1
                     self._active += Counter()  # removes zeros
-            self._admit()  # also after a cancelled wait: later requests may fit
+            self._admit()  # also after a cancelled wait, because later requests may fit
 
     def _admit(self) -> None:
-        full, progress = False, True
+        """Give slots to the first requests of the queues, in turns, while they fit."""
+        adapters_blocked, progress = False, True
         while progress:
             progress = False
             for key, queue in list(self._queues.items()):
@@ -67,19 +80,25 @@ class SampleSlots:
                 if not queue:
                     del self._queues[key]
                     continue
-                if (request := queue[0]).adapter is not None and not self._has_room(request.adapter):
-                    full = True
-                if full and request.adapter is not None:
+                request = queue[0]
+                if request.adapter is not None and not self._fits(request.adapter):
+                    adapters_blocked = True
+                if adapters_blocked and request.adapter is not None:
                     continue
                 if request.samples > self._free:
                     return
                 queue.popleft()
                 self._queues[key] = self._queues.pop(key)  # moves the queue to the end
-                self._free -= request.samples
-                if request.adapter is not None:
-                    self._active[request.adapter] += 1
-                request.turn.set_result(None)
+                self._start(request)
                 progress = True
 
-    def _has_room(self, adapter: str) -> bool:
+    def _start(self, request: _Request) -> None:
+        """Give a request its slots."""
+        self._free -= request.samples
+        if request.adapter is not None:
+            self._active[request.adapter] += 1
+        request.turn.set_result(None)
+
+    def _fits(self, adapter: str) -> bool:
+        """Return whether the engine can get a request with this adapter."""
         return adapter in self._active or len(self._active) < self._adapters

@@ -1,4 +1,4 @@
-"""Client of the engine for tenants' samples; it loads saved adapters into the engine."""
+"""Engine: samples for tenants from the engine, into which it loads the tenants' saved adapters."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from rlsys.tenants.messages import SampledSequence
 from rlsys.tenants.requests import Sample
 
 ADAPTERS_AT_ONCE = 8
-"""Adapters in one batch of the engine; SGLang counts the base model as one of them."""
+"""Largest number of adapters in a batch of the engine. SGLang counts the base model as one of them."""
 MAX_ADAPTERS = 32
-"""Adapters in the engine's host memory; the least recently used one is unloaded first."""
-_TRIES = 3
-"""One retry after the engine's death, and one after a restarted engine has lost the adapter."""
+"""Largest number of adapters in the engine's host memory. The least recently used one is unloaded first."""
+_ATTEMPTS = 3
+"""Number of attempts: the first, one after the engine's death, one after the restarted engine lost the adapter."""
 _POLL_SECONDS = 0.5
 _BAD_REQUEST = 400
 
@@ -42,11 +42,15 @@ log = logging.getLogger("rlsys.tenants")
 
 
 class EngineGone(Exception):
-    """The engine did not restart in time, or died repeatedly during the request."""
+    """Raised if the engine did not restart in time, or died repeatedly during the request."""
 
 
 class Engine:
-    """Owns the adapters in the engine."""
+    """Client of the engine. Owns the adapters in the engine.
+
+    Attributes:
+        deaths: number of requests during which the engine did not respond.
+    """
 
     def __init__(
         self,
@@ -59,57 +63,58 @@ class Engine:
         """Create a client.
 
         Args:
-            url: address of the engine.
+            url: URL of the engine.
             session: HTTP session.
             identity: expected identity of the engine.
             limits: timeouts of requests.
-            start_seconds: time limit of the engine's start.
+            start_seconds: time limit for a restart of the engine, in seconds.
         """
         self._wire = Wire(url, session, identity, limits)
         self._work, self._start_seconds = limits.work, start_seconds
         self._loaded: dict[str, Path] = {}
-        """Folders of the loaded adapters by their name in the engine, the most recently used last."""
+        """Name of a loaded adapter in the engine -> its folder. The most recently used adapter is the last."""
         self._busy: Counter[str] = Counter()
+        """Name of an adapter -> number of running requests with it."""
         self._loading = asyncio.Lock()
         self._suspect = asyncio.Lock()
         """Serializes requests that may have caused a death of the engine."""
         self.deaths = 0
 
     async def begin(self) -> None:
-        """Wait until the engine serves; unload adapters of an earlier server process."""
-        await self._healthy()
-        for name in await self._names():
+        """Wait until the engine is healthy, and unload the adapters of an earlier server process."""
+        await self._wait_healthy()
+        for name in await self._adapter_names():
             await self._wire.post("/unload_lora_adapter", {"lora_name": name}, self._work)
 
     async def sample(
         self, sample: Sample, adapter: Path | None, on_death: Callable[[], Awaitable[int]]
     ) -> tuple[list[SampledSequence], list[float] | None]:
-        """Sample a request's sequences.
+        """Sample the sequences of a request.
 
         Args:
-            sample: request.
+            sample: the request.
             adapter: folder of the adapter; None: the base model.
-            on_death: counts a death of the engine during this request, and returns their number.
+            on_death: counts a death of the engine during this request, and returns the number of these deaths.
 
         Returns:
-            Sequences, and log-probs of the prompt if the request asks for them.
+            The sequences, and the log-probs of the prompt; None: not requested.
 
         Raises:
             UserError: the engine refuses the request.
-            EngineGone: the engine does not respond.
+            EngineGone: the engine does not respond, died repeatedly, or failed on the request.
         """
         deaths = 0
-        for _ in range(_TRIES):
+        for _ in range(_ATTEMPTS):
             try:
                 async with self._suspect if deaths else nullcontext(), self._adapter(adapter) as name:
-                    bodies = [body_of(sample, name, i) for i in range(sample.num_samples)]
+                    bodies = [build_body(sample, name, i) for i in range(sample.num_samples)]
                     posts = (self._wire.post("/generate", body, self._work) for body in bodies)
                     answers = await asyncio.gather(*posts)
                 return self._read(answers, sample)
             except EngineError as e:
                 if e.status != _BAD_REQUEST:
                     raise EngineGone(str(e)) from None
-                if adapter is None or await self._has(adapter):
+                if adapter is None or name_of(adapter) in await self._adapter_names():
                     raise UserError(f"asample: {e}") from None
                 self._loaded.pop(name_of(adapter), None)  # the engine has restarted
             except DeadEngine as e:
@@ -118,11 +123,14 @@ class Engine:
                 self.deaths += 1
                 deaths = await on_death()
                 if deaths >= DEATHS_POISONOUS:
-                    raise EngineGone(f"refused: {deaths} engines died while they processed it") from None
-                await self._healthy()
-        raise EngineGone(f"the engine did not respond to this request in {_TRIES} attempts")
+                    raise EngineGone(
+                        f"refused: the engine died {deaths} times while it processed the request"
+                    ) from None
+                await self._wait_healthy()
+        raise EngineGone(f"the engine did not respond to this request in {_ATTEMPTS} attempts")
 
     def _read(self, answers: list[Any], sample: Sample) -> tuple[list[SampledSequence], list[float] | None]:
+        """Return the sequences of the engine's answers, and the log-probs of the prompt if requested."""
         with self._wire.translate_errors("/generate"):
             sequences = [_to_sequence(answer) for answer in answers]
             if not sample.prompt_logprobs:
@@ -134,7 +142,7 @@ class Engine:
 
     @asynccontextmanager
     async def _adapter(self, folder: Path | None) -> AsyncIterator[str | None]:
-        """Load an adapter and keep it loaded while the context is active; yield its name in the engine."""
+        """Keep an adapter loaded while the context is active. Yield its name in the engine; None: the base model."""
         if folder is None:
             yield None
             return
@@ -148,34 +156,32 @@ class Engine:
             self._busy[name] -= 1
 
     async def _load(self, name: str, folder: Path) -> None:
+        """Load an adapter, and before that unload idle ones so that at most MAX_ADAPTERS are loaded."""
         if name in self._loaded:
-            self._loaded[name] = self._loaded.pop(name)
+            self._loaded[name] = self._loaded.pop(name)  # moves it to the end
             return
-        idle = [loaded for loaded in self._loaded if not self._busy[loaded]]
-        for old in idle[: max(0, len(self._loaded) - MAX_ADAPTERS + 1)]:
-            await self._wire.post("/unload_lora_adapter", {"lora_name": old}, self._work)
-            del self._loaded[old]
+        idle_names = [loaded for loaded in self._loaded if not self._busy[loaded]]
+        for idle_name in idle_names[: max(0, len(self._loaded) - MAX_ADAPTERS + 1)]:
+            await self._wire.post("/unload_lora_adapter", {"lora_name": idle_name}, self._work)
+            del self._loaded[idle_name]
         body = {"lora_name": name, "lora_path": str(folder.absolute())}
         await self._wire.post("/load_lora_adapter", body, self._work)
         self._loaded[name] = folder
 
-    async def _has(self, folder: Path) -> bool:
-        return name_of(folder) in await self._names()
-
-    async def _names(self) -> list[str]:
-        """List the engine's adapters: models with a parent."""
+    async def _adapter_names(self) -> list[str]:
+        """Return the names of the engine's adapters, which are its models with a parent."""
         with self._wire.translate_errors("/v1/models"):
             models = json.loads(await self._wire.get("/v1/models"))["data"]
             return [str(model["id"]) for model in models if model.get("parent")]
 
-    async def _healthy(self) -> None:
+    async def _wait_healthy(self) -> None:
         """Wait until the engine is healthy.
 
         Raises:
-            EngineGone: it is not healthy after `start_seconds`.
+            EngineGone: the engine is not healthy after `start_seconds`.
         """
-        until = time.monotonic() + self._start_seconds
-        while time.monotonic() < until:
+        deadline = time.monotonic() + self._start_seconds
+        while time.monotonic() < deadline:
             try:
                 status, _ = await self._wire.fetch("/health")
                 if status == 200:
@@ -183,19 +189,19 @@ class Engine:
             except (*DeadEngine, EngineError):
                 pass
             await asyncio.sleep(_POLL_SECONDS)
-        raise EngineGone(f"the engine did not respond within {self._start_seconds:.0f} s")
+        raise EngineGone(f"the engine was not healthy within {self._start_seconds:.0f} s")
 
 
 def name_of(folder: Path) -> str:
-    """Return the name of an adapter in the engine, determined by its folder."""
+    """Return the name of an adapter in the engine, a hash of its folder's path."""
     return hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:24]
 
 
-def body_of(sample: Sample, adapter: str | None, number: int) -> dict[str, Any]:
+def build_body(sample: Sample, adapter: str | None, number: int) -> dict[str, Any]:
     """Build the body of SGLang's /generate for one sequence.
 
     Args:
-        sample: request.
+        sample: the request.
         adapter: name of the adapter in the engine; None: the base model.
         number: index of the sequence.
     """
@@ -222,27 +228,32 @@ def body_of(sample: Sample, adapter: str | None, number: int) -> dict[str, Any]:
 
 
 def _seed_of(sample: Sample) -> int:
-    """Derive the seed of a request without one; a repeated request gets the same seed."""
+    """Derive the seed of a request without a seed from its session and number, which a repetition has, too."""
     name = f"{sample.sampling_session_id}:{sample.seq_id}"
     return int.from_bytes(hashlib.sha256(name.encode(errors="replace")).digest()[:4])
 
 
 def _to_sequence(answer: Any) -> SampledSequence:
+    """Convert an answer of SGLang's /generate.
+
+    Raises:
+        ValueError: the sequence did not end by a stop condition or the limit of tokens.
+    """
     meta = answer["meta_info"]
     rows = meta["output_token_logprobs"]
     reason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length"):
-        raise ValueError(f"finish_reason {reason!r:.60}: expected stop or length")
+        raise ValueError(f"finish_reason = {reason!r:.60}: expected stop or length")
     return SampledSequence([int(row[1]) for row in rows], [float(row[0]) for row in rows], reason == "stop")
 
 
 def check_sample(sample: Sample, vocab_size: int, longest: int) -> Sample:
-    """Check a request to the engine.
+    """Check a request for samples, and set `max_tokens` if it is missing.
 
     Args:
-        sample: request.
+        sample: the request.
         vocab_size: size of the vocabulary.
-        longest: maximum number of tokens of a sequence.
+        longest: largest number of tokens of a sequence.
 
     Returns:
         The request with `max_tokens`.
@@ -256,9 +267,9 @@ def check_sample(sample: Sample, vocab_size: int, longest: int) -> Sample:
         params = sample.sampling_params.model_copy(update={"max_tokens": max(remaining, 1)})
         sample = sample.model_copy(update={"sampling_params": params})
     try:
-        # The body that will be sent, checked by the rules of all requests to engines.
+        # Checks the body that is sent later by the rules of all requests to engines.
         check_request(
-            EngineLimits(vocab_size, longest + RESERVED_TOKENS + 1), "/generate", body_of(sample, None, 0)
+            EngineLimits(vocab_size, longest + RESERVED_TOKENS + 1), "/generate", build_body(sample, None, 0)
         )
     except RefusedPrompt as e:
         raise UserError(f"asample: {e}") from None

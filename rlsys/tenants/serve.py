@@ -1,6 +1,7 @@
 """Process of the server: `... -m rlsys.tenants.serve --config RUN/config.yaml --engine URL --port N --tenant NAME`.
 
-`rlsys tenants` starts it with its engine, and restarts it after a crash. The trainer runs in a separate thread.
+`rlsys tenants` starts the process and its engine, and restarts them after a crash. The trainer runs in a separate
+thread.
 """
 
 from __future__ import annotations
@@ -33,6 +34,15 @@ log = logging.getLogger("rlsys.tenants")
 
 
 async def serve(config: Config, engine_url: str, host: str, port: int, tenants: list[str]) -> None:
+    """Serve until an error that no request has caused.
+
+    Args:
+        config: config of the server.
+        engine_url: URL of the engine.
+        host: address on which the server listens.
+        port: port on which the server listens.
+        tenants: names of the tenants.
+    """
     owner, _ = owner_of_process(config.run.dir)
     keys = Keys({name: key_of(config.run.dir, name) for name in tenants})
     ledgers = {name: Ledger(config.run.dir / FOLDER / name, owner.check) for name in tenants}
@@ -40,8 +50,8 @@ async def serve(config: Config, engine_url: str, host: str, port: int, tenants: 
     with ThreadPoolExecutor(1, "trainer") as trainer:
         learner = await loop.run_in_executor(trainer, Learner, config)
         info = describe_server(config, learner)
-        done = sum(ledger.count("optim_step") for ledger in ledgers.values())
-        metrics = TenantMetrics(MetricsWriter(config.run.dir, resume_step=done), done)
+        steps = sum(ledger.count("optim_step") for ledger in ledgers.values())
+        metrics = TenantMetrics(MetricsWriter(config.run.dir, resume_step=steps), steps)
         async with make_session() as session:
             limits = Limits(config.answer_seconds, config.work_seconds)
             identity = engine_identity(owner, engine_url)
@@ -57,6 +67,7 @@ async def serve(config: Config, engine_url: str, host: str, port: int, tenants: 
 
 
 def describe_server(config: Config, learner: Learner) -> ServerInfo:
+    """Return the base model and the adapters of the server."""
     hf, lora = learner.trainer.hf, config.trainer.lora
     assert lora is not None
     max_tokens = min(hf.context_length, config.fixed_pool_tokens or hf.context_length) - RESERVED_TOKENS
@@ -66,21 +77,26 @@ def describe_server(config: Config, learner: Learner) -> ServerInfo:
 
 
 class TenantMetrics:
-    """Writer of metrics.jsonl: a line for each optimizer step, and one when the engine samples again after a death.
+    """Writes metrics.jsonl. Owns the number of optimizer steps of all tenants.
 
-    The latter resets the supervisor's count of restarts.
+    Args:
+        writer: writer of the file.
+        steps: number of optimizer steps before this start of the server.
     """
 
-    def __init__(self, writer: MetricsWriter, done: int) -> None:
-        self._writer, self._step = writer, done
+    def __init__(self, writer: MetricsWriter, steps: int) -> None:
+        self._writer, self._step = writer, steps
 
     def begin(self) -> None:
+        """Write a line for the start of the server."""
         self._writer.write("run", self._step, event="resume" if self._step else "start")
 
     def on_recovery(self) -> None:
+        """Write a line, after the engine has sampled again, that resets the supervisor's count of restarts."""
         self._writer.write("work", self._step, event="sampled")
 
     def step(self, metrics: dict[str, float]) -> None:
+        """Write the line of an optimizer step."""
         self._step += 1
         self._writer.write("step", self._step, **metrics)
 

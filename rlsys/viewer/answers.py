@@ -1,7 +1,7 @@
-"""Rows for training other models from the samples of a run: `rlsys sft`, reward model pairs, judge labels.
+"""AnswerRows: rows for training other models from the samples of a run, by `rlsys sft`, reward models or judges.
 
-A row has ids as they were sampled, and their text for people and other tools. Encoding the text again could give
-other ids.
+A row has the sampled ids, because encoding their text again could give other ids. It also has the text, for people
+and other tools.
 """
 
 from __future__ import annotations
@@ -20,20 +20,27 @@ KINDS: tuple[RowKind, ...] = get_args(RowKind)
 class AnswerRows:
     """Converts samples to rows of one of these kinds.
 
-        chats    each group's best response, if it counts as correct and ended by itself: to be imitated
-        pairs    each group's best and worst response, if their rewards differ, and the difference as the margin
-        labels   every response, and whether it counts as correct: its first reward is 1 or more
+        chats    the best response of each group, if it is correct and not truncated, for imitation
+        pairs    the best and the worst response of each group, if their rewards differ, and the difference as margin
+        labels   every response, and whether it is correct
 
-    Excluded, and counted: samples of several sequences or with tokens that the model has not written, and samples
-    whose tokens are not stored any more (rollout.keep_groups).
+    A response is correct if its first reward is 1 or more. These samples are excluded: samples with several sequences
+    or with tokens that the model has not generated, and samples whose tokens are no longer stored
+    (rollout.keep_groups).
+
+    Args:
+        decode: returns the text of token ids.
+
+    Attributes:
+        excluded: number of excluded samples.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self.excluded = 0
 
-    def of(self, kind: RowKind, views: Iterable[SampleView]) -> Iterator[dict[str, Any]]:
-        """Yield the rows. `views`: samples with their tokens."""
+    def convert(self, kind: RowKind, views: Iterable[SampleView]) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a kind for samples with their tokens, in the order of their groups."""
         groups: defaultdict[int, list[Sample]] = defaultdict(list)
         for view in views:
             sample = view.sample
@@ -57,6 +64,7 @@ class AnswerRows:
                 yield self._row(best, completion=best)
 
     def _row(self, source: Sample, **answers: Sample) -> dict[str, Any]:
+        """Return a row with the prompt of `source` and the responses of `answers`, as texts and as ids."""
         ids = {"prompt": list(source.trained_prompt or source.prompt_ids)}
         ids |= {key: list(map(int, sample.response_ids)) for key, sample in answers.items()}
         texts = {key: self._decode(ids_of_key) for key, ids_of_key in ids.items()}
@@ -64,13 +72,13 @@ class AnswerRows:
 
 
 def _reward(sample: Sample) -> float:
-    """Return the reward function's own reward: a group reward is not comparable across groups."""
+    """Return the reward of data.reward, because a group reward is not comparable across groups."""
     reward = sample.reward if sample.plain_reward is None else sample.plain_reward
     assert reward is not None
     return reward
 
 
 def _is_correct(sample: Sample) -> bool:
-    """Whether the response counts as correct, as in an evaluation."""
-    first = next(iter(sample.named_rewards.values())) if sample.named_rewards else _reward(sample)
-    return first >= 1
+    """Return whether the response counts as correct, by the same rule as in an evaluation."""
+    first_reward = next(iter(sample.named_rewards.values())) if sample.named_rewards else _reward(sample)
+    return first_reward >= 1

@@ -1,7 +1,4 @@
-"""Samples of a run as text, for the terminal and the dashboard.
-
-RunReader's tokens, decoded by the run's tokenizer.
-"""
+"""RunTexts: the samples of a run as text, for the terminal and the dashboard."""
 
 from __future__ import annotations
 
@@ -23,39 +20,54 @@ from rlsys.ledger.samples import MAX_PAGE_SAMPLES, SampleQuery, SampleView
 
 @dataclass(frozen=True)
 class Part:
-    """Response tokens [start, end) of one author: weights of one version, or a tool."""
+    """Response tokens [start, end) that weights of one version, or a tool, have generated.
+
+    Attributes:
+        version: weight version; -1: unknown.
+        trained_steps: number of train steps that these weights contain; None: the ledger does not know the version.
+        tool: whether the tokens are from a tool.
+        interrupted: whether an engine call was interrupted at `start`.
+    """
 
     start: int
     end: int
     version: int
     trained_steps: int | None
-    """Train steps that these weights contain; None if the ledger does not know the version."""
     tool: bool
     interrupted: bool
-    """Whether an engine call was interrupted just before it."""
 
 
 @dataclass(frozen=True)
 class Page:
+    """A page of samples.
+
+    Attributes:
+        next_skip: offset of the next page; None: there is none.
+        searched: number of samples whose text was searched.
+    """
+
     samples: list[SampleView]
     next_skip: int | None
-    """Offset of the next page; None: there is none."""
     searched: int
-    """Samples whose text was searched."""
 
 
 class RunTexts:
-    """Texts of one run folder. Raises UserError without a config, or if its tokenizer is not available."""
+    """The samples of one run folder as text.
+
+    Raises:
+        UserError: the folder has no config. Methods raise it if the tokenizer is not available.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.reader = RunReader(run_dir)
         if not (run_dir / CONFIG_FILE).is_file():
-            raise UserError(f"{run_dir}: not a run folder: no {CONFIG_FILE} in it")
+            raise UserError(f"{run_dir}: not a run folder: contains no {CONFIG_FILE}")
         self.config = load_run_config(run_dir)
         self._tokenizer: Tokenizer | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer, loaded at the first use."""
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.of(self.config)
         return self._tokenizer
@@ -63,9 +75,12 @@ class RunTexts:
     def page(
         self, query: SampleQuery, pattern: re.Pattern[str] | None = None, max_searched: int = 4096
     ) -> Page:
-        """Return `query.limit` samples whose response matches `pattern`.
+        """Return a page of samples.
 
-        The search and the page end after `max_searched` samples.
+        Args:
+            query: filter, order, offset and size of the page.
+            pattern: regular expression that the response must match; None: all responses.
+            max_searched: number of searched samples after which the page ends, even if it is not full.
         """
         if pattern is None:
             views = self.reader.samples(query)
@@ -88,7 +103,7 @@ class RunTexts:
     def iterate(
         self, query: SampleQuery, pattern: re.Pattern[str] | None, count: int
     ) -> Iterator[SampleView]:
-        """Yield up to `count` samples, from as many pages as needed."""
+        """Yield up to `count` samples of consecutive pages. Arguments as of `page`."""
         skip: int | None = 0
         while skip is not None and count > 0:
             page = self.page(replace(query, skip=skip, limit=min(count, MAX_PAGE_SAMPLES)), pattern)
@@ -97,14 +112,15 @@ class RunTexts:
             skip = page.next_skip
 
     def prompt(self, view: SampleView) -> str:
+        """Return the text of the prompt."""
         return self.tokenizer.decode(view.sample.prompt_ids)
 
     def response(self, view: SampleView) -> str:
-        """Return the response's text; empty if the tokens are not stored any more."""
+        """Return the text of the response; empty if its tokens are no longer stored."""
         return self.tokenizer.decode(view.sample.response_ids)
 
     def describe(self, view: SampleView) -> dict[str, Any]:
-        """Describe a sample for JSON, without its arrays."""
+        """Return the fields of a sample as JSON, without the arrays of `arrays_of`."""
         sample = view.sample
         return {
             "sample": sample.sample_id, "group": sample.group_id, "place": sample.index, "step": view.train_step,
@@ -121,12 +137,15 @@ class RunTexts:
 
 
 def parts_of(view: SampleView) -> list[Part]:
-    """Split the response by author; also if its tokens are not stored any more."""
+    """Split a response into the parts of one weight version or tool, and at interruptions.
+
+    The tokens need not be stored.
+    """
     sample = view.sample
     interrupted = {tokens for tokens, _ in view.interrupts}
     cuts = {0, view.tokens} | interrupted
-    cuts |= {at for s in sample.spans for at in (s.start, s.end)}
-    cuts |= {at for o in sample.observed for at in (o.start, o.end)}
+    cuts |= {boundary for s in sample.spans for boundary in (s.start, s.end)}
+    cuts |= {boundary for o in sample.observed for boundary in (o.start, o.end)}
     boundaries = sorted(boundary for boundary in cuts if 0 <= boundary <= view.tokens)
     parts = []
     for start, end in pairwise(boundaries):
@@ -138,7 +157,7 @@ def parts_of(view: SampleView) -> list[Part]:
 
 
 def sequences_of(view: SampleView, decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
-    """Describe the conversations after the first one, with their texts as long as these are stored."""
+    """Return the fields of the sequences after the first one as JSON. A response that is no longer stored is None."""
     return [
         {
             "sequence": q.sequence, "parent": q.parent, "aside": q.aside, "tokens": q.tokens,
@@ -149,7 +168,7 @@ def sequences_of(view: SampleView, decode: Callable[[Sequence[int]], str]) -> li
 
 
 def turns_of(view: SampleView) -> int:
-    """Count the ranges of the model's own text."""
+    """Return the number of turns: ranges of tokens of the model that are not interrupted by a tool."""
     is_model = [not part.tool for part in parts_of(view)]
     return sum(
         current and not previous for previous, current in zip([False, *is_model], is_model, strict=False)
@@ -157,9 +176,9 @@ def turns_of(view: SampleView) -> int:
 
 
 def arrays_of(view: SampleView) -> dict[str, list[float | None]]:
-    """Return the engine's log-prob, the trainer's, and the advantage of each token.
+    """Return `mu`, `logp` and `advantages` of each response token, with None instead of NaN, which JSON lacks.
 
-    None for NaN, which JSON lacks.
+    `mu` is the engine's log-prob, `logp` the trainer's.
     """
     arrays = {"mu": view.sample.mu, "logp": view.logp, "advantages": view.advantages}
     return {name: [v if math.isfinite(v) else None for v in values] for name, values in arrays.items()}

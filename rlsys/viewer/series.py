@@ -1,6 +1,6 @@
-"""Curves of a run for a page.
+"""RunCurves: the metrics of a run as curves for the dashboard.
 
-Metrics.jsonl is read incrementally, and curves are reduced to the resolution of a screen.
+metrics.jsonl is read incrementally, and curves are reduced to the resolution of a screen.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ _PARTS = ("rollout", "train", "sync")
 
 
 class Column:
-    """One metric: its values at ascending steps."""
+    """The values of a metric, at ascending steps."""
 
     def __init__(self) -> None:
         self.steps, self.values = array("q"), array("d")
 
     def append(self, step: int, value: float) -> None:
+        """Add a value, and remove earlier values of this step and later ones."""
         if self.steps and self.steps[-1] >= step:
             self.truncate(step)
         self.steps.append(step)
@@ -32,30 +33,40 @@ class Column:
 
     def truncate(self, step: int) -> None:
         """Remove the values of this step and later ones."""
-        at = bisect.bisect_left(self.steps, step)
-        del self.steps[at:], self.values[at:]
+        index = bisect.bisect_left(self.steps, step)
+        del self.steps[index:], self.values[index:]
 
-    def at(self, step: int) -> float | None:
+    def value(self, step: int) -> float | None:
+        """Return the value at a step; None if it has none."""
         index = bisect.bisect_left(self.steps, step)
         return self.values[index] if index < len(self.steps) and self.steps[index] == step else None
 
 
 class RunCurves:
-    """Curves of one run: the numbers of its step and eval lines. A resume removes the lines that it invalidates."""
+    """The numbers in the step and eval lines of a run. A resume removes the lines of steps that are trained again.
+
+    Attributes:
+        warnings: warnings of symptoms (rlsys/obs/symptoms.py), each with step, seen, cause, knob and samples.
+        is_finished: whether the run has ended.
+        last_time: Unix time of the last line, in seconds; None before the first line.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._tail = MetricsTail(run_dir)
         self._columns: dict[str, Column] = {}
-        """Columns by name; names of evaluations start with `eval.`."""
+        """Name of a metric -> its values. Names of evaluations start with `eval.`."""
         self.warnings: list[dict[str, Any]] = []
-        """Warnings of symptoms (rlsys/obs/symptoms.py): step, seen, cause, knob, samples."""
         self._session_starts: set[int] = set()
         """First steps of sessions that continued after a stop."""
         self.is_finished = False
         self.last_time: float | None = None
 
     def follow(self) -> None:
-        """Read the lines written since the last call. Raises UserError for a line of an unknown format."""
+        """Read the lines that were written since the last call.
+
+        Raises:
+            UserError: a line has an unknown format.
+        """
         for entry in self._tail.read():
             kind, step = entry["kind"], int(entry["step"])
             self.last_time = entry["time"]
@@ -72,6 +83,7 @@ class RunCurves:
                         self._columns.setdefault(prefix + name, Column()).append(step, value)
 
     def _start_session(self, step: int) -> None:
+        """Remove the values and warnings from the first step of a session on."""
         for column in self._columns.values():
             column.truncate(step)
         self.warnings = [w for w in self.warnings if w["step"] < step]
@@ -79,8 +91,9 @@ class RunCurves:
 
     @property
     def last_step(self) -> int:
-        done = self._columns.get("time", Column()).steps
-        return done[-1] if done else 0
+        """Number of the last train step; 0: none."""
+        steps = self._columns.get("time", Column()).steps
+        return steps[-1] if steps else 0
 
     @property
     def names(self) -> list[str]:
@@ -88,7 +101,15 @@ class RunCurves:
         return sorted(self._columns.keys() - {"time", "eval.time"})
 
     def curve(self, name: str, points: int) -> dict[str, list[float]]:
-        """Return `x`: steps, `y`: values; with more than `points` values, means over equal numbers of steps."""
+        """Return the points of a metric.
+
+        Args:
+            name: name of the metric.
+            points: largest number of points. With more values, each point is the mean of equally many values.
+
+        Returns:
+            `x`: steps, `y`: values; both empty for a metric without values.
+        """
         column = self._columns.get(name, Column())
         count = len(column.steps)
         if not count:
@@ -97,26 +118,30 @@ class RunCurves:
         sizes = np.diff(starts, append=count)
 
         def means(values: array[int] | array[float]) -> list[float]:
-            values_of_bins: list[float] = (
-                np.add.reduceat(np.array(values, dtype=float), starts) / sizes
-            ).tolist()
-            return values_of_bins
+            sums = np.add.reduceat(np.array(values, dtype=float), starts)
+            return [float(mean) for mean in sums / sizes]
 
         return {"x": means(column.steps), "y": means(column.values)}
 
-    def timeline(self, last: int) -> list[dict[str, float]]:
-        """Return the seconds of the last steps, by part.
+    def timeline(self, steps: int) -> list[dict[str, float]]:
+        """Return the durations of the parts of the last steps, in seconds.
 
-        The others are time in a step outside its parts, and time between two steps (evaluation, checkpoint) or in a
-        stop of the run.
+        Args:
+            steps: number of steps.
+
+        Returns:
+            For each step: `step`, `rollout`, `train`, `sync`, and
+                other: the rest of the step,
+                between: time since the previous step, for evaluation and checkpoint,
+                stopped: the same if the run was stopped in between.
         """
-        return list(self._timeline(last))[-last:]
+        return list(self._timeline(steps))[-steps:]
 
-    def _timeline(self, last: int) -> Iterator[dict[str, float]]:
+    def _timeline(self, steps: int) -> Iterator[dict[str, float]]:
         previous_end: float | None = None
-        for step in self._columns.get("time_step", Column()).steps[-last - 1 :]:
+        for step in self._columns.get("time_step", Column()).steps[-steps - 1 :]:
             values = {
-                name: self._columns[name].at(step) if name in self._columns else None for name in _TIMES
+                name: self._columns[name].value(step) if name in self._columns else None for name in _TIMES
             }
             seconds, end = values["time_step"] or 0.0, values["time"] or 0.0
             parts = {part: values[f"time_{part}"] or 0.0 for part in _PARTS}

@@ -37,19 +37,19 @@ HOST = "127.0.0.1"
 LIMITS = ServerLimits(connections=256, body_bytes=0)
 STATIC = Path(__file__).parent / "static"
 POINTS = 400
-"""Points of one curve."""
+"""Largest number of points of a curve."""
 STEPS = 60
-"""Steps of a timeline."""
+"""Number of steps of a timeline."""
 WARNINGS = 5
-"""Warnings of one run: the newest."""
+"""Number of the newest warnings of a run that are returned."""
 SAMPLES = 24
-"""Samples of a page."""
+"""Number of samples of a page."""
 TOKENS = 2000
-"""Tokens of one sample request."""
+"""Number of tokens in a response to /api/sample."""
 PREVIEW_CHARACTERS = 600
-"""Characters of a prompt or a response in a list."""
+"""Largest number of characters of a prompt or a response in a page of samples."""
 DIGITS = 18
-"""Digits of a number in a query: no count has more, and SQLite's integers have one more."""
+"""Largest number of digits of a number in a query, so that it is in the range of SQLite's integers."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -59,32 +59,41 @@ HEADERS = {
 
 
 class Dashboard:
-    """Owner of the metrics that were read. Clients with `token` may read."""
+    """Handlers of the dashboard's requests. Owns the metrics that were read."""
 
     def __init__(self, runs: list[Path], token: str) -> None:
-        """Initialise. Raises UserError for a folder that is not a run."""
+        """Open the runs.
+
+        Args:
+            runs: run folders.
+            token: token that clients must have.
+
+        Raises:
+            UserError: a folder is not a run folder.
+        """
         self._folders = runs
         self._texts = [RunTexts(run) for run in runs]
         self._curves = [RunCurves(run) for run in runs]
         self._names = _names(runs)
         self._token = token
         self._cookie = f"rlsys-dash-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
-        """Cookies do not depend on the port: two dashboards of one machine need different names."""
-        self._reading = asyncio.Lock()
-        """Lock of `_curves`: held by a thread that reads lines, and by readers of the curves."""
+        """Name of the cookie. It depends on the token, because a browser sends cookies to all ports of a machine."""
+        self._curves_lock = asyncio.Lock()
+        """Held while a thread reads lines into `_curves`, and while a handler reads them."""
 
     def app(self) -> web.Application:
+        """Create the application."""
         routes = [
             web.get("/", self._page),
             web.get("/api/runs", self._runs),
-            web.get("/api/curves", self._some_curves),
+            web.get("/api/curves", self._read_curves),
             web.get("/api/timeline", self._timeline),
             web.get("/api/status", self._status),
             web.get("/api/samples", self._samples),
             web.get("/api/sample", self._sample),
             web.static("/static", STATIC),
         ]
-        # RlsysError: a coordinator that does not respond now may do so later
+        # 503 for RlsysError: a coordinator that does not respond now may respond later.
         app = guarded_app(routes, LIMITS, statuses={RunError: 503, RlsysError: 503}, admit=self._admit)
 
         async def add_headers(_: web.Request, answer: web.StreamResponse) -> None:
@@ -94,20 +103,20 @@ class Dashboard:
         return app
 
     def _admit(self, request: web.Request) -> None:
-        """Require the token: any user of this machine can connect to a loopback port."""
+        """Require the token, because any user of this machine can connect to a loopback port."""
         if request.path == "/" and same_secret(request.query.get("token", ""), self._token):
             page = web.HTTPFound("/")
             page.set_cookie(self._cookie, self._token, httponly=True, samesite="Strict")
             raise page
         if not same_secret(request.cookies.get(self._cookie, ""), self._token):
-            raise Refusal(403, "rlsys dash: open the link that it printed, with its token")
+            raise Refusal(403, "the token is missing or wrong: expected the link that rlsys dash printed")
         request[AUTHORIZED] = True
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
         return web.FileResponse(STATIC / "index.html")
 
     async def _runs(self, request: web.Request) -> web.Response:
-        async with self._reading:
+        async with self._curves_lock:
             for curves in self._curves:
                 await asyncio.to_thread(curves.follow)
             rows = [
@@ -128,14 +137,14 @@ class Dashboard:
             ]
         return web.json_response(rows)
 
-    async def _some_curves(self, request: web.Request) -> web.Response:
+    async def _read_curves(self, request: web.Request) -> web.Response:
         names = [name for name in request.query.get("names", "").split(",") if name]
-        async with self._reading:
+        async with self._curves_lock:
             return web.json_response([{n: c.curve(n, POINTS) for n in names} for c in self._curves])
 
     async def _timeline(self, request: web.Request) -> web.Response:
         run = self._run(request)
-        async with self._reading:
+        async with self._curves_lock:
             return web.json_response(self._curves[run].timeline(STEPS))
 
     async def _status(self, request: web.Request) -> web.Response:
@@ -158,7 +167,7 @@ class Dashboard:
                 row = texts.describe(view)
                 row["advantage"] = next((a for a in arrays_of(view)["advantages"] if a is not None), None)
                 for name in ("prompt", "response"):
-                    row[name] = _shortened(row[name])
+                    row[name] = _shorten_middle(row[name])
                 rows.append(row)
             return {
                 "samples": rows,
@@ -182,6 +191,11 @@ class Dashboard:
         return web.json_response(await asyncio.to_thread(read_sample))
 
     def _run(self, request: web.Request) -> int:
+        """Return the index of the requested run.
+
+        Raises:
+            UserError: there is no such run.
+        """
         run = _number(request.query, "run") or 0
         if run >= len(self._folders):
             raise UserError(f"run = {run}: expected a number below {len(self._folders)}, the number of runs")
@@ -189,7 +203,11 @@ class Dashboard:
 
 
 def sample_query(params: Any) -> SampleQuery:
-    """Build the sample query of a URL's query. Raises UserError."""
+    """Convert the query of a URL to a query of samples.
+
+    Raises:
+        UserError: a value is invalid.
+    """
     query = SampleQuery(
         step=_number(params, "step"),
         group=_number(params, "group"),
@@ -204,6 +222,11 @@ def sample_query(params: Any) -> SampleQuery:
 
 
 def _number(params: Any, name: str) -> int | None:
+    """Return a number of a URL's query; None if it is missing.
+
+    Raises:
+        UserError: the value is not a number.
+    """
     text = params.get(name, "")
     if not text:
         return None
@@ -213,30 +236,50 @@ def _number(params: Any, name: str) -> int | None:
 
 
 def _pattern(text: str) -> re.Pattern[str] | None:
+    """Compile a regular expression; None for an empty one.
+
+    Raises:
+        UserError: the text is not a regular expression.
+    """
     try:
         return re.compile(text) if text else None
     except (re.error, RecursionError, OverflowError) as e:
         raise UserError(f"grep = {shorten(text, 100)}: not a regular expression: {e}") from None
 
 
-def _shortened(text: str | None) -> str | None:
+def _shorten_middle(text: str | None) -> str | None:
+    """Replace the middle of a text with more than PREVIEW_CHARACTERS characters by an ellipsis."""
     if text is None or len(text) <= PREVIEW_CHARACTERS:
         return text
     return f"{text[: PREVIEW_CHARACTERS // 2]} … {text[-PREVIEW_CHARACTERS // 2 :]}"
 
 
 def _names(runs: list[Path]) -> list[str]:
-    """Return short, unique names."""
-    short = [run.resolve().name for run in runs]
-    return [name if short.count(name) == 1 else str(run) for name, run in zip(short, runs, strict=True)]
+    """Return a unique name of each run: the name of its folder, or its path if several folders have this name."""
+    folder_names = [run.resolve().name for run in runs]
+    return [
+        name if folder_names.count(name) == 1 else str(run)
+        for name, run in zip(folder_names, runs, strict=True)
+    ]
 
 
 def new_token() -> str:
+    """Return a random token."""
     return secrets.token_urlsafe(24)
 
 
 async def serve(runs: list[Path], port: int, report: Callable[[str], None], stop: asyncio.Event) -> None:
-    """Serve until `stop` is set. `report` gets the link. Raises UserError: no run, or a port in use."""
+    """Serve the dashboard until `stop` is set.
+
+    Args:
+        runs: run folders.
+        port: port on loopback; 0: a free port.
+        report: called with the link to the page.
+        stop: ends the server.
+
+    Raises:
+        UserError: a folder is not a run folder, or the port is in use.
+    """
     token = new_token()
     async with serving(Dashboard(runs, token).app(), HOST, port, shutdown_seconds=1) as url:
         report(f"{url}/?token={token}")

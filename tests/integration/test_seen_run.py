@@ -145,7 +145,7 @@ async def test_a_real_run_live_killed_and_resumed(tmp_path: Path, monkeypatch: p
             kill_all(session)
             await asyncio.to_thread(wait_until, lambda: len(ask("up == 0")) == 2)
             await page.open(f"{page.home}#/")
-            assert "is not running now" in await page.text(".engines")
+            assert "is not running" in await page.text(".engines")
             await page.picture(pictures / "3_killed.png")
 
             session = start(run)

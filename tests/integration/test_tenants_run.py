@@ -243,7 +243,7 @@ def test_a_killed_server_resumes_bit_for_bit(server: Server) -> None:
         at_two = [carol("run", model="again", data=[p], loss="cross_entropy") for p in data]
         assert [[p["metrics"], p["logprobs"]] for p in at_two] == records[1][6:8], "what was saved is there"
         assert carol("step", model="again", **adam) == records[1][8]
-        assert ": exists; use another name" in carol.fails("save", model="m", name="two")
+        assert ": exists; expected another name" in carol.fails("save", model="m", name="two")
         server.kill("rlsys.engine.server")
         carol("sampler", sampler="s", model="m")
         assert carol("sample", sampler="s", prompt=PROMPT, max_tokens=1)[0]["ids"]
@@ -259,7 +259,7 @@ def test_unsupported_client_requests_are_rejected_with_a_reason(server: Server) 
         )
         alice("create", model="m", base=MODEL, rank=16, seed=0)
         refusal = alice.fails("run", model="m", data=[imitation([500])], loss="cross_entropy")
-        assert "target_tokens has the id 500, expected 0 to 127" in refusal
+        assert "target_tokens has the id 500; expected 0 to 127" in refusal
         alice("run", model="m", data=[imitation([50])], loss="cross_entropy")
         assert "expected a forward_backward" not in alice("step", model="m", learning_rate=1e-3)
         assert "expected a forward_backward" in alice.fails("step", model="m", learning_rate=1e-3)

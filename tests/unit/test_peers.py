@@ -89,7 +89,9 @@ def test_questions_follow_the_system_prompt_and_a_rubric_is_required(own: Path) 
     with pytest.raises(UserError, match="has no rubric with functions"):
         Rewards(config)
     wrong = config.model_copy(update={"data": replace_source(config)})
-    with pytest.raises(UserError, match=r"or data\.source = environment, but they are single_turn and jsonl"):
+    with pytest.raises(
+        UserError, match=r"rollout\.generator = 'single_turn' and data\.source = 'jsonl': expected"
+    ):
         Rewards(wrong)
 
 

@@ -1,8 +1,11 @@
 """Connector of Gymnasium: the model writes actions as numbers or names.
 
-A discrete action is the last integer of a turn, or the last name of `actions` in it. An action of a box is the last
-numbers of a turn, one per element. A turn without an action does not step the environment; its reward is `penalty`,
-and the model reads the possible actions.
+action space        action of a turn
+Discrete            the last integer, or with `actions` the last of these names
+Box of n elements   the last n numbers
+
+A turn without an action does not step the environment. Its reward is `penalty`, and the model reads the possible
+actions.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class GymnasiumEnvironment:
-    """A Gymnasium environment, created for each episode. `options` of the task are passed to its reset."""
+    """Creates a Gymnasium environment for each episode, and passes the task's `options` to its reset."""
 
     def __init__(
         self,
@@ -29,15 +32,15 @@ class GymnasiumEnvironment:
         penalty: float = 0.0,
         modules: Sequence[str] = (),
     ) -> None:
-        """Create one environment to check the arguments.
+        """Check the arguments by creating an environment once.
 
         Args:
             id: id of the environment.
             kwargs: arguments of `gymnasium.make`.
-            actions: names of the discrete actions, in order.
+            actions: names of the discrete actions, in order; None: the model writes their numbers.
             question: text before the first observation.
             penalty: reward of a turn without an action.
-            modules: modules to import first, which register environments.
+            modules: modules to import first, because they register environments.
         """
         for module in modules:
             importlib.import_module(module)
@@ -79,12 +82,12 @@ class GymnasiumEpisode:
         return Step(as_messages(_observation_text(observation)), float(reward), bool(terminated or truncated))
 
     def _parse_action(self, text: str) -> Any:
-        """Return the action in a text; None if there is none, or it is outside the action space."""
+        """Return the action in a text; None if the text has no action, or one outside the action space."""
         space = self._environment.action_space
         if self._names:
             positions = [(text.rfind(name), i) for i, name in enumerate(self._names)]
-            last, index = max(positions)
-            return index + int(getattr(space, "start", 0)) if last >= 0 else None
+            position, index = max(positions)
+            return index + int(getattr(space, "start", 0)) if position >= 0 else None
         numbers = _NUMBER.findall(text)
         if hasattr(space, "n"):
             value: Any = next((int(n) for n in reversed(numbers) if "." not in n), None)

@@ -1,8 +1,8 @@
-"""Connector of MCP: the model calls the tools of a server; a turn without a call is its answer.
+"""Connector of MCP: the model calls the tools of a server, and ends the episode by a turn without a call, its answer.
 
-A server is a `command`, which is started for each episode, or a `url` (streamable HTTP) with a session for each
-episode. The run's `data.reward` scores the answer. `reward_tool` is a tool that is hidden from the model and
-called at the end, with the answer as `answer` and the task as `task`; its text is the reward.
+For each episode the connector starts the server `command`, or opens a session of the server at `url` (streamable
+HTTP). The run's `data.reward` scores the answer. Alternatively, the tool `reward_tool` scores it: it is hidden from
+the model, gets the arguments `answer` and `task` (JSON) at the end, and returns the reward as text.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class MCPEnvironment:
 
         Args:
             command: program of a server, with its arguments.
-            url: address of a server.
-            env: environment variables of `command`.
-            reward_tool: name of the tool that returns the reward.
-            system: system message.
+            url: address of a server, instead of `command`.
+            env: environment variables of `command`, in addition to RLSYS_SEED.
+            reward_tool: name of the tool that returns the reward; None: no such tool.
+            system: system message; empty: none.
 
         Raises:
-            ValueError: not exactly one of command and url.
+            ValueError: both or none of command and url are set.
         """
         if (command is None) == (url is None):
-            raise ValueError("command, url: expected one of them")
+            raise ValueError(f"command = {command!r}, url = {url!r}: expected exactly one of them")
         self._mcp: Any = importlib.import_module("mcp")
         self._command, self._url, self._env = command, url, env
         self._reward_tool, self._system = reward_tool, system
@@ -69,17 +69,19 @@ class MCPEpisode:
         self._client_task: asyncio.Task[None] | None = None
         tools = loop.run(self._begin())
         schemas = [_schema(tool) for tool in tools if tool.name != reward_tool]
-        first: list[Message] = [{"role": "system", "content": system}] if system else []
+        system_messages: list[Message] = [{"role": "system", "content": system}] if system else []
         messages = [{"role": "user", "content": str(task.get("question", ""))}]
-        self.opening = Opening([*first, *messages], schemas)
+        self.opening = Opening([*system_messages, *messages], schemas)
 
     async def _begin(self) -> list[Any]:
+        """Enter the client, and return the server's tools."""
         self._closing, entered = asyncio.Event(), asyncio.get_running_loop().create_future()
         self._client_task = asyncio.create_task(self._run_client(entered))
         await entered
         return list((await self._client.list_tools()).tools)
 
     async def _run_client(self, entered: asyncio.Future[None]) -> None:
+        """Keep the client entered until `close`. `entered`: gets None, or the exception on entering."""
         assert self._closing is not None
         try:
             async with self._client:
@@ -111,7 +113,7 @@ class MCPEpisode:
         )
 
     def _answer(self, call: Mapping[str, Any]) -> str:
-        """Call a tool and return its text. For a mistake of the model it is a line that starts with `error`."""
+        """Call a tool and return its text; for an invalid call, a line that starts with `error`."""
         try:
             arguments = json.loads(call["arguments"] or "{}")
         except ValueError:

@@ -1,8 +1,8 @@
 """Connector of OpenEnv: an environment on its own server (a container, a Space), with the package's generic client.
 
-`field` is the key of an action for the model's text; without it the turn, or its last <action>, is the action as
-JSON. `show` is the key of the observation that the model reads; without it, the model reads the whole observation as
-JSON. If a server supports one session at a time, as many servers as leases are needed.
+The action of a turn is {`field`: its text}. Without `field`, the turn, or its last <action> element, must be the
+action as JSON. The model reads the value of the observation's key `show`, or without `show` the whole observation as
+JSON. A server that supports one session at a time needs a `url` for each lease.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class OpenEnvEnvironment:
         """Import the package; sessions start with their episodes.
 
         Args:
-            url: address of a server, or of several, used in rotation.
-            field: key of an action for the model's text.
-            show: key of an observation for the model.
+            url: address of a server, or a list of addresses, which are used in rotation.
+            field: key of the action that gets the model's text; None: the model writes JSON.
+            show: key of the observation that the model reads; None: the whole observation.
             question: text before the first observation.
             penalty: reward of a turn without an action.
-            seeded: whether the reset accepts a seed.
+            seeded: whether the environment's reset accepts a seed.
         """
         self._core: Any = importlib.import_module("openenv.core.generic_client")
         self._urls = itertools.cycle([url] if isinstance(url, str) else list(url))
@@ -73,11 +73,12 @@ class OpenEnvEpisode:
         return Step(messages, float(result.reward or 0.0), bool(result.done))
 
     def _action(self, text: str) -> dict[str, Any] | None:
+        """Return the action in a turn; None if it is not a JSON object."""
         if self._field is not None:
             return {self._field: text}
-        _, opened, tail = text.rpartition("<action>")
+        _, start_tag, tail = text.rpartition("<action>")
         try:
-            action = json.loads(tail.partition("</action>")[0] if opened else text)
+            action = json.loads(tail.partition("</action>")[0] if start_tag else text)
         except ValueError:
             return None
         return action if isinstance(action, dict) else None

@@ -1,7 +1,7 @@
-"""Connector of reasoning-gym: an episode is one question of a dataset, whose verifier scores the answer.
+"""Connector of reasoning-gym: an episode is one question of a dataset, and the dataset's verifier scores the answer.
 
-`item` of the task selects the question; the default is the seed. With `turns` above 1 the model may try again after a
-wrong answer.
+The task's `item` is the index of the question; without it, the seed is. With `turns` above 1, the model may try again
+after a wrong answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReasoningGymEnvironment:
         Args:
             dataset: name of the dataset.
             params: arguments of the dataset.
-            answer: regular expression whose group is the answer; a turn without a match is the answer.
+            answer: regular expression whose group is the answer. If it has no match, the whole turn is the answer.
             turns: largest number of turns.
             retry_message: message after a wrong answer.
         """

@@ -1,6 +1,7 @@
 """Environment for recipes with turn rewards: after a wrong answer the model may try again, for half the reward.
 
-The opening is empty, so the prompt is that of the data's row. `answer` of the row is the expected answer.
+The model reads only the prompt of the data row, and must end its turn with <answer>X</answer>, where X is the row's
+`answer`.
 """
 
 from __future__ import annotations

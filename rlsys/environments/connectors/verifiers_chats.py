@@ -1,8 +1,8 @@
 """Connector of verifiers (0.1): environments of one or several turns, with their tools and rubrics.
 
-The package's rollout runs in the event loop of a thread, with a client of this file. A request of the rollout
-becomes the messages for the model, and the model's turn becomes the response, so stop conditions, tools and
-rewards are those of the package. `example` of the task selects a row of the dataset; the default is the seed.
+The package runs its own rollout, with its stop conditions, tools and rewards, in the event loop of a thread. The
+rollout's client is defined here (QueueClient): it hands each request as messages to the model, and returns the
+model's turn as the response. The task's `example` is the index of the dataset's row; without it, the seed is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class VerifiersEnvironment:
 
         Args:
             load: `package.module:load_environment`, `path/to/file.py:load_environment`, or an environment's name.
-            args: arguments of the function, or of the environment.
+            args: arguments of the function, or of the package's `load_environment`.
         """
         package: Any = importlib.import_module("verifiers")
         self._package, self._client = package, _client_class(package)
@@ -83,7 +83,7 @@ class VerifiersEpisode:
 
 
 def _client_class(package: Any) -> Any:
-    """Define a client of the package that puts its requests into the queue `requests`."""
+    """Return a subclass of the package's client that puts its requests into the queue `requests`."""
     clients: Any = importlib.import_module("verifiers.clients")
     types: Any = importlib.import_module("verifiers.types")
 
@@ -139,7 +139,7 @@ def _client_class(package: Any) -> Any:
 
 
 def _message(message: Any) -> Message:
-    """Convert a message of the package to a plain chat message."""
+    """Convert a message of the package to a chat message with text content and OpenAI's tool calls."""
     plain: Message = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
     content = plain.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):

@@ -1,4 +1,4 @@
-// Small SVG charts: lines of several runs, and stacked columns. They redraw with their width.
+// Small SVG charts: lines of several runs, and stacked columns. A chart is drawn again when its size changes.
 import { el, number, svg } from "./dom.js";
 
 const MARGIN = { left: 46, right: 8, top: 8, bottom: 20 };
@@ -32,15 +32,15 @@ function frame(host, draw) {
   host.addEventListener("pointermove", (event) => {
     if (!move) return;
     const box = host.getBoundingClientRect();
-    const found = move(event.clientX - box.left);
-    if (!found) return away();
-    tip.replaceChildren(...found.lines);
+    const point = move(event.clientX - box.left);
+    if (!point) return away();
+    tip.replaceChildren(...point.lines);
     tip.hidden = false;
-    const right = found.x > box.width / 2;
-    tip.style.left = right ? "auto" : `${found.x + 10}px`;
-    tip.style.right = right ? `${box.width - found.x + 10}px` : "auto";
+    const onRight = point.x > box.width / 2;
+    tip.style.left = onRight ? "auto" : `${point.x + 10}px`;
+    tip.style.right = onRight ? `${box.width - point.x + 10}px` : "auto";
     canvas.querySelector(".cursor")?.remove();
-    canvas.append(svg("line", { class: "cursor", x1: found.x, x2: found.x, y1: MARGIN.top, y2: box.height - MARGIN.bottom }));
+    canvas.append(svg("line", { class: "cursor", x1: point.x, x2: point.x, y1: MARGIN.top, y2: box.height - MARGIN.bottom }));
   });
   host.addEventListener("pointerleave", away);
   new ResizeObserver(redraw).observe(host);
@@ -61,7 +61,8 @@ function axes(canvas, width, height, xs, ys, xOf, yOf, format) {
   }
 }
 
-// lines: [{name, colour, dash, x: [], y: []}]; log: a logarithmic axis; floor: the axis begins there at the latest.
+// Draws a line chart. Returns whether there is a value to draw.
+// lines: [{name, colour, dash, x: [], y: []}]; log: whether the y axis is logarithmic; floor: largest start of the y axis.
 export function lineChart(host, { lines, log = false, floor = null }) {
   const drawn = lines.map((line) => {
     const pairs = line.x.map((x, i) => [x, line.y[i]]).filter(([, y]) => y !== null && Number.isFinite(y) && (!log || y > 0));
@@ -74,7 +75,7 @@ export function lineChart(host, { lines, log = false, floor = null }) {
   let low = Math.min(...all.map(([, y]) => scale(y))), high = Math.max(...all.map(([, y]) => scale(y)));
   if (floor !== null && !log) low = Math.min(low, floor);
   if (high === low) { high += Math.abs(high) * 0.1 || 1; if (floor === null || low > floor) low -= Math.abs(low) * 0.1 || 1; }
-  if (log) low = Math.max(low, high - 4); // beside one value that is next to nothing, all others would be one line
+  if (log) low = Math.max(low, high - 4); // otherwise a single tiny value would press all others into one line
   const step = stepOf(low, high, 4);
   if (!log) {
     [low, high] = [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step];
@@ -113,8 +114,9 @@ export function lineChart(host, { lines, log = false, floor = null }) {
   return true;
 }
 
-// columns: [{step, name: seconds, ...}]; parts: [[key, label, colour, cut]]; a part with `cut` does not stretch the axis:
-// beside a night's stop, seconds would not be seen. What goes beyond the axis is cut off, and its length written there.
+// Draws stacked columns. Returns whether there is a column to draw.
+// columns: [{step, name: seconds, ...}]; parts: [[key, label, colour, cut]]. A part with `cut` does not extend the axis,
+// because seconds would be invisible next to hours. A column that exceeds the axis is cut off, and labelled with its sum.
 export function stackedColumns(host, columns, parts) {
   if (!columns.length) return false;
   const sums = columns.map((c) => parts.reduce((sum, [key]) => sum + c[key], 0));
@@ -141,9 +143,9 @@ export function stackedColumns(host, columns, parts) {
         at += column[key];
       }
       if (sums[i] <= high) return;
-      const told = svg("text", { class: "beyond", x: xOf(i), y: MARGIN.top + 13, "text-anchor": "middle" });
-      told.textContent = `${number(Math.round(sums[i]))} s`;
-      canvas.append(told);
+      const label = svg("text", { class: "beyond", x: xOf(i), y: MARGIN.top + 13, "text-anchor": "middle" });
+      label.textContent = `${number(Math.round(sums[i]))} s`;
+      canvas.append(label);
     });
     return (at) => {
       const i = Math.floor((at - MARGIN.left) / slot);

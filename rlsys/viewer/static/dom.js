@@ -1,24 +1,24 @@
-// Elements from data. Text is only ever set as text: what a model wrote is never HTML.
+// Creates elements from data. Text is always set as text, so that the output of a model is never HTML.
 export function el(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
+  const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
     if (value === undefined || value === null || value === false) continue;
-    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-    else if (key === "style") for (const [k, v] of Object.entries(value)) made.style.setProperty(k, v);
-    else made.setAttribute(key, value === true ? "" : value);
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else if (key === "style") for (const [k, v] of Object.entries(value)) element.style.setProperty(k, v);
+    else element.setAttribute(key, value === true ? "" : value);
   }
-  made.append(...children.filter((child) => child !== null && child !== undefined && child !== false));
-  return made;
+  element.append(...children.filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
 }
 
 export function svg(name, attributes = {}, ...children) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
   for (const [key, value] of Object.entries(attributes)) {
-    if (key === "style") for (const [k, v] of Object.entries(value)) made.style.setProperty(k, v);
-    else made.setAttribute(key, value);
+    if (key === "style") for (const [k, v] of Object.entries(value)) element.style.setProperty(k, v);
+    else element.setAttribute(key, value);
   }
-  made.append(...children);
-  return made;
+  element.append(...children);
+  return element;
 }
 
 // 12345.678 -> "12,346"; 0.001234 -> "0.00123"; 1.2e-7 -> "1.2e-7"

@@ -1,4 +1,4 @@
-// Curves of all chosen runs, what the engines do now, and where the time of each step went.
+// The view of the selected runs: warnings, the state of the engines, curves, and the durations of each step's parts.
 import { get } from "./api.js";
 import { lineChart, stackedColumns } from "./chart.js";
 import { el, empty, number, runColour } from "./dom.js";
@@ -26,7 +26,7 @@ let further = "";
 
 export async function overview(main, runs, chosen) {
   const shown = runs.map((run, index) => ({ ...run, index })).filter((run) => chosen.has(run.index));
-  if (!shown.length) return main.replaceChildren(empty("No run is chosen. Tick one above."));
+  if (!shown.length) return main.replaceChildren(empty("No run is selected. Select one above."));
   const names = [...new Set(shown.flatMap((run) => run.metrics))].sort();
   const wanted = [...CHARTS.slice(0, 2), ...setCharts(names), ...CHARTS.slice(2), ...(further ? [{ title: further, keys: [further] }] : [])].filter((c) => c.keys.some((k) => names.includes(k)));
   const curves = await get("curves", { names: [...new Set(wanted.flatMap((c) => c.keys))].join(",") });
@@ -35,7 +35,7 @@ export async function overview(main, runs, chosen) {
 
   const grid = el("div", { class: "grid" });
   const parts = [...warnings(shown), ...engines(shown, live), el("h2", {}, "Curves")];
-  parts.push(...(wanted.length ? [grid, picker(names)] : [empty("No step is done yet. Curves begin with the first one.")]));
+  parts.push(...(wanted.length ? [grid, picker(names)] : [empty("No step is complete yet. Curves start with the first step.")]));
   const hosts = shown.map(() => el("div", { class: "chart tall" }));
   if (times.some((steps) => steps.length)) {
     const lanes = shown.map((run, i) => el("div", { class: "card" }, el("h3", {}, run.name), hosts[i]));
@@ -51,12 +51,12 @@ export async function overview(main, runs, chosen) {
       name: shown.length > 1 ? run.name + (k ? " (dashed)" : "") : k ? "dashed" : chart.title.toLowerCase(),
       colour: runColour(run.index), dash: k > 0, ...(curves[run.index][key] ?? { x: [], y: [] }),
     })));
-    if (!lineChart(host, { lines, log: chart.log, floor: chart.floor ?? null })) host.replaceWith(empty("nothing yet"));
+    if (!lineChart(host, { lines, log: chart.log, floor: chart.floor ?? null })) host.replaceWith(empty("no values yet"));
   }
-  hosts.forEach((host, i) => { if (!stackedColumns(host, times[i], PARTS)) host.replaceWith(empty(shown[i].steps ? "these steps do not say how long they took" : "no step is done yet")); });
+  hosts.forEach((host, i) => { if (!stackedColumns(host, times[i], PARTS)) host.replaceWith(empty(shown[i].steps ? "the metrics of these steps have no durations" : "no step is complete yet")); });
 }
 
-// Of each named evaluation set: its accuracy and, dashed, pass@k for the largest k.
+// One chart for each evaluation set: its accuracy and, dashed, pass@k for the largest k.
 function setCharts(names) {
   const sets = names.map((name) => name.match(/^eval\.(.+)\/accuracy$/)?.[1]).filter(Boolean);
   return sets.map((set) => {
@@ -67,17 +67,17 @@ function setCharts(names) {
 }
 
 function warnings(shown) {
-  return shown.flatMap((run) => run.warnings.toReversed().map((told) => el("details", { class: "card warning" },
-    el("summary", {}, el("b", {}, `${shown.length > 1 ? `${run.name}, ` : ""}step ${told.step}: `), `${told.seen}.`),
-    el("p", {}, `${told.cause}. ${told.knob}.`),
-    ...(told.samples ?? []).map((s) => el("p", { class: "text" }, el("span", { class: "prompt" }, s.prompt), s.response, el("span", { class: "prompt" }, `  reward ${number(s.reward)}`))))));
+  return shown.flatMap((run) => run.warnings.toReversed().map((warning) => el("details", { class: "card warning" },
+    el("summary", {}, el("b", {}, `${shown.length > 1 ? `${run.name}, ` : ""}step ${warning.step}: `), `${warning.seen}.`),
+    el("p", {}, `${warning.cause}. ${warning.knob}.`),
+    ...(warning.samples ?? []).map((s) => el("p", { class: "text" }, el("span", { class: "prompt" }, s.prompt), s.response, el("span", { class: "prompt" }, `  reward ${number(s.reward)}`))))));
 }
 
 function engines(shown, live) {
   const cards = [];
   shown.forEach((run, i) => {
     const status = live[i];
-    if (!run.ended && !Object.keys(status).length) cards.push(el("div", { class: "card" }, el("b", {}, run.name), el("p", { class: "note" }, "is not running now; the same command goes on with it")));
+    if (!run.ended && !Object.keys(status).length) cards.push(el("div", { class: "card" }, el("b", {}, run.name), el("p", { class: "note" }, "This run is not running. The same command continues it.")));
     if (status.silent) cards.push(el("div", { class: "card" }, el("b", {}, run.name), el("p", { class: "note" }, status.silent)));
     for (const [url, engine] of Object.entries(status.engine_figures ?? {})) {
       const words = [`${number(engine.requests)} requests`, `${number(engine.tokens)} tokens`, engine.weight_version === null ? "no push yet" : `weights ${engine.weight_version}`];
@@ -93,7 +93,7 @@ function engines(shown, live) {
         status.waiting_for ? el("p", { class: "note" }, `waiting for: ${status.waiting_for}`) : null));
     }
   });
-  return cards.length ? [el("h2", {}, "Engines", el("small", {}, "and what they do now")), el("div", { class: "engines" }, ...cards)] : [];
+  return cards.length ? [el("h2", {}, "Engines", el("small", {}, "current state")), el("div", { class: "engines" }, ...cards)] : [];
 }
 
 function legend() {

@@ -1,4 +1,4 @@
-// The browser of samples: a list with filters, one sample token by token, and the samples of a group side by side.
+// The views of samples: a list with filters, one sample token by token, and the samples of a group side by side.
 import { get } from "./api.js";
 import { el, empty, number } from "./dom.js";
 
@@ -24,9 +24,9 @@ export async function samples(main, runs, query) {
 }
 
 function nothing(asked, found) {
-  if (asked.skip) return "That was the last one.";
-  if (!found.last && !asked.status) return "No step has taken samples yet. Those that are being written are under status: parked.";
-  return "No sample fulfils all of this.";
+  if (asked.skip) return "There are no further samples.";
+  if (!found.last && !asked.status) return "No step has taken samples yet. Select the status parked for unfinished samples.";
+  return "No sample matches the filter.";
 }
 
 const link = (asked) => `#/samples?${new URLSearchParams(Object.fromEntries(Object.entries(asked).filter(([, v]) => v !== undefined && v !== "" && v !== null)))}`;
@@ -54,10 +54,10 @@ function filter(runs, run, asked, last) {
 function row(run, sample) {
   return el("a", { class: "card row", href: `#/sample?${new URLSearchParams({ run, sample: sample.sample })}` },
     top(sample), el("p", { class: "text prompt clip" }, sample.prompt),
-    sample.kept ? el("p", { class: "text clip" }, sample.response) : el("p", { class: "note" }, "Its text is no longer kept (rollout.keep_groups)."), strip(sample));
+    sample.kept ? el("p", { class: "text clip" }, sample.response) : el("p", { class: "note" }, "The response is no longer stored (rollout.keep_groups)."), strip(sample));
 }
 
-// `alone`: not under a heading that names step and group already.
+// The heading of a sample. `alone`: no other heading names its step and group.
 function top(sample, alone = true) {
   const words = [
     alone ? (sample.step === null ? `group ${sample.group}, ${sample.fate}` : `${sample.fate}, group ${sample.group}`) : null, `sample ${sample.sample}`, `${number(sample.tokens)} tokens`,
@@ -73,7 +73,7 @@ function top(sample, alone = true) {
 const versionsOf = (sample) => [...new Set(sample.parts.map((part) => part.version))].sort((a, b) => a - b);
 const classOf = (sample, part) => (part.tool ? "tool" : `v-${versionsOf(sample).indexOf(part.version) % 8}`);
 
-// Counted from 0; both are among them.
+// The token numbers of a part, counted from 0, including the last one.
 const tokensOf = (part) => (part.end - part.start === 1 ? `token ${part.start}` : `tokens ${part.start}–${part.end - 1}`);
 
 function strip(sample) {
@@ -102,7 +102,7 @@ export async function sample(main, runs, query) {
       found.reason ? el("p", { class: "note" }, found.reason) : null,
       el("h2", { style: { "margin-top": "16px" } }, "Prompt"), el("p", { class: "text prompt" }, found.prompt),
       el("h2", {}, "Response", el("small", {}, "coloured by")), tabs, key,
-      found.kept ? text : el("p", { class: "note" }, "Its text is no longer kept: no checkpoint needs it, and rollout.keep_groups keeps a few groups of each step.")),
+      found.kept ? text : el("p", { class: "note" }, "The response is no longer stored: no checkpoint needs it, and rollout.keep_groups keeps only a few groups of each step.")),
     found.from + found.pieces.length < found.tokens && found.kept
       ? el("p", { class: "more" }, el("a", { href: `#/sample?${new URLSearchParams({ run, sample: found.sample, from: found.from + found.pieces.length })}` }, el("button", { type: "button" }, `tokens from ${number(found.from + found.pieces.length)} on, of ${number(found.tokens)}`)))
       : "");
@@ -116,7 +116,7 @@ function tokens(found, view) {
   found.pieces.forEach((piece, i) => {
     const at = found.from + i;
     const part = found.parts.find((p) => p.start <= at && at < p.end) ?? found.parts.at(-1);
-    if (interrupted.has(at)) out.push(el("span", { class: "cut", title: `taken out of its engine after ${at} tokens, under weight version ${interrupted.get(at)}` }, "interrupted"));
+    if (interrupted.has(at)) out.push(el("span", { class: "cut", title: `the engine call was interrupted after ${at} tokens, with weight version ${interrupted.get(at)}` }, "interrupted"));
     const mu = found.mu[i], logp = found.logp[i], advantage = found.advantages[i];
     const gap = logp === undefined || logp === null || part.tool ? null : logp - mu;
     const facts = [`token ${at}`, part.tool ? "a tool's" : `weights ${part.version}`, part.tool ? null : `mu ${number(mu)}`, gap === null ? null : `logp - mu ${number(gap)}`, advantage === undefined || advantage === null ? null : `advantage ${number(advantage)}`];
@@ -127,11 +127,11 @@ function tokens(found, view) {
     else if (part.tool) token.className = "tool";
     out.push(token);
   });
-  if (interrupted.has(found.tokens)) out.push(el("span", { class: "cut", title: `after ${found.tokens} tokens` }, "parked here"));
+  if (interrupted.has(found.tokens)) out.push(el("span", { class: "cut", title: `after ${found.tokens} tokens` }, "parked"));
   return out;
 }
 
-// Gaps lie between rounding and whole nats, so the shade is logarithmic.
+// The shade is logarithmic, because gaps range from rounding errors to several nats.
 function shade(gap, least, most) {
   const size = Math.abs(gap);
   if (size <= least) return "transparent";
@@ -145,11 +145,11 @@ function explain(found, view) {
       part.tool ? `tool, ${tokensOf(part)}` : `weights ${part.version} (${part.trained_steps ?? "?"} train steps), ${tokensOf(part)}`));
   }
   const values = view === "gap" ? found.logp : found.advantages;
-  if (!values.length) return [document.createTextNode(view === "gap" ? "The trainer's log-probs are not kept of this sample: it is not trained yet, gave no gradient, or is not of the step's first groups." : "No advantage is kept of this sample: it is not trained yet, all rewards of its group are equal, or it is not of the step's first groups.")];
-  if (view === "advantage") return [el("span", {}, "green: made likelier, red: made less likely")];
+  if (!values.length) return [document.createTextNode(view === "gap" ? "The trainer's log-probs of this sample are not stored: it is not trained yet, has no gradient, or is not in the first groups of its step." : "The advantage of this sample is not stored: it is not trained yet, all rewards of its group are equal, or it is not in the first groups of its step.")];
+  if (view === "advantage") return [el("span", {}, "green: the step makes the token more probable; red: less probable")];
   const gaps = found.logp.map((logp, i) => (logp === null || found.mu[i] === null ? null : Math.abs(logp - found.mu[i]))).filter((g) => g !== null);
   const mean = gaps.reduce((a, b) => a + b, 0) / Math.max(1, gaps.length);
-  return [el("span", {}, `trainer's log-prob less the engine's (mu), before the step (green: the trainer finds it likelier); mean |gap| ${number(mean)}, largest ${number(Math.max(...gaps))} nats`)];
+  return [el("span", {}, `trainer's log-prob minus the engine's (mu), before the step (green: more probable for the trainer); mean |gap| ${number(mean)}, largest ${number(Math.max(...gaps))} nats`)];
 }
 
 export async function group(main, runs, query) {
@@ -163,7 +163,7 @@ export async function group(main, runs, query) {
     el("h2", {}, `Group ${found[0].group}`, el("small", {}, `${found.length} samples, mean reward ${number(mean)}${found[0].step === null ? "" : `, trained by step ${found[0].step}`}`)),
     el("p", { class: "text prompt", style: { "margin-bottom": "12px" } }, found[0].prompt),
     el("div", { class: "columns" }, ...found.map((s) => el("div", { class: "card" }, top(s, false),
-      el("p", { class: "text tokens" }, ...(s.kept ? tokens(s, "version") : ["its text is no longer kept"])),
+      el("p", { class: "text tokens" }, ...(s.kept ? tokens(s, "version") : ["The response is no longer stored."])),
       el("p", { class: "note" }, el("a", { href: `#/sample?${new URLSearchParams({ run, sample: s.sample })}` }, "token by token"))))),
     listed.next === null ? "" : el("p", { class: "more" }, el("a", { href: `#/group?${new URLSearchParams({ run, group: query.get("group"), skip: listed.next })}` }, el("button", { type: "button" }, "further samples"))));
 }

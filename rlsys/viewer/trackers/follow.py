@@ -1,7 +1,7 @@
-"""Feeds a run's trackers from its metrics.jsonl: `python -m rlsys.viewer.trackers.follow RUN`, or `rlsys track RUN`.
+"""Write the metrics of a run to its trackers: `python -m rlsys.viewer.trackers.follow RUN`, or `rlsys track RUN`.
 
-It is a separate process, so that a failure or a hang of a tracker's package cannot affect the run. It continues until
-the run has ended or its standard input is closed, and then writes the remaining lines.
+`rlsys train` starts it as a separate process, so that a failure or a hang of a tracker's package cannot affect the
+run. The process writes the lines of metrics.jsonl until its standard input is closed, and then the remaining lines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlsys.viewer.trackers.tracker import Row, TrackedRun, Tracker, check_tracke
 
 POLL_SECONDS = 1.0
 SAMPLES = 16
-"""Rows of a table."""
+"""Number of samples in a table."""
 
 ORDERS: tuple[Order, ...] = ("worst", "best")
 
@@ -34,29 +34,37 @@ log = logging.getLogger("rlsys.viewer.trackers")
 
 
 class Follower:
-    """Feeds several trackers from one run folder.
+    """Writes the metrics of one run to several trackers.
 
-    They are opened with the first line of metrics, which defines the run's id.
+    The first line of metrics, which defines the run's id, opens the trackers.
+
+    Attributes:
+        lines: name of a tracker -> number of written lines.
     """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        """Initialise. Raises UserError: no run, or a package is missing."""
+        """Check the run and the trackers.
+
+        Args:
+            folder: run folder.
+            names: names of the trackers.
+
+        Raises:
+            UserError: the folder is not a run folder, or a package is not installed.
+        """
         if not (folder / CONFIG_FILE).is_file():
-            raise UserError(f"{folder}: not a run folder: no {CONFIG_FILE} in it")
+            raise UserError(f"{folder}: not a run folder: contains no {CONFIG_FILE}")
         check_trackers(names)
         self._folder, self._names = folder, names
         self._config: Config = load_run_config(folder)
         self._tail = MetricsTail(folder)
         self._trackers: dict[str, Tracker] = {}
         self._last_steps: dict[str, dict[str, int]] = {}
+        """Name of a tracker -> last train step of each kind of line that it has."""
         self.lines = dict.fromkeys(names, 0)
-        """Written lines by tracker."""
 
     def catch_up(self) -> None:
-        """Write every line that a tracker lacks.
-
-        The line of a step that is trained again already exists, and is not replaced.
-        """
+        """Write the lines that a tracker lacks. The line of a step that is trained again is not replaced."""
         for entry in self._tail.read():
             if not self._trackers:
                 self._open(entry["time"])
@@ -72,9 +80,10 @@ class Follower:
             self._last_steps[tracker] = self._trackers[tracker].last_steps()
 
     def _write(self, entry: dict[str, Any]) -> None:
+        """Write a line to the trackers that lack it."""
         kind, step, time = entry["kind"], int(entry["step"]), entry["time"]
-        lack = [n for n in self._names if self._last_steps[n].get(kind, -1) < step]
-        if not lack:
+        trackers = [n for n in self._names if self._last_steps[n].get(kind, -1) < step]
+        if not trackers:
             return
         values = {
             name: value
@@ -82,13 +91,13 @@ class Follower:
             if isinstance(value, int | float) and name not in ("step", "time")
         }
         rows = self._rows(step) if kind == "step" and step % self._config.eval.interval == 0 else []
-        for name in lack:
+        for name in trackers:
             self._trackers[name].write(kind, step, time, values, rows)
             self._last_steps[name][kind] = step
             self.lines[name] += 1
 
     def _rows(self, step: int) -> list[Row]:
-        """Return the worst and the best samples of the step; none if the ledger is not available."""
+        """Return the worst and the best samples of a step; none if the ledger is not available."""
         texts = RunTexts(self._folder)
         try:
             views = [
@@ -110,21 +119,29 @@ class Follower:
             return []
 
     def close(self) -> None:
+        """Close all trackers."""
         for tracker in self._trackers.values():
             tracker.close()
 
 
-def follow(folder: Path, names: Sequence[str], until: int | None) -> dict[str, int]:
-    """Feed the trackers, and return the number of written lines by tracker.
+def follow(folder: Path, names: Sequence[str], end_descriptor: int | None) -> dict[str, int]:
+    """Write the metrics of a run to its trackers.
 
-    `until`: a file descriptor whose end means that no more lines will come; None: write the existing lines only.
+    Args:
+        folder: run folder.
+        names: names of the trackers.
+        end_descriptor: file descriptor that is closed when no more lines will follow; None: write only the existing
+            lines.
+
+    Returns:
+        Name of a tracker -> number of written lines.
     """
     follower = Follower(folder, names)
     try:
-        while until is not None:
+        while end_descriptor is not None:
             follower.catch_up()
-            readable, _, _ = select.select([until], [], [], POLL_SECONDS)
-            if readable and not os.read(until, 1):
+            readable, _, _ = select.select([end_descriptor], [], [], POLL_SECONDS)
+            if readable and not os.read(end_descriptor, 1):
                 break
         follower.catch_up()
     finally:
@@ -133,7 +150,9 @@ def follow(folder: Path, names: Sequence[str], until: int | None) -> dict[str, i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Feeds a run's trackers; started by rlsys train.")
+    parser = argparse.ArgumentParser(
+        description="Write the metrics of a run to its trackers. Started by rlsys train."
+    )
     parser.add_argument("run", type=Path)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -1,4 +1,4 @@
-"""Weights & Biases. Without a key and without WANDB_MODE it works offline; `wandb sync` uploads the stored data."""
+"""Weights & Biases. Without a key and WANDB_MODE it works offline, and `wandb sync` uploads the stored data later."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from rlsys.viewer.trackers.tracker import PROJECT, Row, TrackedRun, last_steps
 
 
 class WandbRun:
+    """A run in Weights & Biases (Tracker)."""
+
     def __init__(self, run: TrackedRun) -> None:
         run.storage.mkdir(parents=True, exist_ok=True)
         self._files = list(run.storage.glob(f"wandb/*run-*-{run.run_id}/run-{run.run_id}.wandb"))
@@ -26,7 +28,7 @@ class WandbRun:
         )  # fmt: skip
 
     def last_steps(self) -> dict[str, int]:
-        """Read the last steps from the files of this run's sessions, which W&B keeps in every mode."""
+        """Return kind of line -> last train step, from the files of this run's sessions, which every mode has."""
         return last_steps(history(self._files))
 
     def write(
@@ -36,7 +38,7 @@ class WandbRun:
         if samples:
             columns = list(samples[0])
             row["samples"] = wandb.Table(columns=columns, data=[[s[c] for c in columns] for s in samples])
-        # Committed immediately: an evaluation after a step is a separate row, and a kill leaves no partial row.
+        # One call commits the whole row. An evaluation after a step is another row, and a kill leaves no partial row.
         self._run.log({**row, "train_step": step, "_timestamp": time})
 
     def close(self) -> None:
@@ -44,8 +46,9 @@ class WandbRun:
 
 
 def _mode() -> Any:
+    """Return W&B's mode: None if the environment or .netrc determines it, otherwise `offline`."""
     if "WANDB_MODE" in os.environ or "WANDB_API_KEY" in os.environ:
-        return None  # defined by the environment
+        return None
     try:
         credentials = netrc.netrc().authenticators("api.wandb.ai")
     except (FileNotFoundError, netrc.NetrcParseError):
@@ -54,7 +57,7 @@ def _mode() -> Any:
 
 
 def history(files: Sequence[Path]) -> list[tuple[int, dict[str, Any]]]:
-    """Return (train step, values) of every row in W&B's files; rows that a kill truncated are skipped."""
+    """Return (train step, values) of each row in W&B's files. Rows that a kill has truncated are skipped."""
     rows = []
     for path in sorted(files):
         for data in records(path.read_bytes()):
@@ -72,4 +75,5 @@ def history(files: Sequence[Path]) -> list[tuple[int, dict[str, Any]]]:
 
 
 def open_run(run: TrackedRun) -> WandbRun:
+    """Open a run in Weights & Biases, which is created if it does not exist."""
     return WandbRun(run)

@@ -1,8 +1,7 @@
-"""Interface of experiment trackers, and their construction.
+"""Interface of experiment trackers, and functions that open them.
 
-A tracker keeps one run for a run folder, across stops and resumes, under an id from the folder's first line of
-metrics. The tracker itself reports the lines it has, so that after a kill no line is written twice and no line is
-lost.
+A tracker has one run for a run folder, across stops and resumes. The run's id comes from the folder's first line of
+metrics. The tracker reports the lines that it has, so that no line is lost or written twice after a kill.
 """
 
 from __future__ import annotations
@@ -20,14 +19,21 @@ PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
 """Name in run.trackers -> required package."""
 PROJECT = "rlsys"
 FOLDER = "trackers"
-"""Folder next to the run folders: default storage of trackers, for all runs together."""
+"""Folder next to the run folders in which trackers store the data of all runs by default."""
 
 Row = dict[str, Any]
+"""Column -> value of a sample in a table."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Run of a tracker. `run_id`: 16 hexadecimal digits, the same after resumes."""
+    """A run for a tracker.
+
+    Attributes:
+        folder: run folder.
+        run_id: 16 hexadecimal digits, the same after a resume.
+        config: config of the run, as JSON.
+    """
 
     folder: Path
     run_id: str
@@ -36,41 +42,55 @@ class TrackedRun:
 
     @property
     def storage(self) -> Path:
+        """Folder in which trackers store their data by default."""
         return self.folder.resolve().parent / FOLDER
 
 
 def last_steps(rows: Iterable[tuple[int, Iterable[str]]]) -> dict[str, int]:
-    """Map the kind of line (step, eval) to its last train step. `rows`: train step, names of values (KIND/METRIC)."""
-    last: dict[str, int] = {}
+    """Return kind of line (step, eval) -> last train step.
+
+    Args:
+        rows: (train step, names KIND/METRIC of the values) of each line.
+    """
+    steps: dict[str, int] = {}
     for step, names in rows:
         for kind in {name.partition("/")[0] for name in names if "/" in name}:
-            last[kind] = max(last.get(kind, 0), step)
-    return last
+            steps[kind] = max(steps.get(kind, 0), step)
+    return steps
 
 
 class Tracker(Protocol):
-    """Experiment tracker. It may raise any error of its package: the process that feeds it does nothing else."""
+    """An experiment tracker. Its methods may raise any error of its package."""
 
     def last_steps(self) -> dict[str, int]:
-        """Map the kind of line (step, eval) to the last train step that the tracker has."""
+        """Return kind of line (step, eval) -> last train step whose line the tracker has."""
         ...
 
     def write(
         self, kind: str, step: int, time: float, values: dict[str, float], samples: Sequence[Row]
     ) -> None:
-        """Write one line of metrics, as `kind/name`, and a table of samples if there are any.
+        """Write a line of metrics.
 
-        `time`: unix seconds.
+        Args:
+            kind: kind of the line, `step` or `eval`. A metric is written as KIND/NAME.
+            step: train step.
+            time: Unix time in seconds.
+            values: name of a metric -> value.
+            samples: samples, written as a table; empty: no table.
         """
         ...
 
     def close(self) -> None:
-        """Flush everything to the tracker."""
+        """Write all pending data, and end the run's session."""
         ...
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check the trackers. Raises UserError if a package is not installed."""
+    """Check that the packages of trackers are installed.
+
+    Raises:
+        UserError: a package is not installed.
+    """
     for name in names:
         if importlib.util.find_spec(PACKAGES[name]) is None:
             raise UserError(
@@ -80,5 +100,6 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_tracker(name: str, run: TrackedRun) -> Tracker:
+    """Open a run in the tracker `name`."""
     tracker: Tracker = importlib.import_module(f"rlsys.viewer.trackers.to_{name}").open_run(run)
     return tracker

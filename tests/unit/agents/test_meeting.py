@@ -46,7 +46,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 async def met(function: str, wait: float = 30.0, port: int = 0) -> AsyncIterator[tuple[EpisodeServer, str]]:
     async with (
         aiohttp.ClientSession() as session,
-        open_host(f"{EPISODES}:{function}", None, None, (), meets=True) as host,
+        open_host(f"{EPISODES}:{function}", None, None, (), plays_episodes=True) as host,
     ):
         meeting = EpisodeServer(("first", "second"), wait, session)
         meeting.put_host(host)
@@ -158,7 +158,7 @@ async def test_a_sample_that_diverges_after_a_restart_is_censored_with_its_partn
         await killed(Run("first", base), row, 12)
         with pytest.raises(
             ToolFailed,
-            match="409: the episode continued without this sample: its answers after a restart differ",
+            match="409: the episode continued without this sample: the answers of the restarted run differ",
         ):
             await Run("first", base, Model(["no</think><answer>5</answer><eos>"] * 2)).play(row)
         with pytest.raises(
@@ -219,7 +219,7 @@ async def test_a_permanently_lost_sample_is_reported_to_the_episode(tmp_path: Pa
         await killed(Run("first", base, Model(["no<eos>"] * 9)), row, 7)
         assert reward(await partner) == 1
     assert noted(tmp_path) == [
-        "410 the response of first has ended: its run did not send the sample again within 0.2 s"
+        "410 the response of first has ended: the run did not send the sample again within 0.2 s"
     ]
 
 

@@ -144,8 +144,8 @@ TABLE: list[tuple[str, str]] = [
     (reward("rewards.py:f"), "cannot import rewards.py: No module named 'helper_that_is_not_there'"),
     (reward("typo.py:reward"), "cannot import typo.py: SyntaxError: '(' was never closed (typo.py, line 1)"),
     (reward("mine.py:raises"), "reward raised ZeroDivisionError: division by zero (mine.py:3)"),
-    (reward("mine.py:words"), "reward words returned 'good', expected a finite number"),
-    (reward("mine.py:nothing"), "reward nothing returned None: no reward applies to this sample"),
+    (reward("mine.py:words"), "reward words returned 'good'; expected a finite number"),
+    (reward("mine.py:nothing"), "reward nothing returned None; expected at least one reward for a sample"),
     (
         reward("mine.py:any_order"),
         "unknown parameters (a, b); expected (config), (data_source",

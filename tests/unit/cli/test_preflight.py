@@ -117,7 +117,7 @@ def no_number(samples: Samples) -> torch.Tensor:
         ),
         (
             [f"rollout.generator={__name__}:slimes_generate"],
-            "^rollout.generator: it returned without a turn of the model$",
+            "^rollout.generator: the function returned without requesting a turn of the model$",
         ),
         (
             [f"rollout.generator={__name__}:idle"],

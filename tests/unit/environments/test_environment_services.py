@@ -66,7 +66,7 @@ def test_a_repeated_request_returns_the_same_response_without_another_step() -> 
     assert lease_table.open("a", TASK, 0) == lease_table.open("a", TASK, 0)
     first = lease_table.step("a", 0, Action("3"))
     assert lease_table.step("a", 0, Action("3")) is first
-    with pytest.raises(RequestRefused, match="turn 0 of lease a, expected turn 1") as refused:
+    with pytest.raises(RequestRefused, match="turn 0 of lease a: expected turn 1") as refused:
         lease_table.step("a", 0, Action("4"))
     assert refused.value.status == 409
     assert lease_table.step("a", 1, Action("7")).reward == 1.0
@@ -160,7 +160,7 @@ async def test_an_episode_that_repeatedly_kills_the_service_does_not_affect_othe
 async def test_an_environment_that_diverges_after_a_restart_fails(tmp_path: Path) -> None:
     async with running() as services:
         task = {**TASK, "kill_once": str(tmp_path / "killed"), "fickle": True}
-        with pytest.raises(EnvironmentFailed, match="responses after a restart differ"):
+        with pytest.raises(EnvironmentFailed, match="replay after a restart differs"):
             await played(services, task)
 
 
@@ -232,7 +232,7 @@ async def test_wrong_keys_are_refused_and_invalid_requests_are_reported() -> Non
             await played(services, TASK)
     for params, words in (
         ({"connector": "gymnasum"}, "expected one of gymnasium"),
-        ({"connector": "gymnasium", "url": "http://x"}, "connector, url: expected one of them"),
+        ({"connector": "gymnasium", "url": "http://x"}, "expected exactly one of them"),
     ):
         with pytest.raises(ValueError, match=words):
             ServiceParams(**params)  # type: ignore[arg-type]
@@ -285,7 +285,7 @@ def ask(service: Service, path: str, body: dict[str, Any], key: str | None = Non
 async def test_an_external_service_is_used_by_its_url_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
     async with (
         running() as foreign_services,
-        foreign_services.of_agent() as environment,
+        foreign_services.agent_environment() as environment,
         Endpoint().listening() as endpoint,
     ):
         session = endpoint.open(environment.request)
@@ -295,13 +295,17 @@ async def test_an_external_service_is_used_by_its_url_and_key(monkeypatch: pytes
             assert await played(services, TASK) == [1.0, 1.0, 1.0]
         monkeypatch.setenv("RLSYS_ENVIRONMENT_KEY", "another")
         async with running(connector=None, url=url) as services:
-            with pytest.raises(EnvironmentFailed, match="not the address and key"):
+            with pytest.raises(EnvironmentFailed, match="the address or the key is wrong"):
                 await played(services, TASK)
 
 
 @pytest.mark.gate
 async def test_an_agent_finds_the_environment_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running() as services, services.of_agent() as environment, Endpoint().listening() as endpoint:
+    async with (
+        running() as services,
+        services.agent_environment() as environment,
+        Endpoint().listening() as endpoint,
+    ):
         for name, value in endpoint.open(environment.request).environment().items():
             monkeypatch.setenv(name, value)
 
@@ -323,7 +327,7 @@ async def agents(services: Services, number: int) -> AsyncIterator[list[Session]
     """The addresses of so many agents of one run."""
     async with contextlib.AsyncExitStack() as stack:
         endpoint = await stack.enter_async_context(Endpoint().listening())
-        environments = [await stack.enter_async_context(services.of_agent()) for _ in range(number)]
+        environments = [await stack.enter_async_context(services.agent_environment()) for _ in range(number)]
         yield [endpoint.open(each.request) for each in environments]
 
 
@@ -356,7 +360,7 @@ async def test_security_a12_hanging_agent_steps_do_not_end_the_service() -> None
                 for text in ("3", "7", "12"):
                     await asyncio.to_thread(episode.step, text)
             except EnvironmentFailed as e:
-                refused += "so it cannot open another episode" in str(e)
+                refused += "the agent cannot open an episode" in str(e)
             else:
                 raise AssertionError("its step does not hang")
             await asyncio.to_thread(episode.close)

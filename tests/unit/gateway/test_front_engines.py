@@ -76,7 +76,8 @@ async def test_an_engine_with_other_weights_waits_and_is_logged_once(
         url = await stale_engine.start()
         await rig.post("/engines", {"url": url})
         message = (
-            f"{url} has weight version 3, the pool has 0: it serves after POST /update_weights_from_disk"
+            f"engine {url} has weight version 3; expected 0; it serves no requests until POST "
+            "/update_weights_from_disk"
         )
         await rig.until(lambda: message in caplog.messages)
         for _ in range(3):

@@ -132,7 +132,7 @@ async def test_a_duplicate_engine_url_is_rejected() -> None:
         ("--queue -1", "--queue -1: expected 0 or more"),
         ("--vocab-size 0", "--vocab-size 0: expected 1 or more"),
         ("--engine localhost:1", "engine URL 'localhost:1': expected http://HOST:PORT"),
-        (f"--host {'a' * 70}.x --token-file TOKEN", "not a host name or address"),
+        (f"--host {'a' * 70}.x --token-file TOKEN", "expected a host name or address"),
     ],
 )
 def test_the_command_rejects_invalid_options(
@@ -194,7 +194,7 @@ def test_a_request_counts_as_its_number_of_samples(body: dict[str, Any], samples
 async def test_one_request_does_not_get_round_the_limits() -> None:
     async with serving(limits=FrontLimits(concurrency=4, queue=2)) as rig:
         status, answer = await rig.post("/generate", {"input_ids": [[]] * 5})
-        assert (status, answer["error"]["message"]) == (413, "5 samples in one request, expected at most 4")
+        assert (status, answer["error"]["message"]) == (413, "5 samples in one request: expected at most 4")
         status, answer = await rig.post("/v1/completions", {"prompt": ["a"] * 4, "n": 2})
         assert (status, answer["error"]["code"]) == (413, 413)
         rig.engines[0].hold_at = 1
@@ -208,7 +208,7 @@ async def test_one_request_does_not_get_round_the_limits() -> None:
         status, answer = await rig.post("/generate", generate())
         assert (status, answer["error"]["message"]) == (
             429,
-            "6 samples are in progress, expected at most 6; try again later",
+            "6 samples are in progress, and the request has 1 more: expected at most 6 in total; try again later",
         )
         tasks[1].cancel()
         await rig.until(lambda: len(rig.engines[0].requests) == 5)
@@ -240,5 +240,5 @@ def test_other_machines_need_a_token(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file"):
         read_tokens(RouterOptions([], 0, token_file=file))
     file.write_text("short\n")
-    with pytest.raises(UserError, match="5 characters, expected at least 16"):
+    with pytest.raises(UserError, match="5 characters; expected at least 16"):
         read_tokens(RouterOptions([], 0, token_file=file))

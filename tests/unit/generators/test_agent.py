@@ -233,7 +233,7 @@ async def test_the_agent_reward_is_the_value_returned_by_the_agent() -> None:
     endless = config("asks_for_ever", max_response_tokens=60).model_copy(update={"data": wanting.data})
     full = await made(endless, model=Model(["no<eos>"] * 9, budget=60))
     assert full.turn_rewards is not None and {mark.reward for mark in full.turn_rewards} == {0.0}
-    with pytest.raises(UserError, match=r"rollout\.generator = single_turn; expected agent"):
+    with pytest.raises(UserError, match=r"rollout\.generator = 'single_turn': expected"):
         make_score(Config.model_validate({"model": {"path": MODEL}, "data": {"reward": "agent"}}))
 
 
@@ -392,7 +392,7 @@ async def test_an_address_is_of_no_use_without_its_key() -> None:
                 assert answer.status == 401
         headers = {"x-api-key": session.key}
         for body, why in [
-            ({}, "messages: expected a list"),
+            ({}, "messages = None: expected a list"),
             ({"messages": [{"role": "boss"}]}, "messages[0].role = 'boss'"),
             (
                 {"messages": [{"role": "user", "content": "1"}], "top_logprobs": 3},
@@ -476,12 +476,12 @@ async def test_a_failing_or_unreachable_agent_service_censors_the_sample(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(remote, "AWAY_SECONDS", 0.0)
+    monkeypatch.setattr(remote, "UNREACHABLE_SECONDS", 0.0)
     async with Service().listening() as url:
-        with pytest.raises(ToolFailed, match="its service returned HTTP 500: no luck"):
+        with pytest.raises(ToolFailed, match="the agent's service returned HTTP 500: no luck"):
             await made(config("", {"run": None, "url": url}), model=Model(["<python>no</python><eos>"]))
     with pytest.raises(
-        ToolFailed, match=r"killed 3 times, the last time because its service at .* does not respond: Client"
+        ToolFailed, match=r"killed 3 times, the last time because the service at .* does not respond: Client"
     ):
         await made(config("", {"run": None, "url": url}))
 
@@ -490,14 +490,14 @@ async def test_invalid_agent_settings_are_rejected() -> None:
     with pytest.raises(UserError, match="has no function 'nobody'"):
         await made(config("nobody"))
     for params, why in [
-        ({"run": None}, "expected one of them"),
-        ({"command": ["x"]}, "expected one of them"),
+        ({"run": None}, "expected exactly one of them"),
+        ({"command": ["x"]}, "expected exactly one of them"),
         ({"patients": 3}, "patients"),
         ({"run": None, "url": "ftp://x"}, "url"),
-        ({"run": None, "command": ["x"], "python": "y"}, "expected it only with `run`"),
+        ({"run": None, "command": ["x"], "python": "y"}, "expected `run`, which"),
         (
             {"run": None, "url": "http://x", "env": ["A"]},
-            "expected no env with `url`",
+            "expected no env, because",
         ),
     ]:
         with pytest.raises(UserError, match=why):

@@ -122,7 +122,7 @@ async def test_one_that_dies_in_the_middle_is_played_again_and_one_that_changed_
 ) -> None:
     s = await made(config(), kill_once=str(tmp_path / "killed"))
     assert TOKENIZER.decode(s.response_ids) == WHOLE
-    with pytest.raises(ToolFailed, match="responses after a restart differ"):
+    with pytest.raises(ToolFailed, match="replay after a restart differs"):
         await made(config(), kill_once=str(tmp_path / "killed again"), fickle=True)
     with pytest.raises(ToolFailed, match="open raised ValueError: no such task"):
         await made(config(), raises=True)

@@ -176,7 +176,9 @@ async def test_functions_run_where_they_can_be_killed(tmp_path: Path) -> None:
         assert (await call(Call("add", "{"))).startswith("error: JSONDecodeError")
         assert await call(Call("hangs", "{}")) == "error: no answer within 2 s"
         assert await call(Call("dies", "{}")) == "error: ProcessEnded: exit code 3"
-        assert (await call(Call("sub", "{}"))).startswith("error: there is no function sub; there are add, ")
+        assert (await call(Call("sub", "{}"))).startswith(
+            "error: unknown function sub; expected one of add, "
+        )
         assert await call(Call("add", '{"a": 1, "b": 1}')) == "2"
     finally:
         await call.close()
@@ -227,7 +229,7 @@ async def test_a_parser_that_chokes_gives_the_text_and_one_that_hangs_is_the_mac
     try:
         assert await read("4", "", [{"no": "schema"}]) == Turn("4")
         monkeypatch.setattr(parser_client, "READ_SECONDS", 0.0)
-        with pytest.raises(ToolFailed, match="did not answer within 0 s"):
+        with pytest.raises(ToolFailed, match="did not respond within 0 s"):
             await read("4", "", [SCHEMA])
     finally:
         await read.close()
@@ -261,5 +263,5 @@ async def test_missing_generator_requirements_are_reported(tmp_path: Path) -> No
     ):
         build_generator(make_config(tmp_path, "ad"), Tokenizer(tmp_path), speak)
     generator = build_generator(make_config(tmp_path, "add"), Tokenizer(tmp_path), speak)
-    with pytest.raises(UserError, match=r"offers no tools, which .* requires; expected schemas under tools"):
+    with pytest.raises(UserError, match=r"has no tools, which .* requires; expected function schemas"):
         await generator(Sample(0, 0, 0, [5], seed=1), Prompt(0, "", [5], {}))

@@ -241,21 +241,24 @@ def set_field(name: str, value: Any) -> Callable[[SlimeSample], None]:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (mistake(set_mask(0, 0)), "loss_mask is 0 at response token 0, expected 1"),
-        (mistake(longer), "loss_mask is 1 at response token 23, expected 0"),
+        (mistake(set_mask(0, 0)), "loss_mask is 0 at response token 0; expected 1"),
+        (mistake(longer), "loss_mask is 1 at response token 23; expected 0"),
         (
             mistake(set_field("loss_mask", [1])),
-            "loss_mask has 1 entries, expected 23, one per response token",
+            "loss_mask has 1 entries; expected 23, one per response token",
         ),
         (
             mistake(other_logp),
-            r"rollout_log_probs is -1\.0 at response token 0, expected the engine's log-prob",
+            r"rollout_log_probs is -1\.0 at response token 0; expected .*, the engine's log-prob",
         ),
         (mistake(set_field("tokens", [1, 2])), "sample.tokens differs from the prompt"),
-        (mistake(set_field("reward", 1.0)), "it sets sample.reward; use a reward function in data.reward"),
-        (mistake(set_field("remove_sample", True)), "it sets sample.remove_sample"),
-        (mistake(lambda s: [s, s]), "it returned 2 samples, expected one"),
-        (mistake(lambda s: "text"), "it returned a str, expected its sample"),
+        (
+            mistake(set_field("reward", 1.0)),
+            "the function sets sample.reward; expected None, and a reward function",
+        ),
+        (mistake(set_field("remove_sample", True)), "the function sets sample.remove_sample"),
+        (mistake(lambda s: [s, s]), "the function returned 2 samples; expected one"),
+        (mistake(lambda s: "text"), "the function returned a str; expected its sample"),
         (
             asking(temperature=0.5),
             r"sampling_params\['temperature'\] = 0.5; expected rollout.temperature = 1.0",
@@ -266,18 +269,18 @@ def set_field(name: str, value: Any) -> Callable[[SlimeSample], None]:
         (asking(beam_width=3), r"sampling_params\['beam_width'\]: unknown parameter"),
         (
             asking(stop_token_ids=[44]),
-            r"sampling_params\['stop_token_ids'\] has 44; expected its text in stop",
+            r"sampling_params\['stop_token_ids'\] has 44; expected the text of this id",
         ),
-        (other_prompt, "do not begin with the prompt of the ledger; to change the prompt, change the data"),
+        (other_prompt, "do not start with the sample's prompt; to change the prompt, change the data"),
         (at_once, "two concurrent requests of one sample"),
         (again, "a request that adds no text after a turn that the model has ended"),
-        (retokenised, "do not begin with the response of the ledger"),
+        (retokenised, "do not continue with the delivered response"),
         (
             elsewhere,
             r"slime.utils.http_utils.post to http://127.0.0.1:1/generate: expected http",
         ),
         (pictures, "a request with image_data; expected only"),
-        (cut_text, "requests in text whose answers are trimmed: use no_stop_trim = True"),
+        (cut_text, "a request in text whose answer is trimmed; expected no_stop_trim = True"),
     ],
 )
 async def test_samples_that_would_corrupt_the_loss_are_refused(
@@ -303,5 +306,5 @@ async def test_a_sample_that_it_gives_up_is_censored(
 ) -> None:
     body = mistake(set_field("status", status))
     monkeypatch.setattr("rlsys.generators.generator.find_generator", lambda name: body)
-    with pytest.raises(ToolFailed, match=f"the function failed: its sample has status {status.value}"):
+    with pytest.raises(ToolFailed, match=f"the function failed: it returned sample.status = {status.value}"):
         await build_generator(config(stop=["</python>"]), TOKENIZER, Model([SAID[0]]))(fresh(), prompt())

@@ -197,7 +197,7 @@ async def test_a_client_follows_no_redirect_and_reads_no_endless_answer() -> Non
 
     app = guarded_app([web.get("/", moved), web.get("/there", there)], ServerLimits())
     async with serving(app, "127.0.0.1") as url, direct_session() as session:
-        with pytest.raises(RedirectRefused, match=r"redirects to /there; use the final URL"):
+        with pytest.raises(RedirectRefused, match=r"redirects to /there; expected the final URL"):
             await session.get(url)
         assert not visits
         async with session.get(url, allow_redirects=False) as answer:

@@ -75,12 +75,12 @@ def test_samples_that_cannot_become_rows_are_counted(
         seen(0, 0.5, named_rewards={"exact": 1.0, "short": -0.5}), seen(1, 2.0, Status.TRUNCATED), several,
         seen(3, 0.0), seen(4, -1.0, Status.CENSORED), seen(5, 0.25, plain_reward=1.5),
     ]  # fmt: skip
-    labels = [(row["completion_ids"], row["label"]) for row in answer_rows.of("labels", group)]
+    labels = [(row["completion_ids"], row["label"]) for row in answer_rows.convert("labels", group)]
     assert labels == [([1], True), ([2], True), ([6], True)]
     assert answer_rows.excluded == 2, "of several sequences; tokens that are gone"
-    (pair,) = answer_rows.of("pairs", group)
+    (pair,) = answer_rows.convert("pairs", group)
     assert (pair["chosen_ids"], pair["rejected_ids"], pair["margin"]) == ([2], [1], 1.5)
-    assert list(answer_rows.of("chats", group)) == [], "the best one was cut off"
+    assert list(answer_rows.convert("chats", group)) == [], "the best one was cut off"
 
 
 @pytest.mark.parametrize(

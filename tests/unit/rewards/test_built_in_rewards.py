@@ -101,12 +101,12 @@ def test_patterns_and_schemas_of_a_row(model: Path, tmp_path: Path) -> None:
     [
         ("regex", {"pattern": "("}, "regex: pattern = '(': not a regular expression"),
         ("regex", {"patern": "x"}, "data.reward: got an unexpected keyword argument 'patern'"),
-        ("json_schema", {"schema": {"type": "nothing"}}, "json_schema: not a schema"),
+        ("json_schema", {"schema": {"type": "nothing"}}, "schema = {'type': 'nothing'}: not a JSON schema"),
         ("json_schema", {"schema": "/no/file"}, "schema = '/no/file': cannot read"),
         ("length", {"limit": 3, "buffer": 4}, "buffer = 4, limit = 3: expected 0 < buffer <= limit"),
         ("format", {"marks": []}, "marks = []: expected at least one"),
         ("code", {"seconds": 0}, "seconds = 0, memory_mb = 512: expected seconds > 0"),
-        ("regex", {"whole": True}, "regex: whole was renamed to full_match; use full_match"),
+        ("regex", {"whole": True}, "regex: parameter whole was renamed; expected full_match"),
     ],
 )
 def test_wrong_parameters_are_one_line(model: Path, name: str, params: dict[str, Any], message: str) -> None:

@@ -55,7 +55,7 @@ async def test_the_consistency_score_is_1_if_the_answer_follows_the_reasoning(ju
         "so 7-1=6 <answer>6</answer><eos>": 1.0,
     }
     assert {text: await score(PROMPT, response_of(text)) for text in expected} == expected
-    with pytest.raises(RewardError, match="replied 'who knows', expected yes or no"):
+    with pytest.raises(RewardError, match="replied 'who knows'; expected yes or no"):
         await score(PROMPT, response_of("3+4=7</think><answer>?</answer><eos>"))
 
 

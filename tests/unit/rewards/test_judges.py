@@ -140,9 +140,9 @@ async def no_text(question: str) -> web.Response:
     ("reply", "told"),
     [
         (broken, "HTTP 503: no worker"),
-        (no_json, "expected JSON, got '<html>'"),
-        (no_choice, "expected a text at choices.0.message.content of the response"),
-        (no_text, "expected a text at choices.0.message.content"),
+        (no_json, "response '<html>': expected JSON"),
+        (no_choice, ": expected text at choices.0.message.content"),
+        (no_text, "expected text at choices.0.message.content"),
     ],
 )
 async def test_a_server_that_fails_gives_no_verdict_and_is_counted(
@@ -166,7 +166,7 @@ async def test_a_server_without_model_and_an_unreachable_one_give_no_verdict() -
     async with server.listening() as url:
         judge = JudgeWithTimeout(UrlJudge(url), 20)
         assert await judge("?") is None
-        assert "expected a text at data.0.id" in judge.last
+        assert "expected text at data.0.id" in judge.last
     assert await judge("?") is None
     assert "Client" in judge.last
     assert judge.failures == 2

@@ -193,14 +193,14 @@ async def test_a_service_that_hangs_censors_within_the_time() -> None:
     ("answer", "told"),
     [
         (lambda: says({"detail": "no such task"}, 422), 'HTTP 422 {"detail": "no such task"}'),
-        (lambda: web.Response(text="<html>"), "expected JSON, got '<html>'"),
+        (lambda: web.Response(text="<html>"), "response '<html>': expected JSON"),
         (
             lambda: web.Response(body=b"1" * (service.MAX_ANSWER_BYTES + 1)),
             "the response has more than 1048576 bytes",
         ),
-        (lambda: says("1"), "returned '1', expected a finite number"),
-        (lambda: says({}), "returned {}, expected a number"),
-        (lambda: web.Response(text="NaN"), "expected JSON, got"),
+        (lambda: says("1"), "returned '1'; expected a finite number"),
+        (lambda: says({}), "returned {}; expected a number"),
+        (lambda: web.Response(text="NaN"), "response 'NaN': expected JSON"),
     ],
 )
 async def test_an_invalid_reward_is_reported_without_a_retry(
@@ -232,7 +232,7 @@ async def test_a_redirect_is_refused_and_the_token_is_not_forwarded(monkeypatch:
         async with server.listening() as url:
             monkeypatch.setenv("http_proxy", stranger_url)
             verdict = await verdict_of(url)
-    assert f"redirects to {stranger_url}; use the final URL in data.reward" in str(verdict.reason)
+    assert f"redirects to {stranger_url}; expected the final URL in data.reward" in str(verdict.reason)
     assert stranger.asked == [] and server.headers[0]["Authorization"] == "Bearer abc"
 
 
@@ -248,7 +248,7 @@ async def test_a_service_joins_other_rewards_under_the_name_of_its_host() -> Non
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        ("http://me:secret@host/x", "the URL has a user name or a password; expected one without"),
+        ("http://me:secret@host/x", "the URL has a user name or a password; expected a URL without"),
         ("http://:80", "expected a URL"),
         ("http://host:abc", "not a URL"),
         ("http://a b/", "expected a URL"),

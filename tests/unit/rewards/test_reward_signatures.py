@@ -138,7 +138,7 @@ def test_plain_rewards_of_others(model: Path) -> None:
     assert score(model, "graded") == 1.0
     assert score(model, "not_for_sums") is None
     assert score(model, "short") == -0.5 * len(IDS)
-    with pytest.raises(ValueError, match="it returned 2 rewards for one response"):
+    with pytest.raises(ValueError, match="the function returned 2 rewards for one response"):
         score(model, "two_for_one")
     with pytest.raises(KeyError, match="answer"):  # the scorer says of which row, and what mends it
         scores = make_scores(Config.model_validate(
@@ -168,7 +168,7 @@ async def test_several_rewards_are_added_with_their_weights(model: Path) -> None
 async def test_a_reward_that_applies_to_no_sample_is_no_zero(model: Path) -> None:
     result = await verdict(model, "not_for_sums")
     assert result.reward is None
-    assert result.reason == "reward not_for_sums returned None: no reward applies to this sample"
+    assert result.reason == "reward not_for_sums returned None; expected at least one reward for a sample"
 
 
 @pytest.mark.parametrize(

@@ -301,8 +301,8 @@ async def test_a_plain_reward_that_raises_dies_or_hangs_affects_no_other(model: 
     assert str(raised).startswith("reward raised ZeroDivisionError: no such thing (")
     assert str(raised).endswith(f"{Path(__file__).name}:{line})")
     assert reasons == [
-        "reward hostile returned nan, expected a finite number",
-        "reward hostile returned 'full marks', expected a finite number",
+        "reward hostile returned nan; expected a finite number",
+        "reward hostile returned 'full marks'; expected a finite number",
     ]
     assert (scorer.failures, scorer.timeouts) == (3, 0)
     assert await told("die") == ["reward raised ProcessEnded: exit code -9"]

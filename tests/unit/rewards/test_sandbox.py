@@ -174,7 +174,7 @@ def test_required_refuses_such_tests_and_machines_without_a_sandbox(monkeypatch:
         score(prompt, text)
     assert score(Prompt(0, "", [1], {"tests": "assert f(None, 2) == 3"}), text) == 0
     monkeypatch.setattr(sandbox, "_wrapper", lambda: None)
-    with pytest.raises(UserError, match=r"no working bubblewrap: bwrap\); sandbox = required"):
+    with pytest.raises(UserError, match=r"no working bubblewrap: bwrap\); expected these protections"):
         code(config, sandbox="required")
     with pytest.raises(UserError, match="sandbox = 'no': expected available or required"):
         code(config, sandbox="no")

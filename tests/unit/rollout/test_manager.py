@@ -298,7 +298,7 @@ async def test_a_reward_that_raises_hangs_or_is_nan_censors_its_group(tmp_path: 
         assert batch.metrics["censored"] == 3
         assert all(samples[i].status is Status.CENSORED and samples[i].reward is None for i in range(3))
         assert (samples[0].censor_reason or "").startswith("reward raised ZeroDivisionError: no such thing (")
-        assert samples[1].censor_reason == "reward returned nan, expected a finite number"
+        assert samples[1].censor_reason == "reward returned nan; expected a finite number"
         assert samples[2].censor_reason is not None
         assert "reward_timeout = 0.01" in samples[2].censor_reason
         assert r.scorer.timeouts == 2

@@ -144,7 +144,7 @@ async def test_a_user_function_may_score_the_match(tmp_path: Path) -> None:
 
 async def test_a_row_without_a_trajectory_is_rejected() -> None:
     for steps, words in (
-        (None, "steps = None, expected a non-empty list of steps"),
+        (None, "steps = None; expected a non-empty list of steps"),
         ([{"action": "a"}], "expected an object with the texts"),
     ):
         with pytest.raises(UserError, match=rf"rows.jsonl:1: .*{words}"):

@@ -16,7 +16,7 @@ from rlsys.cli.main import main
 from rlsys.cli.tenants import read_options
 from rlsys.core.errors import UserError
 from rlsys.tenants.keys import Keys, check_names, key_file, key_of
-from rlsys.tenants.learner import check_data, loss_of
+from rlsys.tenants.learner import check_data, find_loss
 from rlsys.tenants.ledger import Change, Conflict, Ledger, Request
 from rlsys.tenants.losses import LOSSES, token_losses
 from rlsys.tenants.messages import (
@@ -28,7 +28,7 @@ from rlsys.tenants.messages import (
     train_result,
 )
 from rlsys.tenants.requests import CreateModel, Sample, SaveWeights, read
-from rlsys.tenants.sampler import body_of, check_sample
+from rlsys.tenants.sampler import build_body, check_sample
 from rlsys.tenants.wire import (
     BadMessage,
     blob,
@@ -162,11 +162,11 @@ def test_losses_are_those_of_the_protocol() -> None:
 
 def test_a_loss_has_its_own_parameters_only() -> None:
     with pytest.raises(UserError, match="expected one of cross_entropy"):
-        loss_of("gspo", {})
+        find_loss("gspo", {})
     with pytest.raises(UserError, match="beta: not a parameter of ppo"):
-        loss_of("ppo", {"beta": 1.0})
-    with pytest.raises(UserError, match="dro needs beta"):
-        loss_of("dro", {})
+        find_loss("ppo", {"beta": 1.0})
+    with pytest.raises(UserError, match="beta is missing; dro requires it"):
+        find_loss("dro", {})
 
 
 def datum(**changes: list[float]) -> Datum:
@@ -177,17 +177,17 @@ def datum(**changes: list[float]) -> Datum:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (datum(target_tokens=[2, 96]), "target_tokens has the id 96, expected 0 to 95"),
+        (datum(target_tokens=[2, 96]), "target_tokens has the id 96; expected 0 to 95"),
         (datum(target_tokens=[2, -1]), "target_tokens has the id -1"),
-        (datum(target_tokens=[2.0, 3.0]), "target_tokens are not integers"),
+        (datum(target_tokens=[2.0, 3.0]), "target_tokens have the type float"),
         (datum(weights=[1.0]), "1 weights for 2 tokens"),
         (datum(weights=[1.0, math.nan]), "a value that is not finite"),
         (
             datum(mask=[1.0, 1.0]),
-            "loss_fn_inputs mask, target_tokens, weights, expected target_tokens, weights",
+            "loss_fn_inputs mask, target_tokens, weights; expected target_tokens, weights",
         ),
-        (Datum([], {}), "0 tokens, expected 1 to 15"),
-        (Datum(list(range(16)), {}), "16 tokens, expected 1 to 15"),
+        (Datum([], {}), "0 tokens; expected 1 to 15"),
+        (Datum(list(range(16)), {}), "16 tokens; expected 1 to 15"),
     ],
 )
 def test_untrainable_data_is_rejected(wrong: Datum, told: str) -> None:
@@ -232,15 +232,15 @@ def test_invalid_sampling_requests_are_rejected_before_the_engine() -> None:
 
 def test_stops_and_seeds_are_sglangs() -> None:
     def sampling(**params: object) -> dict[str, object]:
-        sampling_params: dict[str, object] = body_of(asked([1], **params), "a", 2)["sampling_params"]
+        sampling_params: dict[str, object] = build_body(asked([1], **params), "a", 2)["sampling_params"]
         return sampling_params
 
     assert "ignore_eos" not in sampling()
     assert sampling(stop=[])["ignore_eos"] is True
     assert (sampling(stop="x")["stop"], sampling(stop=[3])["stop_token_ids"]) == (["x"], [3])
     assert sampling(seed=5)["sampling_seed"] == 7
-    assert body_of(asked([1]), "a", 0)["lora_path"] == "a"
-    assert "lora_path" not in body_of(asked([1]), None, 0)
+    assert build_body(asked([1]), "a", 0)["lora_path"] == "a"
+    assert "lora_path" not in build_body(asked([1]), None, 0)
 
 
 # -- keys ---------------------------------------------------------------------------------------------------
@@ -257,12 +257,12 @@ def test_each_tenant_has_a_key_that_survives_restarts(tmp_path: Path) -> None:
     file = key_file(tmp_path, "alice")
     assert file.stat().st_mode & 0o777 == 0o600
     file.chmod(0o644)
-    with pytest.raises(UserError, match="others may read it"):
+    with pytest.raises(UserError, match="other users may access it"):
         key_of(tmp_path, "alice")
 
 
 def test_names_of_tenants_are_folders() -> None:
-    for names, message in ((["../x"], "expected small letters"), (["a", "a"], "duplicate")):
+    for names, message in ((["../x"], "lower-case letters"), (["a", "a"], "occurs 2 times")):
         with pytest.raises(UserError, match=message):
             check_names(names)
 

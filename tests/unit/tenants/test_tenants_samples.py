@@ -18,7 +18,7 @@ from rlsys.core.identity import ANONYMOUS
 from rlsys.engine.wire import DEFAULT_LIMITS, make_session
 from rlsys.tenants.ledger import Ledger
 from rlsys.tenants.requests import Sample
-from rlsys.tenants.sampler import Engine, body_of
+from rlsys.tenants.sampler import Engine, build_body
 from rlsys.tenants.service import Service, Tenant
 from rlsys.tenants.work import Work
 
@@ -120,7 +120,7 @@ async def test_an_engines_death_counts_over_starts_of_the_server(tmp_path: Path)
         await asyncio.sleep(3600)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_healthy", gone)  # it ends with the server
+        patch.setattr(Engine, "_wait_healthy", gone)  # it ends with the server
         async with serving(tmp_path, fake) as (service, bob):
             await service.submit(bob, "s:sample:0", 0, "sample", sample_body([DEADLY]))
             await until(lambda: len(fake.asked) == 1)
@@ -149,7 +149,7 @@ def test_each_of_a_tenants_samples_has_a_seed_of_its_own() -> None:
 
     def seed(number: int, **params: Any) -> Any:
         sample = Sample.model_validate_json(sample_body([1], **params))
-        return body_of(sample, None, number)["sampling_params"].get("sampling_seed")
+        return build_body(sample, None, number)["sampling_params"].get("sampling_seed")
 
     seeds = [seed(number) for number in range(4)]
     assert all(isinstance(s, int) for s in seeds), seeds

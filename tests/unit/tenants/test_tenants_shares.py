@@ -67,7 +67,7 @@ def test_security_a06_bodies_that_wait_have_a_bound(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(ledgers, "MAX_BODY_BYTES", 100)
     ledger = Ledger(tmp_path)
     assert ledger.accept("m", 0, "forward", b"x" * 60)
-    with pytest.raises(LimitExceeded, match="60 bytes of requests wait"):
+    with pytest.raises(LimitExceeded, match="60 bytes of requests wait for a result"):
         ledger.accept("m", 1, "forward", b"x" * 60)
     ledger.finish(ledger.unfinished()[0], b"")
     assert ledger.accept("m", 1, "forward", b"x" * 60)

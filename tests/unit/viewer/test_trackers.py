@@ -108,7 +108,7 @@ def test_a_table_of_samples_where_an_evaluation_is_due(
     (run / "config.yaml").write_text(
         (run / "config.yaml").read_text().replace(f"interval: {config.eval.interval}", "interval: 2")
     )
-    assert follow(run, ["wandb"], until=None) == {"wandb": 3}
+    assert follow(run, ["wandb"], end_descriptor=None) == {"wandb": 3}
     tables = {step: rows for kind, step, _, rows in tracker.held if kind == "step"}
     assert tables[1] == []
     worst = tables[2][0]
