@@ -229,7 +229,7 @@ def test_a_rank_that_exceeds_gpu_memory_is_reported_once() -> None:
     assert problems([figures()], 80.0, 0.0) == []
     assert problems([figures()], None, 1e12) == []
     assert problems([figures()], 79.0, 0.0) == [
-        "stage 1 (rank 32): forward and backward needs 80 GB, a GPU has 79 GB; most of it is activations, 50 GB"
+        "stage 1 (rank 32): forward and backward needs 80 GB, a GPU has 79 GB; the largest part is activations, 50 GB"
     ]
     (problem,) = problems([figures()], 80.0, 55e9)
     assert "scoring pass needs 30 GB beside an engine of 55 GB, a GPU has 80 GB; " in problem
