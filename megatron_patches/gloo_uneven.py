@@ -1,9 +1,10 @@
-"""Uneven all-gather and reduce-scatter, which gloo lacks (experts cut by tensor parallelism, all-to-all).
+"""Uneven all-gather and reduce-scatter, which gloo lacks (sharded experts with all-to-all).
 
-Symptom: RuntimeError: gloo all_gather needs tensors of one shape. Upstream: 0.16.1 - 0.19.2.
-Why numbers stay equal: the gather pads to the longest part and cuts the padding off; the scatter sums
-everything and keeps its own part. More traffic, the same values.
-Delete when: gloo takes uneven splits.
+Symptom: RuntimeError: gloo all_gather needs tensors of one shape.
+Upstream: 0.16.1 - 0.19.2.
+Why numbers stay equal: The gather pads all parts to the longest one and removes the padding. The scatter sums the
+whole tensor on every rank and selects the rank's part. There is more traffic, but the values are the same.
+Delete when: gloo supports uneven splits.
 """
 
 from __future__ import annotations

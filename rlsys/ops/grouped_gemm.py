@@ -54,7 +54,7 @@ def _stack_weights(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Grouped GEMM with autograd that saves no copy of the weights."""
+    """Autograd function of grouped_linear, which saves no copy of the weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:

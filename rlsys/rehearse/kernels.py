@@ -91,7 +91,7 @@ class GroupedGemm(torch.autograd.Function):
 def attention(upstream: Callable[..., Tensor], count: CountFlops) -> Callable[..., Tensor]:
     """Return a replacement of PackedAttention.forward that represents a kernel for sequences of different lengths.
 
-    A micro-batch with shared tokens still uses PackedAttention, whose kernel `padded_attention` replaces.
+    Micro-batches with shared tokens still use PackedAttention, with `padded_attention` as its kernel.
 
     Args:
         upstream: PackedAttention.forward.

@@ -37,7 +37,7 @@ def stage_of(config: Config, rank: int) -> int:
 
 
 def one_rank(config: Config, rank: int) -> list[int]:
-    """Return `[rank]`.
+    """Return `[rank]` if the layout has this rank.
 
     Raises:
         UserError: The layout has no such rank.

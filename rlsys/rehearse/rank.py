@@ -120,7 +120,7 @@ def hashed_bytes(config: Config, model: HFConfig, rank: int, gpu: bool) -> int:
 def move_to_host(bytes_by_kind: dict[str, int], share: float) -> None:
     """Count a share of the optimizer state as host memory (trainer.offload_optimizer).
 
-    Without CUDA, as in a rehearsal, Megatron offloads nothing.
+    A rehearsal runs without CUDA, where Megatron itself offloads nothing.
     """
     host_bytes = int(bytes_by_kind.get("optimizer", 0) * share)
     if host_bytes:

@@ -145,12 +145,14 @@ def token_scores(
 def _candidate_scores(
     logits: Tensor, targets: Targets, temperature: float, candidates: float
 ) -> dict[str, Tensor]:
+    """Return log-probs, and the scores of candidates at temperature `candidates`, `[N]` each."""
     logits = sampling_logits(logits, targets, temperature)
     logp, chance, expected = logprob_and_candidates(logits, targets.following, candidates)
     return {"logp": logp, "chance": chance, "expected": expected}
 
 
 def _distillation_scores(logits: Tensor, targets: Targets, section: TeacherSection) -> dict[str, Tensor]:
+    """Return log-probs, entropies, and divergences from the teacher, `[N]` each."""
     assert targets.teacher_ids is not None and targets.teacher_logp is not None
     if section.top_k == 0:
         logp, entropy = logprob_and_entropy(logits, targets.following)

@@ -346,12 +346,8 @@ def build(samples: Sequence[TrainSample], shared: PrefixSharing = "no") -> Micro
     tokens = per_token(0, [s.response_ids for s in samples], np.int64)
     for s, start in zip(samples, starts, strict=False):
         tokens[start : start + len(s.prompt_ids)] = torch.tensor(s.prompt_ids)
-    support_at, support_ids = (
-        _support_columns(samples, starts) if any(s.support for s in samples) else (None, None)
-    )
-    teacher_ids, teacher_logp = (
-        _teacher_columns(samples, starts) if all(s.teacher_logprobs for s in samples) else (None, None)
-    )
+    support_at, support_ids = _support_columns(samples, starts)
+    teacher_ids, teacher_logp = _teacher_columns(samples, starts)
     return MicroBatch(
         tokens=tokens,
         support_at=support_at,
@@ -372,12 +368,17 @@ def build(samples: Sequence[TrainSample], shared: PrefixSharing = "no") -> Micro
         transferred=per_token(0, [s.transferred for s in samples], np.bool_)
         if any(s.transferred for s in samples)
         else None,
-        routes=[
-            replace(span, start=start + span.start, end=start + span.end)
-            for s, start in zip(samples, starts, strict=False)
-            for span in s.routes
-        ],
+        routes=_packed_routes(samples, starts),
     )
+
+
+def _packed_routes(samples: Sequence[TrainSample], starts: Sequence[int]) -> list[RouteSpan | LayerRoutes]:
+    """Return the routes at packed positions; sample i starts at token `starts[i]`."""
+    return [
+        replace(span, start=start + span.start, end=start + span.end)
+        for s, start in zip(samples, starts, strict=False)
+        for span in s.routes
+    ]
 
 
 def _order_by_prefix(samples: Sequence[TrainSample], by_route: bool) -> tuple[list[TrainSample], list[int]]:
@@ -397,24 +398,35 @@ def _order_by_prefix(samples: Sequence[TrainSample], by_route: bool) -> tuple[li
     return [samples[i] for i in order], shared if any(shared) else []
 
 
-def _support_columns(samples: Sequence[TrainSample], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return `support_at` and `support_ids` of the micro-batch; sample i starts at token `starts[i]`."""
+def _support_columns(
+    samples: Sequence[TrainSample], starts: Sequence[int]
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return `support_at` and `support_ids` of the micro-batch; None if no token has a sampling mask.
+
+    Sample i starts at token `starts[i]`.
+    """
+    if not any(s.support for s in samples):
+        return None, None
     parts = [
         (start + len(s.prompt_ids) + rows, ids)
         for s, start in zip(samples, starts, strict=False)
         if s.support
         for rows, ids in [support.decode(s.support, s.response_ids)]
     ]
-    at, ids = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
-    return at, ids
+    tokens, ids = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
+    return tokens, ids
 
 
-def _teacher_columns(samples: Sequence[TrainSample], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the teacher's ids and log-probs, `[T, K]` each, with 0 at prompts.
+def _teacher_columns(
+    samples: Sequence[TrainSample], starts: Sequence[int]
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return the teacher's ids and log-probs, `[T, K]` each, with 0 at prompts; None if a sample has none.
 
     Raises:
         RunError: The samples have different K.
     """
+    if not all(s.teacher_logprobs for s in samples):
+        return None, None
     columns = [teacher_logprobs.decode(s.teacher_logprobs, len(s.response_ids)) for s in samples]
     widths = sorted({ids.shape[1] for ids, _ in columns})
     if len(widths) > 1:

@@ -172,12 +172,7 @@ def learn(
     figures: dict[str, object] = {}
     skipped = 0
     for i, (rows, batch) in enumerate(epoch_updates * epochs):
-        if i and ("current" in objective.requirements.passes or split):
-            # The weights have changed since the scores.
-            for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
-                micro.current = logp
-        if objective.requirements.prepares or split:
-            objective.prepare(batch, trainer.passes.sum_over_dp, split_samples=split)
+        _prepare_update(trainer, objective, batch, weights_changed=i > 0, split=split)
         lr_factor = objective.lr_factor(plan, rows) if objective.hooks else 1.0
         critic_figures: dict[str, object] = {}
         if critic is not None:
@@ -195,8 +190,7 @@ def learn(
         )
         lr = policy_lr * lr_factor
         result = trainer.update(batch, loss, lr, denominator=denominator)
-        for name, value in result.sums.items():
-            sums[name] = sums[name] + value if name in sums else value
+        _add_sums(sums, result.sums)
         if result.without_gradient:
             without_gradient += 1
             figures |= critic_figures
@@ -209,6 +203,35 @@ def learn(
     if without_gradient:
         figures["updates_without_gradient"] = without_gradient
     return figures
+
+
+def _prepare_update(
+    trainer: Trainer,
+    objective: Objective,
+    batch: list[MicroBatch],
+    *,
+    weights_changed: bool,
+    split: bool,
+) -> None:
+    """Compute `current` again and let plug-ins prepare the update, if the objective requires it.
+
+    Args:
+        trainer: The policy's trainer.
+        objective: Defines the computation.
+        batch: This rank's micro-batches of the update.
+        weights_changed: Whether the weights have changed since `batch` was scored.
+        split: See splits_samples.
+    """
+    if weights_changed and ("current" in objective.requirements.passes or split):
+        for micro, logp in zip(batch, trainer.passes.logprobs(batch), strict=True):
+            micro.current = logp
+    if objective.requirements.prepares or split:
+        objective.prepare(batch, trainer.passes.sum_over_dp, split_samples=split)
+
+
+def _add_sums(sums: dict[str, Tensor], update_sums: dict[str, Tensor]) -> None:
+    for name, value in update_sums.items():
+        sums[name] = sums[name] + value if name in sums else value
 
 
 def _update_metrics(result: UpdateResult, lr: float, skipped: int) -> dict[str, object]:

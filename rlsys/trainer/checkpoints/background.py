@@ -51,6 +51,7 @@ class TensorWrite:
         self.seconds = time.monotonic() - start
 
     def _write_all(self) -> None:
+        """Write all files until one fails, and compute their checksums."""
         results: dict[int, Any] = {}
         for i, bucket in enumerate(self._buckets):
             output: queue.Queue[Any] = queue.Queue()

@@ -231,7 +231,7 @@ def model_of(checkpoint_path: Path) -> Path:
     run = checkpoint_path.parent.parent
     if not (run / "config.yaml").is_file():
         raise UserError(
-            f"{checkpoint_path}: unknown model: expected a config.json in it, or a run folder at {run}"
+            f"{checkpoint_path}: its model is unknown; expected a config.json in this folder, or a run in {run}"
         )
     return load_run_config(run).model.path
 

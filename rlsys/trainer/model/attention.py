@@ -227,6 +227,10 @@ class PackedAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
+        """Compute the attention of packed sequences; see the module for the shapes.
+
+        Arguments of Megatron's class besides `packed_seq_params` and the tensors are ignored.
+        """
         if packed_seq_params is None:
             raise ValueError(
                 f"packed_seq_params = {packed_seq_params!r:.80}: expected PackedSequences (PackedSequences.of)"
@@ -320,6 +324,8 @@ def engine_attention() -> type[Any]:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class EngineAttention(TEDotProductAttention):
+        """Transformer Engine's core attention, and PackedAttention for micro-batches with shared tokens."""
+
         def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
             self.packed_attention = PackedAttention(config, *args, **kwargs)

@@ -86,6 +86,8 @@ def sum_pi_squared(logits: Tensor) -> Tensor:
 
 
 class _LogProbEntropy(torch.autograd.Function):
+    """Autograd function of logprobs_and_entropy."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         group = parallel_state.get_tensor_model_parallel_group()
@@ -127,6 +129,8 @@ class _LogProbEntropy(torch.autograd.Function):
 
 
 class _LogProbCandidates(torch.autograd.Function):
+    """Autograd function of logprob_and_candidates."""
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, temperature: float

@@ -110,7 +110,11 @@ class OutputLayer:
 
 
 class _RowsOfScores(torch.autograd.Function):
-    """Scores of some rows at a time. The backward pass computes the logits of the rows again."""
+    """Scores of some rows at a time. The backward pass computes the logits of the rows again.
+
+    `forward` writes the names of the scores into its argument `names`, because autograd functions return only
+    tensors.
+    """
 
     @staticmethod
     def forward(

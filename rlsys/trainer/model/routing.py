@@ -365,15 +365,13 @@ class Routing:
         )
 
     def metrics(self, device: torch.device) -> dict[str, float]:
-        """Return the metrics since the last call, over all ranks; empty for a dense model. Collective.
+        """Return the metrics of all ranks since the last call; empty for a dense model. Collective.
 
-        Returns:
-            expert_load_max: Tokens of the busiest expert divided by the mean per expert, in the worst layer.
-            expert_idle_share: Share of experts without a token, in the worst layer.
-            replay_share: Share of selections that are replayed.
-            replay_missing: Number of tokens without a valid route.
-            route_agreement: Share of replayed selections that the router would have made itself.
-            The last three are absent if replay is off.
+        expert_load_max     tokens of the busiest expert divided by the mean per expert, in the worst layer
+        expert_idle_share   share of experts without a token, in the worst layer
+        replay_share        share of selections that are replayed, if replay is on
+        replay_missing      number of tokens without a valid route, if replay is on
+        route_agreement     share of replayed selections that the router would have made itself, if replay is on
         """
         sums = torch.zeros(3, dtype=torch.int64)
         experts = max((r.router.num_experts for r in self._layer_replays), default=0)

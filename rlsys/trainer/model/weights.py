@@ -47,7 +47,13 @@ class LocalWeights:
     """Weights of one rank by name, and the location of each entry of the name table among the ranks."""
 
     def __init__(self, model: Chunks, hf: HFConfig, *, merge: bool = True) -> None:
-        """Collect the names of all pipeline stages. Collective. `merge`: whether `merged` adds adapters."""
+        """Exchange the names of the weights between pipeline stages. Collective.
+
+        Args:
+            model: This rank's model chunks.
+            hf: The model's configuration.
+            merge: Whether `merged` adds adapters.
+        """
         self._by_name = dict(model.named_weights())
         self._lora = model.lora if merge else None
         self._tied = hf.tied

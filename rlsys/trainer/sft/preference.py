@@ -108,6 +108,7 @@ def check_rows(loss: Preference, traces: Sequence[Trace]) -> None:
         UserError: The loss needs pairs, which the traces are not, or more than one trace.
     """
     if loss.rows == "pairs":
+        # Each pair consists of one liked and one other answer. A trace without a pair has the number -1.
         for liked in (True, False):
             pairs = [t.pair for t in traces if t.liked is liked]
             if sorted(pairs) != sorted({t.pair for t in traces}) or -1 in pairs:
