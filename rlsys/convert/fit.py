@@ -116,8 +116,8 @@ def check_fp8(config: Config, hf: HFConfig) -> None:
     ]:
         if size % (BLOCK * ranks):
             raise UserError(
-                f"model.fp8 = {config.model.fp8}: {divided_name} = {size} of {path}; expected a multiple of {BLOCK} "
-                f"on each of engine.tp = {tp} ranks"
+                f"model.fp8 = {config.model.fp8}: {divided_name} = {size} of {path}; expected a multiple of "
+                f"{BLOCK * ranks}, so that each of engine.tp = {tp} ranks has whole blocks of {BLOCK}"
             )
 
 

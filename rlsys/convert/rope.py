@@ -111,8 +111,8 @@ def read_rope(raw: dict[str, Any], family: Family, source: str) -> Rope:
     supported = _ROPE_FIELDS | (_YARN if kind == "yarn" else set(LLAMA3))
     if unknown := sorted(set(fields) - supported):
         raise UserError(
-            f"{source}: rope {unknown[0]} = {fields[unknown[0]]!r} is not supported with {kind!r}; expected no such "
-            "field"
+            f"{source}: rope {unknown[0]} = {fields[unknown[0]]!r} is not supported with {kind!r}; expected only "
+            f"{', '.join(sorted(supported))}"
         )
     if kind == "yarn":
         return _read_yarn(Rope(theta, share, "yarn", fields["factor"]), fields, raw, family, source)

@@ -50,7 +50,7 @@ class TrainSample:
         versions: Weight version that sampled each response token.
         row: The sample's row in the sample table.
         trained: Whether each response token is trained; None: all are.
-        behaviour: Log-prob of each response token under the trainer's weights of its version; empty: unknown.
+        behaviour: Log-prob of each response token under the trainer's weights of its version; NaN or empty: unknown.
         routes: Experts that the engine selected.
         transferred: Whether mu belongs to the same response to another prompt.
         support: Ids of the sampling mask at each response token (rlsys/segments/support.py); empty: no token has a

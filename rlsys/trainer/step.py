@@ -53,7 +53,7 @@ def train_step(
         trainer: The policy's trainer.
         objective: Defines the computation.
         train_batch: The step's groups.
-        early: Backward passes that have already run for some of these groups; None: none.
+        early: Backward passes that have already run for some of these groups; None: no passes have run.
         records: Receives the token records of this rank's micro-batches.
 
     Returns:
@@ -151,7 +151,7 @@ def learn(
         records: Receives the token records of the first epoch. None: the weights have already changed in this step.
 
     Returns:
-        The metrics of the last update that changed the weights.
+        The metrics of the last update that had a gradient, or those of the critic during its warm-up.
     """
     samples = [s for group in train_batch.groups for s in group.samples]
     split = splits_samples(objective, samples, plan.rows)
@@ -421,7 +421,8 @@ def score_extra_signals(batches: Sequence[list[MicroBatch]], objective: Objectiv
     if "divergence" in passes and trainer.teacher is None:  # an engine has scored the samples
         if any(micro.teacher_ids is None for batch in batches for micro in batch):
             raise RunError(
-                "algo.teacher.engine: a sample of the step has no log-probs of the teacher; expected all"
+                "algo.teacher.engine: the step has samples without log-probs of the teacher; expected log-probs for "
+                "all samples"
             )
     elif "divergence" in passes:
         assert isinstance(trainer.teacher, Teachers), "add_teacher comes before the first step"

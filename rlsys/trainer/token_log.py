@@ -35,7 +35,7 @@ class MicroBatchRecord(NamedTuple):
 
 
 def write_token_log(trainer: Trainer, train_batch: TrainBatch, records: Sequence[MicroBatchRecord]) -> None:
-    """Write the records of the first rollout.keep_groups groups of the step on rank 0. Collective.
+    """Write the records of up to rollout.keep_groups groups of the step on rank 0. Collective.
 
     A sample's record covers its first sequence.
     """

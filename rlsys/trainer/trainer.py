@@ -463,7 +463,7 @@ class Trainer:
             source = self.config.model.path
             write_hf(folder, source, with_carried(self.named_hf_tensors(), source, self.hf))
         else:
-            for _ in self.named_hf_tensors():
+            for _ in self.named_hf_tensors():  # takes part in the gathering
                 pass
         self.control.wait_for_all()
 
@@ -479,7 +479,7 @@ class Trainer:
         if self.is_main:
             write_adapter(folder, self.config.model.path, lora, self.hf, self.named_factors())
         else:
-            for _ in self.named_factors():
+            for _ in self.named_factors():  # takes part in the gathering
                 pass
         self.control.wait_for_all()
 

@@ -65,7 +65,7 @@ class RewardTrainer(Trainer):
             }
             write_hf(folder, source, with_carried(tensors, source, self.hf), changes=changes)
         else:
-            for _ in tensors:
+            for _ in tensors:  # takes part in the gathering
                 pass
         self.control.wait_for_all()
 
