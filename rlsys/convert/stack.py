@@ -32,19 +32,22 @@ def stack_experts(tensors: Iterable[tuple[str, Tensor]], hf: HFConfig) -> Iterat
             continue
         parts = incomplete.setdefault(slot.name, {})
         parts[slot.expert, slot.part] = tensor
-        parts_per_expert = len(slot.stack.parts)
-        if len(parts) == parts_per_expert * hf.experts:
+        if len(parts) == len(slot.stack.parts) * hf.experts:
             del incomplete[slot.name]
-            experts = [
-                join_parts([parts[expert, part] for part in range(parts_per_expert)], slot.stack)
-                for expert in range(hf.experts)
-            ]
-            yield slot.name, torch.stack(experts)
+            yield slot.name, _stack(parts, hf.experts, slot.stack)
     if incomplete:
         name, parts = next(iter(incomplete.items()))
         raise ValueError(
             f"{name}: {len(parts)} tensors of experts; expected those of all {hf.experts} experts"
         )
+
+
+def _stack(parts: dict[tuple[int, int], Tensor], experts: int, stack: Stack) -> Tensor:
+    """Join the parts, given by (expert, part), of all experts."""
+    part_numbers = range(len(stack.parts))
+    return torch.stack(
+        [join_parts([parts[expert, part] for part in part_numbers], stack) for expert in range(experts)]
+    )
 
 
 def join_parts(parts: list[Tensor], stack: Stack) -> Tensor:

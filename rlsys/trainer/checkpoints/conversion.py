@@ -196,6 +196,7 @@ def _merged_tensors(
         source = MegatronTensors(checkpoint_path, single_rank, hf)
         return source.tensors(), source.bytes
     adapted_tensors = AdaptedTensors(checkpoint_path, _source(model, hf, single_rank), hf, lora)
+    base: HFTensors | MegatronTensors
     base = HFTensors(model, hf) if is_hf(model) else MegatronTensors(model, single_rank, hf)
     return adapted_tensors.tensors(), base.bytes
 
