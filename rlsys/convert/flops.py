@@ -24,7 +24,7 @@ def crossover_length(hf: HFConfig) -> float:
 
 
 def visited_parameters(hf: HFConfig) -> float:
-    """Return the number of parameters that a token uses in products: all but the embedding and other experts."""
+    """Return the number of parameters that a token visits: all except the embedding and unselected experts."""
     return sum(visited_by_kind(hf))
 
 

@@ -27,7 +27,7 @@ class StepProfiler:
 
     @contextmanager
     def record(self, step: int) -> Iterator[None]:
-        """Return a context that traces its body if run.profile selects the step. An error in it prevents the file."""
+        """Return a context that traces its body if run.profile selects the step. An error leaves no file."""
         if step not in self._steps:
             yield
             return

@@ -73,7 +73,7 @@ class AdapterState:
 
 
 def _updates(data: bytes) -> int:
-    """Read the number of updates from the header of a safetensors file: 8 bytes of its length, then JSON."""
+    """Read the number of updates from the header of a safetensors file: 8 bytes with its length, then JSON."""
     size = int.from_bytes(data[:8], "little")
     return int(json.loads(data[8 : 8 + size])["__metadata__"]["updates"])
 

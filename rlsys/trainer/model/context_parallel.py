@@ -125,7 +125,7 @@ class Share:
             None if self.teacher_logp is None else self.teacher_logp[rows],
         )
 
-    def times(self) -> Tensor:
+    def multiplicity(self) -> Tensor:
         """Return how many of the micro-batch's tokens share each computed token, `[P]`; 0 at padding.
 
         Requires that one rank has all tokens.

@@ -90,7 +90,7 @@ class _InMemoryOrder(torch.nn.ModuleList):
 
 
 def set_experts(layer: Any) -> None:
-    """Replace SequentialMLP in a layer's spec by GroupedExperts. Other specs are not changed."""
+    """Replace SequentialMLP in a layer's spec by GroupedExperts, if the spec contains it."""
     mlp = layer.mlp.submodules
     if getattr(getattr(mlp, "experts", None), "module", None) is SequentialMLP:
         mlp.experts = ModuleSpec(module=GroupedExperts, submodules=SUBMODULES)

@@ -37,7 +37,7 @@ from rlsys.convert.layout import to_megatron
 from rlsys.convert.rules import Rule
 from rlsys.convert.table import Entry, entries
 from rlsys.trainer.model.chunks import Chunks
-from rlsys.trainer.model.weights import LocalWeights, cutting_group, shard
+from rlsys.trainer.model.weights import LocalWeights, shard, shard_group
 
 
 class Factors(Module):
@@ -74,7 +74,7 @@ class Factors(Module):
 
     @staticmethod
     def _shard(key: str, entry: Entry, parameter: Parameter) -> ShardedTensor:
-        group, copy = cutting_group(entry.rule), _copy_number(entry)
+        group, copy = shard_group(entry.rule), _copy_number(entry)
         if entry.rule.shard_axis is None:
             return ShardedTensor.from_rank_offsets(key, parameter, replica_id=(0, group.rank(), copy))
         rank_offset = (entry.rule.shard_axis, group.rank(), group.size())
@@ -187,7 +187,7 @@ class Lora:
     def _add_factor(self, chunk: int, name: str, entry: Entry, value: Tensor) -> Parameter:
         """Register a factor in chunk `chunk`, with the attributes that Megatron requires of its parameter."""
         parameter: Any = self.chunk_factors[chunk].add(name, entry, value)
-        axis, group = entry.rule.shard_axis, cutting_group(entry.rule)
+        axis, group = entry.rule.shard_axis, shard_group(entry.rule)
         if entry.expert is not None:
             parameter.allreduce = False
             if axis is None and group.size() > 1:
@@ -246,7 +246,7 @@ def _adapter(
     entry: Entry, hf: HFConfig, factor_pairs: dict[int, tuple[Parameter, ...]], config: LoraConfig
 ) -> Adapter:
     """Return the adapter of a parameter. `factor_pairs`: its factors, by index of the matrix in the parameter."""
-    ranks = cutting_group(entry.rule).size() if entry.rule.shard_axis == 0 else 1
+    ranks = shard_group(entry.rule).size() if entry.rule.shard_axis == 0 else 1
     return Adapter(
         entry.rule,
         replace(hf, kv_heads=hf.kv_heads // ranks),
@@ -297,7 +297,7 @@ def fingerprint(chunks: Chunks, hf: HFConfig) -> int:
     total = torch.zeros(1, dtype=torch.int64)
     for number, entry in enumerate(entries(hf)):
         _, name, _ = local.locate(entry)
-        is_first = entry.rule.shard_axis is not None or cutting_group(entry.rule).rank() == 0
+        is_first = entry.rule.shard_axis is not None or shard_group(entry.rule).rank() == 0
         if name in local.local_names(entry) and is_first and _copy_number(entry) == 0:
             total += _hash_sum(local[name].detach(), number)
     dist.all_reduce(total)

@@ -277,7 +277,7 @@ class Routing:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Disable replay within the context: routers select experts themselves, and nothing is recorded."""
+        """Disable replay within the context: routers select experts themselves, and `end` stores no selection."""
         self._mode = "off"
         try:
             yield
@@ -299,7 +299,7 @@ class Routing:
         """Set targets, token counts and sequences of this chunk's routers for a forward pass of the micro-batch."""
         if not self._replays[chunk]:
             return
-        multiplicity = share.times() if share.prefixes else 1
+        multiplicity = share.multiplicity() if share.prefixes else 1
         token_counts = _local_rows((share.predicts & (not micro.copy)) * multiplicity)
         sequences = self._sequences(micro, share)
         targets = self._targets(chunk, micro, share)

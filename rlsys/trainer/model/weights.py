@@ -212,7 +212,7 @@ def _gather_parameter(local: LocalWeights, entry: Entry, name: str) -> Tensor:
     return unshard(part, entry.rule)
 
 
-def cutting_group(rule: Rule) -> torch.distributed.ProcessGroup:
+def shard_group(rule: Rule) -> torch.distributed.ProcessGroup:
     """Return the group of ranks that shard parameters with this rule."""
     if rule.per_expert:
         return parallel_state.get_expert_tensor_parallel_group()
@@ -221,7 +221,7 @@ def cutting_group(rule: Rule) -> torch.distributed.ProcessGroup:
 
 def shard(full: Tensor, rule: Rule) -> Tensor:
     """Return this rank's part of a full parameter: its part of each section (rlsys.convert.layout)."""
-    if rule.shard_axis is None or (group := cutting_group(rule)).size() == 1:
+    if rule.shard_axis is None or (group := shard_group(rule)).size() == 1:
         return full
     parts = full.chunk(sections(rule), dim=rule.shard_axis)
     return torch.cat(
@@ -231,7 +231,7 @@ def shard(full: Tensor, rule: Rule) -> Tensor:
 
 def unshard(part: Tensor, rule: Rule) -> Tensor:
     """Return the full parameter on every rank that has a part of it. Collective."""
-    if rule.shard_axis is None or (group := cutting_group(rule)).size() == 1:
+    if rule.shard_axis is None or (group := shard_group(rule)).size() == 1:
         return part
     parts = [torch.empty_like(part) for _ in range(group.size())]
     torch.distributed.all_gather(parts, part.contiguous(), group=group)

@@ -137,7 +137,7 @@ def test_a_share_computes_each_shared_token_once(
     assert len(share.tokens) == sum(micro.computed_lengths) <= len(full_share.tokens)
     assert share.tokens[share.padded_index].tolist() == micro.tokens.tolist()
     assert share.source[share.padded_index].le(torch.arange(len(micro.tokens))).all()
-    assert int(share.times().sum()) == len(micro.tokens)
+    assert int(share.multiplicity().sum()) == len(micro.tokens)
     positions = [torch.arange(n) for n in micro.sequence_lengths]
     assert share.position_ids[share.padded_index].tolist() == torch.cat(positions).tolist()
     last = torch.zeros(len(micro.tokens), dtype=torch.bool)
