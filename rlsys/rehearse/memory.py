@@ -24,7 +24,7 @@ class Memory:
     """Owner of the records of live storages.
 
     Attributes:
-        kind: Kind of storages that `see` counts for the first time.
+        kind: Kind of storages that `record` counts for the first time.
         current: Live bytes, by kind.
         peak: Live bytes at the peak since the last `new_peak`, by kind.
     """
@@ -38,7 +38,7 @@ class Memory:
         self._alive: dict[int, _Entry] = {}
         self._total = self._highest = 0
 
-    def see(self, tensor: Tensor, kind: str | None = None) -> None:
+    def record(self, tensor: Tensor, kind: str | None = None) -> None:
         """Count the tensor's storage if it is new. `kind` not None: set the kind of the storage, new or not."""
         if tensor.layout != torch.strided:
             return

@@ -67,7 +67,7 @@ class Meter(TorchDispatchMode):
         return self._phase
 
     @contextmanager
-    def standing_for(self, calls: int) -> Iterator[None]:
+    def counting_as(self, calls: int) -> Iterator[None]:
         """Count each collective within the context as `calls` calls."""
         self._times = calls
         try:
@@ -96,7 +96,7 @@ class Meter(TorchDispatchMode):
         out = func(*args, **kwargs) if self.fake is None else self.fake.call(func, args, kwargs, self._phase)
         self._flops += _flops(func, args, kwargs, out)
         for tensor in tensors_of(out):
-            self.memory.see(tensor)
+            self.memory.record(tensor)
         return out
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,7 +104,7 @@ class Meter(TorchDispatchMode):
             self.collectives.record(self._phase, func, args, self._times)
         for buffer in buffers_filled(func, args):
             if self.memory.kind_of(buffer) not in _LASTING:
-                self.memory.see(buffer, "communication")
+                self.memory.record(buffer, "communication")
         return func(*args, **kwargs) if self.fake is None else answer(func, args, self.from_neighbour)
 
 

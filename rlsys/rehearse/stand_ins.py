@@ -158,7 +158,7 @@ def _entries(upstream: Any, setting: Setting) -> Any:
             if entry.expert is None or setting.meter.phase != "gather":
                 yield entry
             elif count := counts.get(entry.expert):
-                with setting.meter.standing_for(count):
+                with setting.meter.counting_as(count):
                     yield entry
 
     return entries

@@ -170,26 +170,26 @@ class Rehearsal:
 
     def _name_kinds(self) -> None:
         """Set the kinds of the storages of model and optimizer in the meter."""
-        see, trainer = self.meter.memory.see, self.trainer
+        record, trainer = self.meter.memory.record, self.trainer
         buffers = [b for model in trainer.models for b in (*model.buffers, *model.expert_parallel_buffers)]
         buffer_storages = {b.param_data.untyped_storage()._cdata for b in buffers if b.param_data is not None}
         for buffer in buffers:
-            see(buffer.grad_data, "gradients")
+            record(buffer.grad_data, "gradients")
             if buffer.param_data is not None:
-                see(buffer.param_data, "weights")
+                record(buffer.param_data, "weights")
         for _, parameter in trainer.named_parameters():
-            see(parameter.data, "weights")
+            record(parameter.data, "weights")
         for first in trainer.first_weights.values():
-            see(first, HOST)
+            record(first, HOST)
         for optimizer in _optimizers(trainer):
             for p in (p for group in optimizer.param_groups for p in group["params"]):
                 # The optimizer updates float32 weights in their buffers, without a float32 copy.
                 if p.untyped_storage()._cdata not in buffer_storages:
-                    see(p.data, "optimizer")
+                    record(p.data, "optimizer")
             for state in optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, Tensor):
-                        see(value, "optimizer")
+                        record(value, "optimizer")
 
 
 def stage_shape(config: Config, hf: HFConfig, micro: MicroBatch) -> list[int]:

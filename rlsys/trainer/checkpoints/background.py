@@ -37,10 +37,11 @@ class TensorWrite:
         self.seconds = 0.0
         self._request = request
         self._results: dict[int, Any] | None = None
+        buckets = request.async_fn_args[1] if request.async_fn_args else []
         # The copy must be complete before the constructor returns: the next optimizer step overwrites the tensors.
         self._buckets = [
-            (file, key, (read, [(item, t.detach().to("cpu", copy=True)) for item, t in tensors]))
-            for file, key, (read, tensors) in (request.async_fn_args or [0, []])[1]
+            (file, key, (byte_items, [(item, t.detach().to("cpu", copy=True)) for item, t in tensors]))
+            for file, key, (byte_items, tensors) in buckets
         ]
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._thread.start()
