@@ -192,8 +192,8 @@ class HFConfig:
             _check_no_parts(raw, family, source)
         fields = _normalise_fields(language_part(raw, source) if family.part_of_more else raw, family, source)
         part = raw["text_config"] if family.part_of_more else raw
-        # A size of null differs from a missing one: as many key-value heads as heads, no query rank, no shared
-        # expert.
+        # A missing size has the family's default, but null means: as many key-value heads as heads, no query rank, or
+        # no shared experts.
         null_sizes = {name: None for name in _NULLABLE if name in part and name not in fields}
         raw = {**family.defaults, **fields, **null_sizes}
         _check_numbers(raw, family, source)

@@ -102,10 +102,10 @@ def fill(lengths: Sequence[int], costs: Sequence[float], bins: int, budget: int)
     """
     members: list[list[int]] = [[] for _ in range(bins)]
     tokens, cost = [0] * bins, [0.0] * bins
-    candidates = [(0.0, b) for b in range(bins)]  # heap of (cost, bin)
-    full: list[
-        tuple[int, int]
-    ] = []  # heap of (tokens, bin): bins that units of the current length do not fit into
+    # Heap of (cost, bin).
+    candidates = [(0.0, b) for b in range(bins)]
+    # Heap of (tokens, bin): bins that units of the current length do not fit into.
+    full: list[tuple[int, int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         while full and full[0][0] + lengths[i] <= budget:
             b = heappop(full)[1]

@@ -109,9 +109,8 @@ class _Muon:
 
     def _create_states(self, adam: torch.optim.Optimizer) -> None:
         """Create the states of all shards at once: Megatron expects that either all or none exist."""
-        counts_by_parameter = isinstance(
-            adam, torch.optim.AdamW
-        )  # Transformer Engine and Apex count by group
+        # Transformer Engine and Apex count steps by group.
+        counts_by_parameter = isinstance(adam, torch.optim.AdamW)
         matrices = {id(piece.shard) for piece in self._pieces()}
         for group in adam.param_groups:
             for p in group["params"]:

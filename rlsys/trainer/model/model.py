@@ -105,9 +105,8 @@ def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": uses_transformer_engine(config, hf) and not _has_torch_grouped_gemm(config),
     }
-    if not all(
-        hf.moe_layers
-    ):  # not otherwise: with a list, checkpoints store each layer under a separate name
+    # Not for equal layers: with a list, checkpoints store each layer under a separate name.
+    if not all(hf.moe_layers):
         fields["moe_layer_freq"] = [int(moe) for moe in hf.moe_layers]
     if hf.shared_ffn_size:
         fields["moe_shared_expert_intermediate_size"] = hf.shared_ffn_size

@@ -36,9 +36,8 @@ class RewardTrainer(Trainer):
         chunks = super()._build_model()
         chunks.end_in_values(self._device)
         for name, parameter in chunks.named_parameters():
-            if (
-                name == f"{_HEAD}bias"
-            ):  # the folder cannot store it, and reward differences do not depend on it
+            # The folder cannot store the bias, and reward differences do not depend on it.
+            if name == f"{_HEAD}bias":
                 parameter.requires_grad_(False)
         return chunks
 
