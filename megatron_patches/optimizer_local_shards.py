@@ -119,19 +119,20 @@ def _tensors(built: Any) -> Iterator[Any]:
             yield from _tensors(inner)
 
 
+def _local_ranges(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield (parameter, range of the flattened parameter) of this rank's parts in a DistributedOptimizer."""
+    for maps in optimizer.gbuf_ranges:
+        for buckets in maps.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"]
+
+
 def _edit(module: ModuleType) -> None:
     cls = target(_NAME, module, "DistributedOptimizer")
     target(_NAME, cls, "sharded_param_state_fully_reshardable", "prefix = 'optimizer.state'", "replica_id")
     target(_NAME, cls, "load_parameter_state_from_fully_reshardable", "_set_main_param_and_optimizer_states")
     target(_NAME, cls, "sharded_param_state_fs_model_space", "self.distributed_optimizer_instance_id)")
-
-    def local_ranges(self: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield (parameter, range of the flattened parameter) of this rank's parts."""
-        for maps in self.gbuf_ranges:
-            for buckets in maps.values():
-                for bucket in buckets:
-                    for parameter, ranges in bucket["param_map"].items():
-                        yield parameter, ranges["param"]
 
     def sharded(self: Any, model_sharded_state_dict: Any, *args: Any, **kwargs: Any) -> dict[int, Any]:
         sharded_model, _ = module.extract_sharded_tensors_and_factories(model_sharded_state_dict)
@@ -140,7 +141,7 @@ def _edit(module: ModuleType) -> None:
             for sharded_parameter in module.nested_values(sharded_model)
         }
         state: dict[int, Any] = {}
-        for index, (parameter, local_range) in enumerate(local_ranges(self)):
+        for index, (parameter, local_range) in enumerate(_local_ranges(self)):
             sharded_parameter = by_parameter[parameter]
             replica = (*sharded_parameter.replica_id[:2], self.distributed_optimizer_instance_id)
             state[index] = {
@@ -152,7 +153,7 @@ def _edit(module: ModuleType) -> None:
 
     @torch.no_grad()
     def load(self: Any, state_dict: dict[int, Any]) -> None:
-        for index, (parameter, _) in enumerate(local_ranges(self)):
+        for index, (parameter, _) in enumerate(_local_ranges(self)):
             tensors = {
                 name: torch.cat([piece.flatten() for piece in pieces])
                 for name, pieces in state_dict[index].items()

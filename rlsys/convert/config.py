@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -389,23 +389,11 @@ def _check_numbers(raw: dict[str, Any], family: Family, source: str) -> None:
     def refuse(field: str, value: object, expected: str) -> NoReturn:
         raise UserError(f"{source}: {field} = {value!r:.80}: expected {expected}")
 
-    family_sizes = [
-        name
-        for names, present in (
-            (_EXPERT_SIZES, family.moe),
-            (_LATENT_SIZES, family.mla),
-            ((*_DELTA_SIZES, "full_attention_interval"), family.delta_net),
-        )
-        if present
-        for name in names
-    ]
-    for names, min_value in (((*_SIZES, *family_sizes), 1), (_COUNTS, 0)):
-        for field in names:
-            value = raw.get(field)
-            max_value = MAX_LAYERS if field == "num_hidden_layers" else MAX_SIZE
-            # HFConfig.of reports a required field that is missing.
-            if value is not None and (type(value) is not int or not min_value <= value <= max_value):
-                refuse(field, value, f"a whole number from {min_value} to {max_value}")
+    for field, min_value, max_value in _size_bounds(family):
+        value = raw.get(field)
+        # HFConfig.of reports a required field that is missing.
+        if value is not None and (type(value) is not int or not min_value <= value <= max_value):
+            refuse(field, value, f"a whole number from {min_value} to {max_value}")
     for field in _SWITCHES:
         if not isinstance(raw[field], bool):
             refuse(field, raw[field], "true or false")
@@ -425,6 +413,21 @@ def _check_numbers(raw: dict[str, Any], family: Family, source: str) -> None:
         if not (_is_number(value := rope.get(field) or 0) and abs(value) <= MAX_SIZE):
             refuse(f"rope {field}", value, "a number")
     _check_divisions(raw, family, refuse)
+
+
+def _size_bounds(family: Family) -> Iterator[tuple[str, int, int]]:
+    """Yield (field, minimum, maximum) of the whole numbers in the family's config.json."""
+    sizes = [*_SIZES]
+    if family.moe:
+        sizes += _EXPERT_SIZES
+    if family.mla:
+        sizes += _LATENT_SIZES
+    if family.delta_net:
+        sizes += [*_DELTA_SIZES, "full_attention_interval"]
+    for field in sizes:
+        yield field, 1, MAX_LAYERS if field == "num_hidden_layers" else MAX_SIZE
+    for field in _COUNTS:
+        yield field, 0, MAX_SIZE
 
 
 def _check_divisions(

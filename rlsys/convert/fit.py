@@ -131,12 +131,24 @@ def check_quantised(path: Path, hf: HFConfig) -> None:
 
 
 def check_requirements(config: Config, hf: HFConfig) -> None:
-    """Raise UserError for trainer and engine settings that the model does not support."""
+    """Raise UserError for settings of trainer, engine and rollout that the model does not support."""
     check_fp8(config, hf)
     check_lora(config, hf)
-    t, path = config.trainer, config.model.path
+    path = config.model.path
     check_quantised(path, hf)
-    if hf.delta is not None and t.optimizer == "muon":
+    _check_tested(config, hf)
+    _check_trainer(config, hf)
+    if config.rollout.max_response_tokens >= hf.context_length:
+        raise UserError(
+            f"rollout.max_response_tokens = {config.rollout.max_response_tokens}: expected less than the context of "
+            f"{hf.context_length} tokens of {path}, which also contains the prompt"
+        )
+
+
+def _check_tested(config: Config, hf: HFConfig) -> None:
+    """Raise UserError for settings that are untested with the attention of the model."""
+    path = config.model.path
+    if hf.delta is not None and config.trainer.optimizer == "muon":
         raise UserError(
             f"trainer.optimizer = muon: expected adamw, because Muon is untested with gated delta nets, which {path} "
             "has"
@@ -146,6 +158,11 @@ def check_requirements(config: Config, hf: HFConfig) -> None:
             f"engine.ngram_drafts = {config.engine.ngram_drafts}: expected 0, because drafts are untested with the "
             f"attention of {path}: latent attention, gated delta nets or windows"
         )
+
+
+def _check_trainer(config: Config, hf: HFConfig) -> None:
+    """Raise UserError for trainer settings that need experts, MTP layers or modules that the model lacks."""
+    t, path = config.trainer, config.model.path
     balance = (("balance_loss", t.balance_loss), ("balance_rate", t.balance_rate))
     for field, value in balance:
         if value and not hf.experts:
@@ -164,11 +181,6 @@ def check_requirements(config: Config, hf: HFConfig) -> None:
     for module in t.recompute:
         if is_absent.get(module):
             raise UserError(f"trainer.recompute contains {module}; expected only modules that {path} has")
-    if config.rollout.max_response_tokens >= hf.context_length:
-        raise UserError(
-            f"rollout.max_response_tokens = {config.rollout.max_response_tokens}: expected less than the context of "
-            f"{hf.context_length} tokens of {path}, which also contains the prompt"
-        )
 
 
 def _no_prediction(hf: HFConfig) -> str:

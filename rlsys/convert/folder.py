@@ -93,9 +93,9 @@ def find_tensors(folder: Path, hf: HFConfig) -> dict[str, TensorLocation]:
     Parts of tensors that contain all experts have the names of single experts' tensors.
 
     Raises:
-        UserError: A file is missing or incomplete. Or a tensor is missing, unknown or stored twice, has an
-        unsupported
-            type, lacks its scale, or has another shape than config.json defines.
+        UserError: A file is missing or incomplete, or the tensors are not those of the model: a tensor is missing,
+            unknown or stored twice, has an unsupported type, lacks its scale, or has another shape than config.json
+            defines.
     """
     if (folder / ".metadata").is_file():
         raise UserError(
@@ -103,11 +103,7 @@ def find_tensors(folder: Path, hf: HFConfig) -> dict[str, TensorLocation]:
             "which engines load; expected one of them"
         )
     headers = _read_headers(folder, hf)
-    alternative_names = {
-        hf.in_folder(name).format(l=layer): tuple(hf.in_folder(p).replace("{l}", str(layer)) for p in parts)
-        for name, parts in hf.family.other_names.items()
-        for layer in range(hf.layers + hf.mtp * hf.prediction_layers)
-    }
+    alternative_names = _alternative_names(hf)
     stacks = stacked_names(hf)
     scales = _take_scales(headers, hf, stacks)
     locations: dict[str, TensorLocation] = {}
@@ -125,13 +121,27 @@ def find_tensors(folder: Path, hf: HFConfig) -> dict[str, TensorLocation]:
                 location, scales=scales.get(name), bytes=math.prod(location.shape) * size
             )
     check_names(hf, frozenset(locations), str(folder))
+    _check_shapes(locations, hf, folder)
+    return locations
+
+
+def _alternative_names(hf: HFConfig) -> dict[str, tuple[str, ...]]:
+    """Return the family's `other_names` for every layer."""
+    return {
+        hf.in_folder(name).format(l=layer): tuple(hf.in_folder(p).replace("{l}", str(layer)) for p in parts)
+        for name, parts in hf.family.other_names.items()
+        for layer in range(hf.layers + hf.mtp * hf.prediction_layers)
+    }
+
+
+def _check_shapes(locations: dict[str, TensorLocation], hf: HFConfig, folder: Path) -> None:
+    """Raise UserError for a tensor with another shape than config.json defines."""
     for entry in entries(hf):
         for name, expected in entry.hf.items():
             if (shape := locations[name].shape) != expected:
                 raise UserError(
                     f"{folder}: {name} has shape {shape}; expected {expected} according to config.json"
                 )
-    return locations
 
 
 def _read_headers(folder: Path, hf: HFConfig) -> dict[str, StoredTensor]:

@@ -1,7 +1,14 @@
 """Composition of Hugging Face tensors into a Megatron parameter, and its inverse. Pure; tensors are not sharded.
 
-Shapes: h hidden size, n heads, g key-value groups, d head size, f feed-forward size. q `[n d, h]`, k and v `[g d,
-h]`, linear_qkv `[g (n/g + 2) d, h]`; gate and up `[f, h]`, linear_fc1 `[2 f, h]`. Biases lack the axis h.
+Shapes: h hidden size, n heads, g key-value groups, d head size, f feed-forward size.
+
+    q                   [n d, h]
+    k, v                [g d, h]
+    linear_qkv          [g (n/g + 2) d, h]
+    gate, up            [f, h]
+    linear_fc1          [2 f, h]
+
+Biases lack the axis h.
 """
 
 from __future__ import annotations

@@ -125,22 +125,27 @@ class Family:
     """Model family: an architecture of Hugging Face models.
 
     Attributes:
-        architecture: Name in config.json. rules: The name table. moe: Whether layers have experts. mla: Whether
-        attention is multi-head latent attention. sigmoid: Whether the scores of experts are sigmoids. biased: Whether
-        experts are selected by the sum of score and bias. group_worth: Number of best experts whose scores are summed
-        to the value of a group of experts. head_norms: Whether queries and keys are normalised over all heads
-        together. windowed: Whether some layers have windowed attention (`layer_types`, `sliding_window`). delta_net:
-        Whether some layers have gated delta nets (`layer_types`, `full_attention_interval`), and weights of
-            norms are stored as the difference from 1.
+        architecture: Name in config.json.
+        rules: The name table.
+        moe: Whether layers have experts.
+        mla: Whether attention is multi-head latent attention.
+        sigmoid: Whether the scores of experts are sigmoids.
+        biased: Whether experts are selected by the sum of score and bias.
+        group_worth: Number of best experts whose scores are summed to the value of a group of experts.
+        head_norms: Whether queries and keys are normalised over all heads together.
+        windowed: Whether some layers have windowed attention (`layer_types`, `sliding_window`).
+        delta_net: Whether some layers have gated delta nets (`layer_types`, `full_attention_interval`). The weights
+            of norms are then stored as the difference from 1.
         yarn: Whether rotary frequencies may be scaled by yarn; with latent attention they always may.
         part_of_more: Whether the model is the language part of a model with several parts, whose config.json contains
             the fields under `text_config`.
-        prefix: Prefix in folders of the names that begin with `model.` in the name table and in engines. carried:
-        Prefixes of names of tensors that are copied unchanged (rlsys.convert.carried). fields: The family's names of
-        fields of config.json, by the common name, if they differ. defaults: Values of fields that config.json may
-        omit. allowed: Supported values of fields that change the computation. other_names: Alternative names of
-        tensors in folders, with the tensors' names in the name table. Several names,
-            with {e}, are equal parts along the second axis of a tensor that contains all experts.
+        prefix: Prefix in folders of the names that begin with `model.` in the name table and in engines.
+        carried: Prefixes of names of tensors that are copied unchanged (rlsys.convert.carried).
+        fields: The family's names of fields of config.json, by the common name, if they differ.
+        defaults: Values of fields that config.json may omit.
+        allowed: Supported values of fields that change the computation.
+        other_names: Names in the name table of tensors that folders may store under an alternative name, by this
+            name. Several names, with {e}, are equal parts, along the second axis, of a tensor with all experts.
         stacks: Tensors that contain all experts of a layer in folders and engines, by name.
         megatron: (fields of config.json) -> additional fields of Megatron's TransformerConfig, which override others.
             Activation functions are given by name.

@@ -31,7 +31,7 @@ def enter(rank: int, size: int) -> None:
         """Leave the list unchanged."""
 
     dist.new_group = new_group
-    dist.all_gather_object = all_gather_object  # type: ignore[assignment]
+    dist.all_gather_object = all_gather_object
     dist.broadcast_object_list = broadcast_object_list
 
 

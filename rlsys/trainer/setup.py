@@ -49,11 +49,7 @@ def init_distributed(config: Config) -> torch.device:
     else:
         torch.set_num_threads(1)  # results must not depend on the number of cores
     if not dist.is_initialized():
-        rank, world = (
-            int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))
-        )
-        store = store_of_ranks(rank, world)
-        dist.init_process_group(backends(cuda), store=store, rank=rank, world_size=world)
+        _join_job(cuda)
     p = config.parallel
     if dist.get_world_size() != p.world_size:
         raise UserError(f"parallel needs {p.world_size} ranks, but {dist.get_world_size()} were started")
@@ -73,6 +69,13 @@ def init_distributed(config: Config) -> torch.device:
         torch.manual_seed(config.run.seed)  # last: on a CPU the line above gives each rank a different seed
         undo.pop_all()
     return device
+
+
+def _join_job(cuda: bool) -> None:
+    """Create the default group of the ranks in RANK and WORLD_SIZE."""
+    rank = int(os.environ.get("RANK", "0"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    dist.init_process_group(backends(cuda), store=store_of_ranks(rank, world), rank=rank, world_size=world)
 
 
 def backends(cuda: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,15 +43,7 @@ def write_token_log(trainer: Trainer, train_batch: TrainBatch, records: Sequence
     if not max_groups:
         return
     group_ids = readable_groups((g.group_id for g in train_batch.groups), max_groups)
-    local_records: dict[int, tuple[bytes, bytes]] = {}
-    for record in records:
-        for row, index, end in zip(record.rows, record.sequence_index, record.cu_seqlens[1:], strict=True):
-            if (sample := record.samples[row]).group_id in group_ids and not index:
-                tokens = slice(end - sample.tokens, end)
-                local_records[sample.sample_id] = (
-                    _floats(record.logp, tokens),
-                    _floats(record.advantages, tokens),
-                )
+    local_records = _sample_floats(records, group_ids)
     stage_records = {
         sample_id: floats
         for rank_records in trainer.gather_dp(local_records)
@@ -69,6 +61,20 @@ def write_token_log(trainer: Trainer, train_batch: TrainBatch, records: Sequence
             for s in map(trainer.segments.load, samples)
         }
         write_records(trainer.config.run.dir, train_batch.train_step, records_by_sample)
+
+
+def _sample_floats(
+    records: Sequence[MicroBatchRecord], group_ids: Collection[int]
+) -> dict[int, tuple[bytes, bytes]]:
+    """Encode the log-probs and the advantages of the first sequence of each logged sample, by sample id."""
+    floats: dict[int, tuple[bytes, bytes]] = {}
+    for record in records:
+        for row, index, end in zip(record.rows, record.sequence_index, record.cu_seqlens[1:], strict=True):
+            sample = record.samples[row]
+            if sample.group_id in group_ids and not index:
+                tokens = slice(end - sample.tokens, end)
+                floats[sample.sample_id] = _floats(record.logp, tokens), _floats(record.advantages, tokens)
+    return floats
 
 
 def _floats(values: Tensor | None, tokens: slice) -> bytes:
