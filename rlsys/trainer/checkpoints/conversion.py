@@ -351,8 +351,8 @@ def verify(a: Path, b: Path, advance: ProgressCallback) -> ConversionResult:
     differences: list[str] = []
     with _one_rank(_model_folder(a)) as single_rank:
         sources = [_source(path, hf, single_rank) for path, hf in zip((a, b), configs, strict=True)]
-        for (name, tensor), (_, other) in zip(*sources, strict=True):
-            if difference := _difference(tensor, other):
+        for (name, tensor), (_, second) in zip(*sources, strict=True):
+            if difference := _difference(tensor, second):
                 differences.append(f"{name} ({difference})")
             result = result.add(1, tensor.numel())
             advance(result.elements, total)

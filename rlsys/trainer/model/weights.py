@@ -244,5 +244,5 @@ def join_shards(parts: list[Tensor], rule: Rule) -> Tensor:
         return parts[0]
     rank_sections = [part.chunk(sections(rule), dim=rule.shard_axis) for part in parts]
     # The full parameter contains the ranks' parts of the first section, then those of the second, and so on.
-    ordered = [part for section in zip(*rank_sections, strict=True) for part in section]
-    return torch.cat(ordered, dim=rule.shard_axis)
+    sections_in_order = [part for section in zip(*rank_sections, strict=True) for part in section]
+    return torch.cat(sections_in_order, dim=rule.shard_axis)
