@@ -320,7 +320,7 @@ class MegatronTensors:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for entry, address in self._addresses:
-            full = self._reader.read(address.key, address.box()).reshape(address.parameter)
+            full = self._reader.read(address.key, address.box()).reshape(address.parameter_shape)
             yield from zip(entry.hf, to_hf(entry.rule, full, self._hf), strict=True)
 
 
