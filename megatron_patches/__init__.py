@@ -1,7 +1,7 @@
 """Patches of megatron-core: for CPUs, for hosts without Transformer Engine or Apex, and for upstream defects.
 
-Call `apply()` before the first import of megatron.core. `python -m megatron_patches` prints the applied
-patches with their reasons. Each patch checks that its target is as expected, and raises PatchError otherwise.
+Call `apply()` before the first import of megatron.core. Each patch checks that its target has the expected source,
+and raises PatchError otherwise. `python -m megatron_patches` prints all patches with their reasons.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def have_transformer_engine() -> bool:
-    """Return whether Transformer Engine can run here: it is installed, and CUDA is available."""
+    """Return whether Transformer Engine is installed and CUDA, which it requires, is available."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def active() -> list[Patch]:
-    """Return the patches that this machine needs."""
+    """Return the patches that this host needs."""
     conditions = {
         "no-cuda": not torch.cuda.is_available(),
         "no-te": not have_transformer_engine(),
@@ -79,7 +79,7 @@ def active() -> list[Patch]:
 
 
 class _Loader(importlib.abc.Loader):
-    """Runs a module's own loader, then the patches of the module."""
+    """Loader that runs a module's original loader, then the module's patches."""
 
     def __init__(self, inner: importlib.abc.Loader, patches: list[Patch]) -> None:
         self._inner, self._patches = inner, patches
@@ -97,7 +97,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finder that adds patches to the loaders of megatron's modules."""
+    """Finder of megatron's modules that wraps their loaders to apply patches, and the CPU rewrite without CUDA."""
 
     def __init__(self, patches: list[Patch]) -> None:
         self._patches = patches
@@ -119,18 +119,18 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def apply(without: Collection[str] = ()) -> None:
-    """Install the patches. Idempotent.
+    """Make imports of megatron.core apply the patches. Further calls have no effect.
 
     Args:
-        without: names of patches to omit.
+        without: Names of patches to omit.
 
     Raises:
-        PatchError: megatron.core was imported before.
+        PatchError: megatron.core is already imported.
     """
     if any(isinstance(f, _Finder) for f in sys.meta_path):
         return
     if "megatron.core" in sys.modules:
-        raise PatchError("megatron_patches.apply() must come before the first import of megatron.core")
-    # Ten warnings per process; `rlsys doctor` reports it once.
+        raise PatchError("megatron.core is already imported; expected megatron_patches.apply() before it")
+    # Megatron warns ten times per process; `rlsys doctor` reports the missing packages once.
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer_engine).*not installed")
     sys.meta_path.insert(0, _Finder([p for p in active() if p.name not in without]))

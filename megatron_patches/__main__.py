@@ -1,4 +1,4 @@
-"""Print the patches that this machine needs with their reasons, and apply them to the installed megatron-core."""
+"""Print all patches with their reasons, and apply those that this host needs to the installed megatron-core."""
 
 import importlib
 import importlib.metadata

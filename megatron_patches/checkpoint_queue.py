@@ -1,11 +1,12 @@
-"""No manager process for a checkpoint that is saved in this process.
+"""Checkpoints without a manager process for the writers' results.
 
-Symptom: the first save of every rank spawns a multiprocessing manager, which imports the main module again:
-seconds, a second copy of torch and megatron in memory, and a process that outlives a killed rank.
+Symptom: The first save of every rank starts a multiprocessing manager, which imports the main module again. This
+takes seconds and the memory of a second copy of torch and megatron, and the manager outlives a killed rank.
 Upstream: 0.16.1 - 0.19.2.
-Why numbers stay equal: the queue carries the writers' results, not the tensors; both its ends are in this process,
-because rlsys.trainer.checkpoints.background writes in a thread. A writer in another process would fail loudly on the
-empty queue. Delete when: upstream makes the manager only where a process writes.
+Why numbers stay equal: The queue carries the writers' results, not tensors. Both of its ends are in this process,
+because rlsys.trainer.checkpoints.background writes in a thread. A writer in another process would raise an error for
+the empty queue.
+Delete when: Upstream starts the manager only if another process writes.
 """
 
 from __future__ import annotations

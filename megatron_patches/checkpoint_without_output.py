@@ -1,8 +1,10 @@
-"""Activation recompute of single modules without Transformer Engine.
+"""Recomputation of the activations of single modules without Transformer Engine.
 
-Symptom: NameError: FP8GlobalStateManager. Upstream: 0.16.1 - 0.19.2.
-Why numbers stay equal: `fp8` only chooses TE's recompute context; without TE there is no fp8.
-Delete when: CheckpointWithoutOutput guards FP8GlobalStateManager itself.
+Symptom: NameError: FP8GlobalStateManager.
+Upstream: 0.16.1 - 0.19.2.
+Why numbers stay equal: `fp8` only selects Transformer Engine's recompute context; without Transformer Engine there is
+no FP8.
+Delete when: CheckpointWithoutOutput checks whether FP8GlobalStateManager exists.
 """
 
 from __future__ import annotations

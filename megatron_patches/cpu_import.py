@@ -1,14 +1,12 @@
-"""Rewriting of megatron-core's CUDA literals on import, on a machine without CUDA.
+"""Replacement of megatron-core's CUDA literals during import, on hosts without CUDA.
 
-Symptom: some 390 places name torch.cuda, device="cuda", .cuda() or pin_memory=True, so that little more than
-seeding runs. Upstream: 0.16.1 - 0.19.2. Never active when CUDA is available.
-
-How: modules of `megatron` are rewritten as syntax trees on import; no file and no global torch name changes.
-torch.compile is removed: importing its compiler takes seconds, and using it minutes.
-
-Why numbers stay equal: only the device of tensors changes, nothing is compiled on a CPU anyway
+Symptom: About 390 places contain torch.cuda, device="cuda", .cuda() or pin_memory=True, so that hardly anything
+except seeding runs.
+Upstream: 0.16.1 - 0.19.2. With CUDA, the rewrite is never active.
+How: The import rewrites the syntax trees of megatron's modules. It changes no file and no global name of torch. It
+also removes torch.compile, because the import of the compiler takes seconds and its use takes minutes.
+Why numbers stay equal: Only the device of tensors changes. A CPU compiles nothing in any case
 (TORCH_COMPILE_DISABLE), and streams and events have no effect on sequential execution.
-
 Delete when: megatron-core takes its device from one setting that can be "cpu".
 """
 
@@ -32,7 +30,7 @@ _CPU = torch.device("cpu")
 
 
 class _Stream:
-    """CUDA stream and event: on a CPU everything has already completed."""
+    """Stand-in for CUDA's streams and events. On a CPU, every operation has already completed."""
 
     cuda_stream = 0
 
@@ -58,13 +56,14 @@ class _Stream:
 
 
 class _CudaOnCpu(types.ModuleType):
-    """Replacement for torch.cuda inside megatron; attributes that are not overridden are torch.cuda's."""
+    """Stand-in for torch.cuda in megatron, with the attributes of torch.cuda unless they are overridden."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
 
 
 def _make_cuda_on_cpu() -> _CudaOnCpu:
+    """Return the stand-in, with functions that have no effect or use the CPU's generator."""
     shim = _CudaOnCpu("megatron_patches.cuda_on_cpu")
     stream = _Stream()
     no_op = lambda *a, **k: None  # noqa: E731
@@ -93,12 +92,12 @@ def _make_cuda_on_cpu() -> _CudaOnCpu:
 
 
 def _not_compiled(function: Any = None, **options: Any) -> Any:
-    """Replace torch.compile inside megatron, as a decorator with or without options."""
+    """Return the function unchanged, in place of torch.compile, as a decorator with or without options."""
     return _not_compiled if function is None else function
 
 
 class _MissingTriton:
-    """Replacement for triton in modules that import it at the top; decorators return the function."""
+    """Stand-in for triton in modules that import it unconditionally. Its decorators return the function unchanged."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
@@ -110,7 +109,7 @@ class _MissingTriton:
 
 
 class Rewrite(ast.NodeTransformer):
-    """Replaces the CUDA literals of one module; `counts` has the number of replacements by kind."""
+    """Transformer that replaces the CUDA literals of a module. `counts`: number of replacements, by kind."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -121,7 +120,7 @@ class Rewrite(ast.NodeTransformer):
         self.counts[kind] = self.counts.get(kind, 0) + 1
 
     def visit_Try(self, node: ast.Try) -> ast.AST:
-        # A guarded `import triton` handles its own absence.
+        # An `import triton` in a try statement handles a missing package itself.
         previous, self._inside_try = self._inside_try, True
         self.generic_visit(node)
         self._inside_try = previous
@@ -193,9 +192,9 @@ def _is(node: ast.AST, value: object) -> bool:
 
 
 class CpuLoader(importlib.machinery.SourceFileLoader):
-    """Compiles a rewritten module.
+    """Loader that rewrites and compiles a module.
 
-    The bytecode is cached beside Python's own under another name, which runs with CUDA do not use.
+    It caches the bytecode in Python's cache folder under another name, so that hosts with CUDA do not use it.
     """
 
     rewritten: ClassVar[dict[str, dict[str, int]]] = {}
@@ -209,7 +208,7 @@ class CpuLoader(importlib.machinery.SourceFileLoader):
         if code is None:
             tree = ast.fix_missing_locations(rewrite.visit(ast.parse(source, self.path)))
             counts, code = rewrite.counts, compile(tree, self.path, "exec", dont_inherit=True)
-            # As in Python itself, a folder that is not writable is ignored.
+            # As for Python's own cache, a folder that is not writable is ignored.
             if not sys.dont_write_bytecode:
                 payload = marshal.dumps((counts, code))
                 self.set_data(cache, stamp + importlib.util.source_hash(payload) + payload)
@@ -227,7 +226,10 @@ class CpuLoader(importlib.machinery.SourceFileLoader):
 
 
 def _read_cache(cache: str, stamp: bytes) -> tuple[dict[str, int], types.CodeType] | None:
-    """Return counts and bytecode from the cache, if it is complete and matches this source and this file."""
+    """Return counts and bytecode from a cache file; None if it is missing, incomplete or outdated.
+
+    `stamp`: hash of the module's source and of this file.
+    """
     with contextlib.suppress(OSError):
         content = Path(cache).read_bytes()
         payload = content[2 * len(stamp) :]
@@ -242,5 +244,6 @@ CUDA_ON_CPU = _make_cuda_on_cpu()
 
 
 def needs_rewrite(path: str) -> bool:
+    """Return whether the module in this file may contain CUDA literals."""
     source = Path(path).read_bytes()
     return any(literal in source for literal in (b"cuda", b"triton", b"torch.compile"))

@@ -1,7 +1,8 @@
-"""Random state on a CPU: the tracker's reads and writes go to torch's CPU generator.
+"""Random state on a CPU: megatron's tracker reads and writes the state of torch's CPU generator.
 
-Symptom: IndexError, because torch.cuda.default_generators is empty. Upstream: 0.16.1 - 0.19.2.
-Why numbers stay equal: there is one generator per process on a CPU, as there is one per device with CUDA.
+Symptom: IndexError, because torch.cuda.default_generators is empty.
+Upstream: 0.16.1 - 0.19.2.
+Why numbers stay equal: A process has one generator on a CPU, as it has one per device with CUDA.
 Delete with: cpu_import.
 """
 

@@ -1,10 +1,12 @@
-"""A token dispatcher releases the router's probabilities after its layer's output is computed.
+"""Token dispatchers release the router's probabilities after the layer's output is computed.
 
-Symptom: memory that outlives the step. With recomputed layers the dispatcher's last probabilities belong to a
-graph of the backward pass, whose leaves are the layer's input and its gradient. 1.4 GB per rank for
-Qwen3-30B-A3B on 16 GPUs, 1.8 GB for GLM-4.5-Air on 64, while the engines need that memory. Upstream: 0.16.1 -
-0.19.2. Why numbers stay equal: the probabilities are not read between a layer's output and its next input,
-which sets new ones. Delete when: the dispatchers release them in combine_postprocess.
+Symptom: Memory that stays allocated after a step. With recomputed layers, the dispatcher's last probabilities belong
+to a graph of the backward pass, whose leaves are the layer's input and its gradient. They take 1.4 GB per rank for
+Qwen3-30B-A3B on 16 GPUs, and 1.8 GB for GLM-4.5-Air on 64 GPUs, while engines need this memory.
+Upstream: 0.16.1 - 0.19.2.
+Why numbers stay equal: No code reads the probabilities between a layer's output and its next input, which sets new
+ones.
+Delete when: The dispatchers release the probabilities in combine_postprocess.
 """
 
 from __future__ import annotations

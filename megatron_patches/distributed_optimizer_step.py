@@ -1,12 +1,12 @@
-"""DistributedOptimizer over torch's Adam: its `step` per parameter, which upstream's checkpoints lack.
+"""Checkpoints of DistributedOptimizer with torch's Adam, which counts steps for each parameter.
 
-Symptoms: KeyError 'step' while loading; an assertion when state_dict() runs before the first step; after a load
-all parameters share ONE step tensor, so Adam counts a step once per parameter and its bias correction is
-silently wrong.
+Symptom: KeyError 'step' during a load. An assertion if state_dict() runs before the first step. After a load, all
+parameters share one step tensor, so that Adam counts a step once per parameter and its bias correction is silently
+wrong.
 Upstream: 0.16.1 - 0.19.2 without Apex and Transformer Engine.
-Why numbers stay equal: each parameter gets the saved step in a separate tensor; a resumed run has the same numbers as
+Why numbers stay equal: Each parameter gets the saved step in a separate tensor. A resumed run has the same numbers as
 a run without interruption (tests/integration/test_trainer.py).
-Delete when: upstream gives each parameter its own step.
+Delete when: Upstream gives each parameter a separate step tensor.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def _edit(module: ModuleType) -> None:
 
 
 def create_states(optimizer: torch.optim.Optimizer) -> None:
-    """Create the states that Adam creates at its first step.
+    """Create the states that Adam would create in its first step.
 
-    A load needs tensors to fill, and a save needs a step count.
+    A load needs tensors to fill, and a save needs the number of steps.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:

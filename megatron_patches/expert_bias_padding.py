@@ -1,9 +1,10 @@
-"""Padding in a router whose experts have a bias.
+"""Padding masks in routers with a bias of experts.
 
-Symptom: RuntimeError: sizes do not match (or, with as many tokens as experts, wrong counts), when a padding mask
-reaches a router with expert bias: the mask `[tokens]` meets the map `[tokens, experts]`. Upstream: 0.16.1 - 0.19.2.
-Why numbers stay equal: the same product, with the mask's missing axis.
-Delete when: TopKRouter._apply_expert_bias gives the mask that axis itself.
+Symptom: RuntimeError: sizes do not match, because the mask `[tokens]` is multiplied with the map `[tokens, experts]`.
+With equal numbers of tokens and experts, the counts are wrong instead.
+Upstream: 0.16.1 - 0.19.2.
+Why numbers stay equal: The product is the same, with the missing axis added to the mask.
+Delete when: TopKRouter._apply_expert_bias adds that axis itself.
 """
 
 from __future__ import annotations

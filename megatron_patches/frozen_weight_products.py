@@ -1,12 +1,12 @@
-"""A linear layer with a frozen weight multiplies all tokens in one product.
+"""Linear layers with a frozen weight multiply all tokens in one product.
 
-Symptom: a step with adapters takes many times as long as one of the whole model, and in bfloat16 on a CPU it runs out
-of memory (56 MB a token with a vocabulary of 49,152): one product for each token, with a copy of the weight each.
-torch.matmul folds `[tokens, 1, size]` into a matrix only if the strides of all axes fit each other, and a
-transposed `[1, tokens, size]` has tokens * size for the axis of length 1. Where the weight needs a gradient it always
+Symptom: A step with adapters takes many times as long as a step without them. In bfloat16 on a CPU, it runs out of
+memory: each token has a separate product with a copy of the weight (56 MB per token with a vocabulary of 49,152).
+torch.matmul folds `[tokens, 1, size]` into a matrix only if the strides of all axes match. In a transposed
+`[1, tokens, size]`, the stride of the axis of length 1 is tokens * size. If the weight needs a gradient, torch always
 folds. The gradient of the logits is such a tensor, and so is the embedding's output (rlsys/trainer/model/model.py).
 Upstream: 0.16.1 - 0.19.2 (torch 2.13).
-Why numbers stay equal: the same sums; the order in which a product adds may differ in the last bit.
+Why numbers stay equal: The sums are the same; their last bit may differ, because a product may add in another order.
 Delete when: torch.matmul ignores the stride of an axis of length 1.
 """
 

@@ -1,11 +1,12 @@
-"""One network thread for all gloo groups of a process, instead of one for each.
+"""One network thread for all gloo groups of a process, instead of one thread for each group.
 
-Symptom: a layout has twenty to sixty groups, and torch gives each gloo group a separate device, whose thread wakes
-up a hundred times a second while the group is referenced. Several layouts in one process, or four ranks on two
-cores, spend more CPU time in these threads than in training. Upstream: 0.16.1 - 0.19.2, with torch 2.7 - 2.14.
-Why numbers stay equal: a gloo device is a listening address with an event loop, which gloo allows to be shared; every
-group keeps its own pairs and reduces in the same order. The network interface is torch's choice. Delete when: torch
-shares the device, or new_group takes options for gloo.
+Symptom: A layout has twenty to sixty groups. torch gives each gloo group a separate device, whose thread wakes up a
+hundred times per second while the group is referenced. With several layouts in one process, or four ranks on two
+cores, these threads take more CPU time than training.
+Upstream: 0.16.1 - 0.19.2, with torch 2.7 - 2.14.
+Why numbers stay equal: A gloo device is a listening address with an event loop, which groups may share. Every group
+has its own connections and reduces in the same order. torch still chooses the network interface.
+Delete when: torch shares the device, or new_group accepts options for gloo.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _edit(module: ModuleType) -> None:
         def __init__(
             self, store: Any, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
         ) -> None:
-            if enable_reconfigure:  # torch 2.14, for groups whose members change: not asked for here
+            if enable_reconfigure:  # torch 2.14, for groups whose members change, which rlsys does not create
                 super().__init__(store, rank, size, timeout, enable_reconfigure)
                 return
             if not devices:

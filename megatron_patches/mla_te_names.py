@@ -1,9 +1,10 @@
 """Multi-head latent attention without Transformer Engine.
 
-Symptom: TypeError: isinstance() arg 2 must be a type, in MultiLatentAttention.__init__. Upstream: 0.16.1.
-Why numbers stay equal: the module mistakes upstream's stand-ins for Transformer Engine's classes. With HAVE_TE set to
-false it only skips a memory setting for FP8 of Transformer Engine's layers.
-Delete when: the module's HAVE_TE is false where Transformer Engine is missing.
+Symptom: TypeError: isinstance() arg 2 must be a type, in MultiLatentAttention.__init__.
+Upstream: 0.16.1.
+Why numbers stay equal: The module regards upstream's placeholders as Transformer Engine's classes. With HAVE_TE =
+False, it only skips a memory setting for FP8 in Transformer Engine's layers.
+Delete when: The module's HAVE_TE is False without Transformer Engine.
 """
 
 from __future__ import annotations

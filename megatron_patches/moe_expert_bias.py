@@ -1,9 +1,10 @@
 """Experts with biases add the second bias out of place.
 
 Symptom: RuntimeError: Output 0 of _ReduceFromModelParallelRegion is a view and is being modified inplace, in the
-first forward pass of a training step. Upstream: 0.16.1.
-Why numbers stay equal: the same sum, in a new tensor.
-Delete when: MLP.forward no longer adds the bias in place.
+first forward pass of a training step.
+Upstream: 0.16.1.
+Why numbers stay equal: The sum is the same, in a new tensor.
+Delete when: MLP.forward does not add the bias in place.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The router's gating without Transformer Engine.
+"""Gating of routers without Transformer Engine.
 
-Symptom: NameError: te_general_gemm. Upstream: 0.16.1 - 0.19.2.
-Why numbers stay equal: with the name set to None the router's own torch.mm branch runs, as upstream intends.
-Delete when: moe_utils defines the name itself where the import fails.
+Symptom: NameError: te_general_gemm.
+Upstream: 0.16.1 - 0.19.2.
+Why numbers stay equal: With te_general_gemm = None, the router uses its torch.mm branch, as upstream intends.
+Delete when: moe_utils defines the name if the import fails.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Split sizes of the experts' all-to-all on a CPU.
 
-Symptom: TypeError: all_to_all_single() gets tensors as split sizes; only CUDA tensors are turned into numpy.
+Symptom: TypeError: all_to_all_single() gets tensors as split sizes, because only CUDA tensors are converted to numpy.
 Upstream: 0.16.1 - 0.19.2.
-Why numbers stay equal: the same integers, as a numpy array instead of a tensor.
-Delete when: `as_numpy` no longer depends on the device.
+Why numbers stay equal: The integers are the same, in a numpy array instead of a tensor.
+Delete when: `as_numpy` does not depend on the device.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""torch's RMSNorm under sequence parallelism.
+"""torch's RMSNorm with sequence parallelism.
 
-Symptom: AssertionError: sequence parallel not supported by torch LayerNorm. Upstream: 0.16.1 - 0.19.2.
-Why numbers stay equal: the norm works on each token alone, so a rank's slice of the sequence needs nothing from
-the others; only its weight's gradient must be summed over the tensor-parallel ranks, which megatron does for
-every parameter marked `sequence_parallel`.
+Symptom: AssertionError: sequence parallel not supported by torch LayerNorm.
+Upstream: 0.16.1 - 0.19.2.
+Why numbers stay equal: The norm of a token depends only on this token, so that a rank needs only its part of the
+sequence. The gradient of the weight must be summed over tensor-parallel ranks, as megatron does for every parameter
+that is marked `sequence_parallel`.
 Delete when: WrappedTorchNorm marks its parameters itself.
 """
 

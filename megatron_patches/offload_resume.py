@@ -1,14 +1,15 @@
-"""Checkpoints of a run with offloaded optimizer state can be loaded.
+"""Load of checkpoints with offloaded optimizer state.
 
-Symptoms: 1. No such checkpoint can be loaded: UnpicklingError, "Unsupported global: torch.optim.adamw.AdamW".
-HybridDeviceOptimizer has the classes of its two halves among its defaults, so they are in each of its parameter
-groups, and groups are in the part of a checkpoint that torch loads with weights_only.
-2. After a load the half on the GPU takes every further step as the first one after the checkpoint, and its bias
-correction is silently wrong: FusedAdam counts steps in its groups, which get the loaded number again at each step.
+Symptoms:
+1. No such checkpoint can be loaded: UnpicklingError, "Unsupported global: torch.optim.adamw.AdamW".
+   HybridDeviceOptimizer has the classes of its two halves among its defaults. They are therefore in each of its
+   parameter groups, which torch loads with weights_only.
+2. After a load, the bias correction of the half on the GPU is silently wrong. FusedAdam counts steps in its groups,
+   which get the loaded number again in each step.
 Upstream: 0.16.1.
-Why numbers stay equal: an optimizer takes its classes from its own defaults, not from its groups; after a load each
+Why numbers stay equal: An optimizer takes its classes from its own defaults, not from its groups. After a load, each
 half counts its own steps (tests/integration/test_offload.py).
-Delete when: upstream keeps the classes out of the groups, and does not copy the number of steps.
+Delete when: Upstream excludes the classes from the groups, and does not copy the number of steps.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _edit(module: ModuleType) -> None:
         state: dict[str, Any] = state_dict(self)
         for group in state["param_groups"]:
             for name in _CLASSES:
-                group.pop(name, None)  # a group that was loaded has none
+                group.pop(name, None)  # a loaded group has no classes
         return state
 
     def sync_all_but_steps(self: Any) -> None:

@@ -1,13 +1,15 @@
-"""DistributedOptimizer saves and loads only the local part of a rank's state, in a format that any layout can load.
+"""Save and load of a rank's own part of DistributedOptimizer's state, in a format that any layout can load.
 
-Symptom: the only format that any layout can load, `fully_reshardable`, gathers the whole state of a
-data-parallel group on its first rank, which alone writes it; to load, every rank allocates and reads the
-state of the whole group. Upstream: 0.16.1 - 0.19.2 (0.14 removed the format with flat ranges of parameters).
-How: a rank's state of a parameter is a range of the flattened parameter. As boxes of the unflattened one (at
-most 2 x axes - 1 of them) it needs no gathering, and the torch_dist format supports any boxes. Keys and
-shapes are unchanged, so earlier checkpoints still load. Why numbers stay equal: the same elements are copied
-to the same positions (tests/integration/test_trainer_layouts.py). Delete when: upstream saves the distributed
-optimizer's state without gathering it and loads it in any layout.
+Symptom: The only format that any layout can load, `fully_reshardable`, gathers the whole state of a data-parallel
+group on its first rank, which alone writes it. To load it, every rank allocates and reads the state of the whole
+group.
+Upstream: 0.16.1 - 0.19.2 (0.14 removed the format with flat ranges of parameters).
+How: A rank's state of a parameter is a range of the flattened parameter. It is stored as boxes of the unflattened
+parameter, at most 2 x axes - 1 of them, which need no gathering. The torch_dist format supports any boxes. Keys and
+shapes are unchanged, so that earlier checkpoints can still be loaded.
+Why numbers stay equal: The same elements are copied to the same positions
+(tests/integration/test_trainer_layouts.py).
+Delete when: Upstream saves the distributed optimizer's state without gathering it, and can load it in any layout.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from megatron_patches.registry import Patch, PatchError, target
 _NAME = "optimizer_local_shards"
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and size of a block of a tensor along each axis."""
+"""(offset, size) of a block of a tensor along each axis."""
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
-    """Return blocks with the elements `start` to `end` of the flattened tensor, in order."""
+    """Divide elements `start` to `end` - 1 of a flattened tensor `[shape]` into blocks of the tensor, in order."""
     if start >= end:
         return []
     if len(shape) <= 1:
@@ -38,63 +40,92 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
     row = math.prod(shape[1:])
     first, first_offset = divmod(start, row)
     last, last_end = divmod(end, row)
+
+    def in_row(index: int, row_start: int, row_end: int) -> list[Box]:
+        return [((index, *offset), (1, *size)) for offset, size in boxes(shape[1:], row_start, row_end)]
+
     if first == last:
-        return [((first, *at), (1, *size)) for at, size in boxes(shape[1:], first_offset, last_end)]
+        return in_row(first, first_offset, last_end)
     blocks: list[Box] = []
     if first_offset:
-        blocks += [((first, *at), (1, *size)) for at, size in boxes(shape[1:], first_offset, row)]
+        blocks += in_row(first, first_offset, row)
         first += 1
     if first < last:
         blocks.append(((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
-    return blocks + [((last, *at), (1, *size)) for at, size in boxes(shape[1:], 0, last_end)]
+    return blocks + in_row(last, 0, last_end)
 
 
 def parts(sharded: Any, key: str, state: Tensor, start: int, replica_id: Any) -> list[Any]:
-    """Return ShardedTensors of `state` `[n]`: elements of the parameter of `sharded`, from `start` on."""
-    pieces = [sharded]
-    if not hasattr(
-        sharded, "global_shape"
-    ):  # a factory: for example gate and up, two tensors in one parameter
-        pieces = list(_tensors(sharded.build()))
-    sharded_tensors, storage = [], sharded.data.untyped_storage().data_ptr()
-    state = state.detach().as_subclass(Tensor)  # a load accepts no subclass
+    """Describe a rank's part of an optimizer state as ShardedTensors.
+
+    Args:
+        sharded: Megatron's description of the parameter: a ShardedTensor, or a factory for several of them.
+        key: Prefix of the keys in the checkpoint.
+        state: `[n]`, state of n consecutive elements of the flattened parameter.
+        start: Index of the first of these elements.
+        replica_id: Megatron's id of the copy that this rank holds.
+
+    Raises:
+        PatchError: A tensor of the factory is not a contiguous range of the parameter.
+    """
+    # A factory builds several tensors from one parameter, for example gate and up.
+    pieces = [sharded] if hasattr(sharded, "global_shape") else list(_tensors(sharded.build()))
+    storage = sharded.data.untyped_storage().data_ptr()
+    state = state.detach().as_subclass(Tensor)  # torch's reader accepts no subclass
+    sharded_tensors = []
     for piece in pieces:
-        begin = piece.data.storage_offset() - sharded.data.storage_offset()
         if not piece.data.is_contiguous() or piece.data.untyped_storage().data_ptr() != storage:
             raise PatchError(
                 f"megatron_patches.{_NAME}: {piece.key} is not a contiguous range of its parameter"
             )
-        low, high = max(start, begin), min(start + state.numel(), begin + piece.data.numel())
-        position = low
-        for at, size in boxes(tuple(piece.data.shape), low - begin, high - begin):
-            n = math.prod(size)
-            ahead = piece.prepend_axis_num  # layer and expert, for which the parameter itself has no axis
-            offset, inner = piece.global_offset[:ahead], piece.global_offset[ahead:]
-            shape = (*(1,) * ahead, *size)
-            sharded_tensors.append(
-                replace(
-                    piece,
-                    key=key + piece.key,
-                    data=state[position - start : position - start + n].view(shape),
-                    dtype=state.dtype,
-                    local_shape=shape,
-                    global_offset=(*offset, *(a + b for a, b in zip(inner, at, strict=True))),
-                    axis_fragmentations=None,  # no regular grid
-                    prepend_axis_num=0,
-                    replica_id=replica_id,
-                )
-            )
-            position += n
+        piece_start = piece.data.storage_offset() - sharded.data.storage_offset()
+        low = max(start, piece_start)
+        high = min(start + state.numel(), piece_start + piece.data.numel())
+        position = low - start
+        for offset, size in boxes(tuple(piece.data.shape), low - piece_start, high - piece_start):
+            elements = math.prod(size)
+            values = state[position : position + elements]
+            sharded_tensors.append(_sharded_block(piece, key + piece.key, values, (offset, size), replica_id))
+            position += elements
     return sharded_tensors
 
 
+def _sharded_block(piece: Any, key: str, values: Tensor, block: Box, replica_id: Any) -> Any:
+    """Describe the state of a block of the ShardedTensor `piece`. `values`: the state, flattened."""
+    offset, size = block
+    # The leading axes, layer and expert, which the parameter itself lacks.
+    leading = piece.prepend_axis_num
+    leading_offset, piece_offset = piece.global_offset[:leading], piece.global_offset[leading:]
+    shape = (*(1,) * leading, *size)
+    return replace(
+        piece,
+        key=key,
+        data=values.view(shape),
+        dtype=values.dtype,
+        local_shape=shape,
+        global_offset=(*leading_offset, *(a + b for a, b in zip(piece_offset, offset, strict=True))),
+        axis_fragmentations=None,  # the blocks form no regular grid
+        prepend_axis_num=0,
+        replica_id=replica_id,
+    )
+
+
 def _tensors(built: Any) -> Iterator[Any]:
-    """Yield the tensors in a factory's nested lists and dicts, in order."""
+    """Yield the ShardedTensors in the nested lists and dicts that a factory built, in order."""
     if hasattr(built, "global_shape"):
         yield built
     else:
         for inner in built.values() if isinstance(built, dict) else built:
             yield from _tensors(inner)
+
+
+def _local_ranges(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield (parameter, range of the flattened parameter) of this rank's parts in a DistributedOptimizer."""
+    for maps in optimizer.gbuf_ranges:
+        for buckets in maps.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"]
 
 
 def _edit(module: ModuleType) -> None:
@@ -103,14 +134,6 @@ def _edit(module: ModuleType) -> None:
     target(_NAME, cls, "load_parameter_state_from_fully_reshardable", "_set_main_param_and_optimizer_states")
     target(_NAME, cls, "sharded_param_state_fs_model_space", "self.distributed_optimizer_instance_id)")
 
-    def local_ranges(self: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield each parameter of which this rank has a part, and the part's range."""
-        for maps in self.gbuf_ranges:
-            for buckets in maps.values():
-                for bucket in buckets:
-                    for parameter, ranges in bucket["param_map"].items():
-                        yield parameter, ranges["param"]
-
     def sharded(self: Any, model_sharded_state_dict: Any, *args: Any, **kwargs: Any) -> dict[int, Any]:
         sharded_model, _ = module.extract_sharded_tensors_and_factories(model_sharded_state_dict)
         by_parameter = {
@@ -118,7 +141,7 @@ def _edit(module: ModuleType) -> None:
             for sharded_parameter in module.nested_values(sharded_model)
         }
         state: dict[int, Any] = {}
-        for index, (parameter, local_range) in enumerate(local_ranges(self)):
+        for index, (parameter, local_range) in enumerate(_local_ranges(self)):
             sharded_parameter = by_parameter[parameter]
             replica = (*sharded_parameter.replica_id[:2], self.distributed_optimizer_instance_id)
             state[index] = {
@@ -130,7 +153,7 @@ def _edit(module: ModuleType) -> None:
 
     @torch.no_grad()
     def load(self: Any, state_dict: dict[int, Any]) -> None:
-        for index, (parameter, _) in enumerate(local_ranges(self)):
+        for index, (parameter, _) in enumerate(_local_ranges(self)):
             tensors = {
                 name: torch.cat([piece.flatten() for piece in pieces])
                 for name, pieces in state_dict[index].items()

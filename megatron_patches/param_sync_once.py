@@ -1,10 +1,11 @@
-"""Each optimizer of a chain gathers its own parameters over the data-parallel ranks, and no others.
+"""Each optimizer of a chain gathers only its own parameters over data-parallel ranks.
 
-Symptom: parameters are sent twice per update. Dense and expert parameters have an optimizer each, and each one
+Symptom: Parameters are sent twice per update. Dense and expert parameters have separate optimizers, and each of them
 gathers the parameters of the whole model after its step: 16.3 instead of 8.2 GB per rank for GLM-4.5-Air on 64 GPUs.
-Upstream: 0.16.1 - 0.19.2. Why numbers stay equal: a parameter is gathered after the step of the optimizer that
-changed it, as before; only the redundant gathering of other parameters is omitted. Delete when:
-DistributedOptimizer.step_with_ready_grads syncs the buckets of its own buffers.
+Upstream: 0.16.1 - 0.19.2.
+Why numbers stay equal: A parameter is still gathered after the step of the optimizer that changes it. Only the
+redundant gathering of other parameters is omitted.
+Delete when: DistributedOptimizer.step_with_ready_grads syncs only the buckets of its own buffers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LISTS = ("bucket_groups", "expert_parallel_bucket_groups")
 
 @contextmanager
 def _only(chunks: Sequence[Any], buckets: set[int]) -> Iterator[None]:
-    """Restrict the chunks to the groups with one of `buckets` (by id) until the context ends."""
+    """Remove all bucket groups without one of `buckets`, given by id(), from the chunks within the context."""
     saved_groups = [(chunk, name, getattr(chunk, name)) for chunk in chunks for name in _LISTS]
     for chunk, name, groups in saved_groups:
         setattr(chunk, name, [g for g in groups if any(id(b) in buckets for b in g.buckets)])

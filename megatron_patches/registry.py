@@ -1,4 +1,4 @@
-"""Definition of a patch, which edits a freshly imported module in memory, and the check of its target."""
+"""Definition of a patch, which edits a newly imported module in memory, and the check of its target."""
 
 from __future__ import annotations
 
@@ -9,16 +9,30 @@ from types import ModuleType
 from typing import Any, Literal
 
 When = Literal["no-cuda", "no-te", "always"]
-"""no-cuda: only without CUDA. no-te: if Transformer Engine cannot run."""
+"""Condition of a patch.
+
+    no-cuda    CUDA is not available
+    no-te      Transformer Engine is not installed, or CUDA is not available
+    always     every host
+"""
 
 
 class PatchError(RuntimeError):
-    """Upstream differs from what a patch expects: review the patch rather than skipping it."""
+    """The source of a patch's target differs from the expected one; the patch must be reviewed."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A patch. `edit(module)` runs directly after the first import of `module`."""
+    """A patch.
+
+    Attributes:
+        name: Name, which is that of the patch's file.
+        module: Megatron's module to edit.
+        when: Condition of the patch.
+        upstream: Versions of megatron-core that need the patch.
+        symptom: The error or the cost without the patch, in one line.
+        edit: Edits the module; called directly after the module's first import.
+    """
 
     name: str
     module: str
@@ -29,17 +43,17 @@ class Patch:
 
 
 def target(patch: str, owner: Any, name: str, *fragments: str, package: str = "megatron_patches") -> Any:
-    """Return `owner.name`, whose source must contain each of `fragments`.
+    """Return the attribute of a module or class that a patch changes, after a check of its source.
 
     Args:
-        patch: name of the patch.
-        owner: module or class.
-        name: attribute to patch.
-        fragments: expected parts of its source.
-        package: package of the patch, for the message.
+        patch: Name of the patch.
+        owner: Module or class.
+        name: Name of the attribute.
+        fragments: Texts that the attribute's source must contain.
+        package: Package of the patch, for errors.
 
     Raises:
-        PatchError: the attribute is missing or has changed.
+        PatchError: The attribute is missing, or its source lacks a fragment.
     """
     path = f"{getattr(owner, '__name__', owner)}.{name}"
     attribute = getattr(owner, name, None)

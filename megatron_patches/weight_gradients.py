@@ -1,9 +1,10 @@
 """Accumulation of weight gradients without Apex.
 
-Symptom: RuntimeError from ColumnParallelLinear, the head's: gradient_accumulation_fusion needs Apex's
-fused_weight_gradient_mlp_cuda, though Transformer Engine's layers fuse without it. Upstream: 0.16.1.
-Why numbers stay equal: the product that autograd would compute, added where Megatron's hook would add it.
-Delete when: local layers add weight gradients without Apex.
+Symptom: RuntimeError from ColumnParallelLinear of the head: gradient_accumulation_fusion needs Apex's
+fused_weight_gradient_mlp_cuda. Transformer Engine's layers accumulate without it.
+Upstream: 0.16.1.
+Why numbers stay equal: The product is the one that autograd computes, and it is added where Megatron's hook adds it.
+Delete when: Local layers accumulate weight gradients without Apex.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _NAME = "weight_gradients"
 
 
 class Products:
-    """Replacement for the module fused_weight_gradient_mlp_cuda."""
+    """Functions in place of Apex's module fused_weight_gradient_mlp_cuda."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Model folders: Hugging Face <-> Megatron-Core, one name table per model family, in both directions."""
+"""Conversion of models between Hugging Face folders and Megatron-Core, by a name table for each model family."""

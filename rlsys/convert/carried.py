@@ -1,9 +1,8 @@
-"""Tensors of a folder that rlsys copies without training them: vision towers, and untrained layers for multi-token
-prediction.
+"""Carried tensors: tensors of a folder that rlsys copies without training them.
 
-A folder has them among its other tensors, a converted Megatron checkpoint in separate files. If layers for
-multi-token prediction are trained, only their copies of the model's embedding and head belong here; exports write
-the current ones.
+They are vision towers and untrained layers for multi-token prediction (MTP). Trained MTP layers are not carried,
+except for their copies of the model's embedding and head, which exports replace by the trained ones. A Hugging Face
+folder stores carried tensors among its other tensors, and a converted Megatron checkpoint in separate files.
 """
 
 from __future__ import annotations
@@ -23,7 +22,13 @@ _FILES = "carried-*.tensors"
 
 
 def save_carried(checkpoint: Path, tensors: HFTensors, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Write the carried tensors of a folder into a checkpoint. Holds at most one file's tensors."""
+    """Write the carried tensors of a folder into a checkpoint.
+
+    Args:
+        checkpoint: The checkpoint.
+        tensors: Tensors of the folder.
+        max_file_bytes: Size from which a file is complete. The tensors of one file are in memory at once.
+    """
     buffer: dict[str, Tensor] = {}
     files = size = 0
     names = sorted(tensors.carried)
@@ -36,7 +41,7 @@ def save_carried(checkpoint: Path, tensors: HFTensors, max_file_bytes: int = MAX
 
 
 class CheckpointCarried:
-    """Carried tensors of a checkpoint; read on demand."""
+    """Carried tensors of a converted checkpoint, which are read on demand."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._files: dict[str, Path] = {}
@@ -49,7 +54,7 @@ class CheckpointCarried:
         return frozenset(self._files)
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor."""
+        """Read the tensor `name`."""
         with safe_open(str(self._files[name]), framework="pt") as f:
             tensor: Tensor = f.get_tensor(name)
         return tensor
@@ -58,10 +63,12 @@ class CheckpointCarried:
 def with_carried(
     tensors: Iterable[tuple[str, Tensor]], source: Path, hf: HFConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's `tensors`, then the carried ones of `source`, in a fixed order.
+    """Yield (name, tensor) of the model's tensors, then of the carried ones, in a fixed order.
 
     Args:
-        source: the folder or checkpoint of the initial model.
+        tensors: (name, tensor) of the model.
+        source: Folder or converted checkpoint of the initial model, which contains the carried tensors.
+        hf: The model's configuration.
     """
     carried: HFTensors | CheckpointCarried
     if any(source.glob("*.safetensors")):

@@ -1,11 +1,11 @@
-"""Reader of config.json: validates the fields of all model families and converts them to common names."""
+"""Reader of config.json, which validates the fields of all model families and converts them to common names."""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -23,9 +23,14 @@ VOCABULARY_STEP = 8
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Sizes of multi-head latent attention (DeepSeek-V2, section 2.1). `q_rank` None: queries are not compressed.
+    """Sizes of multi-head latent attention (DeepSeek-V2, section 2.1).
 
-    `plain` and `rotary`: a head's part of queries and keys without and with position; `value`: of values.
+    Attributes:
+        q_rank: Rank of the compressed queries; None: queries are not compressed.
+        kv_rank: Rank of the compressed keys and values.
+        plain: Size of the part of a head's query and key without rotary embedding.
+        rotary: Size of the part with rotary embedding.
+        value: Size of a head's value.
     """
 
     q_rank: int | None
@@ -37,7 +42,7 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class DeltaSizes:
-    """Sizes of a gated delta net (Qwen3-Next). `width`: tokens that its convolution sees."""
+    """Sizes of a gated delta net (Qwen3-Next). `width`: number of tokens in the convolution's window."""
 
     key_heads: int
     value_heads: int
@@ -47,17 +52,17 @@ class DeltaSizes:
 
     @property
     def sections(self) -> list[int]:
-        """Channels of queries, keys and values."""
+        """Numbers of channels of the queries, the keys and the values."""
         return [self.key_heads * self.key_size] * 2 + [self.value_heads * self.value_size]
 
     @property
     def convolved(self) -> int:
-        """Channels of the convolution."""
+        """Number of channels of the convolution."""
         return sum(self.sections)
 
     @property
     def projected(self) -> int:
-        """Channels of queries, keys, values and the gates of values."""
+        """Number of channels of queries, keys, values and the gates of values."""
         return self.convolved + self.value_heads * self.value_size
 
 
@@ -65,13 +70,15 @@ class DeltaSizes:
 class Routing:
     """Routing of a token to its experts.
 
-    softmax: over all experts, `normalised` to sum 1 over the selected ones, times `scale`. sigmoid: weighted by the
-    normalised score times `scale` (DeepSeek-V3, section 2.1.2).
-
     Attributes:
-        groups: > 1: experts are selected from the `top_groups` best groups only.
-        biased: experts are selected by score + bias.
-        group_worth: the score of a group is the sum of its best `group_worth` experts.
+        kind: Scores of experts: a softmax over all experts, or a sigmoid of each logit (DeepSeek-V3, section 2.1.2).
+        normalised: Whether the weights of the selected experts are their scores divided by the sum of these scores;
+            otherwise they are the scores.
+        groups: Number of groups of experts. If above 1, experts are selected only from the best groups.
+        top_groups: Number of best groups.
+        scale: Factor of the weights.
+        biased: Whether experts are selected by the sum of score and bias.
+        group_worth: The value of a group is the sum of the scores of its `group_worth` best experts.
     """
 
     kind: Literal["softmax", "sigmoid"] = "softmax"
@@ -84,19 +91,32 @@ class Routing:
 
 
 _PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Fields under which models of several parts have the language part's."""
+"""Fields of config.json that contain the language model's fields in models with several parts."""
 
 
 @dataclass(frozen=True)
 class HFConfig:
-    """The fields of config.json that determine shapes and numbers. Sizes in elements.
+    """Fields of config.json that determine the architecture. Sizes are numbers of elements.
 
-    `moe_layers`: for each layer whether it has experts. `prediction_layers`: number of layers for multi-token
-    prediction after the last layer. `mtp`: they are part of the model and trained; else they are copied unchanged
-    (rlsys.convert.carried). `window`: tokens to which a query attends, including its own, in the layers of
-    `windowed_layers`. `linear_layers`: layers with a gated delta net of the sizes `delta` instead of attention.
-    `megatron`: additional fields of megatron's TransformerConfig. `quantised`: format of the folder's weights
-    (rlsys.convert.quantised).
+    Attributes:
+        kv_heads: Number of key-value heads.
+        ffn_size: Hidden size of dense feed-forward blocks.
+        tied: Whether the head's weight is that of the embedding.
+        context_length: Maximum number of tokens of a sequence.
+        qk_norm: Whether queries and keys are normalised.
+        qkv_bias: Whether the projections to queries, keys and values have biases.
+        moe_layers: Whether each layer has experts.
+        megatron: Additional fields of Megatron's TransformerConfig.
+        expert_ffn_size: Hidden size of an expert.
+        shared_ffn_size: Hidden size of the shared experts together; 0: there are none.
+        latent: Sizes of latent attention; None: the model has no latent attention.
+        prediction_layers: Number of layers for multi-token prediction (MTP) after the last layer.
+        mtp: Whether the MTP layers are trained; otherwise they are copied unchanged (rlsys.convert.carried).
+        quantised: Format of the folder's weights (rlsys.convert.quantised); "": they are not quantised.
+        window: Number of tokens to which a query attends, including its own, in windowed layers.
+        windowed_layers: Whether each layer is windowed; empty: none is.
+        delta: Sizes of the gated delta nets; None: the model has none.
+        linear_layers: Whether each layer has a gated delta net in place of attention; empty: none has.
     """
 
     family: Family
@@ -134,7 +154,8 @@ class HFConfig:
         """Read config.json of a folder.
 
         Raises:
-            UserError: a field cannot be converted faithfully; the message names it.
+            UserError: The file cannot be read, a field has a value that rlsys does not support, or the weights have
+                an unsupported quantisation.
         """
         file = folder / "config.json"
         try:
@@ -154,20 +175,25 @@ class HFConfig:
 
     @classmethod
     def of(cls, raw: dict[str, Any], source: str) -> HFConfig:
-        """Convert `raw`, the content of config.json; errors name `source`."""
+        """Convert the content of config.json.
+
+        Args:
+            raw: The content.
+            source: Path of the file, for errors.
+
+        Raises:
+            UserError: A field is missing or has a value that rlsys does not support.
+        """
         architectures = raw.get("architectures") or ["?"]
         if not isinstance(architectures, list) or not isinstance(architectures[0], str):
             raise UserError(f"{source}: architectures = {architectures!r:.80}: expected a list with one name")
         family = family_of(architectures[0])
-        for name in () if family.part_of_more else _PARTS:
-            if raw.get(name) is not None:  # engines would read it, and transformers raises for it
-                raise UserError(
-                    f"{source}: {name} = {raw[name]!r:.80}: {family.architecture} has no such part; "
-                    "expected null or no field"
-                )
+        if not family.part_of_more:
+            _check_no_parts(raw, family, source)
         fields = _normalise_fields(language_part(raw, source) if family.part_of_more else raw, family, source)
         part = raw["text_config"] if family.part_of_more else raw
-        # A size that is null is not as if it were absent: as many as heads, no matrix, no expert.
+        # A missing size has the family's default, but null means: as many key-value heads as heads, no query rank, or
+        # no shared experts.
         null_sizes = {name: None for name in _NULLABLE if name in part and name not in fields}
         raw = {**family.defaults, **fields, **null_sizes}
         _check_numbers(raw, family, source)
@@ -175,14 +201,6 @@ class HFConfig:
         try:
             _check_layer_kinds(raw, fields, family, source)
             heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-            experts = {
-                "experts": raw["num_experts"],
-                "experts_per_token": raw["num_experts_per_tok"],
-                "expert_ffn_size": raw["moe_intermediate_size"],
-                "shared_ffn_size": raw.get("shared_expert_intermediate_size")
-                or raw.get("n_shared_experts", 0) * raw["moe_intermediate_size"],
-                "routing": _routing(raw, family),
-            } if family.moe else {}  # fmt: skip
             return cls(
                 family=family,
                 vocab_size=raw["vocab_size"],
@@ -205,53 +223,54 @@ class HFConfig:
                 quantised=_quantised(raw, family, source),
                 **_windows(raw, family, source),
                 **(_delta_net(raw, source) if family.delta_net else {}),
-                **experts,
+                **(_experts(raw, family) if family.moe else {}),
             )
         except KeyError as e:
             raise UserError(f"{source}: field {e} is missing") from None
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of Megatron's embedding and head.
+        """Number of rows of Megatron's embedding and head.
 
-        Independent of the layout, so that checkpoints have one shape in all layouts. The rows after the vocabulary
-        are 0, and no token selects them.
+        It does not depend on the layout, so that checkpoints have the same shape in all layouts. The rows after the
+        vocabulary are 0, and no token uses them.
         """
         return -(-self.vocab_size // VOCABULARY_STEP) * VOCABULARY_STEP
 
     def in_folder(self, name: str) -> str:
-        """Return the family's name in folders of a tensor of the name table."""
+        """Return the name in the family's folders of the tensor `name` of the name table."""
         prefix = self.family.prefix
         return prefix + name.removeprefix(TABLE_PREFIX) if name.startswith(TABLE_PREFIX) else name
 
     def in_table(self, name: str) -> str:
-        """Return the name in the table of a tensor of the family's folders."""
+        """Return the name in the name table of the tensor `name` of the family's folders."""
         prefix = self.family.prefix
         return TABLE_PREFIX + name.removeprefix(prefix) if name.startswith(prefix) else name
 
     @property
     def features(self) -> frozenset[Feature]:
-        """Features that all layers share; with those of a layer, they select its rules (see `rules`)."""
-        ranked: Feature = "q_rank" if self.latent is not None and self.latent.q_rank else "q_full"
-        have: dict[Feature, bool] = {"qk_norm": self.qk_norm, "qkv_bias": self.qkv_bias, ranked: True}
-        return frozenset(name for name, present in have.items() if present)
+        """Features that all layers share. With the features of a layer, they select its rules (see `rules`)."""
+        queries: Feature = "q_rank" if self.latent is not None and self.latent.q_rank else "q_full"
+        is_present: dict[Feature, bool] = {"qk_norm": self.qk_norm, "qkv_bias": self.qkv_bias, queries: True}
+        return frozenset(name for name, present in is_present.items() if present)
 
     def rules(self, layer: int) -> list[Rule]:
-        """Return the rules of one layer. A layer for multi-token prediction has the kind of the last layer."""
-        like = min(layer, self.layers - 1)
-        kind: Feature = "moe" if self.moe_layers[like] else "dense"
-        attention: Feature = "linear" if self.linear_layers and self.linear_layers[like] else "full"
-        have: set[Feature | None] = {*self.features, kind, attention, None}
+        """Return the rules of layer `layer`. Layers for multi-token prediction are of the last layer's kind."""
+        model_layer = min(layer, self.layers - 1)
+        kind: Feature = "moe" if self.moe_layers[model_layer] else "dense"
+        attention: Feature = "linear" if self.linear_layers and self.linear_layers[model_layer] else "full"
+        features: set[Feature | None] = {*self.features, kind, attention, None}
         if kind == "moe" and self.shared_ffn_size:
-            have.add("shared")
-        return [r for r in self.family.rules if r.per_layer and r.only in have]
+            features.add("shared")
+        return [r for r in self.family.rules if r.per_layer and r.only in features]
 
     def shape(self, letters: str) -> tuple[int, ...]:
-        """Return the HF shape for the `letters` of the name table (rlsys.convert.rules)."""
+        """Return the Hugging Face shape that `letters` of the name table denote (rlsys.convert.rules)."""
         return tuple(self._sizes[letter] for letter in letters)
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
+        """Sizes by the letters of the name table."""
         sizes = {
             "v": self.vocab_size,
             "h": self.hidden_size,
@@ -290,45 +309,56 @@ class HFConfig:
 
 
 _EXPERT_COUNTS = ("num_experts", "num_experts_per_tok", "n_shared_experts")
-"""Fields that transformers reads under several names, whatever the family."""
+"""Fields for which transformers accepts several names in every family."""
 
 
 _SHARED_EXPERTS = {"n_shared_experts", "num_shared_experts", "moe_num_shared_experts"}
+"""Names of the number of shared experts."""
 
 
 _NULLABLE = ("num_key_value_heads", "q_lora_rank", "shared_expert_intermediate_size")
+"""Sizes in whose place null has its own meaning."""
+
+
+def _check_no_parts(raw: dict[str, Any], family: Family, source: str) -> None:
+    """Raise UserError if a config.json without parts has the field of a part."""
+    for name in _PARTS:
+        if raw.get(name) is not None:  # SGLang would use it, and transformers raises an error
+            raise UserError(
+                f"{source}: {name} = {raw[name]!r:.80}: expected null or no field, because {family.architecture} has "
+                "no such part"
+            )
 
 
 def _normalise_fields(raw: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
-    """Return the fields under our names.
+    """Return the fields that are not null, under the common names and those of the family.
 
     Raises:
-        UserError: two names of one field have different values, of which transformers and SGLang read different ones.
+        UserError: Two names of one field have different values, and transformers and SGLang use different ones.
     """
     values = {name: value for name, value in raw.items() if value is not None}
     for name in _SHARED_EXPERTS & raw.keys() - values.keys():
-        values[name] = 0  # null: SGLang builds none
-    for name_here, family_name in (*family.fields.items(), ("num_experts", "num_local_experts")):
+        values[name] = 0  # SGLang builds no shared experts for null
+    for common_name, family_name in (*family.fields.items(), ("num_experts", "num_local_experts")):
         if family_name not in values:
             continue
-        if (
-            name_here in _EXPERT_COUNTS
-            and family.moe
-            and values.get(name_here, values[family_name]) != values[family_name]
-        ):
+        value = values[family_name]
+        common_value = values.get(common_name, value)
+        if common_name in _EXPERT_COUNTS and family.moe and common_value != value:
             raise UserError(
-                f"{source}: {family_name} = {values[family_name]!r:.80} and {name_here} = "
-                f"{values[name_here]!r:.80}: expected the same, or one of them"
+                f"{source}: {family_name} = {value!r:.80} and {common_name} = {common_value!r:.80}: expected the "
+                "same value, or one of the fields"
             )
-        values[name_here] = values[family_name]
+        values[common_name] = value
     return values
 
 
 MAX_SIZE = 2**31 - 1
-"""Limit of any size; MAX_LAYERS limits the layers, which are enumerated."""
+"""Maximum of a size."""
 MAX_LAYERS = 10_000
+"""Maximum number of layers, each of which has entries in the name table."""
 MAX_EXPERTS = 1_000_000
-"""Limit of all layers together: each expert has its own name."""
+"""Maximum number of experts in all layers together, each of which has entries in the name table."""
 _SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "max_position_embeddings", "decoder_sparse_step",
@@ -349,27 +379,21 @@ _ROPE_POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings", "b
 
 
 def _check_numbers(raw: dict[str, Any], family: Family, source: str) -> None:
-    """Reject numbers that are not finite (Python's JSON reads NaN), and sizes that are not whole numbers."""
+    """Check the types and bounds of all fields that rlsys reads.
+
+    Raises:
+        UserError: A size is not a whole number, a number is not finite (Python's JSON reader accepts NaN), or a field
+            is out of bounds.
+    """
 
     def refuse(field: str, value: object, expected: str) -> NoReturn:
         raise UserError(f"{source}: {field} = {value!r:.80}: expected {expected}")
 
-    family_sizes = [
-        name
-        for names, present in (
-            (_EXPERT_SIZES, family.moe),
-            (_LATENT_SIZES, family.mla),
-            ((*_DELTA_SIZES, "full_attention_interval"), family.delta_net),
-        )
-        if present
-        for name in names
-    ]
-    for names, min_value in (((*_SIZES, *family_sizes), 1), (_COUNTS, 0)):
-        for field in names:
-            value, max_value = raw.get(field), MAX_LAYERS if field == "num_hidden_layers" else MAX_SIZE
-            # A missing required field is reported when it is read.
-            if value is not None and (type(value) is not int or not min_value <= value <= max_value):
-                refuse(field, value, f"a whole number from {min_value} to {max_value}")
+    for field, min_value, max_value in _size_bounds(family):
+        value = raw.get(field)
+        # HFConfig.of reports a required field that is missing.
+        if value is not None and (type(value) is not int or not min_value <= value <= max_value):
+            refuse(field, value, f"a whole number from {min_value} to {max_value}")
     for field in _SWITCHES:
         if not isinstance(raw[field], bool):
             refuse(field, raw[field], "true or false")
@@ -391,10 +415,31 @@ def _check_numbers(raw: dict[str, Any], family: Family, source: str) -> None:
     _check_divisions(raw, family, refuse)
 
 
+def _size_bounds(family: Family) -> Iterator[tuple[str, int, int]]:
+    """Yield (field, minimum, maximum) of the whole numbers in the family's config.json."""
+    sizes = [*_SIZES]
+    if family.moe:
+        sizes += _EXPERT_SIZES
+    if family.mla:
+        sizes += _LATENT_SIZES
+    if family.delta_net:
+        sizes += [*_DELTA_SIZES, "full_attention_interval"]
+    for field in sizes:
+        yield field, 1, MAX_LAYERS if field == "num_hidden_layers" else MAX_SIZE
+    for field in _COUNTS:
+        yield field, 0, MAX_SIZE
+
+
 def _check_divisions(
     raw: dict[str, Any], family: Family, refuse: Callable[[str, object, str], NoReturn]
 ) -> None:
-    """Reject sizes that do not divide others as required."""
+    """Check the relations between sizes.
+
+    Args:
+        raw: The normalised fields.
+        family: The family.
+        refuse: (field, value, expectation): raises UserError.
+    """
     heads, groups = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if heads and groups and heads % groups and not family.mla:
         refuse("num_key_value_heads", groups, f"a divisor of num_attention_heads = {heads}")
@@ -412,8 +457,8 @@ def _check_divisions(
         refuse(
             field,
             1,
-            "at least 2, or norm_topk_prob = false: the normalised weight of one expert is always 1, so the router "
-            "would not learn, and megatron-core does not compute it",
+            "at least 2, or norm_topk_prob = false: the normalised weight of a single expert is always 1, so the "
+            "router would not learn",
         )
     groups, top = raw.get("n_group", 1), raw.get("topk_group", 1)
     if experts % groups:
@@ -427,7 +472,7 @@ def _is_number(value: object) -> bool:
 
 
 def _check_supported(raw: dict[str, Any], family: Family, source: str) -> None:
-    """Reject values that would silently change the computation."""
+    """Raise UserError for a value that would change the computation and that rlsys does not implement."""
     for field, values in family.allowed.items():
         if raw.get(field) not in values:
             expected = " or ".join(repr(v) for v in values)
@@ -437,17 +482,22 @@ def _check_supported(raw: dict[str, Any], family: Family, source: str) -> None:
 
 
 _MODELOPT_FILE = "hf_quant_config.json"
-"""File in which ModelOpt records the quantisation of weights; config.json does not."""
+"""File in which ModelOpt stores the quantisation of weights, instead of config.json."""
 _READABLE_TYPES = (
-    f"expected bfloat16 or float32, or what can be read: fp8 with weight_block_size [{BLOCK}, {BLOCK}], or mxfp4 of "
+    f"expected bfloat16 or float32, fp8 with weight_block_size = [{BLOCK}, {BLOCK}], or mxfp4 in the format of "
     "gpt-oss"
 )
+"""Expectation in errors about the format of weights."""
 
 
 def _quantised(raw: dict[str, Any], family: Family, source: str) -> Literal["", "mxfp4", "fp8"]:
-    value = raw.get("quantization_config") or raw.get(
-        "compression_config"
-    )  # of older compressed-tensors folders
+    """Return the format of quantised weights; "": the weights are not quantised.
+
+    Raises:
+        UserError: The format is not supported.
+    """
+    # Older versions of compressed-tensors write compression_config.
+    value = raw.get("quantization_config") or raw.get("compression_config")
     if not value:
         return ""
     settings = value if isinstance(value, dict) else {"quant_method": value}
@@ -461,7 +511,7 @@ def _quantised(raw: dict[str, Any], family: Family, source: str) -> Literal["", 
 
 
 def _quantiser(file: Path) -> str:
-    """Return the name of ModelOpt's method."""
+    """Return the name of the quantisation in ModelOpt's file; "ModelOpt" if the file has none."""
     try:
         method = json.loads(file.read_text(encoding="utf-8"))["quantization"]["quant_algo"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -470,19 +520,19 @@ def _quantiser(file: Path) -> str:
 
 
 _DENSE_LAYERS = ("first_k_dense_replace", "moe_layer_end_index", "mlp_only_layers", "decoder_sparse_step")
-"""Fields that determine the layers with experts without listing each layer."""
+"""Fields that determine the layers with experts without a list of all layers."""
 
 
 def _check_layer_kinds(raw: dict[str, Any], fields: dict[str, Any], family: Family, source: str) -> None:
-    """Check that lists of the layers' kinds agree with the fields that SGLang reads instead.
+    """Check that lists of the layers' kinds agree with the fields that SGLang reads instead of them.
 
     Raises:
-        UserError: they do not.
+        UserError: They disagree.
     """
     dense = [field for field in _DENSE_LAYERS if field in fields]
     if family.moe and "mlp_layer_types" in fields and dense:
-        unnamed = {name: value for name, value in raw.items() if name != "mlp_layer_types"}
-        if _moe_layers(raw, family, source) != _moe_layers(unnamed, family, source):
+        without_list = {name: value for name, value in raw.items() if name != "mlp_layer_types"}
+        if _moe_layers(raw, family, source) != _moe_layers(without_list, family, source):
             raise UserError(
                 f"{source}: mlp_layer_types = {raw['mlp_layer_types']!r:.80} and {dense[0]} = {raw[dense[0]]!r:.80}: "
                 "expected the same layers, or one of them"
@@ -497,10 +547,13 @@ def _check_layer_kinds(raw: dict[str, Any], fields: dict[str, Any], family: Fami
 
 
 def _moe_layers(raw: dict[str, Any], family: Family, source: str) -> tuple[bool, ...]:
-    """Return for each layer whether it has experts.
+    """Return whether each layer has experts.
 
-    In DeepSeek and GLM the first layers are dense; Qwen lists dense layers, or has experts in every n-th layer; in
-    Ernie the last layers may be dense. Newer folders list the kind of every layer.
+    Newer folders list the kind of every layer. Otherwise DeepSeek and GLM define the number of first layers that are
+    dense, Qwen lists dense layers or has experts in every n-th layer, and Ernie defines the last layer with experts.
+
+    Raises:
+        UserError: A field has an invalid value.
     """
     layers = raw["num_hidden_layers"]
     if family.moe and (kinds := raw.get("mlp_layer_types")) is not None:
@@ -511,16 +564,17 @@ def _moe_layers(raw: dict[str, Any], family: Family, source: str) -> tuple[bool,
     last = raw.get("moe_layer_end_index", -1)
     if type(last) is not int or not -1 <= last < layers:
         raise UserError(
-            f"{source}: moe_layer_end_index = {last!r:.80}: expected a layer, or -1 for the last one"
+            f"{source}: moe_layer_end_index = {last!r:.80}: expected a layer, 0 to {layers - 1}, or -1 for the last"
         )
     dense = set(raw.get("mlp_only_layers", ()))
-    ends = last if last >= 0 else layers - 1
+    end = last if last >= 0 else layers - 1
     return tuple(
-        family.moe and first <= i <= ends and i not in dense and (i + 1) % step == 0 for i in range(layers)
+        family.moe and first <= i <= end and i not in dense and (i + 1) % step == 0 for i in range(layers)
     )
 
 
 def _windows(raw: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
+    """Return the fields of HFConfig for windowed attention; empty if the family has none."""
     if not family.windowed:
         return {}
     allowed = ("full_attention", "sliding_attention")
@@ -531,6 +585,7 @@ def _windows(raw: dict[str, Any], family: Family, source: str) -> dict[str, Any]
 
 
 def _delta_net(raw: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the fields of HFConfig for gated delta nets."""
     delta = DeltaSizes(*(raw[name] for name in _DELTA_SIZES))
     if delta.value_heads % delta.key_heads:
         raise UserError(
@@ -541,7 +596,7 @@ def _delta_net(raw: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _linear_layers(raw: dict[str, Any], source: str) -> tuple[bool, ...]:
-    """Return for each layer whether it has a gated delta net."""
+    """Return whether each layer has a gated delta net."""
     layers, interval = raw["num_hidden_layers"], raw.get("full_attention_interval", 4)
     kinds = raw.get("layer_types")
     if kinds is None:
@@ -553,21 +608,43 @@ def _linear_layers(raw: dict[str, Any], source: str) -> tuple[bool, ...]:
 def _kinds(
     raw: dict[str, Any], field: str, value: object, allowed: tuple[str, ...], source: str
 ) -> list[str]:
-    """Return the kind of each layer.
+    """Return `value`, the list of the layers' kinds.
+
+    Args:
+        raw: The normalised fields.
+        field: Name of the list in config.json.
+        value: The list.
+        allowed: Kinds that rlsys supports.
+        source: Path of the file, for errors.
 
     Raises:
-        UserError: a layer has no allowed kind.
+        UserError: The list does not have one allowed kind for each layer.
     """
     layers = raw["num_hidden_layers"]
     if not isinstance(value, list) or len(value) != layers or any(kind not in allowed for kind in value):
         expected = " or ".join(repr(kind) for kind in allowed)
-        raise UserError(f"{source}: {field} = {value!r:.80}: expected a list of {layers} x {expected}")
+        raise UserError(
+            f"{source}: {field} = {value!r:.80}: expected a list of {layers} entries, one per layer: {expected}"
+        )
     return value
+
+
+def _experts(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the fields of HFConfig for experts."""
+    expert_ffn_size = raw["moe_intermediate_size"]
+    shared_ffn_size = raw.get("shared_expert_intermediate_size")
+    return {
+        "experts": raw["num_experts"],
+        "experts_per_token": raw["num_experts_per_tok"],
+        "expert_ffn_size": expert_ffn_size,
+        "shared_ffn_size": shared_ffn_size or raw.get("n_shared_experts", 0) * expert_ffn_size,
+        "routing": _routing(raw, family),
+    }
 
 
 def _routing(raw: dict[str, Any], family: Family) -> Routing:
     groups, top = raw.get("n_group", 1), raw.get("topk_group", 1)
-    if raw.get("topk_method") == "greedy":  # DeepSeek-V2-Lite names groups and does not use them
+    if raw.get("topk_method") == "greedy":  # DeepSeek-V2-Lite defines groups that it does not use
         groups = top = 1
     scale = raw.get("routed_scaling_factor", 1.0)
     if family.sigmoid:

@@ -1,8 +1,8 @@
-"""Location of a model's tensors in a folder, from the index and the files' headers: no tensors, no torch.
+"""Locations of a model's tensors in a folder, from the index and the headers of the files. No torch.
 
-Trainer and engine must read the same bits. SGLang loads every tensor of every file that the index lists, in the
-order of the files' names, so it uses the last copy of a tensor; without an index it loads all files. rlsys follows
-the index, and rejects a folder that engines would read differently.
+Trainer and engine must read the same bits. SGLang loads every tensor of every file that the index lists, in the order
+of the files' names, and therefore uses the last copy of a tensor; without an index it loads all files. rlsys reads
+each tensor from the file that the index names, and rejects folders in which SGLang would use another copy.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ from rlsys.core.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
-"""Suffixes of the names of quantised tensors and of their scales."""
+"""Suffixes of the names of scales of fp8 tensors, and of the two parts of mxfp4 tensors."""
 WEIGHT_TYPES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-"""Stored types without scales, and their bytes."""
+"""Bytes of an element of each type of weights that are not quantised, by safetensors' name."""
 _FP8, _FP8_SCALE_TYPES, _BYTE = "F8_E4M3", (*WEIGHT_TYPES, "F8_E8M0"), "U8"
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16,
     "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4,
 }  # fmt: skip
+"""Bits of an element of each type, by safetensors' name."""
 _BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-"""Suffixes of tensors of old folders that are no weights; SGLang and transformers skip them, too."""
+"""Suffixes of tensors in old folders that are not weights; SGLang and transformers skip them, too."""
 _SHARED_GATE = "shared_expert_gate.weight"
-"""Suffix of the gate that transformers keeps for shared experts of size 0; SGLang skips it."""
+"""Suffix of the gate of shared experts, which transformers writes even if their size is 0; SGLang then skips it."""
 _ORIGINAL, _MERGED = "consolidated.safetensors", "model.safetensors"
-"""Mistral's folders hold the weights a second time, in Mistral's own format."""
-_PREDICTIONS, _PREDICTING = "mtp.safetensors", ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
-"""File that SGLang reads for these architectures if the index lacks it."""
-_MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+"""Files of Mistral's folders, of which the first contains the same weights in Mistral's own format."""
+_MTP_FILE, _MTP_FILE_ARCHITECTURES = "mtp.safetensors", ("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+"""File that SGLang reads for these architectures even if the index does not list it."""
+_MAX_HEADER_BYTES = 100_000_000  # maximum of the safetensors format
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor as a file's header describes it. `dtype`: safetensors' name of the type."""
+    """Description of a tensor in a file's header. `dtype`: safetensors' name of the type."""
 
     file: Path
     name: str
@@ -61,12 +62,18 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a tensor: a whole one, or part `part` of `parts` of expert `expert` of a fused one.
+    """Location of a tensor of the name table: a whole stored tensor, or a part of one that contains all experts.
 
     Attributes:
-        stack: the family's stack that the fused tensor is, if any.
-        scales: file and name of the scales of a quantised tensor.
-        bytes: size of the tensor as it is read.
+        file: File of the stored tensor.
+        name: Name of the stored tensor.
+        shape: Shape of the tensor of the name table.
+        expert: Index of the expert in the stored tensor; None: the stored tensor is the tensor of the name table.
+        part: Index of the part of this expert.
+        parts: Number of parts of an expert.
+        stack: The family's stack to which the stored tensor belongs; None: it belongs to none.
+        scales: File and name of the scales of a quantised tensor; None: it is not quantised.
+        bytes: Size of the tensor after dequantisation.
     """
 
     file: Path
@@ -81,31 +88,29 @@ class TensorLocation:
 
 
 def find_tensors(folder: Path, hf: HFConfig) -> dict[str, TensorLocation]:
-    """Locate every tensor of the folder by its name in the table; the parts of fused experts have per-expert names.
+    """Return the location of every tensor of the folder, by its name in the name table.
+
+    Parts of tensors that contain all experts have the names of single experts' tensors.
 
     Raises:
-        UserError: a file is missing or incomplete; a tensor is stored twice, has a type that is no weight's, or an
-            unrelated scale; a tensor is missing, unknown, or of another shape than config.json says. The message
-            names the first one.
+        UserError: A file is missing or incomplete, or the tensors are not those of the model: a tensor is missing,
+            unknown or stored twice, has an unsupported type, lacks its scale, or has another shape than config.json
+            defines.
     """
     if (folder / ".metadata").is_file():
         raise UserError(
-            f"{folder}: both a Megatron checkpoint (.metadata), which trainers load, and *.safetensors, which "
-            "engines load; expected one of them"
+            f"{folder}: contains both a Megatron checkpoint (.metadata), which trainers load, and *.safetensors, "
+            "which engines load; expected one of them"
         )
     headers = _read_headers(folder, hf)
-    alternative_names = {
-        hf.in_folder(name).format(l=layer): tuple(hf.in_folder(p).replace("{l}", str(layer)) for p in parts)
-        for name, parts in hf.family.other_names.items()
-        for layer in range(hf.layers + hf.mtp * hf.prediction_layers)
-    }
+    alternative_names = _alternative_names(hf)
     stacks = stacked_names(hf)
     scales = _take_scales(headers, hf, stacks)
     locations: dict[str, TensorLocation] = {}
     for name, tensor in headers.items():
         stack = stacks.get(name)
         parts = stack.parts if stack is not None else alternative_names.get(name, (name,))
-        size = WEIGHT_TYPES.get(tensor.dtype, 2)  # what is quantised becomes bfloat16
+        size = WEIGHT_TYPES.get(tensor.dtype, 2)  # quantised tensors become bfloat16
         for part, location in _locations(tensor, parts, hf.experts, stack).items():
             if (earlier := locations.get(part)) is not None:
                 raise UserError(
@@ -116,18 +121,34 @@ def find_tensors(folder: Path, hf: HFConfig) -> dict[str, TensorLocation]:
                 location, scales=scales.get(name), bytes=math.prod(location.shape) * size
             )
     check_names(hf, frozenset(locations), str(folder))
-    for entry in entries(hf):
-        for name, expected in entry.hf.items():
-            if (shape := locations[name].shape) != expected:
-                raise UserError(f"{folder}: {name} has shape {shape}; config.json says {expected}")
+    _check_shapes(locations, hf, folder)
     return locations
 
 
+def _alternative_names(hf: HFConfig) -> dict[str, tuple[str, ...]]:
+    """Return the family's `other_names` for every layer."""
+    return {
+        hf.in_folder(name).format(l=layer): tuple(hf.in_folder(p).replace("{l}", str(layer)) for p in parts)
+        for name, parts in hf.family.other_names.items()
+        for layer in range(hf.layers + hf.mtp * hf.prediction_layers)
+    }
+
+
+def _check_shapes(locations: dict[str, TensorLocation], hf: HFConfig, folder: Path) -> None:
+    """Raise UserError for a tensor with another shape than config.json defines."""
+    for entry in entries(hf):
+        for name, expected in entry.hf.items():
+            if (shape := locations[name].shape) != expected:
+                raise UserError(
+                    f"{folder}: {name} has shape {shape}; expected {expected} according to config.json"
+                )
+
+
 def _read_headers(folder: Path, hf: HFConfig) -> dict[str, StoredTensor]:
-    """Read the tensors of the folder by their names in its files.
+    """Read the descriptions of all tensors of the folder, by their names in its files.
 
     Raises:
-        UserError: two files hold the same tensor, and the index does not select the copy that engines read.
+        UserError: Two files contain the same tensor, and the index does not name the copy that SGLang uses.
     """
     index = _read_index(folder)
     copies: dict[str, list[StoredTensor]] = defaultdict(list)
@@ -136,67 +157,88 @@ def _read_headers(folder: Path, hf: HFConfig) -> dict[str, StoredTensor]:
         for tensor in read_header(file):
             if 0 not in tensor.shape and not tensor.name.endswith(skipped):
                 copies[tensor.name].append(tensor)
-    for name, stored_ones in copies.items():
-        if len(stored_ones) == 1:
-            continue
-        twice = f"{folder}: {name} is stored twice: in {' and in '.join(s.file.name for s in stored_ones)}"
-        if index is None:
-            raise UserError(f"{twice}; expected one copy, or an {INDEX} that selects one")
-        last = stored_ones[-1].file.name
-        if index.get(name) != last:
-            raise UserError(
-                f"{twice}; {INDEX} has {index.get(name, 'no entry for it')}, but SGLang, which reads these files in "
-                f"the order of their names, uses {last}"
-            )
-    return {name: stored_ones[-1] for name, stored_ones in copies.items()}
+    for name, tensors in copies.items():
+        if len(tensors) > 1:
+            _check_copies(folder, name, [tensor.file.name for tensor in tensors], index)
+    return {name: tensors[-1] for name, tensors in copies.items()}
+
+
+def _check_copies(folder: Path, name: str, files: list[str], index: dict[str, str] | None) -> None:
+    """Raise UserError unless the index names the last of the files with the tensor `name`, which SGLang uses."""
+    problem = f"{folder}: {name} is stored twice: in {' and in '.join(files)}"
+    if index is None:
+        raise UserError(f"{problem}; expected one copy, or an {INDEX} that selects one")
+    if index.get(name) != files[-1]:
+        raise UserError(
+            f"{problem}; {INDEX} has {index.get(name, 'no entry for it')}; expected {files[-1]}, which SGLang uses"
+        )
 
 
 def _files(folder: Path, index: dict[str, str] | None, hf: HFConfig) -> list[Path]:
-    """Return the files that SGLang reads, in its order."""
+    """Return the files that SGLang reads, in its order.
+
+    Raises:
+        UserError: The folder has no weights, or a file of the index is missing.
+    """
     names = {file.name for file in folder.glob("*.safetensors")}
     if not names:
         raise UserError(f"{folder}: contains no *.safetensors; expected the model's weights")
     if index is None:
-        return [
-            folder / name for name in sorted(names - {_ORIGINAL} if names == {_ORIGINAL, _MERGED} else names)
-        ]
+        if names == {_ORIGINAL, _MERGED}:
+            names.remove(_ORIGINAL)
+        return [folder / name for name in sorted(names)]
     files = sorted(set(index.values()))
-    if hf.prediction_layers and hf.family.architecture in _PREDICTING and _PREDICTIONS in names - {*files}:
-        files.append(_PREDICTIONS)
+    reads_mtp_file = hf.prediction_layers and hf.family.architecture in _MTP_FILE_ARCHITECTURES
+    if reads_mtp_file and _MTP_FILE in names - {*files}:
+        files.append(_MTP_FILE)
     if missing := [name for name in files if name not in names]:
-        raise UserError(f"{folder}: {len(missing)} file(s) of {INDEX} are missing, first: {missing[0]}")
+        raise UserError(f"{folder}: {len(missing)} of the files in {INDEX} are missing, first: {missing[0]}")
     return [folder / name for name in files]
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """Read names of tensors -> names of files; None: the folder has no index."""
+    """Return the file of each tensor according to the index; None: the folder has no index.
+
+    Raises:
+        UserError: The index is damaged or empty.
+    """
     path = folder / INDEX
-    if not os.path.lexists(path):  # a link to a file that is gone is not "none"
+    if not os.path.lexists(path):  # a broken link is an index that cannot be read
         return None
     try:
         index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         weight_map = dict(index.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{path}: not an index of safetensors files") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise UserError(
+            f"{path}: not readable ({type(e).__name__}); expected a JSON object with weight_map, the files of tensors"
+        ) from None
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise UserError(
                 f"{path}: {name} is in {file!r:.80}; expected the name of a *.safetensors file of this folder"
             )
     if not weight_map:
-        raise UserError(f"{path}: names no tensor")
+        raise UserError(f"{path}: weight_map is empty; expected all tensors of the model")
     return weight_map
 
 
 def _take_scales(
     headers: dict[str, StoredTensor], hf: HFConfig, stacks: Iterable[str]
 ) -> dict[str, tuple[Path, str]]:
-    """Remove the scales of quantised tensors from `headers`, and return their locations by the names of the tensors.
+    """Remove the scales of quantised tensors from `headers`.
 
-    The groups of an mxfp4 tensor get the name and shape of the unquantised tensor.
+    The blocks of an mxfp4 tensor get the name and the shape of the dequantised tensor.
+
+    Args:
+        headers: Descriptions of all tensors, by name; changed in place.
+        hf: The model's configuration.
+        stacks: Names of tensors that contain all experts, which alone may have the format mxfp4.
+
+    Returns:
+        File and name of the scales, by the name of the quantised tensor.
 
     Raises:
-        UserError: a type is no weight's, or a tensor and its scale do not belong together.
+        UserError: A tensor has an unsupported type, or its scales are missing or do not match it.
     """
     scales: dict[str, StoredTensor] = {}
     if hf.quantised == "fp8":
@@ -209,8 +251,9 @@ def _take_scales(
             if blocks is None and groups is None:
                 continue
             if name in headers:
-                plain = headers[name]
-                raise UserError(f"{plain} is stored twice, the second time quantised: {blocks or groups}")
+                raise UserError(
+                    f"{headers[name]} is stored twice: also quantised, as {blocks or groups}; expected one of them"
+                )
             scales[name] = _check_mxfp4(name, blocks, groups)
             assert blocks is not None
             experts, rows, count, _ = blocks.shape
@@ -218,22 +261,23 @@ def _take_scales(
             packed.add(name)
     for name in sorted(headers.keys() - packed):
         _check_type(headers[name], scales.get(name), hf)
-    if strays := scales.keys() - headers.keys():
-        raise UserError(f"{scales[min(strays)]} is the scale of a tensor that is not there: {min(strays)}")
+    if without_tensor := scales.keys() - headers.keys():
+        name = min(without_tensor)
+        raise UserError(f"{scales[name]} is the scale of {name}, which is missing")
     return {name: (scale.file, scale.name) for name, scale in scales.items()}
 
 
 def _check_type(tensor: StoredTensor, scale: StoredTensor | None, hf: HFConfig) -> None:
-    """Check that the tensor is a plain weight, or an FP8 one with the scales of its blocks.
+    """Check the type of a tensor, and the scales of an FP8 tensor.
 
     Raises:
-        UserError: it is not.
+        UserError: The tensor is neither unquantised, nor an FP8 matrix with one scale for each block.
     """
     expected = "expected " + ", ".join(WEIGHT_TYPES)
     if hf.quantised == "fp8":
         expected += f", or {_FP8} with a scale {FP8_SCALES}"
     elif not hf.quantised:
-        expected += "; config.json says nothing of quantised weights" * (tensor.dtype not in WEIGHT_TYPES)
+        expected += ", because config.json has no quantization_config"
     if tensor.dtype in WEIGHT_TYPES:
         if scale is not None:
             raise UserError(f"{tensor} has type {tensor.dtype} and a scale, {scale.name}; expected {_FP8}")
@@ -243,9 +287,7 @@ def _check_type(tensor: StoredTensor, scale: StoredTensor | None, hf: HFConfig) 
     if len(tensor.shape) != 2:
         raise UserError(f"{tensor} has type {_FP8} and shape {tensor.shape}; expected a matrix")
     if scale is None:
-        raise UserError(
-            f"{tensor} has type {_FP8} and no scale; expected {tensor.name}{FP8_SCALES} beside it"
-        )
+        raise UserError(f"{tensor} has type {_FP8} and no scale; expected a tensor {tensor.name}{FP8_SCALES}")
     blocks = tuple(-(-n // BLOCK) for n in tensor.shape)
     if scale.dtype not in _FP8_SCALE_TYPES:
         raise UserError(f"{scale} has type {scale.dtype}; expected {', '.join(_FP8_SCALE_TYPES)}")
@@ -257,10 +299,15 @@ def _check_type(tensor: StoredTensor, scale: StoredTensor | None, hf: HFConfig) 
 
 
 def _check_mxfp4(name: str, blocks: StoredTensor | None, scales: StoredTensor | None) -> StoredTensor:
-    """Return the scales of an mxfp4 tensor.
+    """Check the two parts of an mxfp4 tensor, and return the scales.
+
+    Args:
+        name: Name of the tensor.
+        blocks: `[experts, rows, groups, 16]` bytes.
+        scales: `[experts, rows, groups]` bytes.
 
     Raises:
-        UserError: blocks `[experts, rows, groups, 16]` or scales `[experts, rows, groups]` are missing or no bytes.
+        UserError: A part is missing, or has another type or shape.
     """
     if blocks is None or scales is None:
         present, missing = (blocks, MXFP4_SCALES) if blocks is not None else (scales, MXFP4_BLOCKS)
@@ -281,31 +328,39 @@ def _check_mxfp4(name: str, blocks: StoredTensor | None, scales: StoredTensor | 
 def _locations(
     tensor: StoredTensor, parts: tuple[str, ...], experts: int, stack: Stack | None
 ) -> dict[str, TensorLocation]:
-    """Return the locations of the tensors of the table that a stored tensor holds.
+    """Return the locations of the tensors of the name table that a stored tensor contains, by name.
 
     Args:
-        parts: their names in the table; names of one expert, with {e}, for a tensor of all experts.
+        tensor: The stored tensor.
+        parts: Names in the name table. For a tensor that contains all experts, those of one expert, with {e}.
+        experts: Number of experts of the model.
+        stack: The family's stack to which the tensor belongs; None: it belongs to none.
+
+    Raises:
+        UserError: The tensor contains another number of experts.
     """
     file, name, shape = tensor.file, tensor.name, tensor.shape
     if "{e}" not in parts[0]:
         return {parts[0]: TensorLocation(file, name, shape)}
     if (stored_experts := shape[0] if len(shape) > 1 else 0) != experts:
-        raise UserError(f"{file}: {name} holds {stored_experts} experts, config.json says {experts}")
+        raise UserError(
+            f"{file}: {name} contains {stored_experts} experts; expected {experts} according to config.json"
+        )
     part_shape = (shape[1] // len(parts), *shape[2:])
     if stack is not None:
         part_shape = (shape[-1] // len(parts), *shape[1:-1])
     return {
-        part.format(e=expert): TensorLocation(file, name, part_shape, expert, at, len(parts), stack)
+        part.format(e=expert): TensorLocation(file, name, part_shape, expert, i, len(parts), stack)
         for expert in range(experts)
-        for at, part in enumerate(parts)
+        for i, part in enumerate(parts)
     }
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """Return the tensors of a file, from its header.
+    """Return the descriptions of the tensors in a file.
 
     Raises:
-        UserError: the header is damaged, or the file's size does not match it.
+        UserError: The file cannot be read, its header is damaged, or its size does not match the header.
     """
     try:
         size = file.stat().st_size
@@ -317,35 +372,46 @@ def read_header(file: Path) -> list[StoredTensor]:
             if length > min(size - 8, _MAX_HEADER_BYTES):
                 raise UserError(f"{file}: not a whole safetensors file: it ends within its header")
             header = json.loads(stream.read(length), object_pairs_hook=_object)
-        if not isinstance(header.pop("__metadata__", {}), dict):
-            raise ValueError
-        tensors = [StoredTensor(file, name, t["dtype"], tuple(t["shape"])) for name, t in header.items()]
-        extents = [tuple(t["data_offsets"]) for t in header.values()]
-        if not all(isinstance(tensor.dtype, str) for tensor in tensors):
-            raise ValueError
-        if any(type(n) is not int for numbers in (*extents, *(t.shape for t in tensors)) for n in numbers):
-            raise ValueError
-        sizes_fit = all(
-            math.prod(tensor.shape) * _BITS[tensor.dtype] == 8 * (end - begin)
-            for tensor, (begin, end) in zip(tensors, extents, strict=True)
-            if tensor.dtype in _BITS
-        )
-        begins, ends = [0, *sorted(end for _, end in extents)], sorted(begin for begin, _ in extents)
-        if not sizes_fit or begins[:-1] != ends:
-            raise ValueError
+        tensors, data_bytes = _parse_header(file, header)
     except OSError as e:
         raise UserError(f"{file}: cannot be read: {e.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         raise UserError(f"{file}: not a whole safetensors file: its header is damaged") from None
-    if (expected_size := 8 + length + begins[-1]) != size:
+    if (expected_size := 8 + length + data_bytes) != size:
         raise UserError(
-            f"{file}: not a whole safetensors file: it has {size} bytes, its header requires {expected_size}"
+            f"{file}: not a whole safetensors file: it has {size} bytes; expected {expected_size} according to its "
+            "header"
         )
     return tensors
 
 
+def _parse_header(file: Path, header: dict[str, Any]) -> tuple[list[StoredTensor], int]:
+    """Return the tensors of a header, and the number of bytes of their data.
+
+    Raises an arbitrary error for a damaged header, ValueError if the data of its tensors has gaps or overlaps.
+    """
+    if not isinstance(header.pop("__metadata__", {}), dict):
+        raise ValueError
+    tensors = [StoredTensor(file, name, t["dtype"], tuple(t["shape"])) for name, t in header.items()]
+    extents = [tuple(t["data_offsets"]) for t in header.values()]
+    if not all(isinstance(tensor.dtype, str) for tensor in tensors):
+        raise ValueError
+    if any(type(n) is not int for numbers in (*extents, *(t.shape for t in tensors)) for n in numbers):
+        raise ValueError
+    sizes_fit = all(
+        math.prod(tensor.shape) * _BITS[tensor.dtype] == 8 * (end - begin)
+        for tensor, (begin, end) in zip(tensors, extents, strict=True)
+        if tensor.dtype in _BITS
+    )
+    # Without gaps and overlaps, each tensor begins where another one ends.
+    ends = [0, *sorted(end for _, end in extents)]
+    if not sizes_fit or ends[:-1] != sorted(begin for begin, _ in extents):
+        raise ValueError
+    return tensors, ends[-1]
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for a duplicate name, for which JSON readers use different values."""
+    """Return a JSON object. Raises ValueError for a duplicate name, of which JSON readers use different values."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         raise ValueError

@@ -1,4 +1,4 @@
-"""Assignment of the tensors of a weight update to the ranks that hash them, if all ranks gather all. Pure."""
+"""Assignment of the tensors of a weight update to the ranks that hash them, if all ranks gather all tensors. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlsys.convert.config import HFConfig
 from rlsys.convert.table import engine_name_of, entries, slots
 
 PENDING_BYTES = 64 * 2**20
-"""Size of the batch of tensors on a GPU that one kernel hashes."""
+"""Bytes of tensors that are collected on a GPU until one kernel hashes them."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,9 @@ class HashShares:
     """Assignment of tensors to ranks.
 
     Attributes:
-        hasher: name of a tensor in the folder, experts stacked as there -> the rank that hashes it.
-        elements: numbers that each rank hashes.
+        hasher: Rank that hashes each tensor, by the tensor's name in the folder. Experts are stacked if the folder
+            stacks them.
+        elements: Number of elements that each rank hashes.
     """
 
     hasher: dict[str, int]
@@ -30,10 +31,13 @@ class HashShares:
 def hash_shares(hf: HFConfig, ranks: int, *, experts_together: bool) -> HashShares:
     """Assign tensors to ranks in the order of the name table, each to the rank with the fewest elements so far.
 
-    So the tensors of one bucket are distributed over the ranks.
+    The tensors of one bucket are therefore distributed over the ranks.
 
     Args:
-        experts_together: whether one rank hashes all experts of a layer: SHA-256 needs it, a GPU's digest is a sum.
+        hf: The model's configuration.
+        ranks: Number of ranks.
+        experts_together: Whether one rank hashes all experts of a layer. SHA-256 requires it; a GPU's digest is a sum
+            and does not.
     """
     units: dict[Hashable, list[str]] = {}
     sizes: Counter[Hashable] = Counter()
@@ -47,10 +51,11 @@ def hash_shares(hf: HFConfig, ranks: int, *, experts_together: bool) -> HashShar
             units.setdefault(key, []).append(stack.name if stack else name)
         sizes[key] += entry.elements
     hasher: dict[str, int] = {}
-    loads, least = [0] * ranks, [(0, rank) for rank in range(ranks)]
+    elements = [0] * ranks
+    heap = [(0, rank) for rank in range(ranks)]  # (elements, rank)
     for key, names in units.items():
-        _, rank = least[0]
-        loads[rank] += sizes[key]
-        heapreplace(least, (loads[rank], rank))
+        _, rank = heap[0]
+        elements[rank] += sizes[key]
+        heapreplace(heap, (elements[rank], rank))
         hasher |= dict.fromkeys(names, rank)
-    return HashShares(hasher, loads)
+    return HashShares(hasher, elements)

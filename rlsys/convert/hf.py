@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face model folder, read and written one at a time."""
+"""Reader and writer of the tensors of a Hugging Face model folder, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -26,16 +26,21 @@ from rlsys.core.errors import UserError
 from rlsys.core.model_folder import side_files
 
 MAX_FILE_BYTES = 4 << 30
+"""Default maximum size of a file of weights."""
 
 
 class HFTensors:
-    """Tensors of a folder by their names in the table, read on demand."""
+    """Tensors of a folder by their names in the name table, read on demand."""
 
     def __init__(self, folder: Path, config: HFConfig) -> None:
-        """Locate the tensors of `folder`. Raises UserError if they are not exactly the model's (find_tensors)."""
+        """Locate the tensors.
+
+        Raises:
+            UserError: The folder does not contain exactly the model's tensors; see find_tensors.
+        """
         self._locations = find_tensors(folder, config)
         self.carried = carried_names(config, self.names)
-        """Names of the tensors that are not trained."""
+        """Names of the tensors that are copied instead of trained (rlsys.convert.carried)."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -43,14 +48,14 @@ class HFTensors:
 
     @property
     def bytes(self) -> int:
-        """Size of all tensors in bytes as they are read; a quantised tensor counts as bfloat16."""
+        """Size of all tensors in bytes; quantised tensors count as bfloat16."""
         return sum(location.bytes for location in self._locations.values())
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor.
+        """Read the tensor with this name in the name table; quantised tensors become bfloat16.
 
         Raises:
-            UserError: the file is damaged.
+            UserError: The file is damaged.
         """
         location = self._locations[name]
         try:
@@ -86,12 +91,14 @@ def write_hf(
     max_file_bytes: int = MAX_FILE_BYTES,
     changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write a model folder: `tensors` with the config and tokenizer of `source`.
-
-    Holds at most one file's tensors in memory. Atomic: the complete `folder` appears, or none.
+    """Write a model folder atomically. The tensors of one file are in memory at once.
 
     Args:
-        changes: changed fields of config.json.
+        folder: The new folder.
+        source: Folder whose config.json, tokenizer and other files are copied.
+        tensors: (name, tensor) of the model.
+        max_file_bytes: Maximum size of a file of weights.
+        changes: Changed fields of config.json, by name.
     """
     partial = partial_of(folder)
     shutil.rmtree(partial, ignore_errors=True)
@@ -111,7 +118,7 @@ def write_hf(
         if buffer and buffer_bytes + size > max_file_bytes:
             flush()
             buffer_bytes = 0
-        # A copy: the tensor may be a view of a parameter, and the next optimizer step must not reach it.
+        # Copied: the tensor may be a view of a parameter, which the next optimizer step changes.
         buffer[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         dtypes.add(tensor.dtype)
         buffer_bytes, total = buffer_bytes + size, total + size
@@ -126,7 +133,13 @@ def write_hf(
 
 
 def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
-    """Rename files to the names that loaders expect, once their number is known; write an index for several."""
+    """Rename the files 0.part, 1.part, ... to the names that loaders expect, and write an index if there are several.
+
+    Args:
+        folder: Folder of the files.
+        files: Names of the tensors in each file.
+        total_bytes: Size of all tensors.
+    """
     if len(files) == 1:
         (folder / "0.part").rename(folder / "model.safetensors")
         return
@@ -140,12 +153,14 @@ def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
 
 
 def copy_side_files(source: Path, folder: Path, changes: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Copy the files that accompany the weights, so that `folder` is a complete model.
+    """Copy all files of a model folder except the weights.
 
-    The copy of config.json has no quantisation.
+    The copy of config.json does not contain quantization_config.
 
     Args:
-        changes: changed fields of config.json.
+        source: The model folder.
+        folder: The folder to copy to.
+        changes: Changed fields of config.json, by name.
     """
     for name in side_files(source):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +171,7 @@ def copy_side_files(source: Path, folder: Path, changes: Mapping[str, Any] = Map
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Give `partial` its final name, after its content is synced to disk."""
+    """Sync the content of `partial` to disk and rename it to `folder`, which is replaced if it exists."""
     for path in [partial, *partial.rglob("*")]:
         _sync(path)
     shutil.rmtree(folder, ignore_errors=True)

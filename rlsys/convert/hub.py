@@ -1,7 +1,7 @@
-"""Models of a Hugging Face hub: resolution of `owner/name` and `owner/name@REVISION` to folders.
+"""Resolution of names of models on a Hugging Face hub, `owner/name` and `owner/name@REVISION`, to folders.
 
 Every config field and argument for a model folder accepts such a name. The command that starts a run replaces it by
-the folder of the snapshot, whose name contains the commit; the run's config.yaml records that folder.
+the folder of the snapshot, whose name contains the commit, and stores that folder in the run's config.yaml.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlsys.core.model_folder import WEIGHT_SUFFIXES, check_files
 
 _NAME = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(\S+))?", re.ASCII)
 _NOT_READ = [f"*{suffix}" for suffix in sorted(WEIGHT_SUFFIXES - {".safetensors"})] + ["*/*.safetensors"]
-"""Weights in formats or folders that nothing here reads."""
+"""Patterns of weights in formats or subfolders that rlsys does not read."""
 _CONFIG, _MODEL, _TEACHER = "config.yaml", "model.path", "algo.teacher."
 
 
@@ -26,30 +26,31 @@ def find_folder(path: Path, field: str, *, weights: bool = True, commit: str | N
 
     Args:
         path: A path, or `owner/name[@REVISION]`. An existing path takes precedence.
-        field: Config field or command-line option with `path`, for error messages.
-        weights: Whether the weights are needed; config.json, tokenizer and templates always are.
-        commit: Commit of the snapshot, if `path` has no revision.
+        field: Config field or command-line option that contains `path`, for errors.
+        weights: Whether to fetch the weights, besides config.json, tokenizer and templates.
+        commit: Commit of the snapshot if `path` has no revision; None: the newest.
 
     Raises:
-        UserError: The model is not available, or its folder has links to files outside (`check_files`).
+        UserError: The model is not available, or its folder contains links to files outside of it.
     """
     path = find_model(path)
     match = _NAME.fullmatch(str(path))
     if match is not None and not exists(path):
-        without = _NOT_READ if weights else [*_NOT_READ, "*.safetensors"]
-        path = fetch_snapshot(field, match[1], match[2] or commit, "model", without)
+        excluded = _NOT_READ if weights else [*_NOT_READ, "*.safetensors"]
+        path = fetch_snapshot(field, match[1], match[2] or commit, "model", excluded)
     check_files(path)
     return path
 
 
 def pin_models(config: Config, *, weights: bool = True) -> Config:
-    """Return the config with each model of a hub replaced by the folder of its snapshot.
+    """Return the config with each name of a model on a hub replaced by the folder of its snapshot.
 
-    The revision is that of the name, else that with which the run in `run.dir` started, else the hub's newest.
+    A name without a revision gets the commit with which the run in `run.dir` started, or the newest commit if there
+    is no such run.
 
     Args:
         config: The config.
-        weights: Whether the weights are needed.
+        weights: Whether to fetch the weights.
 
     Raises:
         UserError: A model is not available.
@@ -72,7 +73,7 @@ def pin_models(config: Config, *, weights: bool = True) -> Config:
 
 
 def model_overrides(config: Config) -> list[str]:
-    """Return the folders of `config`'s models as overrides, for another process that reads the same file."""
+    """Return overrides that set the model folders of `config` in another process that reads the same config file."""
     overrides = [f"model.path={json.dumps(str(config.model.path))}"]
     if (teacher := config.algo.teacher) is not None:
         folders = teacher.model_dump(mode="json", include={"path", "by_source"})

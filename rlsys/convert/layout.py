@@ -1,7 +1,14 @@
-"""Composition of HF tensors into a Megatron parameter, and its inverse. Pure, full (unsharded) tensors.
+"""Composition of Hugging Face tensors into a Megatron parameter, and its inverse. Pure; tensors are not sharded.
 
-Shapes: hidden h, heads n, key-value groups g, head size d, feed-forward f. q `[n d, h]`, k and v `[g d, h]`;
-linear_qkv `[g (n/g + 2) d, h]`; gate and up `[f, h]`, linear_fc1 `[2 f, h]`. Biases have no h.
+Shapes: h hidden size, n heads, g key-value groups, d head size, f feed-forward size.
+
+    q                   [n d, h]
+    k, v                [g d, h]
+    linear_qkv          [g (n/g + 2) d, h]
+    gate, up            [f, h]
+    linear_fc1          [2 f, h]
+
+Biases lack the axis h.
 """
 
 from __future__ import annotations
@@ -18,11 +25,13 @@ from rlsys.convert.rules import Layout, Rule
 
 @dataclass(frozen=True)
 class Combination:
-    """Functions that `join` HF tensors, and `part` them again, bit for bit; parts may be views.
+    """Conversion between the Hugging Face tensors and the Megatron parameter of a layout.
 
     Attributes:
-        sections: the parameter's equal sections along the shard axis. Each is sharded separately, so that a rank
-            holds matching parts of all of them.
+        join: (tensors, configuration) -> parameter.
+        part: (parameter, configuration) -> tensors, the exact inverse; they may be views of the parameter.
+        sections: Number of equal sections of the parameter along the shard axis. Each section is sharded separately,
+            so that a rank holds matching parts of all sections.
     """
 
     join: Callable[[list[Tensor], HFConfig], Tensor]
@@ -52,13 +61,12 @@ def _part_gated(tensor: Tensor, config: HFConfig) -> list[Tensor]:
     g, d, per_group = config.kv_heads, config.head_dim, config.heads // config.kv_heads
     grouped = tensor.reshape(g, 2 * per_group + 2, d, *tensor.shape[1:])
     q, gate, k, v = grouped.split([per_group, per_group, 1, 1], dim=1)
-    both = torch.stack([q, gate], dim=2)
-    return [part.reshape(-1, *tensor.shape[1:]) for part in (both, k, v)]
+    queries = torch.stack([q, gate], dim=2)
+    return [part.reshape(-1, *tensor.shape[1:]) for part in (queries, k, v)]
 
 
 def _delta_sections(config: HFConfig) -> tuple[int, list[int], list[int]]:
-    """Return the number of key heads, and the channels of queries, keys and values: of all heads, and per key
-    head."""
+    """Return the number of key heads, and the channels of queries, keys and values in total and per key head."""
     assert config.delta is not None
     n = config.delta.key_heads
     sizes = config.delta.sections
@@ -97,15 +105,15 @@ LAYOUTS: dict[Layout, Combination] = {
 
 
 def to_megatron(rule: Rule, parts: list[Tensor], config: HFConfig) -> Tensor:
-    """Compose HF tensors into the megatron parameter of a rule."""
+    """Compose Hugging Face tensors into the Megatron parameter of a rule."""
     return LAYOUTS[rule.layout].join(parts, config)
 
 
 def to_hf(rule: Rule, tensor: Tensor, config: HFConfig) -> list[Tensor]:
-    """Split a megatron parameter, the inverse of to_megatron, bit for bit. Parts may be views of `tensor`."""
+    """Split a Megatron parameter into Hugging Face tensors, which may be views; the exact inverse of to_megatron."""
     return LAYOUTS[rule.layout].part(tensor, config)
 
 
 def sections(rule: Rule) -> int:
-    """Return the number of sections of a rule's parameter (see Combination)."""
+    """Return the number of separately sharded sections of a rule's parameter (see Combination)."""
     return LAYOUTS[rule.layout].sections

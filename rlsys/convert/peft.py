@@ -1,4 +1,4 @@
-"""Adapters as a PEFT folder, which vLLM and SGLang can load."""
+"""Writer of adapters as a PEFT folder, which vLLM and SGLang can load."""
 
 from __future__ import annotations
 
@@ -37,11 +37,19 @@ def adapter_config(base: Path, lora: LoraConfig, hf: HFConfig) -> dict[str, Any]
 def write_adapter(
     folder: Path, base: Path, lora: LoraConfig, hf: HFConfig, factors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Write a PEFT folder atomically. `factors`: (PEFT name, tensor); all are in memory at once."""
+    """Write a PEFT folder atomically. All factors are in memory at once.
+
+    Args:
+        folder: The new folder.
+        base: Folder of the base model.
+        lora: Rank, alpha and adapted layers.
+        hf: Configuration of the base model.
+        factors: (PEFT name, tensor) of all factors.
+    """
     partial = partial_of(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    # A copy: the next optimizer step must not reach it.
+    # Copied: the tensors may be views of parameters, which the next optimizer step changes.
     tensors = {
         name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in factors

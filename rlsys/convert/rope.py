@@ -1,23 +1,33 @@
-"""Rotary embedding of config.json."""
+"""Reader of the rotary embedding in config.json."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlsys.convert.rules import Family
 from rlsys.core.errors import UserError
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Values that megatron-core's llama3 scaling of rotary frequencies hard-codes."""
+"""Fields of llama3 scaling that are constants in megatron-core, with their values."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding. `share`: of the head size that is rotated. `factor` and below: of a scaled kind only.
+    """Rotary embedding.
 
-    `truncate`: yarn's first and last rotated dimensions are rounded to whole ones.
+    Attributes:
+        theta: Base of the frequencies.
+        share: Share of the head size that is rotated.
+        kind: Scaling of the frequencies; default: none.
+        factor: Factor of llama3 and yarn scaling.
+        original_context: Context length before yarn scaling.
+        beta_fast: Number of rotations from which yarn does not scale a dimension.
+        beta_slow: Number of rotations below which yarn scales a dimension by the whole factor.
+        mscale: Yarn's coefficient for the attention scale of rotary dimensions.
+        mscale_all_dim: Yarn's coefficient for the attention scale of all dimensions.
+        truncate: Whether yarn rounds the bounds of the scaled dimensions to whole numbers.
     """
 
     theta: float
@@ -33,12 +43,13 @@ class Rope:
 
 
 def rope_fields(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the fields of `rope_parameters` (newer) or `rope_scaling`.
+    """Return the content of `rope_scaling`, or of `rope_parameters`, its newer name.
 
-    If both are given, `rope_scaling` replaces the other, as in transformers 5 and SGLang.
+    If config.json has both, `rope_scaling` is used, as in transformers 5 and SGLang.
 
     Raises:
-        UserError: `rope_parameters` has a value that `rope_scaling` lacks, for which engines would use a default.
+        UserError: One of the two is not an object, or `rope_scaling` lacks a value of `rope_parameters`, for which
+            engines would use a default.
     """
     for name in ("rope_scaling", "rope_parameters"):
         value = raw.get(name)
@@ -51,14 +62,14 @@ def rope_fields(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     for name, value in parameters.items():
         if name not in scaling and applied.get(name) != value:
             raise UserError(
-                f"{source}: rope_parameters has {name} = {value!r:.80}, and rope_scaling, which takes its place, has "
-                f"none; expected {name} in rope_scaling, or one of the two fields"
+                f"{source}: rope_parameters has {name} = {value!r:.80}, and rope_scaling, which replaces it, lacks "
+                f"{name}; expected {name} in rope_scaling, or one of the two fields"
             )
     return scaling
 
 
 def _with_type(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename `type` to the newer `rope_type`."""
+    """Return the fields that are not null, with `type` renamed to its newer name `rope_type`."""
     fields = {name: value for name, value in rope.items() if name != "type" and value is not None}
     return fields | ({"rope_type": rope["type"]} if rope.get("type") and not rope.get("rope_type") else {})
 
@@ -68,16 +79,21 @@ _YARN = {"original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
 
 
 def read_rope(raw: dict[str, Any], family: Family, source: str) -> Rope:
-    """Read the rotary embedding from `rope_parameters`, or `rope_theta` and `rope_scaling`, of normalised fields.
+    """Read the rotary embedding from `rope_parameters`, or `rope_theta` and `rope_scaling`.
+
+    Args:
+        raw: The normalised fields of config.json.
+        family: The family.
+        source: Path of config.json, for errors.
 
     Raises:
-        UserError: a field would not be computed faithfully; the message names it.
+        UserError: A field has a value that rlsys does not support.
     """
     fields = rope_fields(raw, source)
     if nested := sorted(name for name, value in fields.items() if isinstance(value, dict)):
         raise UserError(
-            f"{source}: rope_parameters.{nested[0]}: separate values per kind of layer are not supported; expected "
-            "one"
+            f"{source}: rope_parameters.{nested[0]} is an object; expected one set of fields for all layers, because "
+            "separate fields for each kind of layer are not supported"
         )
     kind = fields.get("rope_type") or "default"
     share = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
@@ -95,24 +111,31 @@ def read_rope(raw: dict[str, Any], family: Family, source: str) -> Rope:
     supported = _ROPE_FIELDS | (_YARN if kind == "yarn" else set(LLAMA3))
     if unknown := sorted(set(fields) - supported):
         raise UserError(
-            f"{source}: rope {unknown[0]} = {fields[unknown[0]]!r} is not supported with {kind!r}"
+            f"{source}: rope {unknown[0]} = {fields[unknown[0]]!r} is not supported with {kind!r}; expected only "
+            f"{', '.join(sorted(supported))}"
         )
-    if kind == "llama3":
-        for field, value in LLAMA3.items():
-            if fields[field] != value:
-                raise UserError(
-                    f"{source}: rope {field} = {fields[field]} is not supported; expected {value}"
-                )
-        return Rope(theta, share, "llama3", fields["factor"])
+    if kind == "yarn":
+        return _read_yarn(Rope(theta, share, "yarn", fields["factor"]), fields, raw, family, source)
+    for field, value in LLAMA3.items():
+        if fields[field] != value:
+            raise UserError(f"{source}: rope {field} = {fields[field]} is not supported; expected {value}")
+    return Rope(theta, share, "llama3", fields["factor"])
+
+
+def _read_yarn(rope: Rope, fields: dict[str, Any], raw: dict[str, Any], family: Family, source: str) -> Rope:
+    """Return `rope` with the fields of yarn. `fields`: content of rope_scaling or rope_parameters."""
     if bool(fields.get("mscale")) != bool(fields.get("mscale_all_dim")):
-        raise UserError(f"{source}: rope mscale without mscale_all_dim, or the reverse, is not supported")
-    extra_fields = {
+        raise UserError(
+            f"{source}: rope mscale = {fields.get('mscale')} and mscale_all_dim = {fields.get('mscale_all_dim')}: "
+            "expected both or neither"
+        )
+    truncate = fields.get("truncate", True)
+    if not isinstance(truncate, bool) or (family.mla and not truncate):
+        raise UserError(f"{source}: rope truncate = {truncate!r} is not supported; expected True")
+    optional_fields = {
         name: fields[name]
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
         if fields.get(name)
     }
-    truncate = fields.get("truncate", True)
-    if not isinstance(truncate, bool) or (family.mla and not truncate):
-        raise UserError(f"{source}: rope truncate = {truncate!r} is not supported; expected True")
     context = fields.get("original_max_position_embeddings") or raw["max_position_embeddings"]
-    return Rope(theta, share, "yarn", fields["factor"], context, truncate=truncate, **extra_fields)
+    return replace(rope, original_context=context, truncate=truncate, **optional_fields)

@@ -1,4 +1,4 @@
-"""Rules of the name tables, and fields of config.json, that several families share. No torch."""
+"""Rules of the name tables and fields of config.json that several families have in common. No torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 from rlsys.convert.rules import Feature, Rule
 
 M, H = "decoder.layers.{l}.", "model.layers.{l}."
-"""Prefixes of a layer's names, in Megatron and in a folder."""
+"""Prefixes of the names of a layer's parameters in Megatron and in Hugging Face folders."""
 P = "mtp.layers.{l}."
-"""Prefix of a multi-token prediction layer in Megatron. Folders count it as the layer after the last."""
+"""Prefix of the names of an MTP layer's parameters in Megatron. In folders, MTP layers follow the last layer."""
 
 _QKV = tuple(H + f"self_attn.{x}_proj." for x in "qkv")
 EMBEDDING = (
@@ -52,6 +52,7 @@ HEAD_NORMED_ATTENTION = (
 
 
 def _latent(megatron: str, hf: str, shape: str, **fields: Any) -> Rule:
+    """Return the rule of a weight in latent attention. `shape`: letters of its Hugging Face shape."""
     return Rule(f"{M}self_attention.{megatron}.weight", {f"{H}self_attn.{hf}.weight": shape}, **fields)
 
 
@@ -68,10 +69,12 @@ LATENT_ATTENTION = (
 
 
 def mtp(final_norm: str = "shared_head.norm") -> tuple[Rule, ...]:
-    """Return the additional rules of a layer for multi-token prediction (DeepSeek-V3, section 2.2).
+    """Return the rules that an MTP layer has in addition to those of a layer (DeepSeek-V3, section 2.2).
 
-    These are the norms of the token's embedding and of the hidden state, their projection, and the final norm.
-    Embedding and head are those of the model.
+    They are the rules of the norms of the token's embedding and of the hidden state, the projection of both, and the
+    final norm. The layer uses the model's embedding and head.
+
+    `final_norm`: name of the final norm in folders.
     """
     return (
         Rule(P + "enorm.weight", {H + "enorm.weight": "h"}),
@@ -84,7 +87,15 @@ def mtp(final_norm: str = "shared_head.norm") -> tuple[Rule, ...]:
 def mlp(
     megatron: str, hf: str, letter: str, only: Feature, names: str = "gate_proj up_proj down_proj"
 ) -> tuple[Rule, ...]:
-    """Return the rules of a gated feed-forward block."""
+    """Return the rules of a gated feed-forward block.
+
+    Args:
+        megatron: Name of the block in Megatron's layer.
+        hf: Name of the block in the folder's layer.
+        letter: Letter of its hidden size.
+        only: Feature of layers with the block.
+        names: Names of the folder's gate, up and down projections.
+    """
     gate, up, down = (f"{H}{hf}.{x}.weight" for x in names.split())
     return (
         Rule(
@@ -99,6 +110,7 @@ def mlp(
 
 
 def router(hf: str = "mlp.gate.weight", engine_name: str = "") -> tuple[Rule, ...]:
+    """Return the rule of the router's weight. `hf`, `engine_name`: its names in folders and in SGLang."""
     return (Rule(M + "mlp.router.weight", {H + hf: "eh"}, only="moe", engine_name=engine_name),)
 
 
@@ -106,15 +118,23 @@ _BIAS = "mlp.gate.e_score_correction_bias"
 
 
 def router_bias(hf: str = _BIAS, shape: str = "e", engine_name: str = "") -> tuple[Rule, ...]:
-    """Return the rule of the bias that is added to experts' scores for their selection only."""
+    """Return the rule of the bias that is added to the experts' scores only for the selection of experts.
+
+    Args:
+        hf: Name in the folder's layer.
+        shape: Letters of the Hugging Face shape.
+        engine_name: Name in SGLang; "": as in the folder.
+    """
     return (Rule(M + "mlp.router.expert_bias", {H + hf: shape}, only="moe", engine_name=engine_name),)
 
 
 def experts(hf: str = "mlp.experts.{e}", names: str = "gate_proj up_proj down_proj") -> tuple[Rule, ...]:
+    """Return the rules of the experts, see `mlp`."""
     return mlp("mlp.experts.local_experts.{e}", hf, "m", "moe", names)
 
 
 def shared_experts(hf: str = "mlp.shared_experts") -> tuple[Rule, ...]:
+    """Return the rules of the shared experts, which are one block, see `mlp`."""
     return mlp("mlp.shared_experts", hf, "s", "shared")
 
 
@@ -128,7 +148,12 @@ DENSE = mlp("mlp", "mlp", "f", "dense")
 def fused(
     experts: str = "mlp.experts", names: str = "gate_proj up_proj down_proj"
 ) -> dict[str, tuple[str, ...]]:
-    """Return the names of a layer's experts in two tensors, as in transformers 5."""
+    """Return Family.other_names of the two tensors in which transformers 5 stores all experts of a layer.
+
+    Args:
+        experts: Name of the experts in the folder's layer.
+        names: Names of the gate, up and down projections of one expert.
+    """
     gate, up, down = (f"{H}{experts}.{{e}}.{x}.weight" for x in names.split())
     return {H + "mlp.experts.gate_up_proj": (gate, up), H + "mlp.experts.down_proj": (down,)}
 

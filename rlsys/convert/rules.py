@@ -1,32 +1,51 @@
 """Types of the name tables: Rule, Stack and Family. No torch.
 
-A `Rule` pairs one Megatron parameter (names of the local layer spec) with the HF tensors that make it up.
-`{l}` is the layer, `{e}` the expert. The HF shape is spelt in letters, one an axis:
+A `Rule` relates a Megatron parameter, by its name in Megatron's own layers, to the Hugging Face tensors of which it
+consists. In names, `{l}` stands for the layer and `{e}` for the expert. The shape of a Hugging Face tensor is a
+string with one letter per axis:
 
-    v vocabulary    h hidden    q heads x head size    k key-value heads x head size    d head size    n heads
-    f feed-forward  m an expert's feed-forward         e experts                        s shared experts' feed-forward
-    1 one           t twice h
+    v   vocabulary size
+    h   hidden size
+    n   heads
+    d   head size
+    q   heads x head size
+    k   key-value heads x head size
+    f   feed-forward size
+    m   feed-forward size of an expert
+    s   feed-forward size of the shared experts
+    e   experts
+    1   1
+    t   2 x hidden size
 
-and for multi-head latent attention (DeepSeek-V2, section 2.1), with n + r the head size of queries and keys without
-and with position, and w that of values:
+For multi-head latent attention (DeepSeek-V2, section 2.1), a head has queries and keys of size n without and r with
+rotary embedding, and values of size w:
 
-    a rank of queries          b heads x (n + r)        c rank of keys and values
-    p c and the shared r       x heads x (n + w)        o heads x w
+    a   rank of queries
+    b   heads x (n + r)
+    c   rank of keys and values
+    p   c + r, because all heads share the r elements of the keys
+    x   heads x (n + w)
+    o   heads x w
 
-and for gated delta nets and gated attention (Qwen3-Next), with key heads of size p, and value heads of size w:
+For gated delta nets and gated attention (Qwen3-Next), key heads have size p and value heads have size w:
 
-    g both projections of keys' and values' sizes    j 2 x value heads    t value heads    z value heads x w
-    u 2 x key heads x p + value heads x w, the channels of a convolution of width w         y w
-    r 2 x heads x head size, queries and gates
+    g   2 x key heads x p + 2 x value heads x w, for queries, keys, values and the values' gates
+    j   2 x value heads
+    t   value heads
+    u   2 x key heads x p + value heads x w, the channels of the convolution
+    w   width of the convolution
+    y   w
+    z   value heads x w
+    r   2 x heads x head size, for queries and gates of attention
 
-How the HF tensors combine is one of the layouts of rlsys/convert/layout.py:
+The layout of a rule defines how the Hugging Face tensors are combined (rlsys/convert/layout.py):
 
-    same      one HF tensor, unchanged
-    qkv       q, k, v interleaved by query group: [group][queries of the group, key, value][head size]
-    gated_qkv the same of queries with a gate beside each head: [group][queries, their gates, key, value][head size]
-    by_key_head  channels of queries, keys and values: [key head][query, key, its values][size]
-    gate_up   gate over up
-    vocabulary  one HF tensor, with rows of zeros behind it for ids that are not there
+    same         one tensor, unchanged
+    qkv          queries, keys and values by key-value group: [group][queries of the group, key, value][head size]
+    gated_qkv    as qkv, for queries with gates: [group][queries, their gates, key, value][head size]
+    by_key_head  channels of queries, keys and values by key head: [key head][query, key, its values][size]
+    gate_up      gate, then up
+    vocabulary   one tensor, followed by rows of zeros for padding
 """
 
 from __future__ import annotations
@@ -37,20 +56,24 @@ from typing import Any, Literal
 
 Layout = Literal["same", "qkv", "gated_qkv", "by_key_head", "gate_up", "vocabulary"]
 TABLE_PREFIX = "model."
+"""Prefix of the model's names in the name table."""
 Feature = Literal["dense", "moe", "qk_norm", "qkv_bias", "q_rank", "q_full", "full", "linear", "shared"]
+"""Property of a model or a layer that determines which rules apply to it."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule of the name table: the parameter `megatron` is composed of the tensors in `hf` by `layout`.
+    """Rule of the name table for a Megatron parameter.
 
     Attributes:
-        hf: Hugging Face name -> letters of its shape.
-        shard_axis: axis along which tensor-parallel ranks share it (expert-tensor-parallel ranks for an expert);
-            None: every rank holds the whole parameter.
-        only: the feature of a layer, or of a model, that it requires.
-        engine_name: SGLang's name, where it is neither the folder's nor derived by rlsys/weights/checksums.py.
-        engine_dtype: SGLang's type, where it is independent of the model's.
+        megatron: Name of the parameter in Megatron.
+        hf: Letters of the shape of each Hugging Face tensor of the parameter, by name.
+        layout: Layout of these tensors in the parameter.
+        shard_axis: Axis along which tensor-parallel ranks, or expert-tensor-parallel ranks for an expert, shard the
+            parameter; None: every rank holds the whole parameter.
+        only: Feature that a layer or the model must have; None: the rule always applies.
+        engine_name: Name in SGLang; "": the name of the folder, or derived from it (table.engine_name_of).
+        engine_dtype: Type in SGLang; None: the type of the model.
     """
 
     megatron: str
@@ -63,24 +86,27 @@ class Rule:
 
     @property
     def per_layer(self) -> bool:
+        """Whether each layer has such a parameter."""
         return "{l}" in self.megatron
 
     @property
     def per_expert(self) -> bool:
+        """Whether each expert has such a parameter."""
         return "{e}" in self.megatron
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Tensor of a family's folders and engines that holds all experts of a layer.
+    """Tensor of a family's folders and of engines that contains all experts of a layer.
 
-    n parts `[out, in]` are transposed and joined to `[experts, in, n out]`, n biases `[out]` to `[experts, n out]`.
+    In folders, n parts `[out, in]` of each expert are transposed and joined to `[experts, in, n out]`, and n biases
+    `[out]` to `[experts, n out]`. SGLang has weights `[experts, n out, in]`.
 
     Attributes:
-        parts: an expert's tensors of the table.
-        engine: the end of SGLang's name, where the weights are `[experts, n out, in]`.
-        shard_axis: the axis of SGLang's tensor that tensor-parallel ranks share.
-        interleaved: whether the parts alternate; else one part follows the other.
+        parts: Names of an expert's tensors in the name table.
+        engine: Last part of the name in SGLang.
+        shard_axis: Axis of SGLang's tensor that tensor-parallel ranks shard; None: every rank holds all of it.
+        interleaved: Whether rows of the parts alternate; otherwise one part follows the other.
     """
 
     parts: tuple[str, ...]
@@ -90,33 +116,40 @@ class Stack:
 
     @property
     def sections(self) -> int:
-        """Sections of the engine's tensor along its shard axis, each of which is sharded separately."""
+        """Number of separately sharded sections of SGLang's tensor along its shard axis."""
         return 1 if self.interleaved else len(self.parts)
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture.
+    """Model family: an architecture of Hugging Face models.
 
-    `fields`: our word for a field of config.json -> the family's, where they differ.
-    `defaults`: what config.json means where it leaves a field out.
-    `allowed`: fields that change what the model computes, and their values that we can compute.
-    `other_names`: names under which a folder may also hold tensors of the table: one for the experts of a layer in
-    one tensor (their equal parts along the axis after the experts'), or simply another one.
-    `stacks`: names under which folders and engines do hold experts' tensors of the table.
-    `megatron`: config.json in our words -> more fields of megatron's TransformerConfig, which win over the others. An
-    activation is told by its name.
-    `head_norms`: queries and keys are normalised over all heads together.
-    `biased`: experts are chosen by score + bias.
-    `group_worth`: a group of experts is worth its so many best ones together.
-    `windowed`: some layers attend to the last tokens only (`layer_types`, `sliding_window`).
-    `delta_net`: some layers have a gated delta net (`layer_types`, `full_attention_interval`), and norms are kept as
-    their distance from 1.
-    `yarn`: rotary frequencies may be scaled by yarn; latent attention's may be in any case.
-    `part_of_more`: the model is the language part of one with a vision tower: its fields are under `text_config`.
-    `prefix`: how folders begin the names that begin with `model.` in the table, and in engines.
-    `carried`: how names of tensors begin that go along unchanged (rlsys.convert.carried).
-    `mtp`: what a layer for multi-token prediction has beside a whole layer; empty: such layers cannot be trained.
+    Attributes:
+        architecture: Name in config.json.
+        rules: The name table.
+        moe: Whether layers have experts.
+        mla: Whether attention is multi-head latent attention.
+        sigmoid: Whether the scores of experts are sigmoids.
+        biased: Whether experts are selected by the sum of score and bias.
+        group_worth: Number of best experts whose scores are summed to the value of a group of experts.
+        head_norms: Whether queries and keys are normalised over all heads together.
+        windowed: Whether some layers have windowed attention (`layer_types`, `sliding_window`).
+        delta_net: Whether some layers have gated delta nets (`layer_types`, `full_attention_interval`). The weights
+            of norms are then stored as the difference from 1.
+        yarn: Whether rotary frequencies may be scaled by yarn; with latent attention they always may.
+        part_of_more: Whether the model is the language part of a model with several parts, whose config.json contains
+            the fields under `text_config`.
+        prefix: Prefix in folders of the names that begin with `model.` in the name table and in engines.
+        carried: Prefixes of names of tensors that are copied unchanged (rlsys.convert.carried).
+        fields: The family's names of fields of config.json, by the common name, if they differ.
+        defaults: Values of fields that config.json may omit.
+        allowed: Supported values of fields that change the computation.
+        other_names: Names in the name table of tensors that folders may store under an alternative name, by this
+            name. Several names, with {e}, are equal parts, along the second axis, of a tensor with all experts.
+        stacks: Tensors that contain all experts of a layer in folders and engines, by name.
+        megatron: (fields of config.json) -> additional fields of Megatron's TransformerConfig, which override others.
+            Activation functions are given by name.
+        mtp: Rules that an MTP layer has in addition to those of a layer; empty: MTP layers cannot be trained.
     """
 
     architecture: str

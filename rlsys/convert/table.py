@@ -1,4 +1,4 @@
-"""All parameters of a whole model in a fixed order, from the name table and a config. No tensors, no torch."""
+"""Parameters of a model in a fixed order, from the name table and config.json. No torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ from rlsys.core.errors import UserError
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of a whole model: its Megatron name, and the HF tensors (name -> shape) that it consists of.
+    """A parameter of the model.
 
-    `megatron` has a placeholder `{e}` for the expert's number, because each expert-parallel rank counts its own.
+    Attributes:
+        rule: The parameter's rule in the name table.
+        megatron: Name in Megatron. It contains `{e}` in place of the expert's index, which differs between
+            expert-parallel ranks.
+        hf: Shapes of the Hugging Face tensors of which the parameter consists, by name.
+        layer: Index of the layer in Hugging Face folders; None: the parameter belongs to no layer.
+        expert: Index of the expert; None: the parameter belongs to no expert.
     """
 
     rule: Rule
@@ -28,11 +34,12 @@ class Entry:
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         return sum(math.prod(shape) for shape in self.hf.values())
 
 
 def entries(config: HFConfig) -> Iterator[Entry]:
-    """Yield all parameters of a whole model in a fixed order: embedding, layer by layer, head, trained MTP layers."""
+    """Yield all parameters of a model in a fixed order: embedding, layers, trained MTP layers, final norm, head."""
     rules = config.family.rules
     first = next(i for i, rule in enumerate(rules) if rule.per_layer)
     last = max(i for i, rule in enumerate(rules) if rule.per_layer)
@@ -50,6 +57,7 @@ def entries(config: HFConfig) -> Iterator[Entry]:
 
 
 def _entry(rule: Rule, config: HFConfig, layer: int | None = None, expert: int | None = None) -> Entry:
+    """Return the entry of a rule for a layer and an expert."""
     shapes = {
         config.in_folder(name).format(l=layer, e=expert): config.shape(letters)
         for name, letters in rule.hf.items()
@@ -58,12 +66,12 @@ def _entry(rule: Rule, config: HFConfig, layer: int | None = None, expert: int |
 
 
 def prediction_layers(config: HFConfig) -> range:
-    """Return the layer numbers of the layers for multi-token prediction in folders."""
+    """Return the indices of the MTP layers in folders, which follow those of the model's layers."""
     return range(config.layers, config.layers + config.prediction_layers)
 
 
 def _prediction_entries(config: HFConfig, layer: int) -> Iterator[Entry]:
-    """Yield the entries of one layer for multi-token prediction, which megatron counts from 0."""
+    """Yield the entries of an MTP layer. `layer`: its index in folders; Megatron counts MTP layers from 0."""
     layer_rules = [
         replace(r, megatron=r.megatron.replace(M, P + "transformer_layer.")) for r in config.rules(layer)
     ]
@@ -75,23 +83,25 @@ def _prediction_entries(config: HFConfig, layer: int) -> Iterator[Entry]:
 
 
 def is_matrix(entry: Entry) -> bool:
-    """Return whether an entry consists of a layer's matrices, for Muon and adapters. A router is none."""
-    of_layer = entry.layer is not None and "router" not in entry.rule.megatron
-    return of_layer and all(len(shape) == 2 and min(shape) > 1 for shape in entry.hf.values())
+    """Return whether an entry consists of matrices of a layer that Muon and adapters support.
+
+    Routers, vectors and matrices with one row or column are excluded.
+    """
+    is_candidate = entry.layer is not None and "router" not in entry.rule.megatron
+    return is_candidate and all(len(shape) == 2 and min(shape) > 1 for shape in entry.hf.values())
 
 
 def engine_name_of(entry: Entry, hf: HFConfig) -> str:
-    """Return SGLang's name of the tensor that holds this parameter. Stacked experts have other names (`slots`)."""
+    """Return the name in SGLang of the tensor that contains a parameter, except for stacked experts (see `slots`)."""
     if entry.rule.engine_name:
         return entry.rule.engine_name.format(l=entry.layer)
     first = hf.in_table(next(iter(entry.hf)))
     if entry.expert is not None:
         kernel = "w13" if entry.rule.layout == "gate_up" else "w2"
         return f"{first[: first.index('.experts.')]}.experts.{kernel}_weight"
-    compressed = (
-        hf.latent is not None and hf.latent.q_rank is not None
-    )  # then it holds both first projections
-    if ".q_a_proj." in first or (compressed and ".kv_a_proj_with_mqa." in first):
+    # With compressed queries, one tensor contains the first projections of queries and of keys and values.
+    has_query_rank = hf.latent is not None and hf.latent.q_rank is not None
+    if ".q_a_proj." in first or (has_query_rank and ".kv_a_proj_with_mqa." in first):
         return re.sub(r"\.(q_a_proj|kv_a_proj_with_mqa)\.", ".fused_qkv_a_proj_with_mqa.", first)
     if entry.rule.layout == "qkv":
         return first.replace(".q_proj.", ".qkv_proj.")
@@ -102,12 +112,13 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def carried_names(config: HFConfig, present: frozenset[str]) -> frozenset[str]:
-    """Return the tensors that are carried along (rlsys.convert.carried).
+    """Return the names of carried tensors (rlsys.convert.carried) among the names `present`.
 
-    They are those of the family, and layers for multi-token prediction; where these are trained, only the copies
-    that they share with the model.
+    They are the family's carried tensors, and all tensors of untrained MTP layers. Of trained MTP layers, they are
+    only the copies of the model's embedding and head.
     """
-    layers, copies = prediction_layers(config), shared_names(config)
+    layers = prediction_layers(config)
+    copies = shared_names(config)
 
     def in_prediction_layer(name: str) -> bool:
         layer = _LAYER.match(name)
@@ -121,7 +132,7 @@ def carried_names(config: HFConfig, present: frozenset[str]) -> frozenset[str]:
 
 
 def shared_names(config: HFConfig) -> dict[str, str]:
-    """Return the copies that folders may hold in layers for multi-token prediction -> the model's tensor."""
+    """Return the names of the model's embedding and head, by the names of their copies in MTP layers of folders."""
     return {
         f"model.layers.{layer}.{copy}.weight": f"{original}.weight"
         for layer in prediction_layers(config)
@@ -130,10 +141,15 @@ def shared_names(config: HFConfig) -> dict[str, str]:
 
 
 def check_names(config: HFConfig, present: frozenset[str], source: str) -> None:
-    """Check that `present` has exactly the model's tensors.
+    """Check that a folder contains exactly the model's tensors.
+
+    Args:
+        config: The model's configuration.
+        present: Names of the folder's tensors in the name table.
+        source: Path of the folder, for errors.
 
     Raises:
-        UserError: a tensor is missing or unknown; the message has the first one.
+        UserError: A tensor is missing or unknown.
     """
     expected = {name for entry in entries(config) for name in entry.hf}
     present -= carried_names(config, present)
@@ -147,7 +163,7 @@ def check_names(config: HFConfig, present: frozenset[str], source: str) -> None:
 
 @dataclass(frozen=True)
 class Slot:
-    """Slot of an expert's tensor: part `part` of expert `expert` in the tensor `name`."""
+    """Location of an expert's tensor in a stack: part `part` of expert `expert` in the tensor `name`."""
 
     name: str
     stack: Stack
@@ -156,7 +172,10 @@ class Slot:
 
 
 def stacked_names(hf: HFConfig) -> dict[str, Stack]:
-    """Return the stack of every layer with experts, with that layer's names; empty if the family stacks none."""
+    """Return the stacks of all layers with experts, by name. Empty if the family does not stack experts.
+
+    The names of their parts contain the layer and still {e}.
+    """
 
     def in_layer(name: str, layer: int) -> str:
         return hf.in_folder(name).replace("{l}", str(layer))
@@ -170,7 +189,7 @@ def stacked_names(hf: HFConfig) -> dict[str, Stack]:
 
 
 def slots(hf: HFConfig) -> dict[str, Slot]:
-    """Return the slots by the table's name of an expert's tensor."""
+    """Return the slot of each expert's tensor, by its name in the name table. Empty without stacks."""
     return {
         part.format(e=expert): Slot(name, stack, expert, i)
         for name, stack in stacked_names(hf).items()

@@ -1,9 +1,11 @@
 """Reader and writer of torch.distributed.checkpoint's format for one process, chunk by chunk.
 
-Megatron writes and loads the same format with all ranks and their whole state in memory. Here only one chunk is in
-memory, so a model may be larger than the memory. A tensor is stored in chunks (boxes of the tensor with an offset
-and sizes), each in torch.save's format, one after the other in files `__<rank>_0.distcp`. `.metadata` has their
-locations; megatron's `metadata.json` and `common.pt` make the folder a Megatron checkpoint.
+Megatron writes and loads this format with all ranks and their whole state in memory. This module has only one chunk
+in memory, so that a model may be larger than the memory.
+
+A tensor is stored in chunks, which are boxes with an offset and sizes. Each chunk is in torch.save's format, and the
+chunks of a rank follow each other in the file `__<rank>_0.distcp`. `.metadata` contains the locations of all chunks.
+Megatron also requires the files `metadata.json` and `common.pt`.
 """
 
 from __future__ import annotations
@@ -43,29 +45,31 @@ _FORMAT = {
 
 @dataclass(frozen=True)
 class Box:
-    """Extent of a chunk in its tensor: first element and size along each axis."""
+    """Region of a tensor: index of its first element, and its size along each axis."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
 
     @property
     def end(self) -> tuple[int, ...]:
+        """Index after the last element along each axis."""
         return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
 
     def common(self, box: Box) -> Box | None:
+        """Return the intersection with `box`; None if it is empty."""
         start = tuple(max(a, b) for a, b in zip(self.start, box.start, strict=True))
         size = tuple(min(a, b) - s for a, b, s in zip(self.end, box.end, start, strict=True))
         return Box(start, size) if min(size, default=1) > 0 else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the slices that select this box in the values of `outer`."""
+        """Return the slices that select this box in a tensor with the values of `outer`."""
         return tuple(
             slice(a - o, a - o + n) for a, n, o in zip(self.start, self.size, outer.start, strict=True)
         )
 
 
 class DistWriter:
-    """Writer of a checkpoint: `write` every chunk once, then `finish`. The files of all ranks stay open."""
+    """Writer of a checkpoint. Call `write` once for every chunk, then `finish`. The files of all ranks stay open."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -81,13 +85,22 @@ class DistWriter:
             file.close()
 
     def write(self, rank: int, key: str, shape: tuple[int, ...], box: Box, piece: Tensor) -> None:
-        """Write `piece` `[box.size]` of tensor `key` `[shape]` to the file of `rank`."""
+        """Write a chunk of a tensor to the file of a rank.
+
+        Args:
+            rank: The rank.
+            key: Name of the tensor.
+            shape: Shape of the tensor.
+            box: Region of the chunk.
+            piece: Values of the chunk, with as many elements as `box`.
+        """
         metadata = self._tensors.setdefault(
             key, TensorStorageMetadata(TensorProperties(dtype=piece.dtype), torch.Size(shape), [])
         )
         metadata.chunks.append(ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)))
-        name, data = f"__{rank}_0.distcp", io.BytesIO()
-        # A copy, because a view would be saved with its whole base tensor.
+        name = f"__{rank}_0.distcp"
+        data = io.BytesIO()
+        # Copied, because torch.save would save a view with its whole base tensor.
         torch.save(piece.reshape(box.size).clone(memory_format=torch.contiguous_format), data)
         if name not in self._files:
             self._files[name] = (self._folder / name).open("wb")
@@ -96,7 +109,7 @@ class DistWriter:
         file.write(data.getbuffer())
 
     def finish(self, common: dict[str, Any]) -> None:
-        """Complete the checkpoint. `common`: the state other than tensors."""
+        """Write the metadata. `common`: content of the checkpoint besides tensors."""
         metadata = Metadata({**self._tensors}, planner_data={}, storage_data=self._locations)
         (self._folder / _METADATA).write_bytes(pickle.dumps(metadata))
         torch.save(common, self._folder / "common.pt")
@@ -104,15 +117,20 @@ class DistWriter:
 
 
 _FORMAT_MODULES = {f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem")}
+"""Modules whose dataclasses and enumerations `.metadata` may contain."""
 _OTHER_PARTS = {
     ("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
 }  # fmt: skip
+"""Other names that `.metadata` may contain."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler of `.metadata` that allows only plain data types: dataclasses and enumerations of the format, torch's
-    dtypes and sizes. An unrestricted pickle could call any function."""
+    """Unpickler of `.metadata` that allows only plain data types.
+
+    These are the format's dataclasses and enumerations, and torch's dtypes and sizes. An unrestricted unpickler could
+    call any function.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if "." not in name:
@@ -122,18 +140,18 @@ class _MetadataUnpickler(pickle.Unpickler):
                 return part
             if (module, name) in _OTHER_PARTS:
                 return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        raise pickle.UnpicklingError(f"it contains {module}.{name}; expected only types of the format")
 
 
 class DistReader:
     """Reader of a checkpoint.
 
     Attributes:
-        shapes: key -> shape of every tensor.
-        objects: keys of other objects, which torch would unpickle without restrictions.
+        shapes: Shape of every tensor, by key.
+        objects: Keys of other objects, which torch would unpickle without restrictions.
 
     Raises:
-        UserError: the folder is not a checkpoint.
+        UserError: The folder is not a checkpoint, or its metadata is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -143,7 +161,7 @@ class DistReader:
             metadata: Metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
         except FileNotFoundError:
             raise UserError(
-                f"{folder}: not a checkpoint in torch_dist format: no {_METADATA} in it"
+                f"{folder}: not a checkpoint in torch_dist format: {_METADATA} is missing"
             ) from None
         except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as e:
             raise UserError(f"{file}: not readable: {type(e).__name__}: {e}") from None
@@ -160,10 +178,10 @@ class DistReader:
         self.objects = metadata.state_dict_metadata.keys() - self.shapes.keys()
 
     def check_types(self, keys: Iterable[str]) -> None:
-        """Check that the tensors `keys` have types of weights.
+        """Check that tensors have types that are allowed for weights.
 
         Raises:
-            UserError: one has another type.
+            UserError: A tensor of `keys` has another type.
         """
         for key in keys:
             if (dtype := self._tensors[key].properties.dtype) not in _WEIGHT_TYPES:
@@ -173,33 +191,35 @@ class DistReader:
                 )
 
     def bytes_of(self, key: str) -> int:
-        """Return the size of the tensor's values in bytes."""
+        """Return the size of a tensor in bytes."""
         metadata = self._tensors[key]
         return math.prod(metadata.size) * metadata.properties.dtype.itemsize
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Read the values of `box`, `[box.size]`.
+        """Read a region of a tensor, `[box.size]`.
 
         Raises:
-            UserError: values are missing, or a file is damaged.
+            UserError: Values are missing, or a file is damaged.
         """
         metadata = self._tensors[key]
-        out = torch.empty(box.size, dtype=metadata.properties.dtype)
+        values = torch.empty(box.size, dtype=metadata.properties.dtype)
         copied = 0
         for chunk in metadata.chunks:
             extent = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             if (common := box.common(extent)) is None:
                 continue
             piece = self._piece(key, extent)
-            out[common.within(box)] = piece[common.within(extent)]
+            values[common.within(box)] = piece[common.within(extent)]
             copied += math.prod(common.size)
-        if copied != out.numel():
+        if copied != values.numel():
             raise UserError(
-                f"{self._folder}: {key} holds {copied} of the {out.numel()} values at {box.start}"
+                f"{self._folder}: {key} contains {copied} values of the region {box.size} at {box.start}; expected "
+                f"{values.numel()}"
             )
-        return out
+        return values
 
     def _piece(self, key: str, extent: Box) -> Tensor:
+        """Read the chunk of a tensor with this region."""
         location = self._locations[key, extent.start]
         file = self._folder / location.relative_path
         try:

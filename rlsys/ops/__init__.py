@@ -1,1 +1,1 @@
-"""Computations of the trainer, some of which engines on a CPU share."""
+"""Numerical operations of the trainer; engines on a CPU use some of them, too."""

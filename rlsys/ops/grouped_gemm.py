@@ -1,8 +1,8 @@
-"""Grouped GEMM of rows sorted by expert and their experts' weights: one forward, two backward.
+"""Linear layer of all experts as one grouped GEMM in the forward pass and two in the backward pass.
 
-The weights are a parameter per expert, as in checkpoints, optimizers and adapters. If they are at equal distances in
-memory, as in Megatron's buffers, a view represents all of them; so does one of their `main_grad`, to which the
-backward pass adds at once.
+Each expert has its own weight parameter, as checkpoints, optimizers and adapters require. If the weights are at equal
+distances in memory, as in Megatron's buffers, one view represents all of them. Another view represents their
+`main_grad`, so that the backward pass adds all gradients in one operation.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _ALIGNED = 16
 
 
 def supported(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Return whether torch multiplies `x` `[T, in]` with `weights`, each `[out, in]`, in one grouped GEMM.
+    """Return whether torch can multiply `x` `[T, in]` with `weights`, `[out, in]` each, in one grouped GEMM.
 
-    On GPUs its kernel requires bfloat16 and compute capability 9.0; otherwise it is a loop that waits for the device.
+    On a GPU, torch's kernel requires bfloat16 and compute capability 9.0. Otherwise torch runs a loop that waits for
+    the device, which this function regards as unsupported.
     """
     if len(weights) < 2 or not len(x) or not hasattr(torch, "_grouped_mm"):
         return False
@@ -30,7 +31,7 @@ def supported(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def strided_view(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return a view `[E, ...]` of equal tensors; None if they are not at equal distances in one storage."""
+    """Return a view `[E, ...]` of E tensors of one shape; None if they are not at equal distances in one storage."""
     first, last = tensors[0], tensors[-1]
     start = first.data_ptr()
     step = tensors[1].data_ptr() - start
@@ -47,13 +48,13 @@ def strided_view(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _stack_weights(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the tensors as `[E, ...]`: a view if possible."""
+    """Return the tensors as `[E, ...]`: a view if possible, else a copy."""
     view = strided_view(tensors)
     return torch.stack([tensor.detach() for tensor in tensors]) if view is None else view
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Grouped GEMM with autograd that saves no copy of the weights."""
+    """Autograd function of grouped_linear, which saves no copy of the weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
@@ -65,39 +66,40 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, ends = ctx.saved_tensors
         weights, grad = ctx.weights, grads[0].contiguous()
-        of_x = (
-            torch._grouped_mm(grad, _stack_weights(weights), offs=ends) if ctx.needs_input_grad[0] else None
-        )
+        x_gradient = None
+        if ctx.needs_input_grad[0]:
+            x_gradient = torch._grouped_mm(grad, _stack_weights(weights), offs=ends)
         if not ctx.needs_input_grad[2]:
-            return (of_x, None, *(None for _ in weights))
-        of_weights = torch._grouped_mm(grad.t(), x, offs=ends)
+            return (x_gradient, None, *(None for _ in weights))
+        weight_gradients = torch._grouped_mm(grad.t(), x, offs=ends)
         if not all(hasattr(weight, "grad_added_to_main_grad") for weight in weights):
-            return of_x, None, *of_weights.unbind()
-        _add([weight.main_grad for weight in weights], of_weights)
+            return x_gradient, None, *weight_gradients.unbind()
+        _add([weight.main_grad for weight in weights], weight_gradients)
         for weight in weights:
             weight.grad_added_to_main_grad = True
-        # Megatron's hooks run when a gradient arrives; they discard this one.
-        return of_x, None, *(torch.empty_like(weight) for weight in weights)
+        # Megatron's hooks run when autograd returns a gradient; they ignore its value.
+        return x_gradient, None, *(torch.empty_like(weight) for weight in weights)
 
 
-def _add(main: Sequence[Tensor], gradients: Tensor) -> None:
-    """Add `[E, ...]` to the accumulated gradients of each."""
-    if (view := strided_view(main)) is not None:
+def _add(main_grads: Sequence[Tensor], gradients: Tensor) -> None:
+    """Add the gradients `[E, ...]` to the `main_grad` of each expert."""
+    if (view := strided_view(main_grads)) is not None:
         view.add_(gradients)
     else:
-        torch._foreach_add_(list(main), [grad.to(main[0].dtype) for grad in gradients.unbind()])
+        torch._foreach_add_(list(main_grads), [grad.to(main_grads[0].dtype) for grad in gradients.unbind()])
 
 
 def grouped_linear(x: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Multiply each row with its expert's weight.
+    """Multiply each row with the weight of its expert.
 
     Args:
         x: `[T, in]`, sorted by expert.
-        ends: `[E]` int32 on the device of `x`: where each expert's rows end.
-        weights: E parameters `[out, in]`. Their gradients go to `main_grad` where Megatron's DDP has made one.
+        ends: `[E]` int32 on the device of `x`, index after the last row of each expert.
+        weights: E parameters `[out, in]`. The backward pass adds their gradients to `main_grad` if Megatron's DDP has
+            created it.
 
     Returns:
         `[T, out]`.
     """
-    out: Tensor = _GroupedLinear.apply(x, ends, *weights)
-    return out
+    output: Tensor = _GroupedLinear.apply(x, ends, *weights)
+    return output

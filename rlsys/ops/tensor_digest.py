@@ -1,10 +1,13 @@
 """SGLang's digest of a GPU tensor as one Triton kernel over the parts of many tensors.
 
 SGLang (0.5.23, `sglang/kernels/ops/memory/gpu_tensor_hash.py`) mixes each 32-bit word with its index by MurmurHash3's
-finalizer, twice with different seeds, adds the words of a tile of 8,192 up, finishes each tile and adds the tiles up.
-A launch here takes any number of parts of tensors. A program works on one tile of one part at a time: it adds the
-finished tile to its part's sum, or stores the unfinished halves of a tile that the part shares with another one.
-Nothing but 24 bytes per part is allocated. Needs Triton; runs on CPU tensors under TRITON_INTERPRET=1.
+finalizer, with two different seeds for the two halves of the digest. It adds the words of a tile of 8,192 words,
+applies the finalizer to each tile's sum, and adds the tiles.
+
+A launch in this module digests any number of parts of tensors. A program processes one tile of one part at a time. It
+adds the finished tile to the part's sum, or stores the unfinished sums of a tile that the part shares with another
+part. A launch allocates 24 bytes per part. The module needs Triton, which supports CPU tensors with
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -19,26 +22,27 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 8192
-"""Words of a tile."""
+"""Number of words of a tile."""
 BLOCK = 1024
-"""Words that a program loads at once."""
+"""Number of words that a program loads at once."""
 WARPS = 4
 PROGRAMS = 1024
-"""Maximum programs per part; each processes every PROGRAMS-th tile."""
+"""Maximum number of programs per part; each processes every PROGRAMS-th tile."""
 _COLUMNS = 6
+"""Number of columns of the table of parts."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Words of one tensor, in memory as `length / row` rows.
+    """Consecutive 32-bit words of a tensor, stored in memory as `length / row` rows.
 
     Attributes:
-        data: keeps the memory alive.
-        length: words.
-        start: index of the first word in the tensor.
-        total: words of the tensor.
-        row: words of a row.
-        stride: words from one row to the next.
+        data: Tensor that starts at the first word, and keeps the memory allocated.
+        length: Number of words.
+        start: Index of the first word in the whole tensor.
+        total: Number of words of the whole tensor.
+        row: Number of words of a row.
+        stride: Number of words between the starts of consecutive rows.
     """
 
     data: Tensor
@@ -72,8 +76,8 @@ def tile_digests(  # type: ignore[no-untyped-def]
 
     Args:
         table: `[parts, COLUMNS]` int64: address, length, start, total, row, stride.
-        out: `[parts, 3]` uint64: sum of the finished tiles, and the halves of the first and the last tile where the
-            part has only some of their words.
+        out: `[parts, 3]` uint64, initially 0: sum of the finished tiles, and the unfinished sums of the first and the
+            last tile if the part contains only some of their words.
     """
     part = tl.program_id(1)
     line = table + part * COLUMNS
@@ -126,20 +130,20 @@ def tile_digests(  # type: ignore[no-untyped-def]
 
 
 def interpreted() -> bool:
-    """Return whether Triton runs kernels on CPU tensors."""
+    """Return whether Triton interprets kernels, which can then process CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def launch(parts: Sequence[Part], seeds: tuple[int, int]) -> Tensor:
-    """Digest parts of tensors in one launch, without waiting for it.
+    """Digest parts of tensors in one launch, without waiting for its end.
 
     Args:
-        parts: at least one, all on one device.
-        seeds: of the two halves of the digest, below 2^32.
+        parts: At least one part; all parts are on one device.
+        seeds: Seeds of the high and the low half of the digest, below 2^32.
 
     Returns:
-        `[parts, 3]` int64: the sum of the finished tiles (modulo 2^64), and the two unfinished halves, high << 32 |
-        low, of a first and a last tile that the part has only some words of.
+        `[parts, 3]` int64: the sum of the finished tiles modulo 2^64, and the unfinished sums, high << 32 | low, of
+        the first and the last tile if the part contains only some of their words; otherwise 0.
     """
     device = parts[0].data.device
     rows = [[p.data.data_ptr(), p.length, p.start, p.total, p.row, p.stride] for p in parts]

@@ -1,7 +1,8 @@
-"""Builds the trainer's layers as `python -m rlsys.rehearse.build`: a config as JSON on stdin, no output.
+"""Build of the trainer's layers, as `python -m rlsys.rehearse.build`.
 
-The layers have shapes but no values (torch's device `meta`), and only the built rank of the layout exists, so the
-build needs no memory, network or weights. The first, the fullest middle and the last pipeline stage are built.
+The process reads a config as JSON from stdin, and exits with 0 if the layers can be built. It builds one rank of the
+first, the fullest middle and the last pipeline stage. The layers have shapes but no values (torch's device `meta`),
+and no other rank exists, so that the build needs no memory, network or weights.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from rlsys.rehearse.kinds import kinds_of_rank
 
 
 def build(config: Config) -> None:
-    """Build the trainer's layers on the meta device, in a world of one rank."""
+    """Build the layers of the policy and its teachers on the meta device, for one rank at a time.
+
+    Raises:
+        UserError: The layout does not fit a model, or a model's folder is invalid.
+    """
     megatron_patches.apply()
     import torch
 
@@ -41,7 +46,7 @@ def build(config: Config) -> None:
 
 
 def _teachers(config: Config) -> list[HFConfig]:
-    """Return the teachers that the trainer holds on the same ranks."""
+    """Return the configurations of the teachers that the trainer's ranks load, too."""
     teacher = config.algo.teacher
     if teacher is None or teacher.engine is not None:
         return []
@@ -51,7 +56,7 @@ def _teachers(config: Config) -> list[HFConfig]:
 def main() -> None:
     warnings.filterwarnings("ignore")
     config = Config.model_validate_json(sys.stdin.read())
-    if config.model.fp8_trainer:  # Megatron-Core takes FP8 with Transformer Engine only, which needs a GPU
+    if config.model.fp8_trainer:  # Megatron-Core supports FP8 only with Transformer Engine, which needs a GPU
         config = config.model_copy(update={"model": config.model.model_copy(update={"fp8": "none"})})
     try:
         build(config)

@@ -1,7 +1,7 @@
-"""Memory and cost of GPU kernels that a CPU lacks: fused attention and norm, grouped GEMM.
+"""Memory and FLOPs of GPU kernels that a CPU lacks: fused attention, fused norm and grouped GEMM.
 
-Shapes are as in rlsys.trainer.model.attention: T packed tokens of this rank, n heads, g key-value heads, d head size.
-They follow the kernels' published behaviour and have not been compared with a GPU yet.
+The functions follow the published behaviour of the kernels; they have not been compared with a GPU. Shapes are those
+of rlsys.trainer.model.attention: T packed tokens of this rank, n heads, g key-value heads, d head size.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 CountFlops = Callable[[int], None]
+"""Adds a number of FLOPs to the current phase."""
 
 
 class FlashAttention(torch.autograd.Function):
-    """FlashAttention-2 (Dao 2023), which saves queries, keys, values, output and one number per head and query.
+    """FlashAttention-2 (Dao 2023), which saves queries, keys, values, the output, and one number per head and query.
 
-    It never saves the scores; the backward pass recomputes them: 2.5 times the forward pass.
+    It does not save the scores. The backward pass recomputes them, and needs 2.5 times the FLOPs of the forward pass.
     """
 
     @staticmethod
@@ -28,7 +29,8 @@ class FlashAttention(torch.autograd.Function):
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         sums = torch.empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums)
-        ctx.flops, ctx.count = flops, count
+        ctx.flops = flops
+        ctx.count = count
         _ring(key, value)
         count(flops)
         return out
@@ -44,15 +46,15 @@ class FlashAttention(torch.autograd.Function):
 
 
 def _ring(key: Tensor, value: Tensor) -> None:
-    """Exchange keys and values of all c context-parallel ranks, one rank's at a time (c - 1 exchanges)."""
+    """Send keys and values around the ring of c context-parallel ranks, in c - 1 exchanges with the neighbours."""
     group = parallel_state.get_context_parallel_group()
     size, rank = group.size(), group.rank()
     ranks = dist.get_process_group_ranks(group)
     for _ in range(size - 1):
         block = key.new_empty(key.numel() + value.numel())
-        arriving = torch.empty_like(block)
+        received = torch.empty_like(block)
         dist.isend(block, ranks[(rank + 1) % size], group)
-        dist.irecv(arriving, ranks[rank - 1], group)
+        dist.irecv(received, ranks[rank - 1], group)
 
 
 class FusedNorm(torch.autograd.Function):
@@ -70,7 +72,7 @@ class FusedNorm(torch.autograd.Function):
 
 
 class GroupedGemm(torch.autograd.Function):
-    """One product over all experts of this rank, tokens sorted by expert; saves its input. `[T, in] -> [T, out]`."""
+    """Product of tokens `[T, in]`, sorted by expert, with their experts' weights, `[T, out]`. It saves its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: CountFlops, *weights: Tensor) -> Tensor:
@@ -87,9 +89,13 @@ class GroupedGemm(torch.autograd.Function):
 
 
 def attention(upstream: Callable[..., Tensor], count: CountFlops) -> Callable[..., Tensor]:
-    """Return a replacement of PackedAttention.forward, for kernels that take sequences of different lengths.
+    """Return a replacement of PackedAttention.forward that represents a kernel for sequences of different lengths.
 
-    A micro-batch with shared tokens is padded, as it is with any kernel (`padded_attention`).
+    Micro-batches with shared tokens still use PackedAttention, with `padded_attention` as its kernel.
+
+    Args:
+        upstream: PackedAttention.forward.
+        count: Adds FLOPs.
     """
 
     def forward(
@@ -99,7 +105,7 @@ def attention(upstream: Callable[..., Tensor], count: CountFlops) -> Callable[..
         if packed_seq_params.prefixes:
             return upstream(self, query, key, value, None, packed_seq_params=packed_seq_params)
         ranks = parallel_state.get_context_parallel_group().size()
-        # Two FLOPs each, half of them masked.
+        # Two FLOPs per pair and element, but the causal mask excludes half of the pairs.
         pairs = sum(n**2 for n in packed_seq_params.lengths)
         flops = pairs * query.shape[1] * (query.shape[2] + value.shape[2]) // ranks
         out: Tensor = FlashAttention.apply(query, key, value, flops, count)
@@ -109,7 +115,10 @@ def attention(upstream: Callable[..., Tensor], count: CountFlops) -> Callable[..
 
 
 def padded_attention(count: CountFlops) -> Callable[..., Tensor]:
-    """Return a replacement of `without_sinks`. A kernel skips half of a causal square, but no part of a mask."""
+    """Return a replacement of `without_sinks`.
+
+    It counts half of the pairs of a causal square, which a kernel skips, but all pairs of an explicit mask.
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         pairs = q.shape[:-1].numel() * k.shape[2] * (1 if mask is None else 2)
@@ -121,14 +130,16 @@ def padded_attention(count: CountFlops) -> Callable[..., Tensor]:
 
 
 def norm(self: torch.nn.RMSNorm, x: Tensor) -> Tensor:
-    """Replace torch.nn.RMSNorm.forward."""
+    """Return FusedNorm of x; replaces torch.nn.RMSNorm.forward."""
     out: Tensor = FusedNorm.apply(x, self.weight)
     return out
 
 
 def experts(count: CountFlops) -> Callable[..., tuple[Tensor, None]]:
-    """Return a replacement of SequentialMLP.forward. It raises ValueError if the splits do not add up to the
-    tokens."""
+    """Return a replacement of SequentialMLP.forward by grouped GEMMs.
+
+    The replacement raises ValueError if `tokens_per_expert` does not add up to the number of tokens.
+    """
 
     def forward(self: Any, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         if int(tokens_per_expert.sum()) != hidden.shape[0]:

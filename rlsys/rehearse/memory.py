@@ -1,7 +1,7 @@
 """Live bytes by kind, and their peak.
 
-A storage counts from the first operation that returns a tensor of it until it is freed. Overhead of the allocator
-(rounding, fragmentation), of libraries (NCCL, cuBLAS) and of the CUDA context is excluded.
+A storage counts from the first operation that returns a tensor in it until the storage is freed. The count excludes
+the overhead of the allocator (rounding, fragmentation), of libraries (NCCL, cuBLAS) and of the CUDA context.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ class _Entry:
 
 
 class Memory:
-    """Owner of the records of live storages; `current[kind]` is the sum of their sizes.
+    """Owner of the records of live storages.
 
-    `kind` is that of storages that are seen for the first time. `host` storages count, but not in the peak.
+    Attributes:
+        kind: Kind of storages that `record` counts for the first time.
+        current: Live bytes, by kind.
+        peak: Live bytes at the peak since the last `new_peak`, by kind.
     """
 
     def __init__(self, host: str) -> None:
+        """Initialise. `host`: kind of host memory, whose size does not determine the peak."""
         self.kind = "weights"
         self.current: Counter[str] = Counter()
         self.peak: dict[str, int] = {}
@@ -34,8 +38,8 @@ class Memory:
         self._alive: dict[int, _Entry] = {}
         self._total = self._highest = 0
 
-    def see(self, tensor: Tensor, kind: str | None = None) -> None:
-        """Count the tensor's storage, as `kind` if it is given, even if it was counted as another kind before."""
+    def record(self, tensor: Tensor, kind: str | None = None) -> None:
+        """Count the tensor's storage if it is new. `kind` not None: set the kind of the storage, new or not."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -53,15 +57,17 @@ class Memory:
             self._highest, self.peak = self._total, self.nonzero
 
     def kind_of(self, tensor: Tensor) -> str | None:
+        """Return the kind of the tensor's storage; None if it is not counted."""
         entry = self._alive.get(tensor.untyped_storage()._cdata)
         return None if entry is None else entry.kind
 
     @property
     def nonzero(self) -> dict[str, int]:
+        """Entries of `current` that are not 0."""
         return {kind: n for kind, n in self.current.items() if n}
 
     def new_peak(self) -> None:
-        """Reset the peak."""
+        """Start a new peak at the current number of bytes."""
         self._highest, self.peak = self._total, self.nonzero
 
     def _add(self, kind: str, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Meter of all operations of a rank: live bytes by kind, FLOPs, collectives. For fake or real tensors."""
+"""Meter of all torch operations of a rank, on fake or real tensors: live bytes by kind, FLOPs and collectives."""
 
 from __future__ import annotations
 
@@ -17,17 +17,24 @@ from rlsys.rehearse.memory import Memory
 from rlsys.rehearse.tensors import FakeTensors
 
 _KIND = {"score": "activations", "passes": "activations", "gather": "communication"}
-"""Kind of new storages in a phase; "other" in all other phases."""
+"""Kind of new storages, by phase; "other" in all other phases."""
 _LASTING = ("weights", "gradients", "optimizer", HOST)
+"""Kinds that a storage keeps when a collective writes into it."""
 
 
 class Meter(TorchDispatchMode):
-    """Meter of memory, FLOPs and collectives. `fake` None: real tensors and collectives, with the same rules.
+    """Context that measures memory, FLOPs and collectives of all torch operations.
 
-    A phase starts with `begin` and is in `phases` once the next one has started.
+    `phases` contains a phase after the next one has begun.
     """
 
     def __init__(self, node_of: Callable[[int], int], fake: FakeTensors | None) -> None:
+        """Initialise.
+
+        Args:
+            node_of: Returns the node of a rank.
+            fake: Runs operations on fake tensors; None: all tensors, ranks and collectives are real.
+        """
         super().__init__()
         self.fake = fake
         self.memory = Memory(HOST)
@@ -41,25 +48,27 @@ class Meter(TorchDispatchMode):
         self._times = 1
 
     def begin(self, phase: str) -> None:
-        """End the current phase and begin `phase` ("" none)."""
+        """End the current phase and begin `phase`; "": no phase follows."""
         if self._phase not in ("", "build"):
-            spent = time.monotonic() - self._started_at
-            self.phases.append(Phase(self._phase, self.memory.peak, self._flops, spent, self._operations))
+            seconds = time.monotonic() - self._started_at
+            self.phases.append(Phase(self._phase, self.memory.peak, self._flops, seconds, self._operations))
         self._phase, self._started_at = phase, time.monotonic()
         self._flops = self._operations = 0
         self.memory.kind = _KIND.get(phase, "other")
         self.memory.new_peak()
 
     def add_flops(self, count: int) -> None:
+        """Add FLOPs to the current phase."""
         self._flops += count
 
     @property
     def phase(self) -> str:
+        """Name of the current phase."""
         return self._phase
 
     @contextmanager
-    def standing_for(self, calls: int) -> Iterator[None]:
-        """Count each collective in the context `calls` times."""
+    def counting_as(self, calls: int) -> Iterator[None]:
+        """Count each collective within the context as `calls` calls."""
         self._times = calls
         try:
             yield
@@ -68,7 +77,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude collectives of objects, which use separate groups, within the context."""
+        """Log no collectives within the context, such as those of objects, which use separate groups."""
         previous, self._paused = self._paused, True
         try:
             yield
@@ -87,7 +96,7 @@ class Meter(TorchDispatchMode):
         out = func(*args, **kwargs) if self.fake is None else self.fake.call(func, args, kwargs, self._phase)
         self._flops += _flops(func, args, kwargs, out)
         for tensor in tensors_of(out):
-            self.memory.see(tensor)
+            self.memory.record(tensor)
         return out
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,15 +104,17 @@ class Meter(TorchDispatchMode):
             self.collectives.record(self._phase, func, args, self._times)
         for buffer in buffers_filled(func, args):
             if self.memory.kind_of(buffer) not in _LASTING:
-                self.memory.see(buffer, "communication")
+                self.memory.record(buffer, "communication")
         return func(*args, **kwargs) if self.fake is None else answer(func, args, self.from_neighbour)
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Count FLOPs of matrix products and attention; a multiplication and an addition are two."""
-    if (
-        "flash_attention_for_cpu" in func._opname
-    ):  # torch's own registry lacks it; half of the scores are masked
+    """Return the FLOPs of a matrix product or attention; 0 for other operations.
+
+    A multiplication and an addition count as two FLOPs.
+    """
+    if "flash_attention_for_cpu" in func._opname:
+        # torch's registry lacks this operation. The causal mask excludes half of the scores.
         backward = "backward" in func._opname
         q, k, v = args[1:4] if backward else args[:3]
         forward = int(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[3] + v.shape[3]))

@@ -1,6 +1,7 @@
-"""Rehearsal of one rank: `python -m rlsys.rehearse.rank`, a request as JSON on stdin, figures as JSON on stdout.
+"""Rehearsal of one rank, as `python -m rlsys.rehearse.rank`.
 
-It is a separate process, because the stand-ins and the fake world affect the whole process. Progress goes to stderr.
+The process reads a request as JSON from stdin, writes progress to stderr, and writes the figures as JSON to stdout.
+It is a separate process, because the stand-ins and the fake world affect the whole process.
 """
 
 from __future__ import annotations
@@ -27,15 +28,23 @@ if TYPE_CHECKING:
     from rlsys.rehearse.step import Rehearsal
 
 ON_GPU = ("gloo_uneven", "gloo_device")
-"""Megatron patches for gloo, which are not applied to rehearse GPUs: NCCL supports uneven splits."""
+"""Megatron patches for gloo. A rehearsal of GPUs does not apply them, because NCCL does not need them."""
 
 
 def report_progress(text: str) -> None:
+    """Print a line of progress."""
     print(f"rlsys: {text}", file=sys.stderr, flush=True)
 
 
 def rehearse(config: Config, request: Request) -> Figures:
-    """Rehearse a single rank: build, scoring pass, one update, and the gathering of whole tensors."""
+    """Rehearse build, scoring pass, one update and the gathering of full tensors of a rank.
+
+    Permanently replaces the process groups of this process.
+
+    Raises:
+        UserError: The layout does not fit the model.
+        PatchError: The source of a replaced function has changed.
+    """
     gpu = config.launch.gpus_per_node > 0
     megatron_patches.apply(without=ON_GPU if gpu else ())
     world.enter(request.rank, config.parallel.world_size)
@@ -55,11 +64,21 @@ def rehearse(config: Config, request: Request) -> Figures:
 def figures(
     config: Config, request: Request, rehearsal: Rehearsal, guessed: dict[str, int], gpu: bool
 ) -> Figures:
+    """Collect the figures of a rehearsal.
+
+    Args:
+        config: The config.
+        request: The request.
+        rehearsal: The rehearsal, after its step.
+        guessed: See FakeTensors.guessed.
+        gpu: Whether the layout is for GPUs.
+    """
     meter, trainer, p = rehearsal.meter, rehearsal.trainer, config.parallel
-    notes, offload = [], config.trainer.offload_optimizer if gpu else 0.0
     live = dict(meter.memory.nonzero)
-    for kinds in (live, *(phase.peak for phase in meter.phases)):
-        move_to_host(kinds, offload)
+    offloaded_share = config.trainer.offload_optimizer if gpu else 0.0
+    for bytes_by_kind in (live, *(phase.peak for phase in meter.phases)):
+        move_to_host(bytes_by_kind, offloaded_share)
+    notes = []
     if config.model.fp8_trainer:
         notes.append(f"model.fp8 = {config.model.fp8} is rehearsed in bfloat16")
     if config.algo.critic is not None:
@@ -85,18 +104,28 @@ def figures(
 
 
 def hashed_bytes(config: Config, model: HFConfig, rank: int, gpu: bool) -> int:
-    """Return the bytes that a rank hashes in a weight update that is not sharded: its share of all tensors."""
+    """Return the number of bytes that a rank hashes in a weight update that is not sharded.
+
+    Args:
+        config: The config.
+        model: Configuration of the served model.
+        rank: Global rank.
+        gpu: Whether the layout is for GPUs.
+    """
     shares = hash_shares(model, config.parallel.world_size, experts_together=not gpu)
     width = 4 if config.model.dtype == "float32" else 2
     return shares.elements[rank] * width * len(config.engine.tps)
 
 
-def move_to_host(kinds: dict[str, int], share: float) -> None:
-    """Move the optimizer state of `trainer.offload_optimizer` to the host; without CUDA Megatron moves none."""
-    host_bytes = int(kinds.get("optimizer", 0) * share)
+def move_to_host(bytes_by_kind: dict[str, int], share: float) -> None:
+    """Count a share of the optimizer state as host memory (trainer.offload_optimizer).
+
+    A rehearsal runs without CUDA, where Megatron itself offloads nothing.
+    """
+    host_bytes = int(bytes_by_kind.get("optimizer", 0) * share)
     if host_bytes:
-        kinds["optimizer"] -= host_bytes
-        kinds[HOST] = kinds.get(HOST, 0) + host_bytes
+        bytes_by_kind["optimizer"] -= host_bytes
+        bytes_by_kind[HOST] = bytes_by_kind.get(HOST, 0) + host_bytes
 
 
 def main() -> None:

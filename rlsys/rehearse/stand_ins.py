@@ -1,7 +1,7 @@
-"""Stand-ins of a rehearsal for functions of megatron-core, torch and the trainer. Everything else is production code.
+"""Stand-ins of a rehearsal for functions of megatron-core, torch and the trainer. All other code is production code.
 
 Each stand-in checks that its target has the expected source, as megatron_patches do, and raises PatchError otherwise.
-Stand-ins of the kind `always` also apply to a real step that is measured, so that both use the same routes.
+Stand-ins with the condition `always` also apply when a real step is measured, so that both use the same routes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,24 @@ from rlsys.trainer.model.weights import LocalWeights
 from rlsys.trainer.pack import MicroBatch
 
 When = Literal["always", "fake", "gpu"]
-"""Condition of a stand-in. always: any step. fake: tensors have no values. gpu: also, the layout is for GPUs."""
+"""Condition of a stand-in.
+
+    always    every step
+    fake      tensors have no values
+    gpu       tensors have no values, and the layout is for GPUs
+"""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of the stand-ins. `batch`: of the running pass."""
+    """Settings of the stand-ins.
+
+    Attributes:
+        meter: The meter.
+        skew: See routing_map.
+        batch: Returns the micro-batches of the running pass.
+        dtype: Type of the weights.
+    """
 
     meter: Meter
     skew: float
@@ -51,7 +63,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class StandIn:
-    """Replacement of `owner.attribute` by `make(upstream, setting)`. Its source must contain each of `fragments`."""
+    """Replacement of `owner.attribute` by `make(upstream, setting)`, where `upstream` is the replaced function.
+
+    Attributes:
+        name: Name in errors.
+        when: Condition of the replacement.
+        upstream: Package and versions that contain the replaced function.
+        reason: Why a rehearsal replaces it.
+        fragments: Texts that the source of the replaced function must contain.
+    """
 
     name: str
     when: When
@@ -99,7 +119,7 @@ def _no_counts(upstream: Any, setting: Setting) -> Any:
 
 def _locate(upstream: Any, setting: Setting) -> Any:
     def locate(self: Any, entry: Any) -> tuple[int, str, torch.dtype]:
-        """Return this stage, or any other one for entries of other stages."""
+        """Return this stage for entries of this rank, and the next stage for all others."""
         stage, stages = self.pp_group.rank(), self.pp_group.size()
         for name in self.candidates(entry):
             if name in self:
@@ -110,15 +130,16 @@ def _locate(upstream: Any, setting: Setting) -> Any:
 
 
 def representatives(experts: Sequence[int]) -> dict[int, int]:
-    """Select experts that represent all of them, which have equal cost.
+    """Select experts that represent others with the same memory and cost.
 
-    They include two neighbours, if any, because a tensor's memory is released only after its successor is allocated.
+    Of experts with consecutive indices, two neighbours are selected, because the memory of one expert's tensor is
+    released only after the next expert's is allocated.
 
     Args:
-        experts: Increasing expert indices.
+        experts: Ascending indices of experts.
 
     Returns:
-        Expert index -> number of experts that it stands for.
+        For each selected expert, the number of experts that it represents.
     """
     for expert, successor in pairwise(experts):
         if successor == expert + 1:
@@ -137,14 +158,14 @@ def _entries(upstream: Any, setting: Setting) -> Any:
             if entry.expert is None or setting.meter.phase != "gather":
                 yield entry
             elif count := counts.get(entry.expert):
-                with setting.meter.standing_for(count):
+                with setting.meter.counting_as(count):
                     yield entry
 
     return entries
 
 
 class _Reordered(torch.autograd.Function):
-    """Function that returns a tensor of the same shape in either direction, and saves nothing."""
+    """Function that returns an uninitialised tensor of its input's shape in both passes, and saves nothing."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
@@ -205,64 +226,65 @@ def _apply(upstream: Any, setting: Setting) -> Any:
 STAND_INS: tuple[StandIn, ...] = (
     StandIn(
         "routes", "always", "megatron-core 0.16.1 - 0.19.2",
-        "logits without values select no experts; a balanced (or skewed) map gives realistic counts and splits",
+        "logits without values select no experts; a balanced or skewed map gives realistic counts and splits",
         TopKRouter, "forward", ("probs, routing_map = self.routing(",), _routes,
     ),
     StandIn(
-        "no_counts", "always", "ours", "the router selects no experts that could be counted",
+        "no_counts", "always", "ours", "the selection of the router is not used, so that it is not counted",
         LayerReplay, "_count", ("load.scatter_add_(0, expert_ids.flatten(),",), _no_counts,
     ),
     StandIn(
-        "one_by_one", "always", "ours", "a fake tensor lies nowhere; `grouped_gemm` below stands for GPUs' experts",
+        "one_by_one", "always", "ours",
+        "fake tensors have no addresses; for GPUs, `grouped_gemm` below represents the experts",
         grouped_gemm, "supported", ("_grouped_mm",), lambda *_: lambda *_: False,
     ),
     StandIn(
-        "place", "fake", "ours", "other stages, which have their parameters' names, do not exist",
+        "place", "fake", "ours", "the ranks of other stages, which would report their parameters, do not exist",
         LocalWeights, "locate", ("self._stages",), _locate,
     ),
     StandIn(
-        "entries", "fake", "ours", "the first experts of this rank and of the next one represent all",
+        "entries", "fake", "ours", "two experts of this rank and two of other ranks represent all, to save time",
         weights, "entries", ("for expert in range(config.experts)",), _entries,
     ),
     StandIn(
         "sort_chunks", "fake", "megatron-core 0.16.1 - 0.19.2",
-        "rows without values have no order; hundreds of views of them took most of the time",
+        "rows without values have no order, and hundreds of views of them take most of the time",
         token_dispatcher, "sort_chunks_by_idxs",
         ("torch.split(input, split_sizes.tolist(), dim=0)", "torch.cat([input[i] for i in sorted_idxs.tolist()]"),
         _sort_chunks,
     ),
     StandIn(
-        "last_stage", "fake", "ours", "the last stage, which has the scores and sums, does not exist",
+        "last_stage", "fake", "ours", "the ranks of the last stage, which would send scores and sums, do not exist",
         passes, "from_last_stage", ("broadcast_object_list",), _last_stage,
     ),
     StandIn(
         "norm_of_gradients", "fake", "megatron-core 0.16.1 - 0.19.2",
-        "without Apex the norm is a torch.tensor of a list of numbers, which fake tensors do not have",
+        "without Apex, the norm is computed from numbers, which fake tensors do not have",
         clip_grads, "l2_norm_impl", (), _norm_of_gradients,
     ),
     StandIn(
         "apply", "fake", "torch 2.13 - 2.14",
-        "Module.to exchanges a parameter for a new object if it is fake, and fails where something refers to it",
+        "Module.to replaces a fake parameter by a new object, and fails if there are other references to it",
         torch.nn.Module, "_apply", ("compute_should_use_set_data", "isinstance(param, FakeTensor)"), _apply,
     ),
     StandIn(
-        "flash_attention", "gpu", "ours", "on a CPU attention falls back to a kernel that keeps the scores",
+        "flash_attention", "gpu", "ours", "on a CPU, torch's attention kernel saves the scores",
         attention.PackedAttention, "forward", ("packed_seq_params.padding",),
         lambda upstream, s: kernels.attention(upstream, s.meter.add_flops),
     ),
     StandIn(
-        "padded_attention", "gpu", "ours", "the same, for sequences that share tokens",
+        "padded_attention", "gpu", "ours", "as flash_attention, for sequences that share tokens",
         attention, "without_sinks", ("scaled_dot_product_attention(",),
         lambda _, s: kernels.padded_attention(s.meter.add_flops),
     ),
     StandIn(
         "grouped_gemm", "gpu", "megatron-core 0.16.1 - 0.19.2",
-        "one product for all experts, as Transformer Engine's; the local layers take them one by one",
+        "on a GPU, one product computes all experts; Megatron's local layers compute them one by one",
         SequentialMLP, "forward", ("for expert, tokens, probs in zip(",),
         lambda _, s: kernels.experts(s.meter.add_flops),
     ),
     StandIn(
-        "fused_norm", "gpu", "torch 2.13 - 2.14", "a fused norm keeps its input only",
+        "fused_norm", "gpu", "torch 2.13 - 2.14", "a fused norm saves only its input",
         torch.nn.RMSNorm, "forward", ("F.rms_norm",), lambda _, s: kernels.norm,
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Measured build, scoring pass, update and weight gathering of a rank: on fake tensors, or with real ranks."""
+"""Build, scoring pass, update and weight gathering of a rank under a meter, on fake tensors or with real ranks."""
 
 from __future__ import annotations
 
@@ -32,29 +32,39 @@ from rlsys.trainer.trainer import Trainer
 
 
 def samples_for(config: Config, vocab_size: int, shared: bool) -> list[TrainSample]:
-    """Return samples with the longest response that fill a micro-batch exactly.
+    """Return samples of maximum length that exactly fill a micro-batch.
 
-    They are whole groups of one prompt each, except for the last group. `shared`: a group's prompt is computed once.
+    They form groups of rollout.group_size samples with one prompt each; the last group may be smaller.
+
+    Args:
+        config: The config.
+        vocab_size: Number of ids of the model.
+        shared: Whether the samples of a group share the tokens of their prompt.
     """
     budget, size = config.trainer.token_budget, config.rollout.group_size
     longest = min(config.rollout.max_response_tokens, budget)
-    prompt = max(1, longest // 4)
-    out: list[TrainSample] = []
+    group_prompt = max(1, longest // 4)
+    samples: list[TrainSample] = []
     while budget > 1:
-        # The last token of a prompt is computed for each sample.
-        common = prompt - 1 if shared and len(out) % size else 0
-        n = min(longest, budget + common)
-        of_prompt = prompt if common else min(prompt, n - 1)
-        budget -= n - common
-        response = n - of_prompt
-        group, member = (1 + number % (vocab_size - 1) for number in divmod(len(out), size))
-        ids = [group, *[1] * (of_prompt - 1)], [member, *[2] * (response - 1)]  # nothing else is common
-        out.append(TrainSample(*ids, [-1.0] * response, [0] * response, row=0))
-    return out
+        # Each sample computes the last token of its prompt.
+        shared_tokens = group_prompt - 1 if shared and len(samples) % size else 0
+        length = min(longest, budget + shared_tokens)
+        prompt = group_prompt if shared_tokens else min(group_prompt, length - 1)
+        response = length - prompt
+        budget -= length - shared_tokens
+        # Different first tokens of prompts and of responses prevent that samples share other tokens.
+        group_id, member_id = (1 + number % (vocab_size - 1) for number in divmod(len(samples), size))
+        prompt_ids = [group_id, *[1] * (prompt - 1)]
+        response_ids = [member_id, *[2] * (response - 1)]
+        samples.append(TrainSample(prompt_ids, response_ids, [-1.0] * response, [0] * response, row=0))
+    return samples
 
 
 def stand_in_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a loss with the structure of policy losses; an objective adds only vectors of one number per token."""
+    """Return a loss with the structure and memory of policy losses, and no sums.
+
+    A real objective needs only additional vectors of one number per token.
+    """
     ratio = (scores.logp - micro.mu).exp()
     loss = -(torch.minimum(ratio, ratio.clamp(0.8, 1.28)) * micro.mask).sum()
     for extra in (scores.entropy, scores.values):
@@ -64,22 +74,29 @@ def stand_in_loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, 
 
 
 class _Weightless(Trainer):
-    """Trainer without weight values: only shapes count."""
+    """Trainer that loads no weights."""
 
     def _load_model(self) -> Chunks:
         return build_model(self.config, self.hf, self._device, load=lambda *_: None)
 
     def _transformer_engine(self) -> bool:
-        """Return whether Transformer Engine is used, as on GPU hosts."""
+        """Return whether the layout is for GPUs, on which Transformer Engine is expected."""
         return self.config.launch.gpus_per_node > 0
 
     def _create_control(self, undo: ExitStack) -> Control:
-        """Return a control over the world group, because there are no other ranks and no gloo group."""
+        """Return a control over the fake world group, in which no gloo group can be created."""
         return Control(dist.group.WORLD)
 
 
 class Rehearsal:
-    """Owner of the trainer and the meter. `fake` None: a real rank among real ones, with real weights."""
+    """Owner of the trainer and the meter.
+
+    Attributes:
+        config: The config.
+        meter: The meter.
+        batch: Micro-batches of the step; empty before the step.
+        trainer: The trainer, after `build`.
+    """
 
     def __init__(
         self,
@@ -88,17 +105,25 @@ class Rehearsal:
         fake: FakeTensors | None,
         report: Callable[[str], None],
     ) -> None:
+        """Initialise.
+
+        Args:
+            config: The config.
+            node_of: Returns the node of a rank.
+            fake: Runs operations on fake tensors; None: weights, ranks and collectives are real.
+            report: Receives lines of progress.
+        """
         self.config = config
         self.meter = Meter(node_of, fake)
         self.batch: list[MicroBatch] = []
         self._report = report
 
     def setting(self, skew: float) -> Setting:
-        """Return the settings of the stand-ins, which are installed before the build."""
+        """Return the settings of the stand-ins, which must be installed before `build`. `skew`: see routing_map."""
         return Setting(self.meter, skew, lambda: self.batch, getattr(torch, self.config.model.dtype))
 
     def build(self) -> None:
-        """Build the trainer, with the optimizer's state as it is after the first update."""
+        """Build the trainer, including the state that the optimizer creates in its first step."""
         signals = Objective(self.config.algo).requirements.passes
         kind = Trainer if self.meter.fake is None else _Weightless
         with self.meter:
@@ -111,7 +136,10 @@ class Rehearsal:
         )
 
     def step(self, micro_batches: int) -> None:
-        """Run a scoring pass, an update and the gathering of weights; the meter then has their phases."""
+        """Run a scoring pass, an update and the gathering of weights, and record their phases in the meter.
+
+        `micro_batches`: number of micro-batches.
+        """
         t = self.trainer
         shared = t.passes.pack.shared
         samples = samples_for(self.config, t.hf.vocab_size, shared != "no")
@@ -128,7 +156,7 @@ class Rehearsal:
         self._name_kinds()
 
     def _gather(self) -> None:
-        """Gather whole tensors; some wait on a GPU until they are hashed together."""
+        """Gather full tensors as a push does. On a GPU, a push holds up to PENDING_BYTES of them before a hash."""
         pending: list[Tensor] = []
         limit = PENDING_BYTES if self.config.launch.gpus_per_node else 0
         for _, tensor in self.trainer.served_tensors():
@@ -141,44 +169,45 @@ class Rehearsal:
         self.meter.begin(phase)
 
     def _name_kinds(self) -> None:
-        """Register the storages of the model and of the optimizer with the meter."""
-        see, trainer = self.meter.memory.see, self.trainer
+        """Set the kinds of the storages of model and optimizer in the meter."""
+        record, trainer = self.meter.memory.record, self.trainer
         buffers = [b for model in trainer.models for b in (*model.buffers, *model.expert_parallel_buffers)]
-        in_buffers = {b.param_data.untyped_storage()._cdata for b in buffers if b.param_data is not None}
+        buffer_storages = {b.param_data.untyped_storage()._cdata for b in buffers if b.param_data is not None}
         for buffer in buffers:
-            see(buffer.grad_data, "gradients")
+            record(buffer.grad_data, "gradients")
             if buffer.param_data is not None:
-                see(buffer.param_data, "weights")
+                record(buffer.param_data, "weights")
         for _, parameter in trainer.named_parameters():
-            see(parameter.data, "weights")
+            record(parameter.data, "weights")
         for first in trainer.first_weights.values():
-            see(first, HOST)
+            record(first, HOST)
         for optimizer in _optimizers(trainer):
-            masters = [p for group in optimizer.param_groups for p in group["params"]]
-            for p in masters:
-                if p.untyped_storage()._cdata not in in_buffers:  # a float32 model has no copies in float32
-                    see(p.data, "optimizer")
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                # The optimizer updates float32 weights in their buffers, without a float32 copy.
+                if p.untyped_storage()._cdata not in buffer_storages:
+                    record(p.data, "optimizer")
             for state in optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, Tensor):
-                        see(value, "optimizer")
+                        record(value, "optimizer")
 
 
 def stage_shape(config: Config, hf: HFConfig, micro: MicroBatch) -> list[int]:
-    """Return the shape of the hidden states between stages, `[tokens / (cp tp), 1, hidden]`."""
+    """Return the shape of the hidden states that pipeline stages send, `[tokens / (cp tp), 1, hidden]`."""
     p = config.parallel
     tokens = sum(padded_lengths(micro.computed_lengths, token_multiple(config), p.cp))
     return [tokens // p.cp // p.tp, 1, hf.hidden_size]
 
 
 def _optimizers(trainer: Trainer) -> list[torch.optim.Optimizer]:
+    """Return the torch optimizers in Megatron's chain."""
     optimizer = trainer.optimizer
     return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
 
 
 @contextmanager
 def _phases(meter: Meter, trainer: Trainer, report: Callable[[str], None]) -> Iterator[None]:
-    """Start a phase within the context when an update reduces gradients and when the optimizer steps."""
+    """Begin the phases `reduce` and `update` of an update within the context when the trainer reaches them."""
     finalize: Any = target("phases", trainer_module, "finalize_model_grads", package="rlsys.rehearse.step")
     step: Any = trainer.optimizer.step
 

@@ -1,9 +1,9 @@
 """Fake tensors, and the results of data-dependent operations on them.
 
-Floating or big tensors are FakeTensors: shapes without memory. Small integral tensors (tokens, lengths, the routing
-map, counts of tokens, splits) stay real, so that each `.tolist()` of Megatron reads correct numbers. Therefore
-FakeTensorMode is not enabled globally: only factories of floating tensors run under it, and results of fake tensors
-are fake.
+Floating-point and big tensors are FakeTensors, which have shapes but no memory. Small integer tensors (tokens,
+lengths, routing map, counts of tokens, splits) are real, so that every `.tolist()` in Megatron gives correct numbers.
+FakeTensorMode is therefore enabled only while an operation creates a floating-point or big tensor. Operations on fake
+tensors return fake tensors without it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,23 @@ _FACTORIES = {
     _aten.full.default, _aten.randn.default, _aten.rand.default, _aten.rand.generator,
 }  # fmt: skip
 BIG = 64 << 20
-"""Bytes from which an integer tensor is fake as well."""
+"""Size in bytes from which integer tensors are fake, too."""
 
 
 class FakeTensors:
-    """Fake mode. `guessed` counts requests for values of fake tensors, which return 1 or true, by request."""
+    """Runner of operations on fake and real tensors.
+
+    Attributes:
+        mode: Mode that creates fake tensors.
+        guessed: Number of requests for values of fake tensors, by description. They returned 1 or True.
+    """
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.guessed: Counter[str] = Counter()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], phase: str) -> Any:
-        """Run `func(*args, **kwargs)` without memory for fake tensors."""
+        """Return `func(*args, **kwargs)`. `phase`: phase of the step, for `guessed`."""
         if func in _FACTORIES and _is_fake(func, args, kwargs):
             with self.mode:
                 return func(*args, **kwargs)
@@ -50,13 +55,17 @@ class FakeTensors:
         return func(*args, **kwargs)
 
     def _guess(self, tensor: Tensor, phase: str) -> float | int | bool:
+        """Return a value for a fake tensor of one element, and count the request."""
         self.guessed[f"{phase}: item() of a {str(tensor.dtype).removeprefix('torch.')}"] += 1
         if tensor.dtype.is_floating_point:
             return 1.0
         return True if tensor.dtype == torch.bool else 1
 
     def _indices(self, index: Tensor | None, phase: str) -> list[Tensor | None]:
-        """Convert a mask to the indices where it is true, whose number is known."""
+        """Convert a boolean mask to the indices of its true elements, so that the size of the result is known.
+
+        All elements of a fake mask count as true. Other indices are returned unchanged.
+        """
         if index is None or index.dtype != torch.bool:
             return [index]
         if isinstance(index, FakeTensor):
@@ -66,6 +75,7 @@ class FakeTensors:
 
 
 def _is_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a factory's result is a floating-point or big tensor."""
     dtype = kwargs.get("dtype")
     if dtype is None:
         integral = func is _aten.full.default and not isinstance(args[1], float)

@@ -1,4 +1,7 @@
-"""The Megatron-Core trainer. Importing any part of it applies the patches, before megatron.core is imported."""
+"""The Megatron-Core trainer.
+
+Importing the package applies megatron_patches before any of its modules imports megatron.core.
+"""
 
 import megatron_patches
 

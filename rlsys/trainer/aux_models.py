@@ -11,7 +11,7 @@ from rlsys.trainer.trainer import Trainer
 def add_models(policy: Trainer, objective: Objective) -> None:
     """Add the critic and the teacher that the objective requires. Collective.
 
-    Call it before the first step and before a checkpoint is loaded, because the checkpoint contains the critic.
+    Call it before the first step and before a checkpoint is loaded: checkpoints contain the critic's state.
     """
     if objective.critic is not None:
         add_critic(policy, objective.critic)

@@ -20,10 +20,22 @@ def plan_bins(
     multiple: int = 1,
     crossover: float = math.inf,
 ) -> list[list[int]]:
-    """Return the indices of the sequences of each of this rank's micro-batches. See `pack`.
+    """Assign sequences to the micro-batches of this rank.
 
-    Sequences in one bin compute their common tokens once; sequences in several bins are balanced better. The result
-    is the plan with the smallest sum, over rounds, of the cost of the most expensive bin.
+    Sequences in the same bin compute their common tokens once; sequences in several bins are balanced better. Of the
+    groupings in Prefixes.candidates, this function chooses the one with the smallest cost: the sum, over rounds, of
+    the cost of the most expensive bin.
+
+    Args:
+        prefixes: Lengths and common tokens of all sequences.
+        token_budget: Maximum number of computed tokens per bin; a longer sequence gets a separate bin.
+        dp_rank: This data-parallel rank.
+        dp_size: Number of data-parallel ranks.
+        multiple: The number of bins per rank is a multiple of it.
+        crossover: Length of a sequence whose attention costs as much as everything else (rlsys.convert.flops).
+
+    Returns:
+        The indices of the sequences in each micro-batch; a micro-batch without sequences has an empty list.
     """
     round_size = dp_size * multiple
     plans = [
@@ -38,53 +50,73 @@ def plan_bins(
 def _fill_rounds(
     prefixes: Prefixes, units: Sequence[Sequence[int]], round_size: int, token_budget: int, crossover: float
 ) -> list[list[int]]:
-    """Return the bins of the fewest rounds that hold all units, the most expensive bin first."""
+    """Distribute units over the fewest rounds of `round_size` bins.
+
+    Returns:
+        The indices of the sequences in each bin, the most expensive bin first.
+    """
     sizes = [prefixes.computed(unit) for unit in units]
     costs = [prefixes.cost(unit, crossover) for unit in units]
-    packed = _smallest(
+    units_of_bins = _first_result(
         lambda rounds: fill(sizes, costs, rounds * round_size, token_budget),
         max(1, -(-sum(sizes) // (token_budget * round_size))),
     )
-    bins = [[i for unit in members for i in units[unit]] for members in packed]
+    bins = [[i for unit in members for i in units[unit]] for members in units_of_bins]
     return sorted(bins, key=lambda b: -prefixes.cost(b, crossover))
 
 
-def _smallest(find: Callable[[int], T | None], least: int) -> T:
-    """Return the result of `find` for the smallest number from `least` on with a result.
+def _first_result(find: Callable[[int], T | None], least: int) -> T:
+    """Return `find(n)` for the smallest n, at least `least`, for which it is not None.
 
-    Every larger number must have one, too. The search doubles its steps and then bisects, since each call of `find`
-    is slow for tens of thousands of sequences.
+    `find` must have a result for every larger number, too. Each call is slow for tens of thousands of sequences, so
+    the search doubles its step until it finds a result, and then bisects.
     """
-    step, below, result = 1, least - 1, find(at := least)
+    below = least - 1
+    n, step = least, 1
+    result = find(n)
     while result is None:
-        below, at, step = at, at + step, 2 * step
-        result = find(at)
-    while at - below > 1:
-        middle = (at + below) // 2
-        if (fewer := find(middle)) is None:
+        below = n
+        n, step = n + step, 2 * step
+        result = find(n)
+    while n - below > 1:
+        middle = (n + below) // 2
+        middle_result = find(middle)
+        if middle_result is None:
             below = middle
         else:
-            at, result = middle, fewer
+            n, result = middle, middle_result
     return result
 
 
 def fill(lengths: Sequence[int], costs: Sequence[float], bins: int, budget: int) -> list[list[int]] | None:
-    """Assign units to `bins` bins of at most `budget` tokens; None if a unit fits into no bin."""
-    out: list[list[int]] = [[] for _ in range(bins)]
+    """Assign each unit, the longest first, to the cheapest bin that it fits into.
+
+    Args:
+        lengths: Number of tokens of each unit. A unit longer than `budget` fits into an empty bin only.
+        costs: Cost of each unit.
+        bins: Number of bins.
+        budget: Maximum number of tokens per bin.
+
+    Returns:
+        The indices of the units in each bin; None if a unit fits into no bin.
+    """
+    members: list[list[int]] = [[] for _ in range(bins)]
     tokens, cost = [0] * bins, [0.0] * bins
-    fitting = [(0.0, b) for b in range(bins)]
-    full: list[tuple[int, int]] = []  # by tokens: bins without room for the current lengths
+    # Heap of (cost, bin).
+    candidates = [(0.0, b) for b in range(bins)]
+    # Heap of (tokens, bin): bins that units of the current length do not fit into.
+    full: list[tuple[int, int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         while full and full[0][0] + lengths[i] <= budget:
             b = heappop(full)[1]
-            heappush(fitting, (cost[b], b))
-        while fitting and out[b := fitting[0][1]] and tokens[b] + lengths[i] > budget:
-            heappush(full, (tokens[b], heappop(fitting)[1]))
-        if not fitting:
+            heappush(candidates, (cost[b], b))
+        while candidates and members[b := candidates[0][1]] and tokens[b] + lengths[i] > budget:
+            heappush(full, (tokens[b], heappop(candidates)[1]))
+        if not candidates:
             return None
-        b = fitting[0][1]
-        out[b].append(i)
+        b = candidates[0][1]
+        members[b].append(i)
         tokens[b] += lengths[i]
         cost[b] += costs[i]
-        heapreplace(fitting, (cost[b], b))
-    return out
+        heapreplace(candidates, (cost[b], b))
+    return members

@@ -1,6 +1,6 @@
 """Separate critic: a second model with the policy's architecture and initial weights, and its own optimizer.
 
-It has the policy's layout over the ranks and gets the same micro-batches. Shapes: T tokens of a micro-batch.
+It has the policy's parallel layout and gets the policy's micro-batches. Shapes: T tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rlsys.trainer.trainer import Trainer
 class Critic(Trainer):
     """A trainer whose model outputs one value per token.
 
-    Its scores have `values` only; log-probs are 0. Its routers choose experts themselves: routes are not replayed.
-    The policy's checkpoints contain its state.
+    Its scores contain only `values`; the log-probs are 0. Its routers select experts without replay. The policy's
+    checkpoints contain the critic's state.
     """
 
     def __init__(self, policy: Trainer, section: CriticSection) -> None:
@@ -39,7 +39,7 @@ class Critic(Trainer):
         self._lr_factor = (section.lr or trainer_config.lr) / trainer_config.lr
 
     def _init_layout(self, undo: ExitStack) -> torch.device:
-        """Return the device. The policy has already created the layout."""
+        """Return this rank's device; the policy has created the process groups."""
         return setup.local_device()
 
     def _create_control(self, undo: ExitStack) -> Control:
@@ -54,7 +54,7 @@ class Critic(Trainer):
         return ValueScoring(self._chunks.value_layer())
 
     def score_values(self, batches: Sequence[list[MicroBatch]]) -> None:
-        """Set `values` `[T]` of every micro-batch."""
+        """Set the field `values` `[T]` of every micro-batch."""
         for batch in batches:
             for micro, scores in zip(batch, self.passes.score(batch), strict=True):
                 micro.values = scores.values
@@ -64,7 +64,11 @@ class Critic(Trainer):
     ) -> dict[str, object]:
         """Run one update on this rank's micro-batches and return its metrics.
 
-        `policy_lr`: the learning rate of the policy's schedule at this step.
+        Args:
+            objective: Computes the loss of the values.
+            batch: The micro-batches, scored, with advantages.
+            policy_lr: Learning rate of the policy's schedule at this step. The critic's rate is proportional to it.
+            denominator: Divides the loss sum of all ranks.
         """
 
         def loss(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,16 +1,18 @@
 """Muon for the matrices of the layers; AdamW updates all other parameters.
 
 Keller Jordan 2024, "Muon: an optimizer for hidden layers in neural networks", with the scale of Liu et al. 2025,
-"Muon is Scalable for LLM Training" (Moonlight). The average of the gradient, with Nesterov's look ahead, is made
-orthogonal by five Newton-Schulz steps. The scale makes it as large as AdamW's update, so that learning rate and
-weight decay need not change. A matrix is one of the Hugging Face folder: query, key and value are three, gate and up
-two, each expert has its own. Embedding, head, norms, routers, biases and gates of one row are AdamW's.
+"Muon is Scalable for LLM Training" (Moonlight). Five Newton-Schulz steps orthogonalise the moving average of the
+gradient with Nesterov momentum. The scale gives the update the size of AdamW's, so that the learning rate and the
+weight decay need not change.
 
-torch's Muon knows one process and computes in bfloat16 only. Megatron's (0.16.1) refuses the distributed optimizer,
-needs a package that is not installed, and takes gate and up for one matrix.
+Muon updates each matrix of the Hugging Face folder separately: query, key and value, gate and up, and the matrices of
+each expert. AdamW updates embedding, head, norms, routers, biases and gates of one row.
 
-Shapes: a parameter `[r, c]` on a tensor-parallel rank; of its r * c elements a data-parallel rank updates a run, the
-shard `[n]`.
+torch's Muon supports only one process, and computes in bfloat16. Megatron's (0.16.1) does not support the distributed
+optimizer, needs a package that is not installed, and treats gate and up as one matrix.
+
+Shapes: a parameter `[r, c]` on a tensor-parallel rank. A data-parallel rank updates n consecutive ones of its r * c
+elements, the shard `[n]`.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ _LEAST_NORM = 1e-7
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Return an approximation of U V^T for `matrix = U S V^T`, `[r, c]`, computed in `dtype`.
 
-    After five steps of Jordan's quintic iteration the singular values are between about 0.7 and 1.2. Zeros stay
-    zeros.
+    After STEPS steps of Jordan's quintic iteration, the singular values are between about 0.7 and 1.2. A zero matrix
+    stays zero.
     """
     a, b, c = COEFFICIENTS
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
@@ -57,7 +59,7 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_muon(optimizer: Any, chunks: Chunks, hf: HFConfig) -> None:
-    """Make megatron's `optimizer` update the matrices of these chunks with Muon. Collective."""
+    """Make Megatron's `optimizer` update the matrices of `chunks` with Muon. Collective."""
     local, rules = LocalWeights(chunks, hf), {}
     for entry in entries(hf):
         if is_matrix(entry):
@@ -69,7 +71,15 @@ def add_muon(optimizer: Any, chunks: Chunks, hf: HFConfig) -> None:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Shard of a matrix, from element `start` of `parameter` on. `group`: settings of the optimizer."""
+    """Shard of a parameter that consists of matrices.
+
+    Attributes:
+        parameter: The parameter.
+        shard: Float32 values that this rank updates, `[n]`.
+        start: Index of the shard's first element in the flat parameter.
+        rule: Rule of the parameter in the name table.
+        group: The optimizer's parameter group, which has the learning rate.
+    """
 
     parameter: Any
     shard: Tensor
@@ -79,15 +89,16 @@ class _Piece:
 
     @property
     def gradient_view(self) -> Tensor:
-        """Return a view of the shard's range in the gradient of the whole parameter."""
+        """View of the shard's range in the gradient of the whole parameter."""
         flat: Tensor = self.parameter.main_grad.view(-1)
         return flat[self.start : self.start + self.shard.numel()]
 
 
 class _Muon:
-    """Muon step that runs before one of Megatron's distributed optimizers and hides the matrices from its AdamW.
+    """Muon step that runs before the step of one of Megatron's distributed optimizers.
 
-    The average is stored as `exp_avg` in the optimizer's own state, so that checkpoints contain it like AdamW's.
+    It removes the gradients of the matrices, so that AdamW does not update them. The moving average is `exp_avg` in
+    the optimizer's state, so that checkpoints contain it like AdamW's.
     """
 
     def __init__(self, distributed: Any, rules: dict[Tensor, Rule], hf: HFConfig, dtype: torch.dtype) -> None:
@@ -97,20 +108,21 @@ class _Muon:
         adam.register_step_pre_hook(lambda *_: self._step())
 
     def _create_states(self, adam: torch.optim.Optimizer) -> None:
-        """Create all states at once: Megatron assumes that either all or none exist."""
-        counts = isinstance(adam, torch.optim.AdamW)  # Transformer Engine and Apex count steps by group
+        """Create the states of all shards at once: Megatron expects that either all or none exist."""
+        # Transformer Engine and Apex count steps by group.
+        counts_by_parameter = isinstance(adam, torch.optim.AdamW)
         matrices = {id(piece.shard) for piece in self._pieces()}
         for group in adam.param_groups:
             for p in group["params"]:
                 state = {"exp_avg": torch.zeros_like(p)}
                 if id(p) not in matrices:
                     state["exp_avg_sq"] = torch.zeros_like(p)
-                if counts:
+                if counts_by_parameter:
                     state["step"] = torch.zeros(())
                 adam.state[p] = state
 
     def _pieces(self) -> Iterator[_Piece]:
-        """Iterate in an order that tensor-parallel ranks have in common, because they hold the same shards."""
+        """Iterate over this rank's shards of matrices; the order is the same on all tensor-parallel ranks."""
         groups = self._distributed.optimizer.param_groups
         for parameter, (group, index) in self._distributed.model_param_group_index_map.items():
             if (rule := self._rules.get(parameter)) is not None:
@@ -119,6 +131,7 @@ class _Muon:
 
     @torch.no_grad()
     def _step(self) -> None:
+        """Update the moving averages and the shards of all matrices."""
         states = self._distributed.optimizer.state
         pieces = list(self._pieces())
         for piece in pieces:
@@ -147,7 +160,7 @@ class _Muon:
                     dist.all_gather_into_tensor(bucket.grad_data, local_shard, group=ranks)
 
     def _update(self, piece: _Piece) -> Tensor:
-        """Compute the update of this rank's part, `[r * c]` in float32, identically on all tensor-parallel ranks."""
+        """Return the update of the parameter on this tensor-parallel rank, `[r * c]` float32."""
         parameter: Parameter = piece.parameter
         gradient = unshard(parameter.main_grad.view(parameter.shape), piece.rule)  # type: ignore[attr-defined]
         updates = [

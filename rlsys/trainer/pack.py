@@ -1,7 +1,7 @@
 """Packing of samples into micro-batches of bounded size, balanced over data-parallel ranks. Pure.
 
-A micro-batch contains whole sequences. Their common first tokens are computed once if the model and its layout allow
-it (rlsys/trainer/prefixes.py); the budget limits the computed tokens.
+A micro-batch contains whole sequences. It computes their common first tokens once if the model and the layout allow
+it (rlsys/trainer/prefixes.py). The token budget limits the number of computed tokens.
 
 Shapes: T tokens of one micro-batch, S sequences in it. Per-token fields are aligned to their token: `logp[t]` is the
 log-prob of `tokens[t]` given its predecessors in its own sequence; a sequence's first token has none.
@@ -28,25 +28,37 @@ from rlsys.segments import support, teacher_logprobs
 from rlsys.segments.records import SegmentReader, TokenArrays
 from rlsys.segments.route_records import LayerRoutes, read_routes
 from rlsys.trainer.bins import plan_bins
-from rlsys.trainer.prefixes import Prefixes, in_order
+from rlsys.trainer.prefixes import Prefixes, order_sequences
 
 Values = Sequence[float] | NDArray[Any]
-"""One for each response token."""
+"""One value for each response token."""
 ReadRoutes = Callable[[Sequence[RouteSpan]], Sequence[RouteSpan | LayerRoutes]]
+"""(routes, of which some are only locations) -> the routes with their experts."""
 PrefixSharing = Literal["no", "yes", "by route"]
-"""Whether a micro-batch computes common first tokens of its sequences once; by route: only if an engine routed them
-equally."""
+"""Whether a micro-batch computes the common first tokens of its sequences once. by route: yes, if the engine selected
+the same experts for them."""
 
 
 @dataclass(frozen=True)
 class TrainSample:
-    """One sequence; mu, versions, `trained` and `behaviour` have one entry per response token.
+    """One sequence to train.
 
-    `trained` None: all tokens; `behaviour` empty: unknown. `row` is the sample's row in the sample table,
-    `sequence_index` the sequence's index within its sample. `turns`: the index of each token's turn within the
-    sample, -1 if no model sampled it; empty: all tokens are of turn 0. `transferred`: mu is of the same response to
-    another prompt. `support`: for each response token the ids of the sampling mask (rlsys/segments/support.py);
-    empty: sampling kept all ids. `teacher_logprobs`: from a teacher engine (rlsys/segments/teacher_logprobs.py).
+    Attributes:
+        prompt_ids: Token ids of the prompt.
+        response_ids: Token ids of the response.
+        mu: Log-prob of each response token, from the engine.
+        versions: Weight version that sampled each response token.
+        row: The sample's row in the sample table.
+        trained: Whether each response token is trained; None: all are.
+        behaviour: Log-prob of each response token under the trainer's weights of its version; NaN or empty: unknown.
+        routes: Experts that the engine selected.
+        transferred: Whether mu belongs to the same response to another prompt.
+        support: Ids of the sampling mask at each response token (rlsys/segments/support.py); empty: no token has a
+            mask.
+        teacher_logprobs: Log-probs from a teacher engine (rlsys/segments/teacher_logprobs.py).
+        sequence_index: Index of the sequence within its sample.
+        turns: Index of each response token's turn within the sample, -1 if no model sampled the token; empty: all
+            tokens belong to turn 0.
     """
 
     prompt_ids: Sequence[int]
@@ -87,29 +99,39 @@ class TrainSample:
 
         Args:
             sample: The sequence.
-            row: Its row in the sample table.
-            arrays: Its tokens, if the sample does not hold them.
-            load_routes: Loads routes that are stored elsewhere.
+            row: The row of its sample in the sample table.
+            arrays: The tokens of the sequence; None: `sample` contains them.
+            load_routes: Reads the experts of routes from segment files.
             first_turn: Index of the sequence's first turn within its sample.
         """
         arrays = sample if arrays is None else arrays
         behaviour = np.full(sample.tokens, np.nan, np.float32)
         behaviour[: len(arrays.behaviour)] = arrays.behaviour
-        lengths = [span.end - span.start for span in sample.spans]
-        transferred = sample.trained_prompt is not None  # then the engine's routes belong to other positions
+        span_lengths = [span.end - span.start for span in sample.spans]
+        transferred = sample.trained_prompt is not None
         turns = np.full(sample.tokens, -1 if sample.observed else first_turn, np.int64)
         if sample.observed:
             for number, turn in enumerate(sample.turns(), first_turn):
                 turns[turn.start : turn.end] = number
         return cls(
-            sample.trained_prompt or sample.prompt_ids, arrays.response_ids, arrays.mu,
-            np.repeat([span.version for span in sample.spans], lengths), row,
-            sample.trained() if sample.observed or sample.masked else None,
-            behaviour, () if transferred else load_routes(arrays.routes), transferred, arrays.support,
-            arrays.teacher_logprobs, sample.sequence, turns,
-        )  # fmt: skip
+            prompt_ids=sample.trained_prompt or sample.prompt_ids,
+            response_ids=arrays.response_ids,
+            mu=arrays.mu,
+            versions=np.repeat([span.version for span in sample.spans], span_lengths),
+            row=row,
+            trained=sample.trained() if sample.observed or sample.masked else None,
+            behaviour=behaviour,
+            # The engine's routes belong to the positions of the other prompt.
+            routes=() if transferred else load_routes(arrays.routes),
+            transferred=transferred,
+            support=arrays.support,
+            teacher_logprobs=arrays.teacher_logprobs,
+            sequence_index=sample.sequence,
+            turns=turns,
+        )
 
     def read(self) -> TrainSample:
+        """Return the sample itself, which contains its tokens."""
         return self
 
     @property
@@ -126,7 +148,7 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class LazySample:
-    """A sequence whose tokens only the rank that trains it reads."""
+    """A sequence whose tokens are still in segment files; only the rank that trains it reads them."""
 
     sample: TokenSequence
     row: int
@@ -134,12 +156,13 @@ class LazySample:
     layers: Sequence[int] | None = None
     """Layers of the model whose routes the rank replays; None: all."""
     first_turn: int = 0
+    """Index of the sequence's first turn within its sample."""
 
     def read(self) -> TrainSample:
-        """Read the tokens.
+        """Read the tokens and the routes of this rank's layers.
 
         Raises:
-            RunError: a segment is missing or damaged.
+            RunError: A segment is missing or damaged.
         """
         return TrainSample.of(
             self.sample, self.row, self.segments.arrays(self.sample), self._routes, self.first_turn
@@ -167,37 +190,42 @@ class LazySample:
 class MicroBatch(Batch):
     """Packed sequences of one micro-batch. `mask` is 1 on response tokens that are trained.
 
-    `support_at`, `support_ids`: for each token that was drawn from a part of the vocabulary, its index and the ids of
-    that part, including its own. None: all tokens were drawn from the whole vocabulary.
-
-    `prefixes`: for each sequence, the number of its first tokens that are computed for the sequence before it; empty:
-    each sequence computes all of its own.
-
-    `routes`: the engine's experts at packed positions. `own_routes`: the trainer's own, recorded by the first scoring
-    pass if replay requires it; by virtual pipeline stage, for the tokens of this rank's routers.
+    Attributes:
+        copy: Whether this is a masked copy of other sequences, which gives the rank as many micro-batches as the
+            others.
+        targets: `[T]`, ids whose log-probs are computed in place of the tokens'; None: those of the tokens.
+        prefixes: `[S]`, number of first tokens that each sequence shares with the sequence before it, which computes
+            them; empty: no tokens are shared.
+        support_at: `[N]`, index of the token, 0 to T - 1, for each id in `support_ids`; None: no token has a sampling
+            mask.
+        support_ids: `[N]`, ids of the tokens' sampling masks, which include the tokens' own ids.
+        routes: Experts that the engine selected, at packed positions.
+        own_routes: Experts that the trainer's routers selected in the first scoring pass, for the tokens of this
+            rank's routers, by virtual pipeline stage. Filled only if replay requires it.
+        teachers: `[rows of the sample table]`, number of each sample's teacher; None: there is one teacher.
+        teacher_ids: `[T, K]`, the teacher's most probable ids at each token.
+        teacher_logp: `[T, K]`, their log-probs.
     """
 
-    copy: bool = False  # a masked copy, which gives this rank as many micro-batches as the others
-    targets: Tensor | None = (
-        None  # [T] ids whose log-probs are computed instead of the tokens'; None: the tokens
-    )
-    prefixes: list[int] = field(default_factory=list)  # [S]
-    support_at: Tensor | None = None  # [N] in 0 .. T-1
-    support_ids: Tensor | None = None  # [N]
+    copy: bool = False
+    targets: Tensor | None = None
+    prefixes: list[int] = field(default_factory=list)
+    support_at: Tensor | None = None
+    support_ids: Tensor | None = None
     routes: list[RouteSpan | LayerRoutes] = field(default_factory=list)
     own_routes: dict[int, Tensor] = field(default_factory=dict)
-    teachers: Tensor | None = None  # [rows of the step] which of several teachers each sample has
-    teacher_ids: Tensor | None = None  # [T, K] a teacher's most probable ids in place of each token
-    teacher_logp: Tensor | None = None  # [T, K]
+    teachers: Tensor | None = None
+    teacher_ids: Tensor | None = None
+    teacher_logp: Tensor | None = None
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> MicroBatch:
-        """Build a batch of one sequence `[T]` to be scored, all of it prompt."""
+        """Build a micro-batch of one sequence `[T]` for scoring; no token is trained."""
         return cls.of_sequences([tokens])
 
     @classmethod
     def of_sequences(cls, sequences: Sequence[Tensor]) -> MicroBatch:
-        """Build a batch of sequences `[T_i]` to be scored side by side, all of them prompt."""
+        """Build a micro-batch of sequences, `[T_i]` each, for scoring; no token is trained."""
         tokens = torch.cat(list(sequences))
         n, zeros = len(tokens), torch.zeros(len(tokens))
         return cls(
@@ -212,13 +240,13 @@ class MicroBatch(Batch):
 
     @property
     def sequence_lengths(self) -> list[int]:
-        """Tokens of each sequence, prompt and response."""
+        """Number of tokens of each sequence, prompt and response."""
         lengths: list[int] = self.cu_seqlens.diff().tolist()
         return lengths
 
     @property
     def computed_lengths(self) -> list[int]:
-        """Computed tokens of each sequence."""
+        """Number of computed tokens of each sequence: those that it does not share with its predecessor."""
         lengths = self.sequence_lengths
         return [n - k for n, k in zip(lengths, self.prefixes, strict=True)] if self.prefixes else lengths
 
@@ -229,7 +257,7 @@ class MicroBatch(Batch):
 
     @property
     def response_tokens(self) -> int:
-        """The micro-batch's share of the denominator, fixed before anything else is masked."""
+        """Number of trained tokens according to `mask`; 0 for a copy."""
         return int(self.mask.sum())
 
 
@@ -244,16 +272,27 @@ def pack(
 ) -> list[MicroBatch]:
     """Pack samples into the micro-batches of one rank.
 
-    Every rank gets the same number of micro-batches, because expert all-to-alls run in lockstep. The longest
-    sequence is placed first, always into the cheapest bin with enough space; a sequence of n tokens costs n + n^2 /
-    `crossover` (rlsys.convert.flops). The number of bins is the smallest that suffices and gives each of `dp_size`
-    ranks a multiple of `multiple`, as interleaved pipelines require. Bins of the same index have about the same cost
-    on all ranks. A sample longer than `token_budget` gets a separate bin. A bin without samples becomes a masked
-    copy of the shortest one. The plan depends only on lengths, prompts and sizes, which are equal on all ranks; a
-    rank reads only its own samples.
+    Every rank gets the same number of micro-batches, because expert all-to-alls run in lockstep; it is the smallest
+    possible number. Micro-batches with the same index have about the same cost on all ranks. The assignment depends
+    only on lengths and prompts, which all ranks know: a rank reads only its own samples.
+
+    Args:
+        samples: All samples of the update, in the same order on every rank.
+        token_budget: Maximum number of computed tokens of a micro-batch. A longer sample gets a separate one.
+        dp_rank: This data-parallel rank.
+        dp_size: Number of data-parallel ranks.
+        multiple: The number of micro-batches per rank is a multiple of it, as interleaved pipelines require.
+        crossover: A sequence of n tokens costs n + n^2 / crossover (rlsys.convert.flops).
+        shared: Whether common first tokens are computed once.
+
+    Returns:
+        The micro-batches. One without samples is a masked copy of the shortest sample.
+
+    Raises:
+        ValueError: `samples` is empty.
     """
     if not samples:
-        raise ValueError("pack needs at least one sample")
+        raise ValueError("samples is empty; expected at least one sample")
     lengths = [len(s) for s in samples]
     prefixes = Prefixes.none(lengths) if shared == "no" else Prefixes.of(samples, shared == "by route")
     bins = plan_bins(prefixes, token_budget, dp_rank, dp_size, multiple, crossover)
@@ -267,7 +306,7 @@ def pack(
 
 @dataclass(frozen=True)
 class Packer:
-    """Callable that packs samples for one rank of a layout, see `pack`. Every rank passes the same samples."""
+    """`pack` with the arguments of one rank of a layout."""
 
     token_budget: int
     dp_rank: int
@@ -277,7 +316,7 @@ class Packer:
     shared: PrefixSharing = "no"
 
     def __call__(self, samples: Sequence[TrainSample | LazySample]) -> list[MicroBatch]:
-        """Return this rank's micro-batches."""
+        """Return this rank's micro-batches. Every rank must pass the same samples."""
         return pack(
             samples,
             self.token_budget,
@@ -290,28 +329,25 @@ class Packer:
 
 
 def build(samples: Sequence[TrainSample], shared: PrefixSharing = "no") -> MicroBatch:
-    """Build one micro-batch of all these samples."""
+    """Build one micro-batch that contains all `samples`."""
     prefixes: list[int] = []
     if shared != "no":
         samples, prefixes = _order_by_prefix(samples, shared == "by route")
     lengths = [len(s) for s in samples]
     starts = [0, *accumulate(lengths)]
 
-    def per_token(on_prompt: float, values: Iterable[Values | float], dtype: type[np.generic]) -> Tensor:
-        out = np.full(starts[-1], on_prompt, dtype)
+    def per_token(prompt_value: float, values: Iterable[Values | float], dtype: type[np.generic]) -> Tensor:
+        """Return `[T]`: `prompt_value` at prompts, and each sample's values at its response."""
+        packed = np.full(starts[-1], prompt_value, dtype)
         for s, start, value in zip(samples, starts, values, strict=False):
-            out[start + len(s.prompt_ids) : start + len(s)] = value
-        return torch.from_numpy(out)
+            packed[start + len(s.prompt_ids) : start + len(s)] = value
+        return torch.from_numpy(packed)
 
     tokens = per_token(0, [s.response_ids for s in samples], np.int64)
     for s, start in zip(samples, starts, strict=False):
         tokens[start : start + len(s.prompt_ids)] = torch.tensor(s.prompt_ids)
-    support_at, support_ids = (
-        _support_columns(samples, starts) if any(s.support for s in samples) else (None, None)
-    )
-    teacher_ids, teacher_logp = (
-        _teacher_columns(samples, starts) if all(s.teacher_logprobs for s in samples) else (None, None)
-    )
+    support_at, support_ids = _support_columns(samples, starts)
+    teacher_ids, teacher_logp = _teacher_columns(samples, starts)
     return MicroBatch(
         tokens=tokens,
         support_at=support_at,
@@ -332,50 +368,71 @@ def build(samples: Sequence[TrainSample], shared: PrefixSharing = "no") -> Micro
         transferred=per_token(0, [s.transferred for s in samples], np.bool_)
         if any(s.transferred for s in samples)
         else None,
-        routes=[
-            replace(span, start=start + span.start, end=start + span.end)
-            for s, start in zip(samples, starts, strict=False)
-            for span in s.routes
-        ],
+        routes=_packed_routes(samples, starts),
     )
 
 
+def _packed_routes(samples: Sequence[TrainSample], starts: Sequence[int]) -> list[RouteSpan | LayerRoutes]:
+    """Return the routes at packed positions; sample i starts at token `starts[i]`."""
+    return [
+        replace(span, start=start + span.start, end=start + span.end)
+        for s, start in zip(samples, starts, strict=False)
+        for span in s.routes
+    ]
+
+
 def _order_by_prefix(samples: Sequence[TrainSample], by_route: bool) -> tuple[list[TrainSample], list[int]]:
-    """Order samples so that each shares most with the one before it. Return them and the shared lengths.
+    """Order samples so that each has the most first tokens in common with the one before it.
 
     Response tokens with additional data (experts, sampling masks, teacher log-probs) are not shared, because equal
     tokens can have different data.
+
+    Returns:
+        The ordered samples, and the number of tokens that each shares with the one before it; empty if no tokens are
+        shared.
     """
     tokens = [np.concatenate([s.prompt_ids, np.asarray(s.response_ids)]).astype(np.int64) for s in samples]
     keys = [(s.routed_by, bool(s.routes)) if by_route else () for s in samples]
     limits = [len(s.prompt_ids) if by_route or s.support or s.teacher_logprobs else None for s in samples]
-    order, shared = in_order(tokens, keys, limits)
+    order, shared = order_sequences(tokens, keys, limits)
     return [samples[i] for i in order], shared if any(shared) else []
 
 
-def _support_columns(samples: Sequence[TrainSample], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _support_columns(
+    samples: Sequence[TrainSample], starts: Sequence[int]
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return `support_at` and `support_ids` of the micro-batch; None if no token has a sampling mask.
+
+    Sample i starts at token `starts[i]`.
+    """
+    if not any(s.support for s in samples):
+        return None, None
     parts = [
         (start + len(s.prompt_ids) + rows, ids)
         for s, start in zip(samples, starts, strict=False)
         if s.support
         for rows, ids in [support.decode(s.support, s.response_ids)]
     ]
-    at, ids = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
-    return at, ids
+    tokens, ids = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
+    return tokens, ids
 
 
-def _teacher_columns(samples: Sequence[TrainSample], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return a teacher's ids and log-probs `[T, K]`; 0 at prompts.
+def _teacher_columns(
+    samples: Sequence[TrainSample], starts: Sequence[int]
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return the teacher's ids and log-probs, `[T, K]` each, with 0 at prompts; None if a sample has none.
 
     Raises:
-        RunError: samples have different K.
+        RunError: The samples have different K.
     """
+    if not all(s.teacher_logprobs for s in samples):
+        return None, None
     columns = [teacher_logprobs.decode(s.teacher_logprobs, len(s.response_ids)) for s in samples]
     widths = sorted({ids.shape[1] for ids, _ in columns})
     if len(widths) > 1:
         raise RunError(
             f"teacher log-probs have {widths[0]} ids per token in some samples and {widths[-1]} in others; expected "
-            "one number in a step (algo.teacher.top_k)"
+            "the same number in all samples of a step (algo.teacher.top_k)"
         )
     all_ids = torch.zeros((starts[-1], widths[0]), dtype=torch.int64)
     all_logp = torch.zeros((starts[-1], widths[0]))

@@ -1,7 +1,8 @@
 """Forward and backward passes of one rank's part of a model over packed micro-batches.
 
-Shapes: T tokens of a micro-batch, P of it padded, c context-parallel ranks, V vocabulary. All ranks call every method
-together (collectives), with as many micro-batches.
+All methods are collective, and every rank passes the same number of micro-batches.
+
+Shapes: T tokens of a micro-batch, P tokens after padding, c context-parallel ranks, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ from rlsys.trainer.pack import MicroBatch, Packer, PrefixSharing
 T = TypeVar("T")
 
 LossFn = Callable[[Scores, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(scores with gradient, their micro-batch) -> (sum of token losses, sums for metrics of any shape)."""
+"""(scores with gradient, their micro-batch) -> (sum of the tokens' losses, named sums of any shape for metrics)."""
 ScoresOf = Callable[[Tensor, Share, float], Scores]
 """(last hidden states of a share, the share, temperature) -> scores of the micro-batch's tokens."""
 
 
 @dataclass(frozen=True)
 class Accumulated:
-    """Metrics of the backward passes since the last update.
+    """Metrics of the backward passes since the last update, equal on every rank.
 
-    `sums`: of the loss function, over micro-batches and data-parallel ranks, equal on every rank; `loss_sum` is the
-    loss itself. `padding_share`: padding among the computed tokens. `shared_share`: share of all sequences' tokens
-    that were computed for another sequence.
+    Attributes:
+        sums: Sums of the loss function over all micro-batches and data-parallel ranks. `loss_sum` is the loss.
+        padding_share: Share of padding among the computed tokens.
+        shared_share: Share of all sequences' tokens that were computed for another sequence.
     """
 
     sums: dict[str, Tensor]
@@ -50,7 +52,14 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class AccumulationState:
-    """Counters of the backward passes since the last update, without the gradient; empty if no token was computed."""
+    """Counters of the backward passes since the last update, without the gradient.
+
+    Attributes:
+        sums: Sums of the loss function for each micro-batch, on the last pipeline stage.
+        packed_tokens: Number of tokens of all sequences, without masked copies.
+        real_tokens: Number of those that were computed, which excludes shared tokens.
+        computed_tokens: Number of computed tokens with padding; 0: no backward pass has run.
+    """
 
     sums: list[dict[str, Tensor]] = field(default_factory=list)
     packed_tokens: int = 0
@@ -80,20 +89,25 @@ class Passes:
         Args:
             config: The run's config.
             models: This rank's model chunks.
-            routing: Replay of their routers.
+            routing: Replay in the routers of `models`.
             scores_of: Computes the scores from the last hidden states.
             crossover: Length of a sequence whose attention costs as much as everything else (rlsys.convert.flops).
             device: Device of the model.
-            zero_grad: The optimizer's method, if there is one.
-            prediction: Loss of an MTP layer.
-            by_position: Whether the models' rotary embeddings take positions of tokens in every micro-batch, not
-                only where tokens are shared (rlsys.trainer.model.attention).
+            zero_grad: Clears the gradients of the optimizer.
+            prediction: Loss of the MTP layer; None: no MTP layer is trained.
+            by_position: Whether rotary embeddings need the positions of tokens in every micro-batch, not only in
+                those with shared tokens (rlsys.trainer.model.attention).
             shared: Whether common first tokens of sequences are computed once.
         """
-        self._config, self._models, self._routing = config, list(models), routing
-        self._scores_of, self._zero_grad = scores_of, zero_grad
-        self._device, self._prediction = device, prediction
-        self._multiple, self._cp = token_multiple(config), config.parallel.cp
+        self._config = config
+        self._models = list(models)
+        self._routing = routing
+        self._scores_of = scores_of
+        self._zero_grad = zero_grad
+        self._device = device
+        self._prediction = prediction
+        self._multiple = token_multiple(config)
+        self._cp = config.parallel.cp
         self._equal_lengths = config.equal_lengths
         self._round = config.parallel.pp if config.parallel.vpp > 1 else 1
         self._dp_size = parallel_state.get_data_parallel_world_size()
@@ -104,52 +118,63 @@ class Passes:
         self._packed_tokens = self._real_tokens = self._computed_tokens = 0
 
     def logprobs(self, batch: list[MicroBatch], temperature: float | None = None) -> list[Tensor]:
-        """Return the log-prob of each token given its predecessors, `[T]` per micro-batch; 0 at a first token.
+        """Return the log-prob of each token, `[T]` per micro-batch; 0 at the first token of a sequence.
 
-        The default temperature is the rollout's, at which the engine's log-prob is mu.
+        Args:
+            batch: This rank's micro-batches.
+            temperature: Sampling temperature; None: rollout.temperature, at which the engine computed mu.
         """
         return [scores.logp for scores in self.score(batch, temperature)]
 
     def score(self, batch: list[MicroBatch], temperature: float | None = None) -> list[Scores]:
-        """Score each micro-batch in a forward pass without gradient. The scores are on the micro-batch's device."""
-        t = self._config.rollout.temperature if temperature is None else temperature
+        """Score each micro-batch in a forward pass without gradient. The scores are on the micro-batch's device.
+
+        `temperature`: see `logprobs`.
+        """
+        sampling_temperature = self._config.rollout.temperature if temperature is None else temperature
 
         def score_micro(hidden: Tensor, share: Share, micro: MicroBatch) -> Scores:
-            return self._scores_of(hidden, share, t)
+            return self._scores_of(hidden, share, sampling_temperature)
 
         for model in self._models:
             model.eval()
-        # An interleaved pipeline takes rounds of micro-batches; results of the padding in the last one are dropped.
+        # An interleaved pipeline processes rounds of micro-batches. Copies pad the last round; their results are
+        # dropped.
         padded = [*batch, *[batch[-1]] * (-len(batch) % self._round)]
         with torch.no_grad():
             results = self._schedule(score_micro, padded, forward_only=True)[: len(batch)]
         for model in self._models:
             model.train()
-        out = from_last_stage([scores.to(torch.device("cpu")) for scores in results])
-        return [scores.to(micro.tokens.device) for scores, micro in zip(out, batch, strict=True)]
+        host_scores = from_last_stage([scores.to(torch.device("cpu")) for scores in results])
+        return [scores.to(micro.tokens.device) for scores, micro in zip(host_scores, batch, strict=True)]
 
     def accumulate(
         self, batch: list[MicroBatch], loss_fn: LossFn, weight: float = 1.0, prediction_weight: float = 1.0
     ) -> None:
-        """Run forward and backward passes of this rank's micro-batches; their number must be equal on all ranks.
+        """Run forward and backward passes, and add the gradient to that of the next update.
 
-        The gradient of `weight` * loss is added to the gradient of the next update, and with multi-token prediction
-        that of `prediction_weight` times its loss. Weights are not changed.
+        Args:
+            batch: This rank's micro-batches.
+            loss_fn: Computes the loss sum of a micro-batch.
+            weight: Factor of the loss.
+            prediction_weight: Factor of the loss of multi-token prediction.
         """
-        t = self._config.rollout.temperature
+        temperature = self._config.rollout.temperature
         if not self._computed_tokens:  # the first since the last update
             for model in self._models:
                 model.zero_grad_buffer()
             self._zero_grad()
 
         def loss(hidden: Tensor, share: Share, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            total, sums = loss_fn(self._scores_of(hidden, share, t), micro)
-            unused = torch.zeros((), dtype=torch.int, device=self._device)
-            weighed, sums = total * weight if weight != 1.0 else total, {**sums, "loss_sum": total.detach()}
+            loss_sum, sums = loss_fn(self._scores_of(hidden, share, temperature), micro)
+            sums = {**sums, "loss_sum": loss_sum.detach()}
+            total = loss_sum * weight if weight != 1.0 else loss_sum
             if self._prediction is not None:
-                mtp_loss, counts = self._prediction.loss(share, micro)
-                weighed, sums = weighed + mtp_loss * prediction_weight, sums | counts
-            return weighed, unused, sums
+                mtp_loss, mtp_sums = self._prediction.loss(share, micro)
+                total = total + mtp_loss * prediction_weight
+                sums |= mtp_sums
+            unused_token_count = torch.zeros((), dtype=torch.int, device=self._device)
+            return total, unused_token_count, sums
 
         self._sums += self._schedule(loss, batch, forward_only=False)
         real = [m for m in batch if not m.copy]
@@ -162,7 +187,7 @@ class Passes:
         return self._computed_tokens > 0
 
     def take_accumulated(self) -> Accumulated:
-        """Return the accumulated metrics, summed over all ranks in float64, and reset them."""
+        """Return the metrics since the last update, with sums over all ranks in float64, and reset the counters."""
         state = self.exchange(AccumulationState())
         micro_sums = state.sums
         counts = torch.tensor([state.packed_tokens, state.real_tokens, state.computed_tokens])
@@ -174,7 +199,10 @@ class Passes:
         return Accumulated(from_last_stage(sums), 1 - real / computed, 1 - real / max(1, packed))
 
     def exchange(self, state: AccumulationState) -> AccumulationState:
-        """Continue from `state` and return the previous state. The caller exchanges the gradients."""
+        """Replace the counters by `state` and return the previous ones.
+
+        The gradient buffers do not change: the caller must replace their content, too.
+        """
         previous = AccumulationState(
             self._sums, self._packed_tokens, self._real_tokens, self._computed_tokens
         )
@@ -183,7 +211,7 @@ class Passes:
         return previous
 
     def sum_over_dp(self, value: Tensor) -> Tensor:
-        """Return the sum over the ranks that hold other sequences, on the device of `value`."""
+        """Return the sum of `value` over data-parallel ranks, on the device of `value`."""
         if self._dp_size == 1:
             return value
         total = value.to(self._device, copy=True)
@@ -199,7 +227,13 @@ class Passes:
     ) -> list[Any]:
         """Run Megatron's pipeline schedule over the micro-batches.
 
-        Returns the results of `finish(hidden, share, micro)`; empty on all stages but the last.
+        Args:
+            finish: (last hidden states, share of this rank, micro-batch) -> result of a micro-batch.
+            batch: This rank's micro-batches.
+            forward_only: Whether there is no backward pass.
+
+        Returns:
+            The results of `finish`; empty on all pipeline stages but the last.
         """
         length = self._common_length(batch)
         cp_group = parallel_state.get_context_parallel_group()
@@ -239,7 +273,7 @@ class Passes:
         return results
 
     def _common_length(self, batch: list[MicroBatch]) -> int:
-        """Return the longest padded length over all ranks' micro-batches if they are padded to it; else 0."""
+        """Return the length to which the micro-batches of all ranks are padded; 0 if their lengths may differ."""
         if not self._equal_lengths:
             return 0
         local_length = max(sum(padded_lengths(m.computed_lengths, self._multiple, self._cp)) for m in batch)
@@ -249,10 +283,10 @@ class Passes:
 
 
 def from_last_stage(value: T) -> T:
-    """Broadcast `value` of the last pipeline stage to all stages. Tensors in it must be on the CPU."""
+    """Return the `value` of the last pipeline stage on all stages. Its tensors must be on the CPU. Collective."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, parallel_state.get_pipeline_model_parallel_last_rank(), group)
-    return box[0]
+    values = [value]
+    dist.broadcast_object_list(values, parallel_state.get_pipeline_model_parallel_last_rank(), group)
+    return values[0]

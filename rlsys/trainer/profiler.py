@@ -15,7 +15,10 @@ FOLDER = "profiles"
 
 
 class StepProfiler:
-    """Writer of `run.profile`: RUN/profiles/step-000003-rank-0.json.gz for each recorded step of this rank."""
+    """Writer of the traces that `run.profile` selects, for this rank.
+
+    The trace of step 3 on rank 0 is RUN/profiles/step-000003-rank-0.json.gz.
+    """
 
     def __init__(self, config: Config, rank: int) -> None:
         section = config.run.profile
@@ -24,7 +27,7 @@ class StepProfiler:
 
     @contextmanager
     def record(self, step: int) -> Iterator[None]:
-        """Record what runs in this context, if the step is chosen. A step that fails leaves no file."""
+        """Return a context that traces its body if run.profile selects the step. An error leaves no file."""
         if step not in self._steps:
             yield
             return

@@ -1,4 +1,4 @@
-"""Metrics of a run on trainer rank 0: metrics.jsonl, with a `warning` line for each detected symptom."""
+"""Writer of a run's metrics.jsonl on trainer rank 0, with a `warning` line for each detected symptom."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from rlsys.obs.symptoms import SymptomMonitor
 from rlsys.segments.records import SegmentReader
 
 SAMPLES = 3
-"""Number of samples in a warning, each of another group."""
+"""Maximum number of samples in a warning, each from a different group."""
 _CHARACTERS = 1200
-"""Maximum length of a text; the middle of a longer text is removed."""
+"""Maximum number of characters of a text in a warning; the middle of a longer text is removed."""
 
 
 class Recorder:
-    """The only writer of a run's metrics while it trains; `steps_done` are the steps of earlier sessions."""
+    """The only writer of a run's metrics while the run trains."""
 
     def __init__(self, config: Config, steps_done: int) -> None:
+        """Open the metrics. `steps_done`: number of steps of the loaded checkpoint."""
         self._config = config
         self._metrics = MetricsWriter(config.run.dir, resume_step=steps_done)
         steps, evals = list[dict[str, Any]](), list[dict[str, Any]]()
-        if steps_done:  # lines of earlier sessions, up to the checkpoint of this one
+        if steps_done:
             earlier = read_metrics(config.run.dir)
-            steps, evals = (
-                [e for e in kind if e["step"] <= steps_done] for kind in (earlier.steps, earlier.evals)
-            )
-        self._watch = SymptomMonitor(steps, evals, config.rollout.max_staleness)
+            steps = [entry for entry in earlier.steps if entry["step"] <= steps_done]
+            evals = [entry for entry in earlier.evals if entry["step"] <= steps_done]
+        self._monitor = SymptomMonitor(steps, evals, config.rollout.max_staleness)
         self._groups: Sequence[SampleGroup] = ()
         self._spans = SpanSender(config.run.dir, "trainer") if config.run.spans else None
 
     def write(self, kind: str, step: int, **values: object) -> None:
+        """Write a line of metrics, and a `warning` line for each symptom that it reveals. Send the step's spans."""
         entry = self._metrics.write(kind, step, **values, **mismatch_quantiles(values))
         if self._spans is not None and kind == "step":
             trained = [s for g in self._groups for s in g.samples]
@@ -45,14 +46,14 @@ class Recorder:
             self._spans.close()
         if kind not in ("step", "eval"):
             return
-        for symptom in self._watch.add(entry):
+        for symptom in self._monitor.add(entry):
             decode = Tokenizer.of(self._config).decode
             with SegmentReader(self._config.run.dir) as segments:
                 samples = samples_for_warning(symptom.name, self._groups, decode, segments.load)
             self._metrics.write("warning", step, **symptom.entry(), samples=samples)
 
     def show(self, groups: Sequence[SampleGroup]) -> None:
-        """Set the groups whose samples the next warnings show: those of the current step."""
+        """Set the groups of the current step; the following warnings show samples of these groups."""
         self._groups = groups
 
 
@@ -62,9 +63,14 @@ def samples_for_warning(
     decode: Callable[[Sequence[int]], str],
     load: Callable[[Sample], Sample],
 ) -> list[dict[str, Any]]:
-    """Select the most relevant sample of a few groups: a truncated one for lengths, the best one for rewards.
+    """Return the samples that illustrate a symptom, at most one per group and SAMPLES in all.
 
-    `load` gives a sample its tokens.
+    Args:
+        symptom: Name of the symptom. `at_the_cap` selects truncated samples, `held_out_falls` those with the highest
+            rewards.
+        groups: Groups of the step.
+        decode: Returns the text of token ids.
+        load: Returns a sample with its tokens.
     """
 
     def relevance(sample: Sample) -> float:

@@ -1,11 +1,11 @@
 """Swap of adapter sets in one trainer, each with its optimizer state and its accumulated gradient.
 
-The trainer has one model and one set at a time: before a pass of another tenant the current set is saved and the
-tenant's set is loaded. The saved state contains everything that training depends on, so that each tenant trains as
-with an exclusive trainer.
+The trainer has one model and one adapter set at a time. Before a pass of another tenant, the current set is saved and
+the tenant's set is loaded. The saved state contains everything that training depends on, so that the results of a
+tenant do not depend on other tenants.
 
-Factors are identified by PEFT's names. The optimizer holds each as a flat range of float32 (its shard); with one
-data-parallel rank that is the whole factor.
+Factors have PEFT's names. The optimizer stores each factor as a flat float32 tensor, its shard; with one
+data-parallel rank, the shard is the whole factor.
 """
 
 from __future__ import annotations
@@ -27,15 +27,19 @@ from rlsys.trainer.passes import AccumulationState
 from rlsys.trainer.trainer import Trainer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state of each number, by torch's names."""
+"""AdamW's moments of each parameter, by torch's names."""
 
 
 @dataclass
 class AdapterState:
-    """State of one adapter set.
+    """State of one adapter set, in host memory.
 
-    `weights`: float32, by PEFT's names; `moments`: the same for each of MOMENTS, empty before the first update.
-    `accumulation`, `gradients`: of the backward passes since the last update; `gradients` is empty without any.
+    Attributes:
+        weights: Float32 factors, by PEFT's names.
+        moments: Moments of the factors, by MOMENTS and PEFT's names; empty before the first update.
+        updates: Number of optimizer updates.
+        accumulation: Counters of the backward passes since the last update.
+        gradients: Content of the gradient buffers; empty if no backward pass has run since the last update.
     """
 
     weights: dict[str, Tensor]
@@ -51,7 +55,7 @@ class AdapterState:
         return all(bool(value.isfinite().all()) for values in groups for value in values.values())
 
     def to_bytes(self) -> bytes:
-        """Serialise as a safetensors file, without the accumulated gradient."""
+        """Serialise weights, moments and number of updates as a safetensors file."""
         tensors = {f"weight/{name}": value.contiguous() for name, value in self.weights.items()}
         for moment, values in self.moments.items():
             tensors |= {f"{moment}/{name}": value.contiguous() for name, value in values.items()}
@@ -59,7 +63,7 @@ class AdapterState:
 
     @classmethod
     def read(cls, data: bytes, *, optimizer: bool = True) -> AdapterState:
-        """Read the output of `to_bytes`; without `optimizer` the optimizer state is empty."""
+        """Parse the output of `to_bytes`. `optimizer`: whether to include moments and number of updates."""
         groups: dict[str, dict[str, Tensor]] = {"weight": {}}
         for key, value in load(data).items():
             kind, _, name = key.partition("/")
@@ -69,14 +73,14 @@ class AdapterState:
 
 
 def _updates(data: bytes) -> int:
-    """Read the number of updates from the header: its length in 8 bytes, then JSON."""
+    """Read the number of updates from the header of a safetensors file: 8 bytes with its length, then JSON."""
     size = int.from_bytes(data[:8], "little")
     return int(json.loads(data[8 : 8 + size])["__metadata__"]["updates"])
 
 
 @dataclass(frozen=True)
 class _FactorSlot:
-    """One factor: its parameter, and the optimizer that updates it through the flat float32 `main`."""
+    """One factor of the trainer. `optimizer` updates the flat float32 tensor `main`, a copy of `parameter`."""
 
     name: str
     parameter: Tensor
@@ -85,24 +89,28 @@ class _FactorSlot:
 
 
 class Resident:
-    """Owner of the adapter set in the trainer.
+    """Owner of the current adapter set in the trainer.
 
     Raises:
-        UserError: the trainer has no adapters, or several data-parallel ranks, which share the optimizer's state.
+        UserError: The trainer has no adapters, or several data-parallel ranks, which would shard the optimizer state.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         if trainer.adapters is None:
-            raise UserError("trainer.lora: expected adapters; without them tenants would share one model")
-        if parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
-            raise UserError("parallel: several tenants are supported with one data-parallel rank only")
+            raise UserError(
+                "trainer.lora is not set; expected adapters, because tenants share the base model"
+            )
+        if (ranks := parallel_state.get_data_parallel_world_size(with_context_parallel=True)) > 1:
+            raise UserError(
+                f"parallel has {ranks} data-parallel and context-parallel ranks; expected 1 with tenants"
+            )
         self._trainer = trainer
         self._lora = trainer.adapters
         self._slots = list(_factor_slots(trainer))
         self._buffers = [b for m in trainer.models for b in (*m.buffers, *m.expert_parallel_buffers)]
 
     def first(self, seed: int) -> AdapterState:
-        """Initialise the adapters of a new tenant like PEFT: A random, B zeros."""
+        """Return the initial adapters of a new tenant, as in PEFT: A is random, B is 0."""
         weights = {}
         for name, entry, parameter in self._lora.named_factors():
             full = first_a(entry, seed) if "lora_A" in name else None
@@ -112,19 +120,12 @@ class Resident:
 
     @torch.no_grad()
     def enter(self, state: AdapterState) -> None:
-        """Replace the current set.
+        """Load `state` in place of the current set.
 
         Raises:
-            RunError: the set has other factors than the model.
+            RunError: The factors of `state` do not fit the model.
         """
-        wrong = {p.name for p in self._slots} ^ state.weights.keys()
-        for slot in self._slots:
-            if slot.name not in wrong and state.weights[slot.name].shape != slot.parameter.shape:
-                wrong.add(slot.name)
-        if wrong:
-            raise RunError(
-                f"adapters of another model or LoRA rank: {min(wrong)} and {len(wrong) - 1} more factors do not fit"
-            )
+        self._check_factors(state.weights)
         for slot in self._slots:
             value = state.weights[slot.name].to(slot.main.device)
             slot.main.copy_(value.reshape(-1))
@@ -141,6 +142,20 @@ class Resident:
         for buffer, gradient in zip(self._buffers, state.gradients, strict=False):
             buffer.grad_data.copy_(gradient)
         self._trainer.passes.exchange(state.accumulation)
+
+    def _check_factors(self, weights: dict[str, Tensor]) -> None:
+        """Raise RunError unless the factors have the names and shapes of the model's."""
+        wrong = {slot.name for slot in self._slots} ^ weights.keys()
+        wrong |= {
+            slot.name
+            for slot in self._slots
+            if slot.name not in wrong and weights[slot.name].shape != slot.parameter.shape
+        }
+        if wrong:
+            raise RunError(
+                f"adapters of another model or LoRA rank: {len(wrong)} factors do not fit the model and "
+                f"trainer.lora.rank, first: {min(wrong)}"
+            )
 
     @property
     def has_gradient(self) -> bool:
@@ -162,7 +177,7 @@ class Resident:
                     flat = optimizer_state[moment].detach().to("cpu", copy=True)
                     moments.setdefault(moment, {})[slot.name] = flat.view(slot.parameter.shape)
         return AdapterState(
-            {p.name: p.main.detach().to("cpu", copy=True).view(p.parameter.shape) for p in self._slots},
+            {s.name: s.main.detach().to("cpu", copy=True).view(s.parameter.shape) for s in self._slots},
             moments,
             self._updates() if moments else 0,
             accumulation,
@@ -170,9 +185,9 @@ class Resident:
         )
 
     def _updates(self) -> int:
-        """Read the number of updates.
+        """Read the number of updates from the optimizer.
 
-        Torch's AdamW stores it per parameter, Apex and Transformer Engine per group.
+        Torch's AdamW stores it per parameter; Apex and Transformer Engine store it per group.
         """
         slot = self._slots[0]
         optimizer_state = slot.optimizer.state[slot.main]
@@ -191,10 +206,10 @@ class Resident:
 
 
 def _factor_slots(trainer: Trainer) -> Iterator[_FactorSlot]:
-    """Iterate over the factors.
+    """Iterate over the trainer's factors.
 
     Raises:
-        RunError: a factor has no optimizer.
+        RunError: No optimizer updates a factor.
     """
     slots: dict[int, tuple[Tensor, torch.optim.Optimizer]] = {}
     for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):

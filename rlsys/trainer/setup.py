@@ -25,7 +25,7 @@ log = logging.getLogger("rlsys.trainer")
 
 
 def local_device() -> torch.device:
-    """Return the device of this rank."""
+    """Return the CUDA device with the index LOCAL_RANK, or the CPU without CUDA."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -35,10 +35,11 @@ def init_distributed(config: Config) -> torch.device:
     """Create the process groups of `config.parallel` (NCCL, or gloo without CUDA) and set the seeds.
 
     Returns:
-        this rank's device.
+        This rank's device.
 
     Raises:
-        UserError: the layout needs another number of ranks, or `model.fp8` needs other hardware.
+        UserError: The number of ranks is not that of the layout, or `model.fp8` does not support this device.
+        RuntimeError: This process already has a layout.
     """
     cuda = torch.cuda.is_available()
     check_device(config, torch.cuda.get_device_capability() if cuda else None, have_transformer_engine())
@@ -48,18 +49,14 @@ def init_distributed(config: Config) -> torch.device:
     else:
         torch.set_num_threads(1)  # results must not depend on the number of cores
     if not dist.is_initialized():
-        rank, world = (
-            int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))
-        )
-        store = store_of_ranks(rank, world)
-        dist.init_process_group(backends(cuda), store=store, rank=rank, world_size=world)
+        _join_job(cuda)
     p = config.parallel
     if dist.get_world_size() != p.world_size:
         raise UserError(f"parallel needs {p.world_size} ranks, but {dist.get_world_size()} were started")
     if parallel_state.is_initialized():
         raise RuntimeError("this process already has a trainer's layout; close that trainer first")
     with ExitStack() as undo:
-        undo.callback(leave_layout)  # Megatron-Core keeps the groups of a layout that it could not complete
+        undo.callback(leave_layout)  # after an error, Megatron-Core keeps the groups that it has created
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=p.tp,
             pipeline_model_parallel_size=p.pp,
@@ -74,8 +71,15 @@ def init_distributed(config: Config) -> torch.device:
     return device
 
 
+def _join_job(cuda: bool) -> None:
+    """Create the default group of the ranks in RANK and WORLD_SIZE."""
+    rank = int(os.environ.get("RANK", "0"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    dist.init_process_group(backends(cuda), store=store_of_ranks(rank, world), rank=rank, world_size=world)
+
+
 def backends(cuda: bool) -> str:
-    """Return torch's backends: NCCL for tensors on a GPU, gloo for host memory and pickled objects.
+    """Return the value of `backend` for torch's default group: NCCL for GPU tensors, gloo for host memory.
 
     With NCCL alone, torch would copy pickled objects into GPU memory on every rank.
     """
@@ -83,7 +87,7 @@ def backends(cuda: bool) -> str:
 
 
 def log_missing_libraries() -> None:
-    """Warn about GPU libraries that are not installed; on a CPU none of them could run."""
+    """Log a warning for each GPU library that is not installed. Without CUDA, log none: they all need a GPU."""
     for module, name, fallback in (
         ("transformer_engine", "Transformer Engine", "megatron-core's local layers"),
         ("amp_C", "Apex", "torch's AdamW and gradient norm"),
@@ -95,8 +99,8 @@ def log_missing_libraries() -> None:
 def leave_layout() -> None:
     """Destroy the parallel groups, so that the same processes can create another layout.
 
-    The default group stays: gloo hangs if the same ranks create it a second time. The others are destroyed here,
-    because Megatron-Core only drops its references, and every gloo group has a polling thread.
+    The default group remains: gloo hangs if the same ranks create it a second time. Megatron-Core only drops its
+    references to the other groups, whose gloo threads would continue to poll.
     """
     for group in parallel_state._global_process_group_list or []:
         if group is not None:  # None stands for the default one
@@ -105,40 +109,44 @@ def leave_layout() -> None:
 
 
 def leave_job() -> None:
-    """Leave the default group at the end of a rank's work.
+    """Destroy the default group at the end of a rank's work.
 
-    gloo's threads may otherwise abort a process that exits (once in 12 exits of a test with two ranks).
+    Otherwise gloo's threads sometimes abort the process while it exits (once in 12 exits of a test with two ranks).
     """
     dist.destroy_process_group()
 
 
 def data_parallel(chunks: Chunks, overlap: bool) -> list[DistributedDataParallel]:
-    """Wrap the chunks with their gradient buffers.
+    """Wrap each chunk in Megatron's DDP, which owns its gradient buffers.
 
     Parameters are gathered right after the update, not layer by layer in the next forward pass, because the push to
     the engines needs them.
+
+    Args:
+        chunks: This rank's model chunks.
+        overlap: Whether gradients are reduced during the backward pass of the last micro-batch.
     """
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
     )
     models = [DistributedDataParallel(chunks.config, ddp, module) for module in chunks.modules]
-    if overlap:  # only the last micro-batch's backward pass may reduce
+    if overlap:  # the other micro-batches must not reduce gradients
         no_syncs = [model.no_sync for model in models]
         chunks.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
     return models
 
 
 def offloads(config: Config) -> bool:
-    """Return whether optimizer state is moved from the GPU to host memory; False without a GPU.
+    """Return whether the optimizer state is in host memory instead of GPU memory; False without a GPU.
 
     Raises:
-        UserError: megatron's offloading needs Transformer Engine, which is not installed.
+        UserError: Transformer Engine, which megatron's offloading needs, is not installed.
     """
     offload = config.trainer.offload_optimizer > 0 and torch.cuda.is_available()
     if offload and not have_transformer_engine():
         raise UserError(
             f"trainer.offload_optimizer = {config.trainer.offload_optimizer:g} needs Transformer Engine, which is "
-            "not installed: without it, megatron-core 0.16.1 offloads no state that a resume can load"
+            "not installed; expected 0: without it, megatron-core 0.16.1 cannot resume with an offloaded state"
         )
     return offload
 
@@ -160,8 +168,8 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         params_dtype=getattr(torch, config.model.dtype),
         use_distributed_optimizer=True,
         optimizer_cpu_offload=offload,
-        # The float32 weights are then in host memory with the state. Without it they stay on the GPU, are missing in
-        # a checkpoint's state, and the checkpoint cannot be loaded.
+        # Moves the float32 weights to host memory with the state. Otherwise they would stay on the GPU and be missing
+        # in checkpoints, which then could not be loaded.
         use_precision_aware_optimizer=offload,
         optimizer_offload_fraction=t.offload_optimizer if offload else 0.0,
         overlap_cpu_optimizer_d2h_h2d=offload,

@@ -34,7 +34,12 @@ from rlsys.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class TeacherScores(Scores):
-    """A teacher's most probable `ids` at each token, or the token itself, and their `logprobs`, `[T, K]`."""
+    """Scores of a teacher, `[T, K]` each.
+
+    Attributes:
+        ids: The teacher's most probable ids at each token; with algo.teacher.top_k = 0 the token itself.
+        logprobs: The teacher's log-probs of `ids`.
+    """
 
     ids: Tensor | None = None
     logprobs: Tensor | None = None
@@ -44,7 +49,7 @@ class Teacher:
     """One teacher, without gradients and optimizer.
 
     Raises:
-        UserError: its folder or the layout does not fit.
+        UserError: The model in `folder` does not fit the layout or the policy's vocabulary.
     """
 
     def __init__(self, policy: Trainer, section: TeacherSection, folder: Path) -> None:
@@ -58,7 +63,7 @@ class Teacher:
         for _, parameter in chunks.named_parameters():
             parameter.requires_grad_(False)
         self._output = chunks.output_layer(hf.vocab_size)
-        routing = Routing(chunks.modules, hf.layers, "off")  # it selects its own experts
+        routing = Routing(chunks.modules, hf.layers, "off")  # no route belongs to a teacher's experts
         self._passes = Passes(
             config, chunks.modules, routing, self._scores, crossover_length(hf), device,
             by_position=rotates_by_position(config, hf),
@@ -71,7 +76,7 @@ class Teacher:
             yield scores
 
     def _scores(self, hidden: Tensor, share: Share, temperature: float) -> TeacherScores:
-        """Compute the scores from the last hidden states."""
+        """Compute the scores from the last hidden states `[P / c or P / (c tp), 1, H]`."""
         assert self._output is not None, "only the last pipeline stage computes scores"
 
         def score_rows(logits: Tensor, rows: slice) -> dict[str, Tensor]:
@@ -108,9 +113,9 @@ def _gather_all(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 class Teachers:
-    """All teachers of `algo.teacher`: that of `path` first, then those of `by_source`.
+    """All teachers of `algo.teacher`: the one in `path` first, then those in `by_source`.
 
-    A folder that is named twice is loaded once.
+    A folder that occurs several times is loaded once.
     """
 
     def __init__(self, policy: Trainer) -> None:
@@ -123,7 +128,7 @@ class Teachers:
         }
 
     def index_of(self, source: str) -> int:
-        """Return the index of the teacher for prompts of this source."""
+        """Return the index in `models` of the teacher for prompts of this source."""
         return self._index_by_source.get(source, 0)
 
     def score(self, batches: Sequence[list[MicroBatch]]) -> None:
@@ -145,6 +150,7 @@ class Teachers:
 
 
 def _select_rows(is_taught: Tensor, new: Tensor | None, previous: Tensor | None) -> Tensor:
+    """Return the rows of `new` where `is_taught` `[T, 1]`, else those of `previous`, `[T, K]`."""
     assert new is not None and previous is not None
     return torch.where(is_taught, new, previous)
 

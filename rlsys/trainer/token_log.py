@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,10 @@ from rlsys.trainer.trainer import Trainer
 
 
 class MicroBatchRecord(NamedTuple):
-    """Results of one micro-batch of T tokens and S sequences, on the CPU. Ranks without logits record nothing."""
+    """Results of one micro-batch of T tokens and S sequences, on the CPU.
+
+    Only ranks of the last pipeline stage, which compute logits, have records.
+    """
 
     samples: Sequence[Sample]
     """The whole sample table."""
@@ -24,35 +27,32 @@ class MicroBatchRecord(NamedTuple):
     sequence_index: list[int]
     """Index of each sequence within its sample."""
     cu_seqlens: list[int]
-    """[S + 1]."""
+    """[S + 1], first token of each sequence, and T."""
     logp: Tensor | None
-    """[T] under the weights at the start of the step; None: unknown, because the weights have moved."""
+    """[T], log-probs under the weights at the start of the step; None: unknown."""
     advantages: Tensor | None
-    """[T], as used by the loss."""
+    """[T], the advantages in the loss."""
 
 
 def write_token_log(trainer: Trainer, train_batch: TrainBatch, records: Sequence[MicroBatchRecord]) -> None:
-    """Write the records of the step's logged groups on rank 0. Collective."""
+    """Write the records of up to rollout.keep_groups groups of the step on rank 0. Collective.
+
+    A sample's record covers its first sequence.
+    """
     max_groups = trainer.config.rollout.keep_groups
     if not max_groups:
         return
     group_ids = readable_groups((g.group_id for g in train_batch.groups), max_groups)
-    local_records: dict[int, tuple[bytes, bytes]] = {}
-    for record in records:
-        for row, index, end in zip(record.rows, record.sequence_index, record.cu_seqlens[1:], strict=True):
-            if (sample := record.samples[row]).group_id in group_ids and not index:
-                tokens = slice(end - sample.tokens, end)
-                local_records[sample.sample_id] = (
-                    _floats(record.logp, tokens),
-                    _floats(record.advantages, tokens),
-                )
+    local_records = _sample_floats(records, group_ids)
     stage_records = {
-        i: token_records for part in trainer.gather_dp(local_records) for i, token_records in part.items()
+        sample_id: floats
+        for rank_records in trainer.gather_dp(local_records)
+        for sample_id, floats in rank_records.items()
     }
     token_records = from_last_stage(stage_records)
     if trainer.is_main:
         samples = [s for g in train_batch.groups if g.group_id in group_ids for s in g.samples]
-        figures = {
+        records_by_sample = {
             s.sample_id: TokenRecord(
                 np.array(s.response_ids, dtype="<i4").tobytes(),
                 to_floats(s.mu),
@@ -60,10 +60,24 @@ def write_token_log(trainer: Trainer, train_batch: TrainBatch, records: Sequence
             )
             for s in map(trainer.segments.load, samples)
         }
-        write_records(trainer.config.run.dir, train_batch.train_step, figures)
+        write_records(trainer.config.run.dir, train_batch.train_step, records_by_sample)
+
+
+def _sample_floats(
+    records: Sequence[MicroBatchRecord], group_ids: Collection[int]
+) -> dict[int, tuple[bytes, bytes]]:
+    """Encode the log-probs and the advantages of the first sequence of each logged sample, by sample id."""
+    floats: dict[int, tuple[bytes, bytes]] = {}
+    for record in records:
+        for row, index, end in zip(record.rows, record.sequence_index, record.cu_seqlens[1:], strict=True):
+            sample = record.samples[row]
+            if sample.group_id in group_ids and not index:
+                tokens = slice(end - sample.tokens, end)
+                floats[sample.sample_id] = _floats(record.logp, tokens), _floats(record.advantages, tokens)
+    return floats
 
 
 def _floats(values: Tensor | None, tokens: slice) -> bytes:
-    """Return the values of these tokens; NaN without values."""
-    row = [np.nan] * (tokens.stop - tokens.start) if values is None else values[tokens].float().tolist()
-    return to_floats(row)
+    """Encode the values of these tokens; NaN if `values` is None."""
+    floats = [np.nan] * (tokens.stop - tokens.start) if values is None else values[tokens].float().tolist()
+    return to_floats(floats)

@@ -1,7 +1,6 @@
 """The trainer: one object per rank, built from the config, that owns model, optimizer and checkpoints.
 
-Shapes: P padded tokens of a micro-batch, c context-parallel ranks, V vocabulary. All ranks call every method together
-(collectives).
+All methods are collective: every rank calls them in the same order.
 """
 
 from __future__ import annotations
@@ -58,13 +57,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Loss (sum over all ranks / denominator), gradient norm before clipping, and the loss function's sums.
+    """Result of one optimizer update.
 
-    `routing`: metrics of replay and expert load (rlsys.trainer.model.routing), empty for a dense model.
-    `padding_share`: padding among the computed tokens. `shared_share`: share of all sequences' tokens that were
-    computed for another sequence (rlsys.trainer.prefixes). `skipped`: the gradient was not finite, and the weights
-    are unchanged. `without_gradient`: no token has a gradient, and the weights are unchanged. `prediction`: metrics
-    of multi-token prediction (rlsys.trainer.model.mtp), empty if it is not trained.
+    Attributes:
+        loss: Sum of the loss over all ranks, divided by the denominator.
+        grad_norm: Norm of the gradient before clipping.
+        sums: Sums of the loss function over all ranks.
+        routing: Metrics of replay and expert load (rlsys.trainer.model.routing); empty for a dense model.
+        padding_share: Share of padding among the computed tokens.
+        skipped: Whether the gradient was not finite, so that the weights are unchanged.
+        without_gradient: Whether no token had a gradient, so that the weights are unchanged.
+        shared_share: Share of all sequences' tokens that were computed for another sequence
+            (rlsys.trainer.prefixes).
+        prediction: Metrics of multi-token prediction (rlsys.trainer.model.mtp); empty if it is not trained.
     """
 
     loss: float
@@ -79,10 +84,16 @@ class UpdateResult:
 
 
 def learning_rate(t: TrainerConfig, step: int, schedule: Schedule, end: float) -> float:
-    """Return the learning rate of the 1-based `step`.
+    """Return the learning rate of a step.
 
-    It rises from t.lr_start times t.lr to t.lr over the warm-up steps, then follows `schedule` down to `end` times
-    t.lr at t.steps. The first step after the warm-up has the full rate.
+    The rate rises from t.lr_start * t.lr to t.lr during the warm-up. The first step after the warm-up has the full
+    rate. Then the rate follows the schedule down to end * t.lr at step t.steps.
+
+    Args:
+        t: The config's trainer section.
+        step: Number of the step, from 1.
+        schedule: Shape of the decay.
+        end: Final rate as a share of t.lr.
     """
     if step <= t.warmup_steps:
         return t.lr * (t.lr_start + (1 - t.lr_start) * step / t.warmup_steps)
@@ -96,18 +107,21 @@ def learning_rate(t: TrainerConfig, step: int, schedule: Schedule, end: float) -
 class Trainer:
     """Owner of the model, its optimizer and its checkpoints on one rank.
 
-    `signals` (of rlsys.algo.plugin.NEEDS) are the scores besides log-probs: `entropy`, `values` (builds a value head,
-    unless `algo.critic` is given). `ref` keeps a copy of this rank's first weights in host memory. `owner`: see
-    Checkpoints. `candidates`: see rlsys.algo.sft.imitation.
+    Args:
+        config: The run's config.
+        signals: Required signals besides log-probs, names of rlsys.algo.plugin.NEEDS. `values` adds a value head
+            unless `algo.critic` is set; `ref` keeps a copy of this rank's initial weights in host memory.
+        owner: See Checkpoints.
+        candidates: See rlsys.trainer.logprobs.Scoring.
 
     Raises:
-        UserError: the layout or the model folder does not fit; see rlsys.trainer.model.model.
+        UserError: The layout does not fit the model or the number of ranks, or the model folder is invalid.
     """
 
     critic: Trainer | None = None
-    """A value model of this policy, see rlsys.trainer.critic."""
+    """The policy's critic (rlsys.trainer.critic); None: the policy has none."""
     teacher: object | None = None
-    """A frozen model with which the policy is compared, see rlsys.trainer.teacher."""
+    """Frozen models to which the policy is compared (rlsys.trainer.teacher); None: there are none."""
 
     def __init__(
         self,
@@ -123,14 +137,13 @@ class Trainer:
         """Model configuration, with MTP layers if they are trained."""
         check_layout(config, self.hf)
         check_requirements(config, self.hf)
-        with (
-            ExitStack() as undo
-        ):  # after a failed build no group is left, so that another trainer can be built
+        # After an error, no process group may remain: the same process may build another trainer.
+        with ExitStack() as undo:
             self._build(owner, undo)
             undo.pop_all()
 
     def _build(self, owner: Owner | None, undo: ExitStack) -> None:
-        """Build all parts. `undo` gets callbacks that release acquired resources."""
+        """Build all parts. `undo` receives a callback for each resource that must be released after an error."""
         config, signals = self.config, self._signals
         self._device = self._init_layout(undo)
         self.control = self._create_control(undo)
@@ -145,8 +158,8 @@ class Trainer:
         self.named_parameters = self._chunks.trained_parameters
         """Trained parameters of this rank, by Megatron's names."""
         self._transformer = self._chunks.config
-        shared = "values" in signals and config.algo.critic is None
-        self._head = self._chunks.add_value_head(self._device) if shared else None
+        has_value_head = "values" in signals and config.algo.critic is None
+        self._head = self._chunks.add_value_head(self._device) if has_value_head else None
         self._first_weights = self._copy_of_weights() if "ref" in signals else {}
         self._models = setup.data_parallel(self._chunks, config.parallel.overlap)
         self._expert_biases = [bias for _, bias in self._chunks.named_expert_biases()]
@@ -159,7 +172,7 @@ class Trainer:
         self.segments = SegmentReader(config.run.dir, f"trainer rank {self.rank}")
         """Reader of the samples' tokens."""
         self.replayed_layers = self._routing.layers
-        """Layers of the model whose routes this rank reads."""
+        """Layers of the model whose engine routes this rank replays."""
         self._checkpoints = Checkpoints(
             config.run.dir / "checkpoints", config.trainer.keep_checkpoints, self.control, owner
         )
@@ -179,7 +192,7 @@ class Trainer:
         return have_transformer_engine()
 
     def _init_layout(self, undo: ExitStack) -> torch.device:
-        """Create the process groups of the layout; return this rank's device."""
+        """Create the process groups of the layout, and return this rank's device."""
         device = setup.init_distributed(self.config)
         undo.callback(setup.leave_layout)
         return device
@@ -199,7 +212,10 @@ class Trainer:
         return build_model(self.config, self.hf, self._device)
 
     def _build_prediction(self) -> tuple[Prediction | None, SeparateClipping | None]:
-        """Build the loss of the MTP layer, and its clipping if no gradient leaves the layer."""
+        """Return the loss of the MTP layer, and the layer's clipping if its gradient is separate from the model's.
+
+        Both are None without trained MTP layers.
+        """
         t = self.config.trainer
         if not self.hf.mtp:
             return None, None
@@ -211,7 +227,7 @@ class Trainer:
         return prediction, SeparateClipping(self._optimizer, mtp_parameters, t.grad_clip)
 
     def gather_dp(self, value: T) -> list[T]:
-        """Return `value` of every data-parallel rank, on all of them."""
+        """Return the values of all data-parallel ranks, in rank order, on each of these ranks."""
         values: list[Any] = [value] * self.dp_size
         if self.dp_size > 1:
             dist.all_gather_object(values, value, group=parallel_state.get_data_parallel_group())
@@ -220,18 +236,18 @@ class Trainer:
     def release_unused_memory(self) -> None:
         """Release GPU memory that no tensor uses, if engines share these GPUs.
 
-        Collective: returns after every rank has released its memory.
+        Return after every rank has released its memory.
         """
         if not self.config.launch.release_memory:
             return
         gc.collect()
         if torch.cuda.is_available():
-            torch.cuda.ipc_collect()  # otherwise the last buckets that an engine opened stay allocated
+            torch.cuda.ipc_collect()  # otherwise buckets that an engine has opened remain allocated
         torch.cuda.empty_cache()  # does nothing without CUDA
         self.control.wait_for_all()
 
     def close(self, job: bool = False) -> None:
-        """Leave the groups; the trainer cannot be used afterwards. `job`: also leave the default group."""
+        """Destroy the process groups. `job`: also the default group. The trainer cannot be used afterwards."""
         self.control.close()
         setup.leave_layout()
         if job:
@@ -242,35 +258,40 @@ class Trainer:
     def update(
         self, batch: list[MicroBatch], loss_fn: LossFn, lr: float, denominator: float | None = None
     ) -> UpdateResult:
-        """Run one optimizer update on this rank's micro-batches and those accumulated before.
+        """Run one optimizer update with the gradient of `batch` and of the backward passes since the last update.
 
-        The loss is the sum over all ranks divided by `denominator`, which is equal on every rank; the default is the
-        number of response tokens of all ranks, counted before the loss masks anything. An update whose gradient is
-        not finite is skipped; raises RunError if that happens more than trainer.nonfinite_limit times in a row.
-        `batch` may be empty if a gradient was accumulated. Without a trained token the weights stay as they are, and
-        `sums` is empty.
+        Args:
+            batch: This rank's micro-batches; may be empty if backward passes have run since the last update.
+            loss_fn: Computes the loss sum of a micro-batch.
+            lr: Learning rate.
+            denominator: Divides the loss sum of all ranks; equal on every rank. None: the number of trained tokens on
+                all ranks, before the loss masks any.
+
+        Returns:
+            The result. If no token is trained, the weights stay unchanged, and `sums` is empty.
+
+        Raises:
+            RunError: The gradient was not finite in more than trainer.nonfinite_limit updates in a row. Each of these
+                updates was skipped.
         """
         sum_over_dp = self.passes.sum_over_dp
         trained = float(sum_over_dp(torch.tensor(sum(m.response_tokens for m in batch))))
-        if (
-            not trained and not self.passes.has_gradient
-        ):  # the optimizer would move the weights by its momentum alone
+        if not trained and not self.passes.has_gradient:
+            # The optimizer would move the weights by its momentum alone.
             return UpdateResult(0.0, 0.0, {}, {}, 0.0, without_gradient=True)
         if denominator is None:
             denominator = trained
         divisor = denominator
-        if (
-            self.config.trainer.balance_loss
-        ):  # Megatron weights it by tokens and expects a division by their number
+        if self.config.trainer.balance_loss:
+            # Megatron weights its auxiliary loss by tokens and expects a division by their number.
             divisor = float(sum_over_dp(torch.tensor(sum(m.real_tokens for m in batch))))
-        per_prediction = 1.0
-        if (
-            self._prediction is not None
-        ):  # a mean over its predicted tokens, independent of the objective's divisor
+        prediction_weight = 1.0
+        if self._prediction is not None:
+            # The MTP loss is a mean over its predicted tokens, which does not depend on the objective's divisor.
             tokens = torch.tensor(sum(int(predicted_tokens(m).sum()) for m in batch))
-            per_prediction = divisor / max(1.0, float(sum_over_dp(tokens)))
+            prediction_weight = divisor / max(1.0, float(sum_over_dp(tokens)))
         if batch:
-            self.passes.accumulate(batch, loss_fn, divisor / denominator, per_prediction)
+            self.passes.accumulate(batch, loss_fn, divisor / denominator, prediction_weight)
         result = self.apply(lr, denominator, divisor)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         if self._skipped_in_a_row > (limit := self.config.trainer.nonfinite_limit):
@@ -281,20 +302,20 @@ class Trainer:
         return result
 
     def apply(self, lr: float, denominator: float, divisor: float) -> UpdateResult:
-        """Apply the accumulated gradient divided by `divisor`; the loss is divided by `denominator`.
+        """Apply the gradient of the backward passes since the last update.
 
-        If the gradient is not finite, or the loss function's sum `effective`, of tokens with a gradient, is 0, the
-        weights stay as they are.
+        The weights stay unchanged if the gradient is not finite, or if the loss function's sum `effective`, the
+        number of tokens with a gradient, is 0.
+
+        Args:
+            lr: Learning rate.
+            denominator: Divides the reported loss.
+            divisor: Divides the gradient.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         biases = [bias.clone() for bias in self._expert_biases]
-        # Not in the schedule, which divides by token counts only, and would reduce each portion separately.
-        finalize_model_grads(self._models, None)
-        if self._chunks.lora is not None:
-            self._chunks.lora.sum_shared_gradients()
-        for model in self._models:
-            model.scale_gradients(1.0 / divisor)
+        self._reduce_gradients(divisor)
         # Checked before the step: Adam would propagate one NaN into every weight.
         self._optimizer.prepare_grads()
         mtp_norm = 0.0 if self._mtp_clipping is None else self._mtp_clipping.norm()
@@ -309,33 +330,46 @@ class Trainer:
             if self._mtp_clipping is not None:
                 self._mtp_clipping.clip(mtp_norm, grad_norm)
             self._optimizer.step()
-        mean = float(accumulated.sums.pop("loss_sum")) / denominator
-        routing, prediction = self._routing.metrics(self._device), take_metrics(accumulated.sums)
+        loss_sum = float(accumulated.sums.pop("loss_sum"))
+        routing = self._routing.metrics(self._device)
+        prediction = take_metrics(accumulated.sums)
         return UpdateResult(
-            mean,
-            grad_norm,
-            accumulated.sums,
-            routing,
-            accumulated.padding_share,
-            skipped,
-            without_gradient,
-            accumulated.shared_share,
-            prediction,
+            loss=loss_sum / denominator,
+            grad_norm=grad_norm,
+            sums=accumulated.sums,
+            routing=routing,
+            padding_share=accumulated.padding_share,
+            skipped=skipped,
+            without_gradient=without_gradient,
+            shared_share=accumulated.shared_share,
+            prediction=prediction,
         )
+
+    def _reduce_gradients(self, divisor: float) -> None:
+        """Sum the gradients of all ranks and divide them by `divisor`.
+
+        Megatron's schedule could do this, but would divide by token counts only, and reduce the gradients of early
+        backward passes separately.
+        """
+        finalize_model_grads(self._models, None)
+        if self._chunks.lora is not None:
+            self._chunks.lora.sum_shared_gradients()
+        for model in self._models:
+            model.scale_gradients(1.0 / divisor)
 
     def _scoring_function(self) -> ScoresOf:
         return Scoring(
             self._chunks.output_layer(self.hf.vocab_size),
-            "entropy" in self._signals,
-            "sum_pi_squared" in self._signals,
-            self._head,
-            self.config.algo.teacher,
-            self._candidates,
+            entropy="entropy" in self._signals,
+            squares="sum_pi_squared" in self._signals,
+            head=self._head,
+            teacher=self.config.algo.teacher,
+            candidates=self._candidates,
         )
 
     @property
     def models(self) -> Sequence[DistributedDataParallel]:
-        """Model chunks with their gradient buffers."""
+        """Model chunks of this rank in Megatron's DDP, which owns their gradient buffers."""
         return self._models
 
     @property
@@ -355,26 +389,29 @@ class Trainer:
 
     @property
     def first_weights(self) -> Mapping[str, Tensor]:
-        """Weights of `model.path` on this rank, by parameter; empty unless `ref` is a signal."""
+        """Initial weights of this rank, by parameter, in host memory; empty unless `ref` is a signal."""
         return self._first_weights
 
     @contextmanager
     def with_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Score with other weights `{parameter: tensor}` in a context; afterwards the training weights are restored.
+        """Return a context in which this rank's model has other weights.
 
-        Meanwhile both are held: the host or the device needs room for one more copy of this rank's weights.
+        Meanwhile the training weights are in host memory, which needs space for them.
+
+        Args:
+            weights: The weights, by parameter.
         """
-        resident = self._copy_of_weights()
+        training_weights = self._copy_of_weights()
         self._fill_weights(weights)
         try:
             yield
         finally:
-            self._fill_weights(resident)
+            self._fill_weights(training_weights)
 
     def without_replay(self) -> AbstractContextManager[None]:
-        """Score with the routers' own experts within the context, for any trainer.replay.
+        """Return a context in which routers select experts themselves, whatever trainer.replay is.
 
-        With the policy's experts, a reference would be another model than the trained one.
+        A reference model that replays the policy's experts would not be the model that was trained.
         """
         return self._routing.off()
 
@@ -389,45 +426,49 @@ class Trainer:
     # -- weights --------------------------------------------------------------------------------------------
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over (Hugging Face name, full tensor), adapters merged, always in the same order, on every rank.
+        """Iterate over (Hugging Face name, full tensor) of the model with merged adapters, on every rank.
 
-        Experts come one by one, except in families whose folders and engines stack them.
+        The order is always the same. Each expert has its own tensors, except in families whose folders and engines
+        stack experts.
         """
         return stack_experts(gather_hf(self._chunks, self.hf), self.hf)
 
     @property
     def served_config(self) -> HFConfig:
-        """Model configuration of the engines: with an MTP layer only if they use it as a draft model."""
+        """Model configuration of the engines, with the MTP layer only if they use it as a draft model."""
         return replace(self.hf, mtp=self.hf.mtp and self.config.engine.drafts_with_model)
 
     def served_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the tensors of `named_hf_tensors` that engines hold."""
+        """Iterate over the tensors of `named_hf_tensors` that engines load."""
         return stack_experts(gather_hf(self._chunks, self.served_config), self.served_config)
 
     def named_base_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the tensors of the base model, without adapters."""
+        """Iterate over the tensors of `named_hf_tensors`, but without merged adapters."""
         return stack_experts(gather_hf(self._chunks, self.hf, merge=False), self.hf)
 
     def local_weights(self) -> LocalWeights:
-        """Return this rank's weights by entries of the name table. Collective."""
+        """Return this rank's weights, by entry of the name table."""
         return LocalWeights(self._chunks, self.hf)
 
     def export(self, folder: Path) -> None:
-        """Export the trained part: the adapters if there are some, else the model."""
-        (self.export_hf if self._chunks.lora is None else self.export_adapter)(folder)
+        """Write the adapters as a PEFT folder, or a model without adapters as a Hugging Face folder. Atomic."""
+        if self._chunks.lora is None:
+            self.export_hf(folder)
+        else:
+            self.export_adapter(folder)
 
     def export_hf(self, folder: Path) -> None:
-        """Write a Hugging Face folder that can be served. Atomic."""
+        """Write the model with merged adapters as a Hugging Face folder. Atomic."""
         if self.is_main:
             source = self.config.model.path
             write_hf(folder, source, with_carried(self.named_hf_tensors(), source, self.hf))
         else:
-            for _ in self.named_hf_tensors():
+            for _ in self.named_hf_tensors():  # takes part in the gathering
                 pass
         self.control.wait_for_all()
 
     def named_factors(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over (PEFT name, full tensor) of the adapters like named_hf_tensors; empty without trainer.lora."""
+        """Iterate over (PEFT name, full tensor) of the adapters, on every rank; empty without trainer.lora."""
         lora = self.config.trainer.lora
         return gather_hf(self._chunks, self.hf, factors(self.hf, lora) if lora else ())
 
@@ -438,57 +479,66 @@ class Trainer:
         if self.is_main:
             write_adapter(folder, self.config.model.path, lora, self.hf, self.named_factors())
         else:
-            for _ in self.named_factors():
+            for _ in self.named_factors():  # takes part in the gathering
                 pass
         self.control.wait_for_all()
 
     def canaries(self, sequences: list[list[int]]) -> list[Canary]:
-        """Score the sequences: this model's log-probs of their tokens 1.. at temperature 1.
+        """Return canaries: the sequences with this model's log-probs of all tokens but the first, at temperature 1.
 
         Several sequences share a forward pass, because the engines wait for the result.
         """
-        groups: list[list[Tensor]] = []
+        packed: list[list[Tensor]] = []
         for ids in sequences:
-            size = sum(map(len, groups[-1])) + len(ids) if groups else math.inf
+            size = sum(map(len, packed[-1])) + len(ids) if packed else math.inf
             if size > self.config.trainer.token_budget:
-                groups.append([])
-            groups[-1].append(torch.tensor(ids))
-        batch = [MicroBatch.of_sequences(sequence_logps) for sequence_logps in groups]
-        logps = self.passes.logprobs(batch, temperature=1.0) if batch else []
-        sequence_logps = chain(
-            *(lp.split(micro.sequence_lengths) for lp, micro in zip(logps, batch, strict=True))
+                packed.append([])
+            packed[-1].append(torch.tensor(ids))
+        batch = [MicroBatch.of_sequences(micro_sequences) for micro_sequences in packed]
+        logprobs = self.passes.logprobs(batch, temperature=1.0) if batch else []
+        logprobs_by_sequence = chain(
+            *(logp.split(micro.sequence_lengths) for logp, micro in zip(logprobs, batch, strict=True))
         )
-        return [Canary(ids, lp[1:].tolist()) for ids, lp in zip(sequences, sequence_logps, strict=True)]
+        return [
+            Canary(ids, logp[1:].tolist()) for ids, logp in zip(sequences, logprobs_by_sequence, strict=True)
+        ]
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def save_checkpoint(
         self, step: int, objective: Objective | None = None, score: float | None = None
     ) -> None:
-        """Start to write model, optimizer, random state and the objective's state, after `step` steps.
+        """Start to write a checkpoint in the background. Call finish_checkpoint before the next call.
 
-        It continues in the background; call finish_checkpoint before the next. `score`: of the held-out evaluation of
-        these weights, if any. Raises RunError if the base model of adapters has changed.
+        The checkpoint contains model, optimizer, random state and the objective's state.
+
+        Args:
+            step: Number of completed steps.
+            objective: The objective; None: the checkpoint contains no state of it.
+            score: Result of the held-out evaluation of these weights; None: not evaluated.
+
+        Raises:
+            RunError: The frozen base model of adapters has changed.
         """
         self.check_base()
         self._checkpoints.begin(step, self._learners, objective, score)
 
     def check_base(self) -> None:
-        """Check the base model of adapters. Raises RunError if it has changed. Collective."""
+        """Raise RunError if the frozen base model of adapters has changed."""
         if self._chunks.lora is not None and fingerprint(self._chunks, self.hf) != self._chunks.lora.base:
             raise RunError("trainer.lora: frozen weights have changed; the checkpoint was not saved")
 
     def finish_checkpoint(self, wait: bool = True) -> int | None:
-        """Publish a written checkpoint and return its step; None if there is none, or it is not finished."""
+        """Publish the started checkpoint if every rank has written it, see Checkpoints.finish."""
         return self._checkpoints.finish(wait)
 
     @property
     def save_seconds(self) -> float:
-        """Duration of the last checkpoint from start to publication, equal on every rank; 0 before the first."""
+        """Seconds that the last checkpoint took, see Checkpoints.seconds; equal on every rank."""
         return self._checkpoints.seconds
 
     def load_checkpoint(self, objective: Objective | None = None) -> int:
-        """Continue from the newest complete checkpoint; return its number of steps, 0 if there is none."""
+        """Load the newest complete checkpoint and return its number of steps; 0 if there is none."""
         return self._checkpoints.load(self._learners, objective)
 
     @property

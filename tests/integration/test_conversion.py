@@ -221,14 +221,14 @@ def test_a_full_disk_is_reported_and_leaves_no_files(
 
     with monkeypatch.context() as patched:
         patched.setattr(output.shutil, "disk_usage", lambda _: Usage)
-        assert "needs 0.00 GB, the disk has 0.00 GB left" in refused(argv, capsys)
+        assert "the disk has 0.00 GB free; expected at least 0.00 GB" in refused(argv, capsys)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr(DistWriter, "put", full)
-        assert "the disk is full; nothing was left behind" in refused(argv, capsys)
+        assert "the disk is full; the partial output was deleted" in refused(argv, capsys)
     assert not list(tmp_path.iterdir())
 
 

@@ -173,7 +173,7 @@ def test_another_vocabulary_is_one_line(
     folders: tuple[Path, Path], tmp_path: Path, trainers: list[Trainer]
 ) -> None:
     teacher_folder = cases.write_model(tmp_path / "teacher", "Qwen3ForCausalLM", vocab_size=64)
-    with pytest.raises(UserError, match=r"has 64 tokens, the policy 96; expected the same vocabulary"):
+    with pytest.raises(UserError, match=r"its vocabulary has 64 tokens; expected 96, as the policy's"):
         start((folders[0], teacher_folder), tmp_path / "run", trainers)
 
 
@@ -224,5 +224,5 @@ def test_a_further_teacher_with_another_vocabulary_is_named(
     folders: tuple[Path, Path], tmp_path: Path, trainers: list[Trainer]
 ) -> None:
     teacher_folder = cases.write_model(tmp_path / "other", "Qwen3ForCausalLM", vocab_size=64)
-    with pytest.raises(UserError, match=r"algo.teacher.by_source.code = .* has 64 tokens, the policy 96"):
+    with pytest.raises(UserError, match=r"algo.teacher.by_source.code = .* has 64 tokens; expected 96"):
         start(folders, tmp_path / "run", trainers, by_source={"code": teacher_folder})

@@ -154,7 +154,7 @@ def test_a_set_of_other_factors_is_refused(trainer: Trainer) -> None:
 def test_a_trainer_without_adapters_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(cases.config_of(cases.write_model(tmp_path / "model"), tmp_path / "run"))
     try:
-        with pytest.raises(UserError, match=r"trainer.lora: expected adapters"):
+        with pytest.raises(UserError, match=r"trainer.lora is not set; expected adapters"):
             Resident(trainer)
     finally:
         trainer.close()

@@ -1,6 +1,7 @@
-"""The name table of each model family, read in both directions: Hugging Face <-> Megatron-Core's GPTModel.
+"""Name tables of the model families, between Hugging Face folders and Megatron-Core's GPTModel.
 
-Each file of this folder has a tuple `FAMILIES`. To add a family, add a file, and a line in tests/helpers/tiny.py.
+Each module of this package defines a tuple `FAMILIES`. To add a family, add a module, and a line in
+tests/helpers/tiny.py.
 """
 
 from __future__ import annotations
@@ -17,25 +18,26 @@ FAMILIES: dict[str, Family] = {
     for module in iter_modules(__path__)
     for family in import_module(f"{__name__}.{module.name}").FAMILIES
 }
+"""Supported families, by architecture in config.json."""
 
-_NO_PACKING = "its sparse attention cannot take packed sequences in megatron-core 0.16.1"
-_UNSOLVED = "the engine's log-probs are far from those of transformers (0.65 nat), and it is not known why"
+_NO_PACKING = "megatron-core 0.16.1 does not support packed sequences with its sparse attention"
+_UNSOLVED = "the engine's log-probs differ from those of transformers by 0.65 nat, for an unknown reason"
 UNSUPPORTED: dict[str, str] = {
     "DeepseekV32ForCausalLM": _NO_PACKING,
     "GlmMoeDsaForCausalLM": _NO_PACKING,
-    "DeepseekV4ForCausalLM": "megatron-core 0.16.1 has no such layers",
-    "MiMoV2FlashForCausalLM": "it was never compared with transformers",
+    "DeepseekV4ForCausalLM": "megatron-core 0.16.1 does not have its layers",
+    "MiMoV2FlashForCausalLM": "the conversion has not been compared with transformers",
     "Qwen3_5ForConditionalGeneration": _UNSOLVED,
     "Qwen3_5MoeForConditionalGeneration": _UNSOLVED,
 }
-"""Known architectures that cannot be trained here -> the reason."""
+"""Reasons why known architectures are not supported, by architecture."""
 
 
 def family_of(architecture: str) -> Family:
     """Return the family of an architecture.
 
     Raises:
-        UserError: the architecture has no name table.
+        UserError: The architecture has no name table.
     """
     if architecture in FAMILIES:
         return FAMILIES[architecture]
@@ -44,4 +46,4 @@ def family_of(architecture: str) -> Family:
         raise UserError(f"{prefix} is not supported: {reason}")
     matches = difflib.get_close_matches(architecture, FAMILIES, n=1)
     hint = f"; did you mean {matches[0]}?" if matches else ""
-    raise UserError(f"{prefix} has no conversion table; known: {', '.join(FAMILIES)}{hint}")
+    raise UserError(f"{prefix} is unknown; expected one of {', '.join(FAMILIES)}{hint}")

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, Kimi-K2 and Moonlight (V3's architecture), GLM-4.7-Flash (V3's layers)."""
+"""DeepSeek-V2 and V3, Kimi-K2 and Moonlight (with V3's architecture), GLM-4.7-Flash (with V3's layers)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM-4.5 with experts; deepseek.py has GLM-4.7-Flash."""
+"""GLM-4.5 with experts. GLM-4.7-Flash is in deepseek.py."""
 
 from __future__ import annotations
 

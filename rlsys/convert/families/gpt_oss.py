@@ -1,4 +1,4 @@
-"""gpt-oss: sinks and windows in attention, biases everywhere, clamped activations, experts stacked in folders."""
+"""gpt-oss: attention with sinks and windows, biases in all linear layers, clamped activations, stacked experts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ FAMILIES = (
             "num_key_value_heads": 8,
             "head_dim": 64,
         },
-        # quick_gelu has 1.702 in it
+        # Megatron's quick_gelu contains the constant 1.702.
         allowed={**PLAIN, "attention_bias": (True,), "swiglu_alpha": (1.702,)},
         stacks={
             _STACKED + "gate_up_proj": Stack((_GATE + "weight", _UP + "weight"), "w13_weight", 1),

@@ -64,6 +64,6 @@ FAMILIES = (
             "moe_router_enable_expert_bias": (True,),
         },
         other_names=fused(),
-        mtp=mtp("final_layernorm"),  # as SGLang reads published folders
+        mtp=mtp("final_layernorm"),  # the name that SGLang reads in published folders
     ),
 )

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, Qwen3, dense and with experts; the language part of Qwen3-VL with experts."""
+"""Qwen2, Qwen2.5 and Qwen3, dense and with experts, and the language model of Qwen3-VL with experts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ FAMILIES = (
         megatron=lambda raw: {"moe_shared_expert_gate": bool(raw.get("shared_expert_intermediate_size"))},
     ),
     Family(
-        # Text has the same position on the three axes of its rotary embedding, which then is the plain one.
+        # A text token has the same position on all three axes of the rotary embedding, so that the usual one is
+        # right.
         "Qwen3VLMoeForConditionalGeneration",
         EMBEDDING + NORMS + ATTENTION + router() + experts() + DENSE + HEAD,
         moe=True,

@@ -1,4 +1,4 @@
-"""Qwen3-Next: three of four layers have a gated delta net, the others gated attention."""
+"""Qwen3-Next: three of four layers have a gated delta net, and the others have gated attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlsys.convert.rows import (
 from rlsys.convert.rules import Family, Rule
 
 _FULL, _DELTA = M + "self_attention.", H + "linear_attn."
-# SGLang leaves `self_attn.` out of its names.
+# SGLang's names of these tensors do not contain `self_attn.`.
 _ATTENTION = (
     Rule(
         _FULL + "linear_qkv.weight",
@@ -65,7 +65,7 @@ _DELTA_NET = (
 
 def _fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     layers = raw["num_hidden_layers"]
-    # A list, so that checkpoints name each layer: they differ.
+    # With a list, checkpoints store each layer under a separate name, as layers of different kinds require.
     return {
         "moe_shared_expert_gate": bool(raw.get("shared_expert_intermediate_size")),
         "attention_output_gate": True,
@@ -89,7 +89,7 @@ FAMILIES = (
             "num_key_value_heads": 2,
             "shared_expert_intermediate_size": 512,
         },
-        # SGLang and we take every layer to have experts
+        # SGLang builds experts in every layer.
         allowed={**PLAIN, "decoder_sparse_step": (1,), "mlp_only_layers": (None, [])},
         other_names=fused(),
         megatron=_fields,

@@ -24,28 +24,38 @@ from rlsys.trainer.model.model import chunk, transformer_config
 
 @dataclass(frozen=True)
 class Address:
-    """Location of a parameter: tensor `key` `[shape]` contains it at `index` along the leading axes (layer,
-    expert)."""
+    """Location of a parameter in a stored tensor, which can contain the parameter of every layer and expert.
+
+    Attributes:
+        key: Name of the stored tensor.
+        shape: Shape of the stored tensor.
+        index: Index of the parameter along the leading axes of the stored tensor (layer, expert).
+    """
 
     key: str
     shape: tuple[int, ...]
     index: tuple[int, ...]
 
     @property
-    def parameter(self) -> tuple[int, ...]:
-        """Shape of the parameter itself."""
+    def parameter_shape(self) -> tuple[int, ...]:
+        """Shape of the parameter, without the leading axes."""
         return self.shape[len(self.index) :]
 
     def box(self, start: tuple[int, ...] = (), size: tuple[int, ...] = ()) -> Box:
-        """Return the region of a part of the parameter in the stored tensor, by default of the whole parameter."""
-        shape = self.parameter
+        """Return the region of the stored tensor that contains a part of the parameter.
+
+        Args:
+            start: First element of the part; empty: zeros.
+            size: Size of the part; empty: the whole parameter.
+        """
+        shape = self.parameter_shape
         return Box((*self.index, *(start or (0,) * len(shape))), (*(1,) * len(self.index), *(size or shape)))
 
 
 def addresses(config: Config, hf: HFConfig) -> Iterator[tuple[Entry, Address]]:
     """Yield the address of each parameter of the model, in the order of the name table.
 
-    The process groups of one rank must exist.
+    Call it while Megatron's process groups of a single rank exist.
     """
     # Megatron's own layers, even if Transformer Engine is installed, whose layers cannot be built without memory.
     # Both write the same checkpoints.

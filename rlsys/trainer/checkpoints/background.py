@@ -19,11 +19,15 @@ FULL_BYTES = 2**20
 
 
 class TensorWrite:
-    """Write of this rank's files with Megatron's writer, in a thread instead of a forked process.
+    """Background write of this rank's files with Megatron's writer.
 
-    A fork would copy a process with the threads of gloo and torch; a thread shares the copied tensors. Memory: one
-    copy of the data that this rank saves, on the CPU, until it is written. `error`, `checksums` ({file: SHA-256}) and
-    `seconds` are valid after `is_done` returned true.
+    The write runs in a thread, because a forked process, as in Megatron, would inherit the locks of the threads of
+    gloo and torch. A copy of the saved tensors stays in host memory until all files are written.
+
+    Attributes, valid after `is_done` has returned True:
+        error: Description of the error that ended the write; None: no error.
+        checksums: SHA-256 of each written file, by file name.
+        seconds: Duration of the write.
     """
 
     def __init__(self, request: AsyncRequest, folder: Path) -> None:
@@ -33,10 +37,11 @@ class TensorWrite:
         self.seconds = 0.0
         self._request = request
         self._results: dict[int, Any] | None = None
-        # Copied before this returns: the next optimizer step overwrites the tensors.
+        buckets = request.async_fn_args[1] if request.async_fn_args else []
+        # The copy must be complete before the constructor returns: the next optimizer step overwrites the tensors.
         self._buckets = [
-            (file, key, (read, [(item, t.detach().to("cpu", copy=True)) for item, t in tensors]))
-            for file, key, (read, tensors) in (request.async_fn_args or [0, []])[1]
+            (file, key, (byte_items, [(item, t.detach().to("cpu", copy=True)) for item, t in tensors]))
+            for file, key, (byte_items, tensors) in buckets
         ]
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._thread.start()
@@ -47,6 +52,7 @@ class TensorWrite:
         self.seconds = time.monotonic() - start
 
     def _write_all(self) -> None:
+        """Write all files until one fails, and compute their checksums."""
         results: dict[int, Any] = {}
         for i, bucket in enumerate(self._buckets):
             output: queue.Queue[Any] = queue.Queue()
@@ -69,18 +75,19 @@ class TensorWrite:
         self._buckets = []
 
     def _cause(self, error: Exception) -> str:
-        """Return a description of an error; on a full disk, torch's writer raises an unrelated assertion."""
+        """Describe an error, and say if the disk is full: torch's writer then raises an unrelated assertion."""
         free = shutil.disk_usage(self.folder).free
-        full = f"the disk is full, {free} bytes are left; " if free < FULL_BYTES else ""
+        full = f"the disk is full ({free} bytes free); " if free < FULL_BYTES else ""
         return f"{full}{type(error).__name__}: {error}"
 
     def is_done(self, wait: bool) -> bool:
+        """Return whether the thread has ended, with or without an error. `wait`: wait for its end."""
         if wait:
             self._thread.join()
         return not self._thread.is_alive()
 
     def finalize(self) -> None:
-        """Write Megatron's metadata of all files. Collective; call it after every rank is done."""
+        """Write Megatron's metadata of all files. Collective; call it after `is_done` is True on every rank."""
         if self._results is not None:
             # Megatron has one queue per process: remove results of an unfinished earlier save.
             results = self._request.async_fn_args[2]

@@ -60,12 +60,12 @@ _OPTIMIZER = {
     "chained_optim_avoid_prefix": True,
 }
 
-# 0.19 has two writers, and its default may not be installed.
+# megatron-core 0.19 has two writers, and the default one needs a package that may not be installed.
 _STRATEGY = (
     {"async_strategy": "mcore"} if "async_strategy" in signature(dist_checkpointing.save).parameters else {}
 )
 
-# Errors that were observed when a checkpoint of another model is loaded.
+# Errors that Megatron and torch raise when a checkpoint of another model is loaded.
 _LOAD_ERRORS = (
     CheckpointingException, CheckpointException, OSError, RuntimeError, ValueError, EOFError, KeyError,
     pickle.UnpicklingError,
@@ -92,7 +92,7 @@ def load_weights(path: Path, model: Chunks) -> None:
     """Load the model, without MTP layers, from a checkpoint that `rlsys convert` wrote.
 
     Raises:
-        RunError: See Checkpoints.load.
+        RunError: A file is missing or changed, or the checkpoint belongs to another model.
         UserError: A tensor of the checkpoint has a type that is not allowed for weights.
     """
     _verify(path, [])
@@ -106,7 +106,13 @@ def load_weights(path: Path, model: Chunks) -> None:
 
 
 def _load_state(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Load `state`. DistReader checks the files first, because torch's own reader unpickles any object."""
+    """Load the tensors that `state` describes.
+
+    DistReader checks the files first, because torch's own reader unpickles any object.
+
+    Raises:
+        RunError: The checkpoint contains another object than a tensor, or belongs to another model.
+    """
     requested_objects = {part.unique_key for part in nested_values(state) if isinstance(part, ShardedObject)}
     if objects := sorted(DistReader(path).objects - requested_objects):
         raise RunError(f"{path}: contains {objects[0]} as a pickled object; expected a tensor")
@@ -130,7 +136,7 @@ def _replica_group() -> dist.ProcessGroup:
 class Learner:
     """Model of this rank and its Megatron optimizer.
 
-    For a model with adapters, a checkpoint contains only the adapters and the fingerprint of the base model.
+    Of a model with adapters, a checkpoint stores only the adapters and the fingerprint of the base model.
     """
 
     model: Chunks
@@ -138,7 +144,10 @@ class Learner:
 
 
 def _state(learners: Sequence[Learner], objective: Objective | None, loading: bool) -> dict[str, Any]:
-    """Return the state of the policy and its critic, if any; prefixes distinguish their equal parameter names."""
+    """Describe the state of the policy, its critic if it has one, and the objective's averages for Megatron.
+
+    Keys of the critic start with `critic.`, because its parameters have the names of the policy's.
+    """
     model, state = learners[0].model, _learner_state(learners[0], "", loading)
     for critic in learners[1:]:
         state["critic"] = _learner_state(critic, _CRITIC, loading)
@@ -156,20 +165,21 @@ def _learner_state(learner: Learner, prefix: str, loading: bool) -> dict[str, An
 
 
 def _shard_like_weights(model: Chunks, prefix: str, totals: dict[str, Tensor]) -> dict[str, Any]:
-    """Describe the tensors `{parameter: tensor}` of a hook as shards like those of the weights, for any layout."""
-    like = model.shards(prefix)
-    out = {}
+    """Describe averages of weights, by parameter, as shards like those of the weights: any layout can load them."""
+    weight_shards = model.shards(prefix)
+    shards = {}
     for name, value in totals.items():
-        shard = like[name]
-        dtype = (
-            {"dtype": value.dtype} if isinstance(shard, ShardedTensor) else {}
-        )  # the other class has no dtype
-        out[name] = replace(shard, data=value, **dtype)
-    return out
+        shard = weight_shards[name]
+        # A ShardedTensorFactory has no dtype.
+        dtype = {"dtype": value.dtype} if isinstance(shard, ShardedTensor) else {}
+        shards[name] = replace(shard, data=value, **dtype)
+    return shards
 
 
 @dataclass
 class _Pending:
+    """A started save. `begin_seconds`: duration of the copy to host memory."""
+
     step: int
     score: float | None
     write: TensorWrite
@@ -177,11 +187,15 @@ class _Pending:
 
 
 class Checkpoints:
-    """Owner of a run's checkpoint folder. All ranks call each method together.
+    """Owner of a run's checkpoint folder. All methods are collective.
 
-    The folder keeps the newest `keep` checkpoints and the one with the best score (for example held-out accuracy).
-    If a later launch than `owner` owns the run, FencedError is raised and nothing is published; None: no other
-    process writes to the folder.
+    Args:
+        folder: The checkpoint folder.
+        keep: Number of newest checkpoints to keep, besides the one with the best score (for example held-out
+            accuracy).
+        control: Control group of the ranks.
+        owner: This launch's ownership of the run. If a later launch owns the run, `finish` publishes nothing and
+            raises FencedError. None: no other process writes to the folder.
     """
 
     def __init__(self, folder: Path, keep: int, control: Control, owner: Owner | None = None) -> None:
@@ -191,8 +205,7 @@ class Checkpoints:
         self._control = control
         self._pending: _Pending | None = None
         self.seconds = 0.0
-        """Duration of the last save on the slowest rank, including saves of an earlier session. 0: no save has been
-        timed."""
+        """Seconds that the last save took on the slowest rank, in this session or an earlier one; 0: unknown."""
 
     def begin(
         self,
@@ -203,7 +216,14 @@ class Checkpoints:
     ) -> None:
         """Copy the state and start to write it. The checkpoint is valid after `finish` has returned its step.
 
-        `learners`: the policy, then its critic if it has one.
+        Args:
+            step: Number of completed train steps.
+            learners: The policy, then its critic if it has one.
+            objective: Objective whose state the checkpoint contains.
+            score: Evaluation score of these weights; None: not evaluated.
+
+        Raises:
+            ValueError: A started checkpoint is not finished.
         """
         if self._pending is not None:
             raise ValueError(
@@ -230,13 +250,16 @@ class Checkpoints:
         self._pending = _Pending(step, score, writing, time.monotonic() - start)
 
     def finish(self, wait: bool) -> int | None:
-        """Publish the started checkpoint if every rank has written its part. `wait`: wait until they have.
+        """Publish the started checkpoint if every rank has written its part.
+
+        Args:
+            wait: Whether to wait for ranks that are still writing.
 
         Returns:
-            The step; None if no write has finished.
+            The step of the checkpoint; None if no save was started, or if a rank is still writing.
 
         Raises:
-            RunError: a rank could not write.
+            RunError: A rank could not write its part.
         """
         if self._pending is None:
             return None
@@ -250,27 +273,35 @@ class Checkpoints:
         if messages := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]:
             raise RunError(f"{target}: the checkpoint could not be written: {'; '.join(messages)}")
         pending.write.finalize()
-        sums = self._control.gather(pending.write.checksums)
+        rank_checksums = self._control.gather(pending.write.checksums)
         if dist.get_rank() == 0:
-            checksums = {name: value for part in sums for name, value in part.items()}
-            write_seconds = pending.begin_seconds + pending.write.seconds
-            with disk_errors(target):
-                manifest.write(pending.write.folder, pending.step, pending.score, checksums, write_seconds)
-                if self._owner is not None:
-                    self._owner.check()
-                publish(pending.write.folder, target)
-                self._prune()
+            self._publish(
+                pending, target, {file: value for part in rank_checksums for file, value in part.items()}
+            )
         seconds = pending.begin_seconds + pending.write.seconds + time.monotonic() - start
         self.seconds = max(self._control.gather(seconds))  # also a barrier
         return pending.step
 
+    def _publish(self, pending: _Pending, target: Path, checksums: dict[str, str]) -> None:
+        """Write the manifest, rename the folder to `target`, and delete checkpoints that are not kept."""
+        write_seconds = pending.begin_seconds + pending.write.seconds
+        with disk_errors(target):
+            manifest.write(pending.write.folder, pending.step, pending.score, checksums, write_seconds)
+            if self._owner is not None:
+                self._owner.check()
+            publish(pending.write.folder, target)
+            self._prune()
+
     def _prune(self) -> None:
+        """Delete all checkpoints except the newest `keep` and the one with the best score."""
         present = steps(self._folder)
-        scores = {s: manifest.score(path_of(self._folder, s)) for s in present}
-        scored = [(score, s) for s, score in scores.items() if score is not None]
-        retained = {*present[-self._keep :], *([max(scored)[1]] if scored else [])}
+        retained = set(present[-self._keep :])
+        scores = {step: manifest.score(path_of(self._folder, step)) for step in present}
+        if scored := [(score, step) for step, score in scores.items() if score is not None]:
+            retained.add(max(scored)[1])
         for step in present:
-            if step not in retained:  # renamed first: a half-deleted checkpoint must not look complete
+            if step not in retained:
+                # Renamed first: a partly deleted checkpoint must not look complete.
                 partial = path_of(self._folder, step).with_suffix(".partial")
                 path_of(self._folder, step).rename(partial)
                 shutil.rmtree(partial)
@@ -279,7 +310,7 @@ class Checkpoints:
         """Load the newest checkpoint into models and optimizers, and return its step; 0 if there is none.
 
         Raises:
-            RunError: a file is missing or changed, or the checkpoint belongs to another model.
+            RunError: A file is missing or changed, or the checkpoint belongs to another model.
         """
         available = steps(self._folder)
         if not available:
@@ -304,10 +335,14 @@ class Checkpoints:
 
 
 def _verify(path: Path, available: list[int]) -> None:
-    """Verify all files, each rank a share of them.
+    """Compare the checksums of all files with the manifest; each rank reads a part of the files. Collective.
+
+    Args:
+        path: The checkpoint.
+        available: Steps of the checkpoints from which the run could resume, for the advice in the error.
 
     Raises:
-        RunError: a file is damaged; raised on all ranks.
+        RunError: A file is missing or changed; raised on all ranks.
     """
     damage: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(damage, manifest.find_damage(path, dist.get_rank(), dist.get_world_size()))

@@ -1,7 +1,7 @@
 """Conversion of whole models between Hugging Face folders and Megatron checkpoints, tensor by tensor, in one process.
 
-A converted checkpoint contains only the model's weights, its config.json and its tokenizer; `model.path` may name it.
-It has one file for each rank of the requested layout and can be loaded in any other layout.
+A converted checkpoint contains only the model's weights, its config.json and its tokenizer, and can be used as
+`model.path`. It has one file for each rank of the requested layout, and any other layout can load it, too.
 """
 
 from __future__ import annotations
@@ -36,19 +36,29 @@ from rlsys.trainer.checkpoints.addresses import Address, addresses
 from rlsys.trainer.model.chunks import MTP
 
 ProgressCallback = Callable[[int, int], None]
-"""Callback after each tensor: elements done, elements in total."""
+"""Callback after each tensor: (number of converted elements, total number of elements)."""
 
 _OTHER_PREFIXES = ("optimizer.", "average.", "reference.", "value_head.", "critic.")
-"""Key prefixes of the other content of a run's checkpoint."""
+"""Prefixes of the keys of a run's checkpoint that do not belong to the exported model."""
 
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """Number of converted tensors and elements. `carried`: tensors that are copied and not trained."""
+    """Result of a conversion or a comparison.
+
+    Attributes:
+        tensors: Number of converted tensors of the Hugging Face folder.
+        elements: Number of their elements.
+        carried: Number of tensors that are copied, because the trainer does not train them.
+    """
 
     tensors: int
     elements: int
     carried: int = 0
+
+    def add(self, tensors: int, elements: int) -> ConversionResult:
+        """Return the result with additional tensors."""
+        return replace(self, tensors=self.tensors + tensors, elements=self.elements + elements)
 
 
 # -- Hugging Face -> Megatron -------------------------------------------------------------------------------
@@ -59,17 +69,24 @@ def hf_to_megatron(
 ) -> ConversionResult:
     """Convert a Hugging Face folder to a Megatron checkpoint.
 
+    Args:
+        folder: The Hugging Face folder.
+        out: The new checkpoint.
+        layout: Fields of `parallel`, by name; the checkpoint gets one file for each rank of this layout.
+        advance: Progress callback.
+
     Raises:
-        UserError: a tensor, a size or a folder does not fit; the message names it.
+        UserError: A tensor does not match config.json, the layout does not fit the model, `out` exists, or the disk
+            is too small.
     """
     hf = HFConfig.read(folder)
     config = _config(folder, layout)
     check_layout(config, hf)
     tensors = HFTensors(folder, hf)
     total = _elements(hf)
-    done = ConversionResult(0, 0, len(tensors.carried))
-    partial, size = partial_of(out), tensors.bytes
-    with guard_output(out, size), _one_rank(folder) as single_rank:
+    result = ConversionResult(0, 0, len(tensors.carried))
+    partial = partial_of(out)
+    with guard_output(out, tensors.bytes), _one_rank(folder) as single_rank:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         with DistWriter(partial) as writer:
@@ -78,50 +95,57 @@ def hf_to_megatron(
                 for rank, start, length in rank_slices(entry, address, config, hf):
                     part = full[tuple(slice(a, a + n) for a, n in zip(start, length, strict=True))]
                     writer.write(rank, address.key, address.shape, address.box(start, length), part)
-                done = ConversionResult(
-                    done.tensors + len(entry.hf), done.elements + full.numel(), done.carried
-                )
-                advance(done.elements, total)
+                result = result.add(len(entry.hf), full.numel())
+                advance(result.elements, total)
         writer.finish({"step": 0})
         save_carried(partial, tensors)
         copy_side_files(folder, partial)
         manifest.write(partial, 0, None, {})
         publish(partial, out)
-    return done
+    return result
 
 
 def rank_slices(
     entry: Entry, address: Address, config: Config, hf: HFConfig
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield (rank, first element, size) of each rank's part of one parameter, in Megatron's order of ranks."""
-    p, size = config.parallel, address.parameter
-    lanes = p.world_size // p.pp
-    first = _stage(entry, config, hf) * lanes
+    """Yield the parts of a parameter that ranks hold.
+
+    Yields:
+        (global rank in Megatron's order, index of the part's first element, shape of the part).
+    """
+    p, shape = config.parallel, address.parameter_shape
+    ranks_per_stage = p.world_size // p.pp
+    first_rank = _stage(entry, config, hf) * ranks_per_stage
     ranks = p.tp
     if entry.expert is not None:
         ranks = p.expert_tp
-        first += entry.expert // (hf.experts // p.ep) * ranks
-    for rank, start, length in _rank_sections(entry.rule, size, ranks):
-        axis_of_cut = entry.rule.shard_axis or 0
+        first_rank += entry.expert // (hf.experts // p.ep) * ranks
+    shard_axis = entry.rule.shard_axis or 0
+    for rank, start, length in _rank_sections(entry.rule, shape, ranks):
         yield (
-            first + rank,
-            tuple(start if axis == axis_of_cut else 0 for axis in range(len(size))),
-            tuple(length if axis == axis_of_cut else n for axis, n in enumerate(size)),
+            first_rank + rank,
+            tuple(start if axis == shard_axis else 0 for axis in range(len(shape))),
+            tuple(length if axis == shard_axis else n for axis, n in enumerate(shape)),
         )
 
 
-def _rank_sections(rule: Rule, size: tuple[int, ...], ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, first, length) along the sharded axis; each section is sharded (rlsys.convert.layout)."""
+def _rank_sections(rule: Rule, shape: tuple[int, ...], ranks: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (rank, first index, length) of the parts along the sharded axis.
+
+    Every section of the parameter (rlsys.convert.layout) is sharded separately. A parameter without a sharded axis
+    belongs to rank 0.
+    """
     if rule.shard_axis is None:
-        yield 0, 0, size[0]
+        yield 0, 0, shape[0]
         return
-    pieces = sections(rule) * ranks
-    length = size[rule.shard_axis] // pieces
-    for i in range(pieces):
+    parts = sections(rule) * ranks
+    length = shape[rule.shard_axis] // parts
+    for i in range(parts):
         yield i % ranks, i * length, length
 
 
 def _stage(entry: Entry, config: Config, hf: HFConfig) -> int:
+    """Return the pipeline stage that holds the entry."""
     pp = config.parallel.pp
     if entry.layer is not None:
         return entry.layer // stage_layers(hf.layers, pp)[0]
@@ -135,47 +159,53 @@ def megatron_to_hf(path: Path, out: Path, advance: ProgressCallback) -> Conversi
     """Convert a Megatron checkpoint to a Hugging Face folder.
 
     Args:
-        path: a converted checkpoint, a checkpoint of a run, or a run folder, of which the newest checkpoint is used.
-        out: the new folder.
-        advance: progress callback.
+        path: A converted checkpoint, a checkpoint of a run, or a run folder, whose newest checkpoint is converted.
+        out: The new folder.
+        advance: Progress callback.
 
     Raises:
-        UserError: `path` is not a checkpoint, is damaged, or belongs to another model.
+        UserError: `path` is not a checkpoint, is damaged, or belongs to another model, `out` exists, or the disk is
+            too small.
     """
     checkpoint_path = find_checkpoint(path)
     model = model_of(checkpoint_path)
     hf = _with_mtp_layers(checkpoint_path, HFConfig.read(model))
     _check_intact(checkpoint_path)
-    lora = _lora_of(checkpoint_path)
-    total, done = _elements(hf), ConversionResult(0, 0)
+    total, result = _elements(hf), ConversionResult(0, 0)
     with _one_rank(model) as single_rank:
-        source: MegatronTensors | AdaptedTensors
-        if lora is not None:
-            source = AdaptedTensors(checkpoint_path, _source(model, hf, single_rank), hf, lora)
-            base: HFTensors | MegatronTensors
-            base = HFTensors(model, hf) if is_hf(model) else MegatronTensors(model, single_rank, hf)
-            size = base.bytes
-        else:
-            source = MegatronTensors(checkpoint_path, single_rank, hf)
-            size = source.bytes
+        named_tensors, size = _merged_tensors(checkpoint_path, model, hf, single_rank)
         with guard_output(out, size):
 
             def tensors() -> Iterator[tuple[str, Tensor]]:
-                nonlocal done
-                for name, tensor in source.tensors():
+                nonlocal result
+                for name, tensor in named_tensors:
                     yield name, tensor
-                    done = ConversionResult(done.tensors + 1, done.elements + tensor.numel())
-                    advance(done.elements, total)
+                    result = result.add(1, tensor.numel())
+                    advance(result.elements, total)
 
             write_hf(out, model, with_carried(stack_experts(tensors(), hf), model, hf))
-    return done
+    return result
+
+
+def _merged_tensors(
+    checkpoint_path: Path, model: Path, hf: HFConfig, single_rank: Config
+) -> tuple[Iterator[tuple[str, Tensor]], int]:
+    """Return (name, tensor) of a checkpoint's model, adapters merged, and the size of these tensors in bytes."""
+    lora = _lora_of(checkpoint_path)
+    if lora is None:
+        source = MegatronTensors(checkpoint_path, single_rank, hf)
+        return source.tensors(), source.bytes
+    adapted_tensors = AdaptedTensors(checkpoint_path, _source(model, hf, single_rank), hf, lora)
+    base: HFTensors | MegatronTensors
+    base = HFTensors(model, hf) if is_hf(model) else MegatronTensors(model, single_rank, hf)
+    return adapted_tensors.tensors(), base.bytes
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint at `path`, or the newest one of the run folder `path`.
+    """Return `path` if it is a checkpoint, or the newest checkpoint if it is a run folder.
 
     Raises:
-        UserError: there is none.
+        UserError: `path` is not a folder, or contains no checkpoint.
     """
     if not path.is_dir():
         raise UserError(f"{path}: no such folder")
@@ -190,21 +220,28 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def model_of(checkpoint_path: Path) -> Path:
-    """Return the folder with the config.json and the tokenizer of a checkpoint."""
+    """Return the folder that contains the config.json and the tokenizer of a checkpoint.
+
+    It is the checkpoint itself if it is a converted one, otherwise model.path of the run.
+
+    Raises:
+        UserError: The checkpoint is not converted, and its run has no config.yaml.
+    """
     if (checkpoint_path / "config.json").is_file():
         return checkpoint_path
     run = checkpoint_path.parent.parent
     if not (run / "config.yaml").is_file():
         raise UserError(
-            f"{checkpoint_path}: unknown model: expected a config.json in it, or a run folder at {run}"
+            f"{checkpoint_path}: its model is unknown; expected a config.json in this folder, or a run in {run}"
         )
     return load_run_config(run).model.path
 
 
 def _lora_of(checkpoint_path: Path) -> LoraConfig | None:
-    """Read the adapter configuration of the run that wrote the checkpoint."""
-    run = checkpoint_path.parent.parent / "config.yaml"
-    return load_config(run).trainer.lora if not (checkpoint_path / "config.json").is_file() else None
+    """Read trainer.lora of the run that wrote the checkpoint; None for a converted checkpoint."""
+    if (checkpoint_path / "config.json").is_file():
+        return None
+    return load_config(checkpoint_path.parent.parent / "config.yaml").trainer.lora
 
 
 def _with_mtp_layers(path: Path, hf: HFConfig) -> HFConfig:
@@ -214,21 +251,30 @@ def _with_mtp_layers(path: Path, hf: HFConfig) -> HFConfig:
 
 
 class AdaptedTensors:
-    """Tensors of a model with a checkpoint's adapters merged.
+    """Tensors of a base model with a checkpoint's adapters merged.
+
+    Args:
+        folder: The checkpoint, which contains the adapters.
+        model: (name, tensor) of the base model.
+        hf: The model's configuration.
+        lora: Configuration of the adapters.
 
     Raises:
-        UserError: the checkpoint lacks an adapter.
+        UserError: The checkpoint lacks an adapter.
     """
 
     def __init__(
         self, folder: Path, model: Iterable[tuple[str, Tensor]], hf: HFConfig, lora: LoraConfig
     ) -> None:
-        self._reader, self._model, self._scale = DistReader(folder), model, lora.alpha / lora.rank
+        self._reader = DistReader(folder)
+        self._model = model
+        self._scale = lora.alpha / lora.rank
         self._keys: dict[str, tuple[str, str]] = {}
         for entry, pairs in adapted(hf, lora):
-            for name, pair in zip((list(entry.hf)[pair.part] for pair in pairs), pairs, strict=True):
+            names = list(entry.hf)
+            for pair in pairs:
                 a, b = (ADAPTERS + next(iter(factor.hf)) for factor in (pair.a, pair.b))
-                self._keys[name] = a, b
+                self._keys[names[pair.part]] = a, b
         if missing := {key for keys in self._keys.values() for key in keys} - self._reader.shapes.keys():
             raise UserError(f"{folder}: a checkpoint of another model: {min(missing)} is missing")
 
@@ -248,7 +294,7 @@ class MegatronTensors:
     """Tensors of a checkpoint's model under Hugging Face names.
 
     Raises:
-        UserError: a tensor is missing, unexpected or has another shape.
+        UserError: A tensor of the checkpoint is missing or unexpected, or has another shape than the model's.
     """
 
     def __init__(self, folder: Path, single_rank: Config, hf: HFConfig) -> None:
@@ -274,7 +320,7 @@ class MegatronTensors:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for entry, address in self._addresses:
-            full = self._reader.read(address.key, address.box()).reshape(address.parameter)
+            full = self._reader.read(address.key, address.box()).reshape(address.parameter_shape)
             yield from zip(entry.hf, to_hf(entry.rule, full, self._hf), strict=True)
 
 
@@ -284,9 +330,15 @@ class MegatronTensors:
 def verify(a: Path, b: Path, advance: ProgressCallback) -> ConversionResult:
     """Compare two models, each a Hugging Face folder or a Megatron checkpoint, bit by bit.
 
+    Args:
+        a: The first model.
+        b: The second model.
+        advance: Progress callback.
+
     Raises:
-        RunError: they differ; the message has the number of different tensors, the first of them and its largest
-            difference.
+        UserError: One of the models cannot be read.
+        RunError: The models differ. The message states the number of different tensors, and the name and the largest
+            difference of the first one.
     """
     configs = [HFConfig.read(_model_folder(path)) for path in (a, b)]
     if all(_has_predictions(path, hf) for path, hf in zip((a, b), configs, strict=True)):
@@ -295,28 +347,36 @@ def verify(a: Path, b: Path, advance: ProgressCallback) -> ConversionResult:
         x, y = (getattr(c, field.name) for c in configs)
         if x != y and field.name not in ("family", "prediction_layers", "quantised"):
             raise RunError(f"{a} and {b} differ: {field.name} is {x} and {y}")
-    done, differ, total = ConversionResult(0, 0), [], _elements(configs[0])
+    result, total = ConversionResult(0, 0), _elements(configs[0])
+    differences: list[str] = []
     with _one_rank(_model_folder(a)) as single_rank:
         sources = [_source(path, hf, single_rank) for path, hf in zip((a, b), configs, strict=True)]
-        for (name, x), (_, y) in zip(*sources, strict=True):
-            if x.dtype != y.dtype:
-                differ.append(f"{name} ({x.dtype} and {y.dtype})")
-            elif not torch.equal(_bits(x), _bits(y)):
-                differ.append(f"{name} (by up to {(x.double() - y.double()).abs().max():.3g})")
-            done = ConversionResult(done.tensors + 1, done.elements + x.numel())
-            advance(done.elements, total)
-    if differ:
-        raise RunError(f"{len(differ)} of {done.tensors} tensors differ, first: {differ[0]}")
-    return done
+        for (name, tensor), (_, second) in zip(*sources, strict=True):
+            if difference := _difference(tensor, second):
+                differences.append(f"{name} ({difference})")
+            result = result.add(1, tensor.numel())
+            advance(result.elements, total)
+    if differences:
+        raise RunError(f"{len(differences)} of {result.tensors} tensors differ, first: {differences[0]}")
+    return result
+
+
+def _difference(x: Tensor, y: Tensor) -> str:
+    """Describe the difference between two tensors; "" if they are equal."""
+    if x.dtype != y.dtype:
+        return f"{x.dtype} and {y.dtype}"
+    if torch.equal(_bits(x), _bits(y)):
+        return ""
+    return f"by up to {(x.double() - y.double()).abs().max():.3g}"
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Return the bits of a tensor as integers, for a comparison in which NaN equals itself and 0 differs from -0."""
+    """Return the bits of a tensor as integers, so that NaN equals itself and 0 differs from -0."""
     return x.contiguous().view({8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()])
 
 
 def _has_predictions(path: Path, hf: HFConfig) -> bool:
-    """Return whether the path has complete MTP layers under the names of its family."""
+    """Return whether the model at `path` contains complete MTP layers, under the names of its family."""
     if not is_hf(path):
         return _with_mtp_layers(find_checkpoint(path), hf).mtp
     mtp_names = {name for entry in entries(replace(hf, mtp=True)) for name in entry.hf}
@@ -325,6 +385,7 @@ def _has_predictions(path: Path, hf: HFConfig) -> bool:
 
 
 def is_hf(path: Path) -> bool:
+    """Return whether `path` contains safetensors files, as Hugging Face folders do."""
     return any(path.glob("*.safetensors"))
 
 
@@ -333,7 +394,13 @@ def _model_folder(path: Path) -> Path:
 
 
 def _source(path: Path, hf: HFConfig, single_rank: Config) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the tensors in the order of the name table. Folders are checked before the first tensor."""
+    """Return an iterator over (name, tensor) of the model at `path`, in the order of the name table.
+
+    Checks the files at once, before the first tensor is read.
+
+    Raises:
+        UserError: `path` contains no model, or its files do not match `hf`.
+    """
     if not is_hf(path):
         checkpoint_path = find_checkpoint(path)
         _check_intact(checkpoint_path)
@@ -355,7 +422,11 @@ def _check_intact(checkpoint_path: Path) -> None:
 
 
 def _config(folder: Path, layout: dict[str, int]) -> Config:
-    """Return a config of the layout, which is validated, for a model that is not trained."""
+    """Return a config with the model `folder` and the layout; all other fields have their defaults.
+
+    Raises:
+        UserError: The layout is not a valid `parallel` section.
+    """
     try:
         parallel = ParallelConfig.model_validate(layout)
     except ValidationError as e:
@@ -364,7 +435,10 @@ def _config(folder: Path, layout: dict[str, int]) -> Config:
 
 
 class _one_rank:
-    """Megatron's process groups for this single process, which the computation of addresses requires."""
+    """Context in which Megatron's process groups exist for this single process; `addresses` requires them.
+
+    Entering it returns a config of the model without parallelism.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._config = _config(folder, {})
@@ -378,4 +452,5 @@ class _one_rank:
 
 
 def _elements(hf: HFConfig) -> int:
+    """Return the number of elements of all entries of the name table."""
     return sum(entry.elements for entry in entries(hf))

@@ -18,14 +18,19 @@ def sha256(file: Path) -> str:
 def write(
     folder: Path, step: int, score: float | None, checksums: dict[str, str], seconds: float = 0.0
 ) -> None:
-    """Write the manifest.
+    """Write the manifest of a checkpoint.
 
-    `checksums`: already computed ones; `seconds`: duration of the save on rank 0, 0 if unknown.
+    Args:
+        folder: The checkpoint, otherwise complete.
+        step: Number of completed train steps.
+        score: Evaluation score of the weights; None: not evaluated.
+        checksums: SHA-256 of files, by path in the folder. The SHA-256 of other files is computed here.
+        seconds: Duration of the save on rank 0; 0: unknown.
     """
     names = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
     files = {name: checksums.get(name) or sha256(folder / name) for name in names}
-    about = {"step": step, "score": score, "seconds": round(seconds, 3)}
-    (folder / NAME).write_text(json.dumps(about | {"files": files}, indent=1) + "\n")
+    content = {"step": step, "score": score, "seconds": round(seconds, 3), "files": files}
+    (folder / NAME).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
@@ -37,6 +42,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def score(folder: Path) -> float | None:
+    """Return the evaluation score of the checkpoint; None if the manifest has none."""
     return (_read(folder) or {}).get("score")
 
 
@@ -46,8 +52,11 @@ def seconds(folder: Path) -> float:
 
 
 def find_damage(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """Return the damage of every `parts`-th file from index `part` on, one line per file; empty if they are
-    intact."""
+    """Compare every `parts`-th file of the manifest, from index `part` on, with its checksum.
+
+    Returns:
+        A message for each missing or changed file.
+    """
     manifest = _read(folder)
     if manifest is None:
         return [f"{NAME} is missing or truncated"]

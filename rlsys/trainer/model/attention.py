@@ -1,9 +1,10 @@
-"""Core attention over packed sequences: without Transformer Engine, or for micro-batches with shared tokens.
+"""Core attention over packed sequences, without Transformer Engine or for micro-batches with shared tokens.
 
-Shapes: T packed tokens of this rank, P padded ones, n heads, g key-value groups, d head size. query `[T, n, d]`, key
-and value `[T, g, d]` (Megatron's "thd" format), output `[T, n d]`. No token attends outside its own sequence; a
-sequence that shares its first tokens (rlsys/trainer/prefixes.py) attends to the keys of the computed copy. Under
-context parallelism (c ranks) keys and values are gathered: correct and simple, with all keys in memory.
+A token attends only to its own sequence. A sequence with shared tokens (rlsys/trainer/prefixes.py) attends to the
+keys of the sequence that computes them. Under context parallelism, every rank gathers all keys and values.
+
+Shapes: T packed tokens of this rank, P padded tokens, n heads, g key-value groups, d head size, c context-parallel
+ranks. query `[T, n, d]`, key and value `[T, g, d]` (Megatron's "thd" format), output `[T, n d]`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Rectangle(NamedTuple):
-    """A batch of `rows` sequences, padded to `longest` own tokens, each preceded by `prefix` shared tokens."""
+    """A batch of `rows` sequences, each of `prefix` shared tokens and own tokens that are padded to `longest`."""
 
     rows: int
     longest: int
@@ -38,9 +39,12 @@ class Rectangle(NamedTuple):
 class Padding:
     """Index maps between packed tokens and rectangles of padded sequences of similar length.
 
-    `to_padded` `[P]` is the packed token of each padded position (padding repeats its sequence's first token),
-    `to_packed` `[T]` the padded position of each packed token. `to_keys` is the packed token of each key: the shared
-    tokens of the sequence, then its own; None if no tokens are shared, and the keys are `to_padded`.
+    Attributes:
+        to_padded: `[P]`, packed token at each padded position. Padding repeats the first token of its sequence.
+        to_packed: `[T]`, padded position of each packed token.
+        rectangles: The rectangles, in the order of the padded positions.
+        to_keys: Packed token of each key: for each sequence, its shared tokens, then its padded own tokens. None: no
+            tokens are shared, and `to_padded` applies to keys, too.
     """
 
     to_padded: Tensor
@@ -50,10 +54,15 @@ class Padding:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device, prefixes: Sequence[Tensor] = ()) -> Padding:
-        """Return the maps. A rectangle has consecutive sequences of at least three quarters of its first one's
-        length.
+        """Group sequences into rectangles and build the maps.
 
-        If tokens are shared, the sequences of one rectangle share the same number of tokens.
+        The lengths of a rectangle's sequences are between 3/4 of the first sequence's length and that length. If
+        tokens are shared, the sequences of a rectangle share the same number of tokens.
+
+        Args:
+            lengths: Number of own tokens of each sequence.
+            device: Device of the maps.
+            prefixes: Packed tokens that each sequence shares; empty: no tokens are shared.
         """
         prefix_lengths = [len(prefix) for prefix in prefixes] or [0] * len(lengths)
         order = list(range(len(lengths)))
@@ -87,12 +96,10 @@ class Padding:
 
 
 class LongestLength(int):
-    """The length of the longest sequence, with the position of every token `[T]` within its sequence.
-
-    Megatron passes it to the rotary embedding, see `rotate_by_position`.
-    """
+    """Length of the longest sequence, which Megatron passes to the rotary embedding (see `rotate_by_position`)."""
 
     positions: Tensor
+    """[T], position of each token within its sequence."""
 
     @classmethod
     def of(cls, positions: Tensor, longest: int) -> LongestLength:
@@ -102,9 +109,9 @@ class LongestLength(int):
 
 
 def _select_positions(_: Any, inputs: tuple[Any, ...], output: Any) -> Any:
-    """Select the angles of the tokens from those of all positions, `[longest, 1, 1, d]`.
+    """Replace the angles of all positions, `[longest, 1, 1, d]`, by those of the tokens, `[T, 1, 1, d]`.
 
-    With yarn's factor they are in a tuple.
+    With yarn, the output is a tuple of the angles and a factor.
     """
     if not isinstance(inputs[0], LongestLength):
         return output
@@ -114,10 +121,10 @@ def _select_positions(_: Any, inputs: tuple[Any, ...], output: Any) -> Any:
 
 
 def rotate_by_position(model: torch.nn.Module) -> None:
-    """Make rotary embeddings return the angles of each token of packed sequences with positions.
+    """Make the model's rotary embeddings return the angles of each token if PackedSequences has positions.
 
-    Megatron loops over sequences and starts each at position 0, but a sequence with shared tokens does not start at
-    0.
+    Megatron loops over the sequences and starts each at position 0, but the own tokens of a sequence with shared
+    tokens start at a later position.
     """
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
@@ -128,10 +135,11 @@ def rotate_by_position(model: torch.nn.Module) -> None:
 class PackedSequences(PackedSeqParams):
     """Megatron's description of packed sequences, with the additional fields of PackedAttention.
 
-    Lengths are those of whole sequences, even if context parallelism gives this rank only a part of each.
-    `gathered_index` `[c T]` is then the index of each token after the ranks' tokens are gathered. `prefixes`: for
-    each sequence the packed tokens that it shares and that precede its own; empty: no tokens are shared. `positions`
-    `[T]`: position of each token in its sequence, for a model with `rotate_by_position`.
+    Attributes:
+        lengths: Number of own tokens of each whole sequence, of which this rank may have only a part.
+        gathered_index: `[c T]`, under context parallelism the index of each token among the gathered tokens of all
+            ranks; None: this rank has all tokens.
+        prefixes: Packed tokens that each sequence shares; empty: no tokens are shared.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -147,8 +155,18 @@ class PackedSequences(PackedSeqParams):
         prefixes: list[Tensor] | None = None,
         positions: Tensor | None = None,
     ) -> PackedSequences:
+        """Describe packed sequences.
+
+        Args:
+            lengths: See the attributes.
+            device: Device of the tensors.
+            gathered_index: See the attributes.
+            prefixes: See the attributes; None: no tokens are shared.
+            positions: `[T]`, position of each token within its sequence, for a model with `rotate_by_position`.
+        """
         cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-        longest, whole_seqlens = max(lengths), None
+        longest = max(lengths)
+        whole_seqlens = None
         if prefixes:
             longest = max(n + len(k) for n, k in zip(lengths, prefixes, strict=True))
         if positions is not None:  # Megatron's rotary embedding gets all tokens as one sequence
@@ -169,15 +187,15 @@ class PackedSequences(PackedSeqParams):
 
     @cached_property
     def padding(self) -> Padding:
-        """Index maps for all layers, computed once; Transformer Engine's kernels do not need them."""
+        """Index maps, computed once for all layers and only if a layer uses them."""
         return Padding.of(self.lengths, self.cu_seqlens_q.device, self.prefixes)
 
 
 class PackedAttention(DotProductAttention):
-    """Causal attention, one call for each rectangle of sequences; `pack` groups similar lengths.
+    """Causal attention, with one call of a torch kernel for each rectangle of sequences.
 
-    Padding follows the real keys, so that the causal mask hides it. Windows and sinks (gpt-oss) follow Megatron's
-    config: `window_size`, `window_attn_skip_freq`, `softmax_type`.
+    Padding follows the real keys of a sequence, so that the causal mask hides it. Megatron's fields `window_size`,
+    `window_attn_skip_freq` and `softmax_type` select windows and sinks (gpt-oss).
     """
 
     def __init__(
@@ -188,17 +206,16 @@ class PackedAttention(DotProductAttention):
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Initialise. The head sizes of latent attention are arguments; here the tensors define them."""
+        """Initialise. The head sizes, which latent attention passes, are ignored: the tensors define them."""
         local_config = copy.copy(config)
-        local_config.context_parallel_size = (
-            1  # upstream supports no other size; its state does not depend on it
-        )
+        # Megatron's class supports no other size. Its parameters do not depend on the size.
+        local_config.context_parallel_size = 1
         super().__init__(local_config, *args, **kwargs)
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, self.layer_number
         )
         self._window = config.window_size[0] if windowed else None
-        """Number of keys before the query that it attends to; None: all."""
+        """Number of keys before a query's own key that the query attends to; None: all."""
 
     def forward(
         self,
@@ -210,6 +227,10 @@ class PackedAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
+        """Compute the attention of packed sequences; see the module for the shapes.
+
+        Arguments of Megatron's class besides `packed_seq_params` and the tensors are ignored.
+        """
         if packed_seq_params is None:
             raise ValueError(
                 f"packed_seq_params = {packed_seq_params!r:.80}: expected PackedSequences (PackedSequences.of)"
@@ -221,25 +242,25 @@ class PackedAttention(DotProductAttention):
         to_keys = padding.to_padded if padding.to_keys is None else padding.to_keys
         # Padding adds exactly 0 to a gradient: no real query attends to it, and its own output is dropped.
         keys, values = (self._rectangles(t, padding, to_keys, with_shared=True) for t in (key, value))
-        out = []
-        for shape, q, k, v in zip(padding.rectangles, queries, keys, values, strict=True):
-            attended = self._attend(q, k, v, first_query=shape.prefix)
-            out.append(attended.reshape(shape.rows * shape.longest, -1))
-        return torch.cat(out).index_select(0, padding.to_packed)
+        outputs = []
+        for rectangle, q, k, v in zip(padding.rectangles, queries, keys, values, strict=True):
+            attended = self._attend(q, k, v, first_query=rectangle.prefix)
+            outputs.append(attended.reshape(rectangle.rows * rectangle.longest, -1))
+        return torch.cat(outputs).index_select(0, padding.to_packed)
 
     @staticmethod
     def _rectangles(tokens: Tensor, padding: Padding, index: Tensor, *, with_shared: bool) -> list[Tensor]:
-        """Split tokens `[T, n, d]` into `[rows, longest, n, d]` for each rectangle.
+        """Select the tokens `[T, n, d]` of each rectangle by `index`, as `[rows, longest, n, d]`.
 
-        With shared tokens the shape is `[rows, prefix + longest, n, d]`.
+        `with_shared`: the index includes the shared tokens, and the shape is `[rows, prefix + longest, n, d]`.
         """
-        widths = [shape.longest + with_shared * shape.prefix for shape in padding.rectangles]
-        sizes = [shape.rows * width for shape, width in zip(padding.rectangles, widths, strict=True)]
+        widths = [r.longest + with_shared * r.prefix for r in padding.rectangles]
+        sizes = [r.rows * width for r, width in zip(padding.rectangles, widths, strict=True)]
         parts = tokens.index_select(0, index).split(sizes)
         return [part.unflatten(0, (-1, width)) for part, width in zip(parts, widths, strict=True)]
 
     def _chunks(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        """Attend from this rank's two chunks of each sequence (context_parallel.py) to all preceding keys."""
+        """Compute the attention of this rank's two chunks of each sequence (context_parallel.py), `[T, n d]`."""
         group = parallel_state.get_context_parallel_group()
         ranks, rank = group.size(), group.rank()
         keys, values = (
@@ -247,7 +268,7 @@ class PackedAttention(DotProductAttention):
             for t in (key, value)
         )
         queries = query.split([n // ranks for n in packed.lengths])
-        out = []
+        outputs = []
         for q, k, v in zip(queries, keys, values, strict=True):
             size = len(q) // 2
             for part, chunk in zip(q.split(size), (rank, 2 * ranks - 1 - rank), strict=True):
@@ -255,18 +276,18 @@ class PackedAttention(DotProductAttention):
                 attended = self._attend(
                     part[None], k[None, :visible], v[None, :visible], first_query=chunk * size
                 )
-                out.append(attended.reshape(size, -1))
-        return torch.cat(out)
+                outputs.append(attended.reshape(size, -1))
+        return torch.cat(outputs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, first_query: int) -> Tensor:
-        """Attend causally from query `[rows, a, n, d]` to key, value `[rows, b, g, d]`. Returns `[rows, a, n, d]`.
+        """Compute causal attention of query `[rows, a, n, d]`, key and value `[rows, b, g, d]`.
 
-        The first query is aligned with key `first_query`.
+        Query i attends to the keys up to `first_query` + i. Returns `[rows, a, n, d]`.
         """
         plain = self._window is None and self.softmax_offset is None
         if plain and 0 < first_query < query.shape[1] == key.shape[1] - first_query:
-            # Kernels skip the upper triangle of a square, but no part of a mask. A square with additional queries,
-            # whose output is dropped, is therefore less work.
+            # Kernels skip the upper triangle of a square, but no part of a masked rectangle. A square with additional
+            # queries, whose output is dropped, is therefore less work.
             square = torch.cat([query.new_zeros(query.shape[0], first_query, *query.shape[2:]), query], dim=1)
             return self._attend(square, key, value, first_query=0)[:, first_query:]
         mask = None
@@ -279,13 +300,13 @@ class PackedAttention(DotProductAttention):
         if self.softmax_offset is not None:
             return with_sinks(q, k, v, mask, self.softmax_scale, self.softmax_offset).transpose(1, 2)
         if mask is not None and q.shape[1] != k.shape[1]:
-            # On a GPU, torch's only kernel for masks with grouped heads stores all scores.
+            # On a GPU, torch's only kernel for masks with grouped heads would store all scores.
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         return without_sinks(q, k, v, mask, self.softmax_scale).transpose(1, 2)
 
 
 def without_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Compute attention with one of torch's kernels, causal if `mask` is None. Shapes as in `with_sinks`."""
+    """Compute attention with a torch kernel; `mask` None: causal. Shapes as in `with_sinks`."""
     grouped = q.shape[1] != k.shape[1]
     return scaled_dot_product_attention(
         q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
@@ -294,14 +315,17 @@ def without_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: f
 
 @cache
 def engine_attention() -> type[Any]:
-    """Return Transformer Engine's core attention; PackedAttention replaces its kernels where tokens are shared.
+    """Return the core attention for Transformer Engine's layers, as a subclass of Transformer Engine's class.
 
-    The kernels take no mask in which a sequence attends to the keys of another one. The class has the parameters and
-    the checkpoint of Transformer Engine's, none without sinks.
+    It uses PackedAttention for micro-batches with shared tokens, because in Transformer Engine's kernels a sequence
+    cannot attend to the keys of another one. Without sinks, neither class has parameters, so that checkpoints are
+    equal.
     """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class EngineAttention(TEDotProductAttention):
+        """Transformer Engine's core attention, and PackedAttention for micro-batches with shared tokens."""
+
         def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
             self.packed_attention = PackedAttention(config, *args, **kwargs)
@@ -331,9 +355,18 @@ def engine_attention() -> type[Any]:
 
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
-    """Compute attention in which each head has an additional key with a learnt logit and value 0; `[rows, n, a, d]`.
+    """Compute attention in which each head has an additional key with a learnt logit and the value 0.
 
-    q `[rows, n, a, d]`, k and v `[rows, g, b, d]`, mask `[a, b]` bool, sinks `[n]`.
+    Args:
+        q: `[rows, n, a, d]`.
+        k: `[rows, g, b, d]`.
+        v: `[rows, g, b, d]`.
+        mask: `[a, b]` bool, True where a query attends to a key; None: all.
+        scale: Factor of the scores.
+        sinks: `[n]`, logit of each head's additional key.
+
+    Returns:
+        `[rows, n, a, d]`.
     """
     groups = k.shape[1]
     scores = q.unflatten(1, (groups, -1)) @ k[:, :, None].transpose(-1, -2) * scale  # [rows, g, n / g, a, b]

@@ -1,12 +1,14 @@
-"""Tokens of a micro-batch that this rank computes: all, or its chunks of each sequence under context parallelism.
+"""Tokens of a micro-batch that a rank computes: all tokens, or chunks of each sequence under context parallelism.
 
-Shapes: T tokens of the micro-batch, P tokens once it is padded, c context-parallel ranks. Every sequence is cut into
-2c equal chunks and rank r computes chunks r and 2c-1-r, so that all ranks attend to equally many keys (the order that
-Megatron's rotary embedding and Transformer Engine expect). Padding ends a sequence or is a separate sequence: no real
-token attends to it.
+Under context parallelism with c ranks, every sequence is divided into 2c equal chunks. Rank r computes chunks r and
+2c-1-r, so that all ranks compute the same number of attention scores. Megatron's rotary embedding and Transformer
+Engine expect this order. Padding follows the tokens of a sequence or is a separate sequence, so that no real token
+attends to it.
 
-Tokens that a sequence shares with the one before it (rlsys/trainer/prefixes.py) are excluded here: the P tokens are
-the computed ones, and several of the T may have the same index.
+Tokens that a sequence shares with the sequence before it (rlsys/trainer/prefixes.py) are computed once: several
+tokens of the micro-batch then have the same padded token.
+
+Shapes: T tokens of the micro-batch, P computed tokens with padding, c context-parallel ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from rlsys.trainer.pack import MicroBatch
 
 
 def chunk_order(lengths: list[int], cp: int) -> Tensor:
-    """Return the padded token at each position if the tokens of rank 0, rank 1, ... are concatenated, `[P]`."""
+    """Return the padded token at each position of the ranks' concatenated tokens, `[P]`.
+
+    `lengths`: padded length of each sequence.
+    """
     if cp == 1:
         return torch.arange(sum(lengths))
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
@@ -35,10 +40,13 @@ def chunk_order(lengths: list[int], cp: int) -> Tensor:
 
 
 def padded_lengths(lengths: list[int], multiple: int, cp: int, total: int = 0) -> list[int]:
-    """Return padded lengths with which ranks get equal chunks and a `multiple` of tokens, at least `total` tokens in
-    all.
+    """Pad the lengths of sequences, and append a sequence of padding if the sum is then too small.
 
-    Missing tokens are appended as a separate sequence.
+    Args:
+        lengths: Number of tokens of each sequence.
+        multiple: The number of tokens of each rank is a multiple of it.
+        cp: Number of context-parallel ranks, into whose chunks each padded length is divisible.
+        total: Minimum sum of the padded lengths.
     """
     chunks = 2 * cp if cp > 1 else 1
     padded = [-(-n // chunks) * chunks for n in lengths]
@@ -49,7 +57,7 @@ def padded_lengths(lengths: list[int], multiple: int, cp: int, total: int = 0) -
 
 @dataclass(frozen=True)
 class Targets:
-    """The fields of a `Share` that logits `[N, V / tp]` of some of its tokens are scored against."""
+    """Fields of a `Share` for N of its tokens, which their logits `[N, V / tp]` are compared with."""
 
     following: Tensor
     predicts: Tensor
@@ -64,20 +72,25 @@ class Share:
     """Tokens of this rank, and the indices that map them to the micro-batch.
 
     Attributes:
-        tokens, position_ids, following: `[P / c]` int64, this rank's tokens, their positions, and the token after
-            each of them, or the target in its place.
-        lengths: Those of the whole padded sequences.
-        gathered_index: `[P]`, index of their tokens after the ranks' shares are gathered; None if one rank has them
-            all, in order.
-        padded_index: `[T]`, the same for the tokens of the micro-batch.
-        first: First token of each sequence.
-        source: `[P / c]`, token of the micro-batch at this index, the first of several; -1 for padding.
-        predicts: Whether another token follows it.
-        prefixes: For each padded sequence the indices of the tokens that it shares, `[k]` in host memory, all before
-            its own; empty: no tokens are shared.
-        support_at, support_ids: `[N]`, ids of the sampling mask, if `following` was drawn from a part of the
-            vocabulary.
-        teacher_ids, teacher_logp: `[P / c, K]`, a teacher's most probable tokens in place of `following`.
+        tokens: `[P / c]` int64, ids of this rank's tokens.
+        position_ids: `[P / c]`, positions of these tokens in their sequences.
+        following: `[P / c]`, id of the token after each of these tokens, or the target in its place.
+        lengths: Number of computed tokens of each whole sequence, with padding.
+        gathered_index: `[P]`, index of each padded token among the gathered tokens of all ranks; None: one rank has
+            all tokens in order.
+        padded_index: `[T]`, index of each token of the micro-batch among the gathered tokens of all ranks.
+        first: `[S]`, first token of each sequence in the micro-batch.
+        source: `[P / c]`, the micro-batch's token at each of these tokens; the first one if several share it, -1 for
+            padding.
+        predicts: `[P / c]`, whether another token follows in the sequence.
+        cp_group: Context-parallel group.
+        prefixes: For each padded sequence, the indices of its shared tokens, `[k]` in host memory. They precede the
+            sequence's own tokens. Empty: no tokens are shared.
+        support_at: `[N]`, index among this rank's tokens for each id in `support_ids`; None: no token has a sampling
+            mask.
+        support_ids: `[N]`, ids of the sampling masks of `following`.
+        teacher_ids: `[P / c, K]`, a teacher's most probable ids in place of `following`.
+        teacher_logp: `[P / c, K]`, their log-probs.
     """
 
     tokens: Tensor
@@ -97,13 +110,10 @@ class Share:
     teacher_logp: Tensor | None = None
 
     def targets(self, rows: slice) -> Targets:
-        """Return the targets of the logits of these rows of the `[P / c]` tokens."""
+        """Return the targets of the tokens `rows` of this rank."""
         support_at, support_ids = self.support_at, self.support_ids
-        if (
-            support_at is not None
-            and support_ids is not None
-            and (rows.start, rows.stop) != (0, len(self.tokens))
-        ):
+        all_rows = (rows.start, rows.stop) == (0, len(self.tokens))
+        if support_at is not None and support_ids is not None and not all_rows:
             is_local = (support_at >= rows.start) & (support_at < rows.stop)
             support_at, support_ids = support_at[is_local] - rows.start, support_ids[is_local]
         return Targets(
@@ -115,10 +125,10 @@ class Share:
             None if self.teacher_logp is None else self.teacher_logp[rows],
         )
 
-    def times(self) -> Tensor:
-        """Return the number of micro-batch tokens for which each token is computed, `[P]`; 0 at padding.
+    def multiplicity(self) -> Tensor:
+        """Return how many of the micro-batch's tokens share each computed token, `[P]`; 0 at padding.
 
-        It requires that one rank has all tokens.
+        Requires that one rank has all tokens.
         """
         return torch.bincount(self.padded_index, minlength=len(self.tokens))
 
@@ -126,7 +136,7 @@ class Share:
     def of(
         cls, micro: MicroBatch, multiple: int, cp_group: ProcessGroup, device: torch.device, total: int = 0
     ) -> Share:
-        """Build the share of this rank, padded to at least `total` tokens."""
+        """Build the share of this rank. `multiple`, `total`: see padded_lengths."""
         cp = cp_group.size()
         starts, ends = micro.cu_seqlens[:-1].long().cpu(), micro.cu_seqlens[1:].long().cpu()
         padded = padded_lengths(micro.computed_lengths, multiple, cp, total)
@@ -139,7 +149,8 @@ class Share:
             local_order
         ]
 
-        def spread(values: Tensor) -> Tensor:
+        def to_share(values: Tensor) -> Tensor:
+            """Select the values `[T]` of this rank's tokens, `[P / c]`, with 0 at padding."""
             return torch.where(source < 0, values.new_zeros(()), values[source]).to(device)
 
         follows = torch.ones(len(micro.tokens), dtype=torch.bool).index_fill(0, ends - 1, False)
@@ -151,15 +162,15 @@ class Share:
         prefix_lengths = [len(prefix) for prefix in prefixes] or [0] * len(padded)
         positions = torch.cat([torch.arange(k, k + n) for k, n in zip(prefix_lengths, padded, strict=True)])
         return cls(
-            tokens=spread(tokens),
+            tokens=to_share(tokens),
             position_ids=positions[local_order].to(device),
-            following=spread(targets.roll(-1)),
+            following=to_share(targets.roll(-1)),
             lengths=padded,
             gathered_index=inverse_order.to(device) if cp > 1 else None,
             padded_index=inverse_order[padded_token].to(device),
             first=starts.to(device),
             source=source.to(device),
-            predicts=spread(follows),
+            predicts=to_share(follows),
             cp_group=cp_group,
             prefixes=prefixes,
             support_at=None if support_at is None else support_at.to(device),
@@ -172,10 +183,17 @@ class Share:
 def _padded_places(
     starts: Tensor, sizes: Tensor, shared: list[int], padded: list[int]
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Map tokens to padded tokens.
+    """Map the tokens of a micro-batch to padded tokens.
 
-    Returns `[T]` the padded token of each token, the tokens that are not shared, and the indices of each padded
-    sequence's shared tokens.
+    Args:
+        starts: `[S]`, first token of each sequence.
+        sizes: `[S]`, number of tokens of each sequence.
+        shared: Number of tokens that each sequence shares with the one before it; empty: no tokens are shared.
+        padded: Padded length of each sequence, and of a sequence of padding.
+
+    Returns:
+        The padded token of each token `[T]`, the tokens that are not shared, and the padded tokens that each padded
+        sequence shares.
     """
     padded_starts = torch.tensor([0, *padded]).cumsum(0)[: len(sizes)]
     tokens = torch.arange(int(sizes.sum()))
@@ -188,21 +206,26 @@ def _padded_places(
         zip(starts.tolist(), [0, *starts.tolist()], shared, strict=False)
     ):
         is_own[start : start + k] = False
-        padded_token[start : start + k] = prefixes[i] = padded_token[
-            previous_start : previous_start + k
-        ].clone()
+        prefixes[i] = padded_token[previous_start : previous_start + k].clone()
+        padded_token[start : start + k] = prefixes[i]
     return padded_token, tokens[is_own], prefixes
 
 
 def _shift_to_predecessors(values: Tensor | None, source: Tensor, device: torch.device) -> Tensor | None:
-    """Shift `[T, K]` to `[P / c, K]`: the values of the token after each of these; arbitrary if there is none."""
+    """Return the values `[T, K]` of the token after each of this rank's tokens, `[P / c, K]`.
+
+    They are arbitrary at padding and at the last token of a sequence.
+    """
     return None if values is None else values.cpu().roll(-1, 0)[source.clamp(min=0)].to(device)
 
 
 def _local_support(micro: MicroBatch, index: Tensor, size: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return the sampling masks of the tokens that this rank predicts.
+    """Return `support_at` and `support_ids` of the tokens that this rank predicts.
 
-    `index` `[T]`: index of each token among the rank's `size` tokens, outside this range if another rank has it.
+    Args:
+        micro: The micro-batch.
+        index: `[T]`, index of each token among this rank's tokens, outside of 0 to size - 1 if another rank has it.
+        size: Number of this rank's tokens.
     """
     if micro.support_at is None or micro.support_ids is None:
         return None, None

@@ -1,11 +1,11 @@
 """Gated delta net layers (Yang et al. 2024) in place of attention, as in Qwen3-Next.
 
-They work on packed sequences and are sharded by heads over tensor-parallel ranks. The layer of megatron-core 0.16.1
-supports neither. Queries, keys and values pass a causal convolution over the preceding tokens, channel by channel.
-Each key head has r = value heads / key heads value heads.
+The layers process packed sequences, and tensor-parallel ranks divide their heads; megatron-core 0.16.1 supports
+neither. Queries, keys and values pass through a causal convolution, channel by channel. rlsys/ops/delta_rule.py
+implements the recurrence.
 
-Shapes: T packed tokens, R sequences side by side and padded to L tokens, H value heads of this rank, p size of a key,
-w of a value. rlsys/ops/delta_rule.py implements the rule.
+Shapes: T packed tokens, R sequences padded to L tokens, H value heads of this rank, p size of a key, w size of a
+value. Each key head has the same number of value heads.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _SHARD_AXES = {"A_log": 0, "dt_bias": 0, "conv": 0}
 
 
 class DeltaNet(MegatronModule):
-    """Replacement of Megatron's SelfAttention.
+    """Layer in place of Megatron's SelfAttention.
 
-    Its parameters hold one key head after the other, each with its value heads, so that a rank's part is a contiguous
-    range of heads.
+    Its parameters are ordered by key head; each key head's part includes its value heads. The part of a rank is
+    therefore a contiguous range.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, sizes: DeltaSizes, **_: Any) -> None:
@@ -58,7 +58,7 @@ class DeltaNet(MegatronModule):
         self.dt_bias = Parameter(torch.zeros(self.value_heads))
         self.conv = Parameter(torch.zeros(sizes.convolved // ranks, 1, sizes.width))
         self.norm = Parameter(torch.ones(sizes.value_size))
-        # All ranks have it, and each applies it to its own heads: Megatron sums their gradients.
+        # All ranks have this weight, and each applies it to its own heads: Megatron sums the ranks' gradients.
         self.norm.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
@@ -68,7 +68,10 @@ class DeltaNet(MegatronModule):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Compute the layer for `[T, 1, hidden]`, the rank's part of the tokens under sequence parallelism."""
+        """Map `[T, 1, hidden]` to the layer's output of this shape, and no bias.
+
+        Under sequence parallelism, T is the number of this rank's tokens.
+        """
         mixed, _bias = self.in_proj(hidden_states)
         gates, _bias = self.gate_proj(hidden_states)
         out = self._attend(mixed[:, 0], gates[:, 0], packed_seq_params)
@@ -111,7 +114,7 @@ class DeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None, **_: Any
     ) -> dict[str, Any]:
-        """Return Megatron's description for a checkpoint: the ranks' heads in rank order."""
+        """Describe the parameters for a checkpoint, which stores the ranks' heads in rank order."""
         state: dict[str, Any] = {}
         self._save_to_state_dict(state, "", keep_vars=True)
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
@@ -123,7 +126,7 @@ class DeltaNet(MegatronModule):
 
 
 class ZeroCentredNorm(torch.nn.Module):
-    """RMSNorm whose stored weight `[h]` is the difference from 1; computed in float32."""
+    """RMSNorm, computed in float32, that scales by 1 + weight, `[hidden]`."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, **_: Any) -> None:
         super().__init__()
@@ -138,10 +141,11 @@ class ZeroCentredNorm(torch.nn.Module):
 
 
 def set_delta_net(layer: TransformerLayerSubmodules, sizes: DeltaSizes) -> None:
+    """Replace the attention in a layer's spec by a gated delta net."""
     layer.self_attention = ModuleSpec(DeltaNet, params={"sizes": sizes})
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
-    """Convolve x `[R, L, channels]` with weight `[channels, 1, width]` causally, then apply SiLU."""
+    """Apply a causal convolution and SiLU to x `[R, L, channels]`. `weight`: `[channels, 1, width]`."""
     padded = pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
     return silu(conv1d(padded, weight, groups=len(weight))).transpose(1, 2)

@@ -1,6 +1,6 @@
-"""Log-prob, entropy, sum of squares and candidate mean over a tensor-parallel vocabulary.
+"""Log-probs, entropy, sum of squared probabilities and mean over candidates, over a tensor-parallel vocabulary.
 
-Shapes: P tokens, V / tp columns of this rank.
+Shapes: P tokens, V vocabulary size, tp tensor-parallel ranks. All functions are collective over these ranks.
 """
 
 from __future__ import annotations
@@ -14,25 +14,33 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 MASKED_LOGIT = -1e30
-"""Logit of an id that cannot be sampled. Its probability is exactly 0; minus infinity would produce NaN in
-products."""
+"""Logit of an id that cannot be sampled. Its probability is exactly 0; minus infinity would result in NaN."""
 
 ROWS = 256
-"""Rows per step of the computation, which bound the memory needed besides the logits."""
+"""Number of rows that are computed at a time, which bounds the memory besides the logits."""
 
 
 def logprob_and_entropy(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute log p(target) and H = -sum p log p of each row, `[P]` float32, both with gradient.
+    """Compute the log-prob of a target id, and the entropy H = -sum p log p, of each row. Both have a gradient.
 
-    `logits` `[P, V / tp]` float32 are overwritten by the probabilities, which the backward pass overwrites by the
-    gradient: no second copy is made. dH/dlogit_j = -p_j (log p_j + H).
+    Args:
+        logits: `[P, V / tp]` float32. The forward pass overwrites them by the probabilities, and the backward pass by
+            the gradient, to save memory.
+        target: `[P]` ids.
+
+    Returns:
+        log p(target) and H, `[P]` float32 each.
     """
     logp, entropy = logprobs_and_entropy(logits, target[:, None])
     return logp[:, 0], entropy
 
 
 def logprobs_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the same for several ids `[P, N]` of each row: `[P, N]` and `[P]`."""
+    """Compute the log-probs of N target ids `[P, N]`, and the entropy, of each row. See logprob_and_entropy.
+
+    Returns:
+        log p(targets) `[P, N]` and H `[P]`.
+    """
     logp, entropy = _LogProbEntropy.apply(logits, targets)
     return logp, entropy
 
@@ -40,17 +48,28 @@ def logprobs_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 def logprob_and_candidates(
     logits: Tensor, target: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log p(target), q(target) and sum q log p of each row, each `[P]` float32.
+    """Compute log p(target), q(target) and sum q log p of each row, where q is p at another temperature.
 
-    q is p at this temperature, without gradient; the sum has the gradient of log p alone. `logits` `[P, V / tp]`
-    float32 are overwritten by log p, and by the gradient in the backward pass.
+    q has no gradient; log p has.
+
+    Args:
+        logits: `[P, V / tp]` float32. The forward pass overwrites them by log p, and the backward pass by the
+            gradient.
+        target: `[P]` ids.
+        temperature: Temperature of q.
+
+    Returns:
+        log p(target), q(target) and sum q log p, `[P]` float32 each.
     """
     logp, chance, expected = _LogProbCandidates.apply(logits, target, temperature)
     return logp, chance, expected
 
 
 def sum_pi_squared(logits: Tensor) -> Tensor:
-    """Compute sum_v pi_v^2 of each row, `[P]` float32, without gradient. `logits` `[P, V / tp]` are not changed."""
+    """Return the sum of the squared probabilities of each row, `[P]` float32, without gradient.
+
+    `logits` `[P, V / tp]` are not changed.
+    """
     group = parallel_state.get_tensor_model_parallel_group()
     logits = logits.detach()
     largest = logits.max(dim=-1).values
@@ -67,6 +86,8 @@ def sum_pi_squared(logits: Tensor) -> Tensor:
 
 
 class _LogProbEntropy(torch.autograd.Function):
+    """Autograd function of logprobs_and_entropy."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         group = parallel_state.get_tensor_model_parallel_group()
@@ -77,9 +98,8 @@ class _LogProbEntropy(torch.autograd.Function):
         largest = logits.max(dim=-1).values
         if group.size() > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        sums = logits.new_empty(
-            2 + targets.shape[1], len(logits)
-        )  # exp(x), x exp(x), the targets' x; x = logit - largest
+        # exp(x), x exp(x), the targets' x; x = logit - largest
+        sums = logits.new_empty(2 + targets.shape[1], len(logits))
         for rows in _row_slices(logits):
             x = logits[rows].sub_(largest[rows, None])
             picked = x.gather(1, local_ids[rows])
@@ -97,6 +117,7 @@ class _LogProbEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Compute the gradient from dH / dlogit_j = -p_j (log p_j + H) and d log p(target) = e(target) - p."""
         probs, entropy, local_ids, is_local = ctx.saved_tensors
         grad_logp, grad_entropy = gradients
         for rows in _row_slices(probs):
@@ -108,6 +129,8 @@ class _LogProbEntropy(torch.autograd.Function):
 
 
 class _LogProbCandidates(torch.autograd.Function):
+    """Autograd function of logprob_and_candidates."""
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, temperature: float
@@ -145,7 +168,7 @@ class _LogProbCandidates(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """d log p(target) = e(target) - p, and d sum q log p = q - p."""
+        """Compute the gradient from d log p(target) = e(target) - p and d sum q log p = q - p."""
         logs, total, local_ids, is_local = ctx.saved_tensors
         grad_logp, _, grad_expected = gradients
         for rows in _row_slices(logs):

@@ -1,4 +1,4 @@
-"""Megatron's experts, one module each, computed as one grouped GEMM (rlsys/ops/grouped_gemm.py)."""
+"""Megatron's layer of one module per expert, computed by grouped GEMMs (rlsys/ops/grouped_gemm.py)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from rlsys.ops import grouped_gemm
 
 SUBMODULES = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-"""Submodules of an expert; only their weights are used if experts are computed together."""
+"""Submodules of an expert. A grouped GEMM uses only their weights."""
 
 
 class GroupedExperts(SequentialMLP):
-    """Experts with SequentialMLP's parameters and checkpoints, computed together if possible.
+    """Experts with the parameters and checkpoints of SequentialMLP, computed by grouped GEMMs if possible.
 
-    Experts with biases or adapters, and inputs that torch's grouped GEMM does not support, are computed one by one,
-    as upstream does.
+    SequentialMLP computes experts with biases or adapters, and inputs that torch's grouped GEMM does not support, one
+    by one.
     """
 
     local_experts: torch.nn.ModuleList
@@ -34,7 +34,16 @@ class GroupedExperts(SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Map hidden states `[T, H]` sorted by expert, tokens_per_expert `[E]`, probs `[T]` to `[T, H]`, no bias."""
+        """Compute the experts' outputs.
+
+        Args:
+            permuted_local_hidden_states: `[T, H]`, sorted by expert.
+            tokens_per_expert: `[E]`.
+            permuted_probs: `[T]`, weight of each token's output.
+
+        Returns:
+            `[T, H]`, and the bias of SequentialMLP, which is None for grouped GEMMs.
+        """
         x = permuted_local_hidden_states
         layers: list[tuple[Any, Any]] = [(e.linear_fc1, e.linear_fc2) for e in self.local_experts]
         first, second = (
@@ -42,11 +51,8 @@ class GroupedExperts(SequentialMLP):
         )
         unsupported = self.config.add_bias_linear or self.config.moe_apply_probs_on_input
         adapted = any(layer._forward_hooks for pair in layers for layer in pair)
-        if (
-            unsupported
-            or adapted
-            or not (grouped_gemm.supported(x, first) and grouped_gemm.supported(x, second))
-        ):
+        has_kernel = grouped_gemm.supported(x, first) and grouped_gemm.supported(x, second)
+        if unsupported or adapted or not has_kernel:
             out: tuple[Tensor, Tensor | None] = super().forward(x, tokens_per_expert, permuted_probs)
             return out
         ends = tokens_per_expert.cumsum(0).to(torch.int32)
@@ -68,10 +74,10 @@ class GroupedExperts(SequentialMLP):
 
 
 class _InMemoryOrder(torch.nn.ModuleList):
-    """Module list that registers its modules from the last to the first.
+    """Module list that registers its modules in reverse order.
 
-    Megatron lays out the parameters of a model in reverse order, so that experts are in memory in the order of the
-    tokens.
+    Megatron's buffers contain the parameters of a model in reverse order of registration. The experts' weights are
+    therefore in memory in the order in which tokens are sorted.
     """
 
     def __init__(self, modules: torch.nn.ModuleList) -> None:
@@ -84,7 +90,7 @@ class _InMemoryOrder(torch.nn.ModuleList):
 
 
 def set_experts(layer: Any) -> None:
-    """Use these experts in a layer's spec if it has experts that are computed one by one."""
+    """Replace SequentialMLP in a layer's spec by GroupedExperts, if the spec contains it."""
     mlp = layer.mlp.submodules
     if getattr(getattr(mlp, "experts", None), "module", None) is SequentialMLP:
         mlp.experts = ModuleSpec(module=GroupedExperts, submodules=SUBMODULES)

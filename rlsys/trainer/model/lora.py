@@ -2,12 +2,11 @@
 
     y = W x + alpha / rank * B A x      W is frozen; A is initialised at random, B with zeros
 
-Each matrix of the Hugging Face folder has separate factors: query, key and value have three pairs, gate and up two,
-and each expert its own. They are sharded over ranks like the matrix: B if its rows are sharded, A if its columns
-are.
+Each matrix of the Hugging Face folder has a separate pair of factors: query, key and value, gate and up, and the
+matrices of each expert. Ranks shard B if they shard the rows of the matrix, and A if they shard its columns.
 
-Shapes: T tokens of this rank, T' tokens after ranks have exchanged theirs (sequence parallelism); r rank; a megatron
-parameter `[out, in]` of k matrices.
+Shapes: T tokens of this rank, T' tokens after the exchange between ranks under sequence parallelism, r LoRA rank. A
+Megatron parameter `[out, in]` consists of one or more matrices.
 """
 
 from __future__ import annotations
@@ -38,19 +37,25 @@ from rlsys.convert.layout import to_megatron
 from rlsys.convert.rules import Rule
 from rlsys.convert.table import Entry, entries
 from rlsys.trainer.model.chunks import Chunks
-from rlsys.trainer.model.weights import LocalWeights, cutting_group, shard
+from rlsys.trainer.model.weights import LocalWeights, shard, shard_group
 
 
 class Factors(Module):
-    """All factors of one chunk of the model: the adapters' parameters and their checkpoint description."""
+    """Module with the factors of one model chunk, which describes them for checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
         self.entries: dict[str, Entry] = {}
-        """Entries by parameter name."""
+        """Entry of the name table for each parameter, by the parameter's name."""
 
     def add(self, name: str, entry: Entry, value: Tensor) -> Parameter:
-        """Register a factor. `name`: Megatron's name, with this rank's index of an expert."""
+        """Register a factor and return its parameter.
+
+        Args:
+            name: Megatron's name of the factor. An expert has its index on this rank.
+            entry: Entry of the name table.
+            value: Initial value of this rank's part.
+        """
         short_name = name.removeprefix(ADAPTERS)
         parameter = Parameter(value)
         self.register_parameter(short_name, parameter)
@@ -60,7 +65,7 @@ class Factors(Module):
     def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> dict[str, ShardedTensor]:
         """Describe the factors for a checkpoint.
 
-        Keys have the global expert index, so that any layout can load them.
+        Keys contain the expert's index in the whole model, so that any layout can load them.
         """
         return {
             prefix + name: self._shard(f"{prefix}{next(iter(entry.hf))}", entry, self.get_parameter(name))
@@ -69,7 +74,7 @@ class Factors(Module):
 
     @staticmethod
     def _shard(key: str, entry: Entry, parameter: Parameter) -> ShardedTensor:
-        group, copy = cutting_group(entry.rule), _copy_number(entry)
+        group, copy = shard_group(entry.rule), _copy_number(entry)
         if entry.rule.shard_axis is None:
             return ShardedTensor.from_rank_offsets(key, parameter, replica_id=(0, group.rank(), copy))
         rank_offset = (entry.rule.shard_axis, group.rank(), group.size())
@@ -87,8 +92,13 @@ def _copy_number(entry: Entry) -> int:
 class Adapter:
     """Adapter of one Megatron parameter.
 
-    `factors`: A `[r, in]` and B `[rows, r]` of each of its matrices, None for a matrix without an adapter; `rows`:
-    rows of each matrix on this rank. `hf`: with the number of heads of this rank.
+    Attributes:
+        rule: The parameter's rule in the name table.
+        hf: The model's configuration, with the number of key-value heads of this rank.
+        factors: A `[r, in]` and B `[rows, r]` of each matrix of the parameter; None for a matrix without an adapter.
+        rows: Number of rows of each matrix on this rank.
+        scale: alpha / rank.
+        exchanges: Whether tensor-parallel ranks exchange their tokens in the layer (sequence parallelism).
     """
 
     rule: Rule
@@ -99,9 +109,14 @@ class Adapter:
     exchanges: bool
 
     def blocks(self) -> tuple[Tensor, Tensor]:
-        """Return A of all matrices `[n r, in]`, and B `[out, n r]` with zeros for the other matrices in each row."""
+        """Return the factors of the whole parameter: A `[n r, in]` and B `[out, n r]` of n adapted matrices.
+
+        Each row of B has zeros in the columns of other matrices.
+        """
         pairs = [pair for pair in self.factors if pair is not None]
-        rank, position, parts = pairs[0][0].shape[0], 0, []
+        rank = pairs[0][0].shape[0]
+        position = 0
+        parts = []
         for pair, rows in zip(self.factors, self.rows, strict=True):
             if pair is None:
                 parts.append(pairs[0][1].new_zeros(rows, rank * len(pairs)))
@@ -121,6 +136,7 @@ class Adapter:
         return linear(low, b) * self.scale
 
     def merged(self, weight: Tensor) -> Tensor:
+        """Return the parameter's weight `[out, in]` with the adapter added, in the dtype of `weight`."""
         a, b = (block.detach().float() for block in self.blocks())
         return torch.addmm(weight.float(), b, a, alpha=self.scale).to(weight.dtype)
 
@@ -129,20 +145,29 @@ class Lora:
     """Owner of the adapters of a rank's model."""
 
     def __init__(self, chunks: Chunks, hf: HFConfig, config: LoraConfig, seed: int) -> None:
-        """Freeze the model and add adapters to its layers. Must precede DDP. Collective."""
+        """Freeze the model and add adapters to its layers. Collective; must precede the wrap in Megatron's DDP.
+
+        Args:
+            chunks: This rank's model chunks.
+            hf: The model's configuration.
+            config: Rank, alpha and adapted layers.
+            seed: Seed of the initial values.
+        """
         self.chunk_factors = [Factors() for _ in chunks.modules]
         self._adapters: dict[str, Adapter] = {}
         self._shared: list[Parameter] = []
-        """Expert factors that are complete on all ranks of an expert's matrix."""
+        """Factors of experts that are not sharded, so that all ranks of the expert's matrix hold them."""
         for _, parameter in chunks.named_parameters():
             parameter.requires_grad_(False)
         self.base = fingerprint(chunks, hf)
-        """Fingerprint of the model under the adapters."""
-        local, layers = LocalWeights(chunks, hf), dict(_layers(chunks))
+        """Fingerprint of the frozen base model."""
+        local = LocalWeights(chunks, hf)
+        layers = dict(_layers(chunks))
         for entry, pairs in adapted(hf, config):
             for name in local.local_names(entry):
                 chunk, layer = layers[name]
-                weight, factor_pairs = local[name], {}
+                weight = local[name]
+                factor_pairs: dict[int, tuple[Parameter, ...]] = {}
                 for pair in pairs:
                     a = shard(first_a(pair.a, seed), pair.a.rule)
                     b = shard(torch.zeros(_shape(pair.b)), pair.b.rule)
@@ -160,22 +185,24 @@ class Lora:
                 module.embedding.register_forward_hook(_require_input_gradients)
 
     def _add_factor(self, chunk: int, name: str, entry: Entry, value: Tensor) -> Parameter:
-        """Register a new parameter with the attributes that Megatron requires."""
+        """Register a factor in chunk `chunk`, with the attributes that Megatron requires of its parameter."""
         parameter: Any = self.chunk_factors[chunk].add(name, entry, value)
-        axis, group = entry.rule.shard_axis, cutting_group(entry.rule)
+        axis, group = entry.rule.shard_axis, shard_group(entry.rule)
         if entry.expert is not None:
             parameter.allreduce = False
             if axis is None and group.size() > 1:
                 self._shared.append(parameter)
-        # Each rank's gradient is that of its own tokens, or of its own part of the other factor.
+        # A rank's gradient covers only its own tokens, or its own part of the other factor: Megatron sums these.
         parameter.sequence_parallel = entry.expert is None and axis is None and group.size() > 1
-        # A factor that ranks share counts once in the norm. Factors of experts are on all ranks of other groups.
+        # In the gradient norm, Megatron counts a marked parameter on every rank, and an unmarked one only on the
+        # first tensor-parallel rank. An expert's factor that is not sharded must count on the first rank of its
+        # group.
         if axis is not None or (entry.expert is not None and group.rank() == 0):
             set_tensor_model_parallel_attributes(parameter, True, axis or 0, 1)
         return parameter
 
     def named_factors(self) -> Iterator[tuple[str, Entry, Parameter]]:
-        """Iterate over (PEFT name, entry, parameter) of each factor of this rank."""
+        """Iterate over (PEFT name, entry, parameter) of this rank's factors."""
         for factors in self.chunk_factors:
             for short_name, entry in factors.entries.items():
                 yield next(iter(entry.hf)), entry, factors.get_parameter(short_name)
@@ -186,9 +213,9 @@ class Lora:
         return weight if adapter is None else adapter.merged(weight)
 
     def sum_shared_gradients(self) -> None:
-        """Sum the partial gradients of factors that the ranks of an expert's matrix share.
+        """Sum the partial gradients of the experts' factors that are not sharded. Collective.
 
-        Call it once per update, after Megatron has reduced gradients over copies of the model. Collective.
+        Call it once per update, after Megatron has reduced gradients over data-parallel ranks.
         """
         if not self._shared:
             return
@@ -200,7 +227,10 @@ class Lora:
 
 
 def first_a(entry: Entry, seed: int) -> Tensor:
-    """Return the initial A `[r, in]` as PEFT does, uniform up to 1 / sqrt(in); it is the same in any layout."""
+    """Return the initial A `[r, in]`, uniform between -1 / sqrt(in) and 1 / sqrt(in) as in PEFT.
+
+    It depends only on the factor's name and the seed, not on the layout.
+    """
     name = hashlib.sha256(f"{seed} {next(iter(entry.hf))}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(name[:7]))
     shape = _shape(entry)
@@ -208,13 +238,15 @@ def first_a(entry: Entry, seed: int) -> Tensor:
 
 
 def _shape(entry: Entry) -> tuple[int, ...]:
+    """Return the full shape of a factor."""
     return next(iter(entry.hf.values()))
 
 
 def _adapter(
     entry: Entry, hf: HFConfig, factor_pairs: dict[int, tuple[Parameter, ...]], config: LoraConfig
 ) -> Adapter:
-    ranks = cutting_group(entry.rule).size() if entry.rule.shard_axis == 0 else 1
+    """Return the adapter of a parameter. `factor_pairs`: its factors, by index of the matrix in the parameter."""
+    ranks = shard_group(entry.rule).size() if entry.rule.shard_axis == 0 else 1
     return Adapter(
         entry.rule,
         replace(hf, kv_heads=hf.kv_heads // ranks),
@@ -235,6 +267,8 @@ def _layers(chunks: Chunks) -> Iterator[tuple[str, tuple[int, Module]]]:
 def _adapter_hook(
     adapter: Adapter,
 ) -> Callable[[Module, tuple[Tensor, ...], tuple[Tensor, Any]], tuple[Tensor, Any]]:
+    """Return a forward hook that adds the adapter's term to a layer's output."""
+
     def hook(_: Module, args: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         y, bias = output
         return y + adapter(args[0]), bias
@@ -243,35 +277,35 @@ def _adapter_hook(
 
 
 def _require_input_gradients(_: Module, __: Any, output: Tensor) -> Tensor:
-    """Require gradients of the embeddings: recomputed layers would otherwise have no backward pass."""
+    """Make the embeddings require gradients: Megatron recomputes layers only in a backward pass through them."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-# -- the model under the adapters -----------------------------------------------------------------------------
+# -- fingerprint of the base model ----------------------------------------------------------------------------
 
 _CHUNK_ELEMENTS = 2**22
-"""Elements per step of the fingerprint: temporary copies take 8 bytes per element."""
+"""Number of elements that are hashed at a time; temporary copies take 8 bytes per element."""
 
 
 def fingerprint(chunks: Chunks, hf: HFConfig) -> int:
-    """Compute a 64-bit number that changes with any weight of the whole model; equal in every layout. Collective.
+    """Return a 64-bit hash of all weights of the model, which is equal in every layout. Collective.
 
-    It is a sum over all elements, so that ranks can add their parts; two elements of a tensor that are swapped are
-    not detected.
+    It is a sum of hashes of the elements, so that ranks can add their parts. It does not detect that two elements of
+    a tensor were swapped.
     """
     local = LocalWeights(chunks, hf)
     total = torch.zeros(1, dtype=torch.int64)
     for number, entry in enumerate(entries(hf)):
         _, name, _ = local.locate(entry)
-        first = entry.rule.shard_axis is not None or cutting_group(entry.rule).rank() == 0
-        if name in local.local_names(entry) and first and _copy_number(entry) == 0:
-            total += _scrambled_sum(local[name].detach(), number)
+        is_first = entry.rule.shard_axis is not None or shard_group(entry.rule).rank() == 0
+        if name in local.local_names(entry) and is_first and _copy_number(entry) == 0:
+            total += _hash_sum(local[name].detach(), number)
     dist.all_reduce(total)
     return int(total)
 
 
-def _scrambled_sum(weight: Tensor, number: int) -> int:
-    """Return the sum, modulo 2^64, of the elements' bits after multiplication by two odd factors."""
+def _hash_sum(weight: Tensor, number: int) -> int:
+    """Return the sum of the elements' hashes, as a signed 64-bit integer. `number`: number of the entry."""
     bits = weight.reshape(-1).view(torch.int32 if weight.element_size() == 4 else torch.int16)
     total = 0
     for part in bits.split(_CHUNK_ELEMENTS):

@@ -1,4 +1,4 @@
-"""Construction of megatron-core's GPTModel, the part of one rank, from a Hugging Face config."""
+"""Construction of one rank's part of megatron-core's GPTModel from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron_patches import have_transformer_engine
 from rlsys.config import Config
 from rlsys.config.precision import trainer_fields
 from rlsys.convert.carried import CheckpointCarried
-from rlsys.convert.config import HFConfig, LatentAttention
+from rlsys.convert.config import DeltaSizes, HFConfig, LatentAttention
 from rlsys.convert.fit import stage_layers
 from rlsys.convert.table import entries
 from rlsys.core.errors import UserError
@@ -50,7 +50,7 @@ from rlsys.trainer.model.weights import TE_NAMES, fill, load_hf, mark_shards
 def uses_transformer_engine(config: Config, hf: HFConfig) -> bool:
     """Return whether the model uses Transformer Engine's layers.
 
-    Adapters and gated delta nets need megatron's own layers, because Transformer Engine fuses norms and experts.
+    Adapters and gated delta nets need Megatron's own layers, because Transformer Engine fuses norms and experts.
     """
     return have_transformer_engine() and config.trainer.lora is None and hf.delta is None
 
@@ -58,8 +58,8 @@ def uses_transformer_engine(config: Config, hf: HFConfig) -> bool:
 def rotates_by_position(config: Config, hf: HFConfig) -> bool:
     """Return whether rotary embeddings need the tokens' positions in every micro-batch, not only with shared tokens.
 
-    They do not under context parallelism, where Megatron computes the positions, nor with Transformer Engine, whose
-    rotary and attention kernels use the same sequence lengths.
+    They do not need them under context parallelism, where Megatron computes positions, and with Transformer Engine,
+    whose rotary kernel uses the sequence lengths.
     """
     return config.parallel.cp == 1 and not uses_transformer_engine(config, hf)
 
@@ -67,14 +67,14 @@ def rotates_by_position(config: Config, hf: HFConfig) -> bool:
 def _has_torch_grouped_gemm(config: Config) -> bool:
     """Return whether torch has a GPU kernel for experts in this precision (rlsys/ops/grouped_gemm.py).
 
-    It needs a single launch; Transformer Engine's grouped linear layer needs one launch per expert.
+    The kernel computes all experts in one launch; Transformer Engine's grouped linear layer launches one per expert.
     """
     is_bfloat16 = config.model.dtype == "bfloat16" and not config.model.fp8_trainer
     return is_bfloat16 and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def _fusions(config: Config, hf: HFConfig) -> dict[str, bool]:
-    """Select the fusions of Transformer Engine and Apex that are available with CUDA."""
+    """Return the fields of TransformerConfig that enable the installed fusions of Transformer Engine and Apex."""
     engine = uses_transformer_engine(config, hf)
     rope = engine and rope_utils.fused_apply_rotary_pos_emb_thd is not None
     permutation = engine and getattr(moe_utils, "fused_permute", None) is not None
@@ -84,13 +84,14 @@ def _fusions(config: Config, hf: HFConfig) -> dict[str, bool]:
     fusions = {
         # MTP layers share the head, and their gradient is clipped separately.
         "gradient_accumulation_fusion": (engine or apex) and not hf.mtp,
-        # The kernel for latent attention supports only yarn; no kernel scales by yarn's factor.
+        # No kernel supports latent attention without yarn, or the factor of yarn.
         "apply_rope_fusion": rope and hf.latent is None and hf.rope.kind != "yarn",
     }
     return {**fusions, "moe_permute_fusion": permutation} if hf.experts else fusions
 
 
 def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
+    """Return the fields of TransformerConfig for experts; empty for a dense model."""
     if not hf.experts:
         return {}
     routing, t = hf.routing, config.trainer
@@ -104,25 +105,26 @@ def _experts(hf: HFConfig, config: Config) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": uses_transformer_engine(config, hf) and not _has_torch_grouped_gemm(config),
     }
-    if not all(hf.moe_layers):  # only if needed: a list adds each layer's name to the checkpoint
+    # Not for equal layers: with a list, checkpoints store each layer under a separate name.
+    if not all(hf.moe_layers):
         fields["moe_layer_freq"] = [int(moe) for moe in hf.moe_layers]
     if hf.shared_ffn_size:
         fields["moe_shared_expert_intermediate_size"] = hf.shared_ffn_size
     if routing.scale != 1:
         fields["moe_router_topk_scaling_factor"] = routing.scale
     if routing.kind == "softmax":
-        # softmax over the selected experts = softmax over all, renormalised (norm_topk_prob)
+        # A softmax over the selected experts equals a softmax over all that is normalised again (norm_topk_prob).
         return {**fields, "moe_router_pre_softmax": not routing.normalised}
     return {
         **fields,
         "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": t.balance_rate,  # Megatron's default would update it in every step
+        "moe_router_bias_update_rate": t.balance_rate,  # Megatron's default is not 0
     }
 
 
 @dataclass
 class YarnConfig(TransformerConfig):
-    """TransformerConfig with fields that GPTModel reads and TransformerConfig 0.16.1 does not declare."""
+    """TransformerConfig with the fields for yarn, which GPTModel 0.16.1 reads and TransformerConfig lacks."""
 
     yarn_rotary_scaling_factor: float = 1.0
     yarn_original_max_position_embeddings: int = 4096
@@ -134,7 +136,7 @@ class YarnConfig(TransformerConfig):
 
 
 def _yarn(hf: HFConfig) -> dict[str, Any]:
-    """Return the additional fields of YarnConfig."""
+    """Return the fields that YarnConfig adds to TransformerConfig."""
     rope = hf.rope
     return {
         "yarn_rotary_scaling_factor": rope.factor,
@@ -149,17 +151,18 @@ _ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
 
 
 def _family_fields(hf: HFConfig) -> dict[str, Any]:
-    """Return the fields that the model family defines, and window sizes."""
+    """Return the fields of TransformerConfig that the model family defines, and those of windowed attention."""
     fields = dict(hf.megatron)
     if "activation_func" in fields:
         fields["activation_func"] = _ACTIVATIONS[fields["activation_func"]]
     if hf.window:
-        fields["window_size"] = (hf.window - 1, 0)  # keys before the query
+        fields["window_size"] = (hf.window - 1, 0)  # numbers of keys before and after the query's own
         fields["window_attn_skip_freq"] = [int(windowed) for windowed in hf.windowed_layers]
     return fields
 
 
 def _recompute(config: Config) -> dict[str, Any]:
+    """Return the fields of TransformerConfig for trainer.recompute."""
     modules = config.trainer.recompute
     if "layer" in modules:
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -167,7 +170,7 @@ def _recompute(config: Config) -> dict[str, Any]:
 
 
 def _latent_attention(hf: HFConfig, latent: LatentAttention) -> dict[str, Any]:
-    """Return the additional fields of MLATransformerConfig."""
+    """Return the fields that MLATransformerConfig adds to TransformerConfig."""
     rope = hf.rope
     return {
         "q_lora_rank": latent.q_rank,
@@ -187,7 +190,7 @@ def _latent_attention(hf: HFConfig, latent: LatentAttention) -> dict[str, Any]:
 
 
 def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
-    """Build Megatron's config. Every field that changes numbers comes from config.json."""
+    """Build Megatron's config. Every field of the architecture comes from config.json."""
     p = config.parallel
     *layers, last = stage_layers(hf.layers, p.pp)
     dtype = getattr(torch, config.model.dtype)
@@ -200,7 +203,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         ffn_hidden_size=hf.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=hf.norm_eps,
-        # Off with norms over all heads: by their names Megatron would sum gradients that ranks share.
+        # False for norms over all heads: Megatron would sum the gradients of parameters with these names over ranks.
         qk_layernorm=hf.qk_norm or hf.latent is not None,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
@@ -216,7 +219,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
         num_layers_in_last_pipeline_stage=last if layers and last != layers[0] else None,
-        # With two stages the default exchange silently mixes up the two directions of interleaved chunks.
+        # Between two stages, the default exchange silently confuses the two directions of interleaved chunks.
         overlap_p2p_comm=p.vpp > 1,
         batch_p2p_comm=p.vpp == 1,
         context_parallel_size=p.cp,
@@ -230,7 +233,7 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
-        calculate_per_token_loss=True,  # set before DDP is built; otherwise gradients are divided by dp
+        calculate_per_token_loss=True,  # otherwise Megatron's DDP would divide gradients by dp
         deterministic_mode=not torch.cuda.is_available(),
         **_fusions(config, hf),
         **trainer_fields(config),
@@ -248,52 +251,74 @@ def transformer_config(config: Config, hf: HFConfig) -> TransformerConfig:
 def block_spec(
     transformer: TransformerConfig, hf: HFConfig, stage: int | None, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
-    """Return the spec of this rank's layers: Transformer Engine's, or Megatron's own with PackedAttention."""
+    """Return the spec of the layers of one virtual pipeline stage.
+
+    Args:
+        transformer: Megatron's config.
+        hf: The model's configuration.
+        stage: Virtual pipeline stage; None: there is one.
+        transformer_engine: Whether layers are Transformer Engine's, instead of Megatron's with PackedAttention.
+    """
     spec = get_gpt_decoder_block_spec(
         transformer, transformer_engine, normalization="RMSNorm", vp_stage=stage
     )
-    if not transformer_engine:
-        for layer in spec.layer_specs:
-            parts = layer.submodules.self_attention.submodules
-            parts.core_attention = PackedAttention
-            # Upstream's table lacks latent attention, and also renames a norm before experts.
-            layer.submodules.sharded_state_dict_keys_map = {
-                plain.removesuffix("weight"): fused.removesuffix("weight")
-                for plain, fused in TE_NAMES.items()
-                if _has_module(layer.submodules, fused)
-            }
-            if isinstance(parts, MLASelfAttentionSubmodules):
-                # Not sharded, as in Transformer Engine's spec. The local spec shards them and silently loses the
-                # other ranks' part of the gradient of the keys' rotary half.
-                parts.linear_q_down_proj = parts.linear_kv_down_proj = Linear
-    elif transformer.softmax_type == "vanilla":  # sinks are parameters of Transformer Engine's attention
-        for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = engine_attention()
     for layer in spec.layer_specs:
+        if not transformer_engine:
+            _set_local_attention(layer.submodules)
+        elif transformer.softmax_type == "vanilla":  # sinks are parameters of Transformer Engine's attention
+            layer.submodules.self_attention.submodules.core_attention = engine_attention()
         set_experts(layer.submodules)
-    if hf.family.head_norms:
-        for layer in spec.layer_specs:
+        if hf.family.head_norms:
             set_heads_norms(layer.submodules, transformer)
     if hf.delta is not None:
-        first = get_transformer_layer_offset(transformer, vp_stage=stage)
-        spec.layer_specs = [
-            copy.deepcopy(layer) for layer in spec.layer_specs
-        ]  # some entries are the same object
-        spec.layer_norm = ZeroCentredNorm
-        for number, layer in enumerate(spec.layer_specs, first):
-            parts = layer.submodules
-            parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCentredNorm
-            if hf.linear_layers[number]:
-                set_delta_net(parts, hf.delta)
-                parts.sharded_state_dict_keys_map = {}  # it has no linear_qkv to fuse a norm into
-            else:
-                attention = parts.self_attention.submodules
-                attention.q_layernorm = attention.k_layernorm = ZeroCentredNorm
+        _set_delta_nets(spec, transformer, hf, hf.delta, stage)
     return spec
 
 
+def _set_local_attention(layer: TransformerLayerSubmodules) -> None:
+    """Use PackedAttention, and Transformer Engine's names in checkpoints, in the spec of a Megatron layer."""
+    parts = layer.self_attention.submodules
+    parts.core_attention = PackedAttention
+    # Megatron's own table lacks latent attention, and also renames a norm before experts.
+    layer.sharded_state_dict_keys_map = {
+        plain.removesuffix("weight"): fused.removesuffix("weight")
+        for plain, fused in TE_NAMES.items()
+        if _has_module(layer, fused)
+    }
+    if isinstance(parts, MLASelfAttentionSubmodules):
+        # Not sharded, as in Transformer Engine's spec. Megatron's local spec shards them, and silently loses the
+        # other ranks' part of the gradient of the keys' rotary half.
+        parts.linear_q_down_proj = parts.linear_kv_down_proj = Linear
+
+
+def _set_delta_nets(
+    spec: TransformerBlockSubmodules,
+    transformer: TransformerConfig,
+    hf: HFConfig,
+    sizes: DeltaSizes,
+    stage: int | None,
+) -> None:
+    """Use zero-centred norms in all layers of a spec, and gated delta nets in the linear layers of the model."""
+    first = get_transformer_layer_offset(transformer, vp_stage=stage)
+    # Copied, because some entries are the same object.
+    spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]
+    spec.layer_norm = ZeroCentredNorm
+    for number, layer in enumerate(spec.layer_specs, first):
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCentredNorm
+        if hf.linear_layers[number]:
+            set_delta_net(parts, sizes)
+            parts.sharded_state_dict_keys_map = {}  # a delta net has no linear_qkv to fuse a norm into
+        else:
+            attention = parts.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = ZeroCentredNorm
+
+
 def _has_module(layer: TransformerLayerSubmodules, fused: str) -> bool:
-    """Return whether the layer has the linear module into which Transformer Engine fuses this norm."""
+    """Return whether the layer has the linear module into which Transformer Engine fuses a norm.
+
+    `fused`: name of the norm's weight in Transformer Engine.
+    """
     part, module, _ = fused.split(".")
     if part == "mlp":
         return layer.mlp.module is MLP
@@ -301,13 +326,17 @@ def _has_module(layer: TransformerLayerSubmodules, fused: str) -> bool:
 
 
 LoadWeights = Callable[[Chunks, Path, HFConfig], None]
-"""Loads the weights of a folder into this rank's part of the model. Collective."""
+"""(model, folder, model configuration): loads the folder's weights into this rank's part of the model. Collective."""
 
 
 def load_model(chunks: Chunks, path: Path, hf: HFConfig) -> None:
-    """Load the weights from a Megatron checkpoint or a Hugging Face folder.
+    """Load the weights from a converted Megatron checkpoint or a Hugging Face folder. Collective.
 
-    A converted checkpoint has the MTP layers of the folder in a separate file.
+    A converted checkpoint stores the MTP layers of its Hugging Face folder in a separate file.
+
+    Raises:
+        UserError: A tensor is missing or does not fit the model.
+        RunError: A file of the checkpoint is missing or damaged.
     """
     if not checkpoint.is_checkpoint(path):
         load_hf(chunks, path, hf)
@@ -317,12 +346,14 @@ def load_model(chunks: Chunks, path: Path, hf: HFConfig) -> None:
         table = [entry for entry in entries(hf) if entry.megatron.startswith(MTP)]
         carried = CheckpointCarried(path)
         if missing := {name for entry in table for name in entry.hf} - carried.names:
-            raise UserError(f"{path}: {len(missing)} tensor(s) are missing, first: {min(missing)}")
+            raise UserError(
+                f"{path}: {len(missing)} tensors of MTP layers are missing, first: {min(missing)}"
+            )
         fill(chunks, hf, table, carried.read)
 
 
 def build_layers(config: Config, hf: HFConfig, device: torch.device) -> Chunks:
-    """Build this rank's part of the model on `device`, without initial values."""
+    """Build this rank's part of the model on `device`, with uninitialised weights."""
     transformer = transformer_config(config, hf)
     vpp = config.parallel.vpp
     stages = range(vpp) if vpp > 1 else [None]
@@ -331,13 +362,16 @@ def build_layers(config: Config, hf: HFConfig, device: torch.device) -> Chunks:
 
 
 def build_model(config: Config, hf: HFConfig, device: torch.device, load: LoadWeights = load_model) -> Chunks:
-    """Build this rank's part of the model on `device`, with weights from `config.model.path`, which `load` reads."""
+    """Build this rank's part of the model on `device`, and load the weights in `config.model.path` with `load`.
+
+    Collective.
+    """
     chunks = build_layers(config, hf, device)
     load(chunks, config.model.path, hf)
     mark_shards(chunks, hf)
     for name, parameter in chunks.named_parameters():
         if ".experts." in name:
-            # One optimizer shape for any ep; must precede DDP.
+            # Gives the optimizer's buffers the same structure for any ep. Must precede the wrap in Megatron's DDP.
             parameter.allreduce = False  # type: ignore[attr-defined]
             # Megatron marks experts' biases as shared by tensor-parallel ranks and would sum their gradients, but
             # each rank has its own tokens or experts.
@@ -348,7 +382,14 @@ def build_model(config: Config, hf: HFConfig, device: torch.device, load: LoadWe
 def chunk(
     transformer: TransformerConfig, hf: HFConfig, stage: int | None, transformer_engine: bool
 ) -> GPTModel:
-    """Build the layers of one virtual pipeline stage, or of the only stage if `stage` is None."""
+    """Build the model chunk of one virtual pipeline stage on the default device, with uninitialised weights.
+
+    Args:
+        transformer: Megatron's config.
+        hf: The model's configuration.
+        stage: Virtual pipeline stage; None: there is one.
+        transformer_engine: Whether layers are Transformer Engine's.
+    """
     stage_fields = {"ignore_virtual": False, "vp_stage": stage}
     layers = block_spec(transformer, hf, stage, transformer_engine)
     options: dict[str, Any] = {}
@@ -380,14 +421,14 @@ def chunk(
     model.to(transformer.params_dtype)  # torch creates norms in float32
     for name, buffer in model.named_buffers():
         if name.endswith(EXPERT_BIAS):
-            buffer.data = buffer.float()  # it selects experts; Megatron also keeps it in float32
+            buffer.data = buffer.float()  # as in Megatron: its rounding would change the selection of experts
     return model
 
 
 def _contiguous_strides(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-    """Restore contiguous strides of embeddings `[P, 1, H]`, which are a transposed `[1, P, H]`.
+    """Return embeddings `[P, 1, H]`, which Megatron transposed from `[1, P, H]`, with contiguous strides.
 
-    The stride of the axis of length 1 does not fit the others, and torch would multiply them with a frozen weight
-    token by token (megatron_patches/frozen_weight_products.py).
+    With the stride of the transposed axis of length 1, torch would multiply the embeddings with a frozen weight token
+    by token (megatron_patches/frozen_weight_products.py).
     """
     return output.flatten(0, -2).view(output.shape)

@@ -1,18 +1,20 @@
-"""Training of a model's layer for multi-token prediction (MTP), the draft model of engines (DeepSeek-V3, 2.2).
+"""Training of a model's layer for multi-token prediction (MTP; DeepSeek-V3, section 2.2), engines' draft model.
 
-At token i it joins the model's last hidden state h_i with the embedding of token i + 1, and predicts token i + 2:
+At token i, the layer combines the model's last hidden state h_i with the embedding of token i + 1, and predicts token
+i + 2:
 
     x_i = W [norm(emb(t_{i+1})); norm(h_i)]      logits = head(norm(layer(x)_i))
 
-Embedding and head are the model's. By default (trainer.mtp_trunk = false) no gradient leaves the layer: the policy's
-gradients, their norm and its clipping are bit-equal to those of a run without it, with the same packing.
+The layer uses the model's embedding and head. By default (trainer.mtp_trunk = false), no gradient flows from the
+layer into the model: the policy's gradients, their norm and their clipping are bit-equal to those of a run without
+MTP and with the same packing.
 
-Megatron (0.16.1) has the layer, but computes its loss only from labels that it shifts itself. It does not know which
-tokens are trained, nor that the tokens of a context-parallel rank are not neighbours on a CPU. Here the targets come
-from the micro-batch.
+Megatron (0.16.1) has the layer, but computes its loss from labels that Megatron shifts itself. That ignores which
+tokens are trained, and is wrong for context-parallel ranks on a CPU, whose consecutive tokens are not neighbours. In
+this module, the targets come from the micro-batch.
 
-Shapes: T tokens of a micro-batch, P of it padded, c context-parallel ranks, t tensor-parallel ranks, H hidden, V
-vocabulary.
+Shapes: T tokens of a micro-batch, P tokens after padding, c context-parallel ranks, t tensor-parallel ranks, H hidden
+size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -47,10 +49,12 @@ from rlsys.trainer.model.output_layer import OutputLayer, TrunkModel
 from rlsys.trainer.pack import MicroBatch
 
 _CLIP_EPSILON = 1e-6
-"""Megatron's constant in the divisor of its clipping."""
+"""Constant that Megatron adds to the gradient norm before it divides by it."""
 
 
 class _Layer(MultiTokenPredictionLayer):
+    """Megatron's layer for inputs that are already shifted."""
+
     def _get_embeddings(
         self,
         input_ids: Tensor,
@@ -59,7 +63,7 @@ class _Layer(MultiTokenPredictionLayer):
         hidden_states: Tensor,
         packed_seq_params: PackedSequences | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the embeddings. `input_ids` are already the following tokens, which need not be neighbours here."""
+        """Return (ids, positions, embeddings, hidden states). `input_ids` contains the following tokens."""
         embedded = embedding(input_ids=input_ids, position_ids=position_ids)
         return input_ids, position_ids, embedded, hidden_states
 
@@ -71,9 +75,9 @@ class _Layer(MultiTokenPredictionLayer):
         decoder_input: Tensor,
         **kwargs: Any,
     ) -> Tensor:
-        """Pass only tensors to activation recomputation.
+        """Recompute activations, but save only the tensor arguments.
 
-        Megatron would save all arguments, including packed sequences.
+        Megatron would save all arguments, including packed sequences, which are no tensors.
         """
 
         def run(hidden_states: Tensor, decoder_input: Tensor) -> Tensor:
@@ -91,9 +95,16 @@ def mtp_spec(
     stage: int | None,
     transformer_engine: bool,
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Return the spec of the MTP layer, which has the type of the model's last layer.
+    """Return the spec of the MTP layer, which is of the same kind as the model's last layer.
 
-    None if this rank has no MTP layer.
+    Args:
+        transformer: Megatron's config.
+        layers: Spec of the model's layers.
+        stage: Virtual pipeline stage; None: there is one.
+        transformer_engine: Whether layers are Transformer Engine's.
+
+    Returns:
+        The spec; None if the stage has no MTP layer.
     """
     if not transformer.mtp_num_layers:
         return None
@@ -105,7 +116,7 @@ def mtp_spec(
 
 @dataclass(frozen=True)
 class _ForwardState:
-    """Inputs of the MTP layer from a forward pass. hidden `[P / c or P / (c t), 1, H]`."""
+    """Inputs of the MTP layer from a forward pass. `hidden`: `[P / c or P / (c t), 1, H]`."""
 
     hidden: Tensor
     rotary: Tensor | None
@@ -113,9 +124,9 @@ class _ForwardState:
 
 
 class _ZeroGradient(torch.autograd.Function):
-    """Identity function whose gradient is 0, for the last stage's copy of the embedding.
+    """Identity function with the gradient 0, for the last stage's copy of the embedding.
 
-    With overlapped gradient reduction (parallel.overlap) Megatron waits for a gradient of every parameter.
+    With overlapped gradient reduction (parallel.overlap), Megatron waits until every parameter has a gradient.
     """
 
     @staticmethod
@@ -143,7 +154,7 @@ class MTPModel(TrunkModel):
         packed_seq_params: PackedSequences,
         **__: Any,
     ) -> Tensor:
-        """Return the hidden states, and store them for the MTP layer on the last stage."""
+        """Return the hidden states. In a train step, the last stage also stores them for the MTP layer."""
         if self.post_process and self.training and torch.is_grad_enabled():
             self._forward_state = _ForwardState(hidden_states, rotary_pos_emb, packed_seq_params)
         return hidden_states
@@ -151,28 +162,34 @@ class MTPModel(TrunkModel):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Describe the model for a checkpoint, with the group that ties the copy of the embedding."""
+        """Describe the model for a checkpoint, with the group whose ranks have copies of the embedding."""
         group_metadata = ensure_metadata_has_dp_cp_group(metadata)
         sharded: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, group_metadata)
         return sharded
 
     def prediction_states(self, share: Share, *, trunk: bool) -> Tensor:
-        """Return the MTP layer's hidden states `[P / c or P / (c t), 1, H]` of the last forward pass.
+        """Run the MTP layer on the inputs of the last forward pass.
 
-        `trunk`: gradients reach the model's layers and embedding.
+        Args:
+            share: Tokens of that forward pass.
+            trunk: Whether gradients flow into the model's layers and embedding.
+
+        Returns:
+            The layer's hidden states, `[P / c or P / (c t), 1, H]`.
         """
         assert self._forward_state is not None, "expected a forward pass with gradients before this call"
         state, self._forward_state = self._forward_state, None
         hidden, embedding = state.hidden, self.embedding
         if not trunk:
-            # A leaf that requires a gradient: activation recomputation needs an input with a gradient.
+            # It still requires a gradient, because activation recomputation needs an input that does.
             hidden = hidden.detach().requires_grad_()
 
             def embedding(**ids: Tensor) -> Tensor:
                 embedded: Tensor = self.embedding(**ids)
                 return embedded.detach() if self.pre_process else _ZeroGradient.apply(embedded)
 
-        out, *_ = self.mtp.layers[0](
+        states: Tensor
+        states, *_ = self.mtp.layers[0](
             input_ids=share.following[None],
             position_ids=share.position_ids[None],
             hidden_states=hidden,
@@ -181,17 +198,15 @@ class MTPModel(TrunkModel):
             packed_seq_params=state.packed,
             embedding=embedding,
         )
-        states: Tensor = out
         return states
 
 
 def predicted_tokens(micro: MicroBatch) -> Tensor:
-    """Return the trained tokens with at least two predecessors in their sequence, `[T]` bool."""
+    """Return which tokens are trained and have at least two predecessors in their sequence, `[T]` bool."""
     starts = micro.cu_seqlens[:-1].long()
     lengths = micro.cu_seqlens[1:].long() - starts
-    position = torch.arange(len(micro.tokens), device=starts.device) - torch.repeat_interleave(
-        starts, lengths
-    )
+    token = torch.arange(len(micro.tokens), device=starts.device)
+    position = token - torch.repeat_interleave(starts, lengths)
     return (position >= 2) & (micro.mask > 0)
 
 
@@ -199,8 +214,11 @@ def predicted_tokens(micro: MicroBatch) -> Tensor:
 class Prediction:
     """Loss of the MTP layer: `weight` times the cross entropy of each predicted token.
 
-    `model`: this rank's last chunk. `output`: its output layer, None on other stages. `trunk`: gradients reach the
-    model's layers, embedding and output layer.
+    Attributes:
+        model: This rank's last model chunk.
+        output: The chunk's output layer; None if this rank does not have the last pipeline stage.
+        weight: Factor of the loss.
+        trunk: Whether gradients flow into the model's layers, embedding and output layer.
     """
 
     model: GPTModel
@@ -209,7 +227,11 @@ class Prediction:
     trunk: bool
 
     def loss(self, share: Share, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this rank's loss sum of the last forward pass, and metric sums over context-parallel ranks."""
+        """Compute the loss of the last forward pass.
+
+        Returns:
+            The sum of the loss over this rank's tokens, and sums over context-parallel ranks for `take_metrics`.
+        """
         model, output = self.model, self.output
         assert isinstance(model, MTPModel) and output is not None
         source = share.source.clamp(min=0)
@@ -235,7 +257,10 @@ class Prediction:
 
 
 def most_probable(logits: Tensor) -> Tensor:
-    """Return the most probable ids `[P / c]` of logits `[P / c, V / t]`; the lowest id of equal logits."""
+    """Return the most probable id of each row of logits `[N, V / t]`, `[N]`; of equal logits, the lowest id.
+
+    Collective over tensor-parallel ranks.
+    """
     group = parallel_state.get_tensor_model_parallel_group()
     best, ids = logits.detach().max(-1)
     if group.size() == 1:
@@ -250,7 +275,9 @@ def most_probable(logits: Tensor) -> Tensor:
 def take_metrics(sums: dict[str, Tensor]) -> dict[str, float]:
     """Remove the sums of Prediction.loss from `sums` and return their metrics.
 
-    They are the mean loss of a predicted token, and the share of predicted tokens that the layer finds most probable.
+    Returns:
+        `mtp_loss`, the mean loss per predicted token, and `mtp_accuracy`, the share of predicted tokens that are the
+        layer's most probable ones; empty without MTP.
     """
     if "mtp_tokens" not in sums:
         return {}
@@ -259,13 +286,19 @@ def take_metrics(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 class SeparateClipping:
-    """Gradient norm of the MTP layer and its separate clipping, for a layer that no gradient leaves.
+    """Separate gradient norm and clipping of the MTP layer, if its gradients do not flow into the model.
 
-    As a part of the model's norm, the layer would influence the size of the policy's update.
+    In a common norm, the layer would influence the size of the policy's update.
     """
 
     def __init__(self, optimizer: Any, parameters: Sequence[Parameter], limit: float) -> None:
-        """Initialise. `optimizer`: Megatron's chain. `parameters`: the layer's parameters on this rank."""
+        """Exclude the layer from Megatron's gradient norm.
+
+        Args:
+            optimizer: Megatron's chain of optimizers.
+            parameters: The layer's parameters on this rank.
+            limit: Maximum norm of the clipped gradient.
+        """
         self._parts = getattr(optimizer, "chained_optimizers", [optimizer])
         self._parameters, self._limit = parameters, limit
         for shard in self._shards():
@@ -284,14 +317,19 @@ class SeparateClipping:
 
     @torch.no_grad()
     def norm(self) -> float:
-        """Return the gradient norm of the whole layer, after the optimizer has its gradients. Collective."""
+        """Return the gradient norm of the whole layer. Collective; call it after the optimizer's prepare_grads."""
         unique_shards = [s for s in self._shards() if param_is_not_tensor_parallel_duplicate(s)]
         gradients = [shard.grad for shard in unique_shards if shard.grad is not None]
         return float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=dist.group.WORLD))
 
     @torch.no_grad()
     def clip(self, norm: float, model_norm: float) -> None:
-        """Clip by the layer's own norm and compensate the scale that Megatron later applies to every gradient."""
+        """Scale the layer's gradient so that it is clipped by the layer's norm after Megatron's own clipping.
+
+        Args:
+            norm: Gradient norm of the layer.
+            model_norm: Gradient norm of the model, by which Megatron later clips every gradient.
+        """
         mtp_scale, model_scale = (min(1.0, self._limit / (n + _CLIP_EPSILON)) for n in (norm, model_norm))
         if mtp_scale != model_scale:
             for parameter in self._parameters:

@@ -21,10 +21,17 @@ from torch import Tensor
 
 
 class HeadsNorm(torch.nn.Module):
-    """Norm in which each rank normalises its `n / r` heads by the mean square of all n."""
+    """RMSNorm in which each rank normalises its `n / r` heads by the mean square over all n heads."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig, eps: float, heads: int) -> None:
-        """Initialise. `hidden_size`: of one head, as Megatron passes it."""
+        """Initialise.
+
+        Args:
+            hidden_size: d; Megatron passes the size of one head.
+            config: Megatron's config, which is not used.
+            eps: Added to the mean square.
+            heads: n.
+        """
         super().__init__()
         self.eps, self.size = eps, heads * hidden_size
         ranks = parallel_state.get_tensor_model_parallel_world_size()
@@ -42,7 +49,7 @@ class HeadsNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return Megatron's description for a checkpoint: the ranks' weights in rank order."""
+        """Describe the weight for a checkpoint, which stores the ranks' parts in rank order."""
         state = self.state_dict(prefix="", keep_vars=True)
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state, prefix, {"weight": 0}, sharded_offsets
@@ -51,6 +58,7 @@ class HeadsNorm(torch.nn.Module):
 
 
 def set_heads_norms(layer: TransformerLayerSubmodules, transformer: TransformerConfig) -> None:
+    """Use HeadsNorm for queries and keys in a layer's spec."""
     parts = layer.self_attention.submodules
     parts.q_layernorm = ModuleSpec(HeadsNorm, {"heads": transformer.num_attention_heads})
     parts.k_layernorm = ModuleSpec(HeadsNorm, {"heads": transformer.num_query_groups})

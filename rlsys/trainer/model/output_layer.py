@@ -1,11 +1,12 @@
-"""The output layer: scores of tokens from hidden states, without the logits of all tokens at once.
+"""The output layer, which computes token scores from hidden states without the logits of all tokens at once.
 
-The logits of a micro-batch are its largest tensors: 16,384 tokens of a vocabulary of 151,936 take 10 GB in float32,
-and as much for their gradient. Scores are computed for some rows at a time, and the backward pass computes the logits
-of these rows again. A micro-batch whose logits fit into LOGIT_BYTES is computed at once, without a second product.
-verl and slime compute log-probs in chunks for the same reason.
+The logits of a micro-batch are its largest tensors: 16,384 tokens with a vocabulary of 151,936 take 10 GB in float32,
+and their gradient the same. The layer computes scores for some rows at a time, and the backward pass computes the
+logits of these rows again. A micro-batch whose logits fit into LOGIT_BYTES is computed at once, without this second
+computation. verl and slime compute log-probs in chunks for the same reason.
 
-Shapes: P tokens of a padded micro-batch, c context-parallel and t tensor-parallel ranks, H hidden, V vocabulary.
+Shapes: P tokens of a padded micro-batch, c context-parallel ranks, t tensor-parallel ranks, H hidden size, V
+vocabulary size.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rlsys.config.precision import logit_rows
 from rlsys.trainer.model.entropy import MASKED_LOGIT
 
 ScoreRows = Callable[[Tensor, slice], Mapping[str, Tensor]]
-"""(logits `[N, V / t]`, which it may overwrite, and their rows) -> named scores of each row, `[N]` or `[N, K]`."""
+"""(logits `[N, V / t]`, their rows) -> named scores of each row, `[N]` or `[N, K]`. May overwrite the logits."""
 
 
 class TrunkModel(GPTModel):
@@ -37,14 +38,14 @@ class TrunkModel(GPTModel):
 
 
 class OutputLayer:
-    """Logits of the last hidden states of a model, some rows at a time. It owns no weights."""
+    """Computation of token scores with the weights of a model's output layer, some rows at a time."""
 
     def __init__(self, model: GPTModel, vocab_size: int) -> None:
         """Initialise.
 
         Args:
-            model: The chunk with Megatron's output layer, whose communication this class takes over.
-            vocab_size: Ids at or above it are padding, and are never sampled.
+            model: The chunk with Megatron's output layer. This object takes over that layer's communication.
+            vocab_size: Number of ids of the model. The layer pads it; padding ids are never sampled.
         """
         self._model, self._layer = model, model.output_layer
         self._sequence_parallel = bool(model.config.sequence_parallel)
@@ -59,11 +60,11 @@ class OutputLayer:
 
         Args:
             hidden: `[P / c or P / (c t), 1, H]`.
-            score_rows: Called for consecutive rows; in a backward pass, called once more for each of them.
+            score_rows: Computes the scores of consecutive rows. The backward pass calls it again for the same rows.
             frozen: Whether the layer's weight gets no gradient from these scores.
 
         Returns:
-            The scores of `score_rows`, `[P / c]` or `[P / c, K]`.
+            Scores by name, `[P / c]` or `[P / c, K]`.
         """
         weight = self._weight()
         if frozen:
@@ -96,7 +97,11 @@ class OutputLayer:
         return weight
 
     def _gather(self, hidden: Tensor) -> Tensor:
-        """Return `[P / c, H]`. Its gradient is summed over tensor-parallel ranks, each of which has other ids."""
+        """Return the hidden states of all tokens of this context-parallel rank, `[P / c, H]`.
+
+        The backward pass sums their gradient over tensor-parallel ranks, because each rank computes the logits of
+        other ids.
+        """
         if self._sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)
         else:
@@ -105,7 +110,11 @@ class OutputLayer:
 
 
 class _RowsOfScores(torch.autograd.Function):
-    """Scores by rows, whose logits are computed again in the backward pass."""
+    """Scores of some rows at a time. The backward pass computes the logits of the rows again.
+
+    `forward` writes the names of the scores into its argument `names`, because autograd functions return only
+    tensors.
+    """
 
     @staticmethod
     def forward(
@@ -120,14 +129,17 @@ class _RowsOfScores(torch.autograd.Function):
         parts: list[list[Tensor]] = []
         constant: set[str] = set()
         for part in rows:
-            with torch.enable_grad():  # shows which scores have a gradient
+            with torch.enable_grad():  # to find out which scores have a gradient
                 scores = score_rows(logits(states[part].detach().requires_grad_(), weight), part)
             names[:] = scores
             constant |= {name for name, score in scores.items() if not score.requires_grad}
             parts.append([score.detach() for score in scores.values()])
             del scores  # frees the logits of these rows before the next ones are computed
         ctx.save_for_backward(states)
-        ctx.weight, ctx.logits, ctx.score_rows, ctx.rows = weight, logits, score_rows, rows
+        ctx.weight = weight
+        ctx.logits = logits
+        ctx.score_rows = score_rows
+        ctx.rows = rows
         scores_of_rows = tuple(torch.cat(column) for column in zip(*parts, strict=True))
         ctx.mark_non_differentiable(
             *(s for name, s in zip(names, scores_of_rows, strict=True) if name in constant)
@@ -136,9 +148,10 @@ class _RowsOfScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (states,), weight = ctx.saved_tensors, ctx.weight
-        of_states = torch.empty_like(states)
-        of_weight: Tensor | None = None
+        (states,) = ctx.saved_tensors
+        weight = ctx.weight
+        states_gradient = torch.empty_like(states)
+        weight_gradient: Tensor | None = None
         for part in ctx.rows:
             with torch.enable_grad():
                 leaf = states[part].detach().requires_grad_()
@@ -148,18 +161,20 @@ class _RowsOfScores(torch.autograd.Function):
                 *((score, gradient[part]) for score, gradient in pairs if score.requires_grad), strict=True
             )
             inputs = [leaf, weight] if weight.requires_grad else [leaf]
-            of_leaf, *weight_gradient = torch.autograd.grad(outputs, inputs, upstream, allow_unused=True)
-            of_states[part] = of_leaf
-            if weight_gradient:
-                of_weight = _sum(of_weight, weight_gradient[0], weight)
-        of_weight = None if of_weight is None else of_weight.to(weight.dtype)
-        return of_states, of_weight, None, None, None, None
+            leaf_gradient, *rows_gradient = torch.autograd.grad(outputs, inputs, upstream, allow_unused=True)
+            states_gradient[part] = leaf_gradient
+            if rows_gradient:
+                weight_gradient = _add_rows(weight_gradient, rows_gradient[0], weight)
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.to(weight.dtype)
+        return states_gradient, weight_gradient, None, None, None, None
 
 
-def _sum(total: Tensor | None, part: Tensor | None, weight: Tensor) -> Tensor | None:
-    """Add the weight's gradient of some rows in float32.
+def _add_rows(total: Tensor | None, part: Tensor | None, weight: Tensor) -> Tensor | None:
+    """Add the weight's gradient of some rows to `total` in float32, and return the sum.
 
-    With fused accumulation Megatron has added it to `main_grad`, and returns a tensor without meaning.
+    With fused accumulation, Megatron has already added the gradient to `main_grad` and returns an arbitrary tensor,
+    which this function passes on.
     """
     if part is None or getattr(weight, "grad_added_to_main_grad", False):
         return part

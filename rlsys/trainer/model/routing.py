@@ -1,15 +1,17 @@
 """Router replay and expert load of this rank's MoE routers.
 
-Replay makes a token use the experts of its sampling (R3, `trainer.replay = engine`; Ma et al. 2025, "Stabilizing MoE
-reinforcement learning by aligning training and inference routers") or of the trainer's scoring pass at the start of
-the step (R2, `trainer`; Zheng et al. 2025, GSPO, section 5.3). Only the selection is replayed: the weights of the
-selected experts come from the router's own scores, so that the router still learns.
+Replay makes a token use the experts that the engine selected when it sampled the token (R3, `trainer.replay =
+engine`; Ma et al. 2025, "Stabilizing MoE reinforcement learning by aligning training and inference routers"), or
+those that the trainer selected in its scoring pass at the start of the step (R2, `trainer.replay = trainer`; Zheng et
+al. 2025, GSPO, section 5.3). Only the selection is replayed. The weights of the selected experts are the router's own
+scores, so that the router still learns.
 
-A token that several sequences share (rlsys/trainer/prefixes.py) is routed once and counts once for each of them: in
-the auxiliary loss, in the update of experts' biases and in the metrics. These therefore do not depend on the
-assignment of sequences to micro-batches. The token replays the engine's selection for the first of the sequences.
+A token that several sequences share (rlsys/trainer/prefixes.py) is routed once, but counts once for each of these
+sequences in the auxiliary loss, the update of the experts' biases and the metrics. These therefore do not depend on
+the assignment of sequences to micro-batches. The token replays the engine's selection for the first sequence.
 
-Shapes: T tokens of a micro-batch, P those of this rank's routers, L layers of the whole model, k experts per token.
+Shapes: T tokens of a micro-batch, P tokens of this rank's routers, L layers of the whole model, E experts of a layer,
+k experts per token.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ ABSENT = -1
 """Value in place of an expert id for a token without a route to replay."""
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
+"""Megatron's selection: (scores `[P, E]`, k, num_groups, group_topk) -> (scores, ids) of the selected experts."""
 
 
 def decode(
@@ -48,17 +51,20 @@ def decode(
     experts: int | None = None,
     routed: Sequence[int] | None = None,
 ) -> Tensor:
-    """Decode experts `[T, L, k]` int16 of packed positions; ABSENT if no span covers a token.
+    """Decode the experts that engines selected at packed positions.
 
     Args:
-        spans: Routes as engines returned them.
+        spans: Routes from engines, at packed positions.
         tokens: T.
-        layers: Layers of the whole model.
+        layers: L.
         topk: k.
-        layer_ids: Requested layers, in this order; None: all `layers` of the model.
-        experts: E. A position is ABSENT if a router of the layers `routed` cannot have selected its row: an expert
-            that does not exist, or the same one twice. None: rows are not checked.
-        routed: Layers of this rank with experts, including the requested ones; None: `layer_ids`.
+        layer_ids: Indices of the requested layers; None: all layers of the model.
+        experts: E. A token is ABSENT if a router cannot have selected its experts in one of the layers `routed`,
+            because an expert does not exist or occurs twice. None: routes are not checked.
+        routed: Indices of this rank's layers with experts, which include the requested ones; None: `layer_ids`.
+
+    Returns:
+        `[T, requested layers, k]` int16; ABSENT if no span covers the token.
     """
     selected_layers = range(layers) if layer_ids is None else layer_ids
     checked_layers = selected_layers if routed is None else routed
@@ -87,8 +93,11 @@ def decode(
 class Sequences(NamedTuple):
     """Sequence of each token, for the auxiliary loss.
 
-    ids `[P]`: the sequence of each token, arbitrary at padding; number: of sequences in the micro-batch. With shared
-    tokens, `tokens` `[N]` is the index into P of each token of each sequence, and ids is `[N]`.
+    Attributes:
+        ids: `[P]`, index of each token's sequence, arbitrary at padding. With shared tokens `[N]`, index of the
+            sequence of each pair (sequence, token).
+        number: Number of sequences in the micro-batch.
+        tokens: `[N]`, token of each pair, an index into P; None: no tokens are shared.
     """
 
     ids: Tensor
@@ -97,8 +106,10 @@ class Sequences(NamedTuple):
 
 
 def _valid_routes(routes: NDArray[np.unsignedinteger], experts: int) -> NDArray[np.bool_]:
-    """Return which of the rows `[n, layers, k]` routers of `experts` experts can have selected in all layers,
-    `[n]`."""
+    """Return which tokens have a possible selection of distinct experts below `experts` in every layer, `[n]`.
+
+    `routes`: `[n, layers, k]`.
+    """
     sorted_ids = np.sort(routes.astype(np.int32), axis=2)
     distinct = np.diff(sorted_ids, axis=2, prepend=-1) > 0
     possible: NDArray[np.bool_] = np.all((sorted_ids < experts) & distinct, axis=(1, 2))
@@ -106,11 +117,11 @@ def _valid_routes(routes: NDArray[np.unsignedinteger], experts: int) -> NDArray[
 
 
 class LayerReplay:
-    """Replacement of Megatron's RouterReplay in one router. Records the selected experts of its tokens.
+    """Object in place of Megatron's RouterReplay in one router, which records the selected experts.
 
-    `target` `[P, k]` may be partly ABSENT, which upstream's class does not support. With activation recomputation a
-    router runs twice per micro-batch, the second time in the backward pass, when a later micro-batch is current:
-    targets of the first run are queued for the second.
+    Megatron's class does not support tokens without a route (ABSENT). With activation recomputation, a router runs
+    twice per micro-batch. The second run is in the backward pass, after `Routing.begin` of a later micro-batch, so
+    that the first run queues its target for the second.
     """
 
     def __init__(self, router: TopKRouter) -> None:
@@ -118,25 +129,32 @@ class LayerReplay:
         self._custom = router.router_replay
         """The model's own selection method (rlsys.trainer.model.topk_routing); None: Megatron's."""
         self.layer: int = router.layer_number - 1
+        """Index of the router's layer in the model."""
         self.target: Tensor | None = None
-        self.token_counts: Tensor | None = None  # [P] int64, multiplicity of each token
-        self.sequences: Sequences | None = None  # for the auxiliary loss
-        self._pass_sequences: Sequences | None = None  # of the running pass
-        self.expert_ids: Tensor | None = None  # [P, k], of the last forward pass
+        """[P, k], experts to use, partly ABSENT; None: no replay."""
+        self.token_counts: Tensor | None = None
+        """[P] int64, number of sequences for which each token counts in the metrics."""
+        self.sequences: Sequences | None = None
+        """Sequences of the tokens, for the auxiliary loss."""
+        self.expert_ids: Tensor | None = None
+        """[P, k], experts that the last forward pass used."""
+        self._pass_sequences: Sequences | None = None
+        """`sequences` of the running pass."""
         self._sums: Tensor | None = None
         self._pending: deque[tuple[Tensor | None, Sequences | None]] = deque()
         if router.get_aux_loss_coeff("aux_loss"):
             router._apply_aux_loss = self._balance_loss
         if router.enable_expert_bias:
-            self._count_for_bias, router._apply_expert_bias = (
-                router._apply_expert_bias,
-                self._count_all_for_bias,
-            )
+            self._count_for_bias = router._apply_expert_bias
+            router._apply_expert_bias = self._count_all_for_bias
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: TopK
     ) -> tuple[Tensor, Tensor]:
-        """Return (scores of the selected experts, their ids) `[P, k]`. Called by topk_routing_with_score_function."""
+        """Return (scores of the selected experts, their ids), `[P, k]` each.
+
+        Megatron's topk_routing_with_score_function calls it in place of `choose`.
+        """
         if self._custom is not None:
             _, router_ids = self._custom.get_replay_topk(scores, topk, num_groups, group_topk, choose)
         else:
@@ -155,12 +173,18 @@ class LayerReplay:
     def _balance_loss(
         self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
-        """Compute the auxiliary loss of each sequence, as the mean over tokens; replaces the router's method.
+        """Add the auxiliary loss to the graph of `probs`; replaces the router's method.
 
-        Megatron's loss is that of a micro-batch, and depends on the assignment of sequences to micro-batches. For
-        sequence s with T_s tokens: coefficient * E * sum_e f_se P_se, f_se = the share of its selections that expert
-        e has, P_se = the mean of its tokens' scores (DeepSeek-V3, eq. 17 to 20). `scores`, `routing_map` `[P, E]`, 0
-        at padding.
+        Megatron computes the loss of a whole micro-batch, which depends on the assignment of sequences to
+        micro-batches. This method computes the loss of each sequence s and averages it over tokens (DeepSeek-V3, eq.
+        17 to 20): coefficient * E * sum_e f_se P_se, where f_se is the share of the sequence's selections that expert
+        e has, and P_se is the mean score of expert e over the sequence's tokens.
+
+        Args:
+            probs: Weights of the selected experts, to whose graph the loss is attached.
+            scores: `[P, E]`, 0 at padding.
+            routing_map: `[P, E]`, whether an expert is selected; 0 at padding.
+            with_padding_mask: Part of the replaced signature; not used.
         """
         router = self.router
         coefficient, group = router.get_aux_loss_coeff("aux_loss"), router.tp_cp_group
@@ -171,16 +195,19 @@ class LayerReplay:
         counts = scores.new_zeros(number, scores.shape[1]).index_add_(0, ids, routing_map.to(scores))
         if group.size() > 1:
             dist.all_reduce(counts, group=group)
-        choices = counts.sum(1, keepdim=True)
-        shares = counts / choices.clamp(min=1)
+        selections = counts.sum(1, keepdim=True)
+        shares = counts / selections.clamp(min=1)
         total = coefficient * scores.shape[1] * (scores * shares[ids]).sum()
-        tokens = (choices.sum() / router.topk).clamp(min=1)
+        tokens = (selections.sum() / router.topk).clamp(min=1)
         return router.attach_and_log_load_balancing_loss(
             probs, coefficient, total / tokens, "load_balancing_loss", group, valid_token_count=tokens
         )
 
     def _count_all_for_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count a shared token once for every sequence that has it; replaces the router's method."""
+        """Count the selections for the update of the experts' biases; replaces the router's method.
+
+        A shared token counts once for every sequence that has it.
+        """
         shared = None if self._pass_sequences is None else self._pass_sequences.tokens
         if shared is None:
             self._count_for_bias(routing_map, padding_mask)
@@ -191,7 +218,13 @@ class LayerReplay:
         self._count_for_bias(routing_map * times[:, None])
 
     def _count(self, router_ids: Tensor, expert_ids: Tensor, target: Tensor | None) -> None:
-        """Add the selection to the sums on the device, without a synchronisation with the host."""
+        """Add the selection to the sums for metrics, on the device to avoid a synchronisation with the host.
+
+        Args:
+            router_ids: `[P, k]`, experts that the router would select.
+            expert_ids: `[P, k]`, experts that are used.
+            target: `[P, k]`, experts to replay; None: no replay.
+        """
         counts = self.token_counts if self.token_counts is not None else expert_ids.new_ones(len(expert_ids))
         if self._sums is None:
             self._sums = expert_ids.new_zeros(3 + self.router.num_experts, dtype=torch.int64)
@@ -207,8 +240,9 @@ class LayerReplay:
     def take_sums(self) -> tuple[Tensor, Tensor]:
         """Return the sums since the last call, on the host, and reset them.
 
-        `[3]` of tokens that predict another one (total, replayed, replayed with the same selection), and `[E]` tokens
-        of each expert.
+        Returns:
+            `[3]`, numbers of tokens that predict another token: all, those with replay, and those with replay for
+            which the router would have selected the same experts. `[E]`, number of tokens of each expert.
         """
         sums, self._sums = self._sums, None
         if sums is None:
@@ -221,6 +255,13 @@ class Routing:
     """Owner of every router's replay on this rank. Call `begin` before a chunk's forward pass, `end` after it."""
 
     def __init__(self, modules: list[GPTModel], layers: int, mode: str) -> None:
+        """Take over the routers of the chunks.
+
+        Args:
+            modules: This rank's model chunks.
+            layers: L.
+            mode: The value of trainer.replay.
+        """
         self._mode = self._configured_mode = mode
         self._layers = layers
         self._modules = modules
@@ -228,7 +269,7 @@ class Routing:
         self._balanced = bool(moe.moe_aux_loss_coeff or moe.moe_router_bias_update_rate)
         self._replays: list[list[LayerReplay]] = []
         for module in modules:
-            # The router of an MTP layer is not replayed: the engine has no routes of it.
+            # The router of an MTP layer is excluded: engines return no routes of it.
             routers = [m for m in module.decoder.modules() if isinstance(m, TopKRouter)]
             self._replays.append([LayerReplay(r) for r in routers])
             for replay in self._replays[-1]:
@@ -236,7 +277,7 @@ class Routing:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Disable replay within the context: routers choose their experts, and the selection is not recorded."""
+        """Disable replay within the context: routers select experts themselves, and `end` stores no selection."""
         self._mode = "off"
         try:
             yield
@@ -245,23 +286,21 @@ class Routing:
 
     @property
     def layers(self) -> list[int]:
-        """Layers of the model whose engine routes this rank replays."""
-        return (
-            sorted({replay.layer for replay in self._layer_replays})
-            if self._configured_mode == "engine"
-            else []
-        )
+        """Indices of the layers whose engine routes this rank replays; empty unless trainer.replay = engine."""
+        if self._configured_mode != "engine":
+            return []
+        return sorted({replay.layer for replay in self._layer_replays})
 
     @property
     def _layer_replays(self) -> list[LayerReplay]:
         return [replay for chunk in self._replays for replay in chunk]
 
     def begin(self, chunk: int, micro: MicroBatch, share: Share) -> None:
-        """Set the replay targets of this chunk's routers for the micro-batch."""
+        """Set targets, token counts and sequences of this chunk's routers for a forward pass of the micro-batch."""
         if not self._replays[chunk]:
             return
-        times = share.times() if share.prefixes else 1
-        token_counts = _local_rows((share.predicts & (not micro.copy)) * times)
+        multiplicity = share.multiplicity() if share.prefixes else 1
+        token_counts = _local_rows((share.predicts & (not micro.copy)) * multiplicity)
         sequences = self._sequences(micro, share)
         targets = self._targets(chunk, micro, share)
         for i, replay in enumerate(self._replays[chunk]):
@@ -280,11 +319,13 @@ class Routing:
         return Sequences(ids[is_local], micro.sequences, share.padded_index[is_local] - first)
 
     def padding_mask(self, chunk: int, micro: MicroBatch, share: Share) -> Tensor | None:
-        """Return `[1, tokens]` bool: padding and copies, which Megatron must not balance.
+        """Return which tokens load balancing must ignore, `[1, tokens]` bool: padding and masked copies.
 
-        None without load balancing.
+        The mask of the first pipeline stage covers the tokens of all tensor-parallel ranks, because Megatron shards
+        it; that of other stages covers this rank's tokens.
 
-        Megatron shards it over tensor-parallel ranks on the first stage only.
+        Returns:
+            The mask; None without load balancing.
         """
         replays = self._replays[chunk]
         if not replays or not self._balanced:
@@ -294,7 +335,7 @@ class Routing:
         return (padding if first else _local_rows(padding))[None]
 
     def _targets(self, chunk: int, micro: MicroBatch, share: Share) -> Tensor | None:
-        """Return experts `[P, layers of the chunk, k]` int64."""
+        """Return the experts to replay, `[P, layers of the chunk, k]` int64; None: no replay."""
         if self._mode == "trainer":
             return micro.own_routes.get(chunk)
         if self._mode == "off" or not micro.routes:
@@ -315,7 +356,7 @@ class Routing:
         return _local_rows(targets).long()
 
     def end(self, chunk: int, micro: MicroBatch) -> None:
-        """Record the selection of a scoring pass for replay: the first pass of a step decides."""
+        """Store the selection of the micro-batch's first scoring pass for replay (trainer.replay = trainer)."""
         replays = self._replays[chunk]
         if self._mode != "trainer" or not replays or replays[0].router.training or chunk in micro.own_routes:
             return
@@ -324,12 +365,13 @@ class Routing:
         )
 
     def metrics(self, device: torch.device) -> dict[str, float]:
-        """Return the metrics since the last call, over all ranks; empty for a dense model. Collective.
+        """Return the metrics of all ranks since the last call; empty for a dense model. Collective.
 
-        replay_share: replayed share of the selections; route_agreement: share of the replayed ones that the router
-        would have made itself; replay_missing: tokens without a valid route while replay is on; expert_load_max: the
-        busiest expert's tokens over the mean, in the worst layer; expert_idle_share: the share of experts without a
-        token, in the worst layer.
+        expert_load_max     tokens of the busiest expert divided by the mean per expert, in the worst layer
+        expert_idle_share   share of experts without a token, in the worst layer
+        replay_share        share of selections that are replayed, if replay is on
+        replay_missing      number of tokens without a valid route, if replay is on
+        route_agreement     share of replayed selections that the router would have made itself, if replay is on
         """
         sums = torch.zeros(3, dtype=torch.int64)
         experts = max((r.router.num_experts for r in self._layer_replays), default=0)
@@ -348,29 +390,30 @@ class Routing:
         return self._metric_values([int(n) for n in sums], load)
 
     def _metric_values(self, sums: list[int], load: Tensor) -> dict[str, float]:
+        """Compute the metrics from `take_sums` over all routers, and the load `[L, E]`."""
         total, replayed, agreeing = sums
-        busy = load[load.sum(1) > 0].double()
-        if not len(busy):
+        layer_loads = load[load.sum(1) > 0].double()
+        if not len(layer_loads):
             return {}
-        out = {
-            "expert_load_max": float((busy.max(1).values / busy.mean(1)).max()),
-            "expert_idle_share": float((busy == 0).double().mean(1).max()),
+        metrics = {
+            "expert_load_max": float((layer_loads.max(1).values / layer_loads.mean(1)).max()),
+            "expert_idle_share": float((layer_loads == 0).double().mean(1).max()),
         }
         if self._mode != "off":
-            out["replay_share"] = replayed / max(total, 1)
-            out["replay_missing"] = (total - replayed) / len(busy)
-            out["route_agreement"] = agreeing / max(replayed, 1)
-        return out
+            metrics["replay_share"] = replayed / max(total, 1)
+            metrics["replay_missing"] = (total - replayed) / len(layer_loads)
+            metrics["route_agreement"] = agreeing / max(replayed, 1)
+        return metrics
 
 
 def _local_rows(values: Tensor) -> Tensor:
-    """Return the rows of this tensor-parallel rank: sequence parallelism shards the tokens that reach a router."""
+    """Return the rows of this tensor-parallel rank's tokens, which sequence parallelism shards before a router."""
     first, size = _local_range(len(values))
     return values[first : first + size]
 
 
 def _local_range(tokens: int) -> tuple[int, int]:
-    """Return the first row of this rank and its number of rows."""
+    """Return the first token of this tensor-parallel rank, and its number of tokens."""
     group = parallel_state.get_tensor_model_parallel_group()
     size = tokens // group.size()
     return group.rank() * size, size

@@ -1,4 +1,4 @@
-"""The value layer, in addition to a policy's output layer or in place of a critic's."""
+"""The value layer, which a policy has besides its output layer, and a critic in place of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 class ValueLayer(torch.nn.Linear):
     """Linear layer from hidden states to one value per token.
 
-    Starts at 0, so that the first advantages are plain rewards.
+    Its weights are initially 0, so that the first advantages are the rewards alone.
     """
 
     def __init__(self, module: GPTModel) -> None:
@@ -20,7 +20,7 @@ class ValueLayer(torch.nn.Linear):
         torch.nn.init.zeros_(self.bias)
         self._sequence_parallel = module.config.sequence_parallel
         for parameter in self.parameters():
-            # Under sequence parallelism each rank has its own tokens: Megatron sums such gradients.
+            # Under sequence parallelism, a rank's gradient covers only its own tokens: Megatron sums the gradients.
             parameter.sequence_parallel = self._sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:

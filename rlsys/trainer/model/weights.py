@@ -28,15 +28,15 @@ TE_NAMES = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-"""Norms that the Transformer Engine spec fuses into the next linear layer, if there is one. Checkpoints have the same
-names with both specs."""
+"""Names in Transformer Engine's layers of norms that they fuse into the next linear layer, by Megatron's name. If a
+model has no such linear layer, the norm keeps its name. Checkpoints always have Transformer Engine's names."""
 
 
 _EXPERT = re.compile(r"local_experts\.(\d+)\.(\w+)\.(weight|bias)$")
 
 
 def te_name(plain: str) -> str:
-    """Return the Transformer Engine name of a parameter: a norm fused into the next layer, experts grouped."""
+    """Return the name in Transformer Engine's layers of a parameter with the name `plain` in Megatron's own."""
     for end, fused in TE_NAMES.items():
         if plain.endswith(end):
             return plain.removesuffix(end) + fused
@@ -44,9 +44,16 @@ def te_name(plain: str) -> str:
 
 
 class LocalWeights:
-    """Weights of one rank, by the entries of the name table, and the owner of each weight. Collective."""
+    """Weights of one rank by name, and the location of each entry of the name table among the ranks."""
 
     def __init__(self, model: Chunks, hf: HFConfig, *, merge: bool = True) -> None:
+        """Exchange the names of the weights between pipeline stages. Collective.
+
+        Args:
+            model: This rank's model chunks.
+            hf: The model's configuration.
+            merge: Whether `merged` adds adapters.
+        """
         self._by_name = dict(model.named_weights())
         self._lora = model.lora if merge else None
         self._tied = hf.tied
@@ -58,36 +65,39 @@ class LocalWeights:
 
     @property
     def names(self) -> set[str]:
+        """Names of this rank's weights."""
         return set(self._by_name)
 
     def owner(self, entry: Entry) -> int | None:
-        """Return the expert-parallel rank that holds the entry; None if all ranks do."""
+        """Return the expert-parallel rank that holds the entry; None if all ranks hold it."""
         return None if entry.expert is None else entry.expert // self._experts
 
     def locate(self, entry: Entry) -> tuple[int, str, torch.dtype]:
-        """Return the pipeline stage, the name on the owning rank and the dtype.
+        """Return the entry's pipeline stage, its name on the rank that owns it, and its dtype.
 
         Raises:
-            UserError: no rank has the entry.
+            UserError: No rank has the entry.
         """
         names = self.candidates(entry)
         for stage, dtypes in enumerate(self._stages):
             for name in names:
                 if name in dtypes:
                     return stage, name, dtypes[name]
-        raise UserError(f"{', '.join(entry.hf)}: the model has no parameter {names[0]} for it")
+        raise UserError(
+            f"{', '.join(entry.hf)}: expected the parameter {names[0]}, which the built model lacks"
+        )
 
     def candidates(self, entry: Entry) -> tuple[str, str]:
-        """Return the possible names on the owning rank: of the local spec and of Transformer Engine."""
+        """Return the names on the rank that owns the entry in Megatron's own and Transformer Engine's layers."""
         plain = entry.megatron.format(e=None if entry.expert is None else entry.expert % self._experts)
         return plain, te_name(plain)
 
     def local_names(self, entry: Entry) -> list[str]:
-        """Return the names under which this rank holds the entry or a part of it."""
+        """Return the names of this rank's weights that contain the entry or a part of it; empty: it has none."""
         stage, name, _ = self.locate(entry)
         names = [name] if stage == self.pp_group.rank() else []
         if self._tied and name == _EMBEDDING and _HEAD in self:
-            names.append(_HEAD)  # the last stage's copy; Megatron sums the gradients of both
+            names.append(_HEAD)  # the last stage's copy; Megatron sums the gradients of both copies
         if name == _EMBEDDING and not names and name in self:
             names.append(name)  # the copy of a stage with an MTP layer
         owned = self.owner(entry) in (None, parallel_state.get_expert_model_parallel_rank())
@@ -100,31 +110,39 @@ class LocalWeights:
         return self._by_name[name]
 
     def merged(self, name: str) -> Tensor:
-        """Return the effective weight without a gradient: with its adapter if `merge` is set."""
+        """Return a weight without gradient, with its adapter merged if `merge` is set."""
         weight = self._by_name[name].detach()
         return weight if self._lora is None else self._lora.merged(name, weight)
 
 
 def load_hf(model: Chunks, folder: Path, hf: HFConfig) -> None:
-    """Load this rank's weights from `folder`, tensor by tensor. Collective.
+    """Load this rank's weights from a Hugging Face folder, tensor by tensor. Collective.
 
     Raises:
-        UserError: a tensor is missing, unknown or has another shape; the message names it.
+        UserError: A tensor is missing, unknown or has another shape than the model's.
     """
     loaded = fill(model, hf, entries(hf), HFTensors(folder, hf).read)
     if unfilled := sorted(LocalWeights(model, hf).names - loaded):
         raise UserError(
-            f"{folder}: no tensor for the parameter {unfilled[0]} (and {len(unfilled) - 1} more); expected one for "
-            "each"
+            f"{folder}: {len(unfilled)} parameters of the model have no tensor, first: {unfilled[0]}; expected a "
+            "tensor for each"
         )
 
 
 def fill(model: Chunks, hf: HFConfig, table: Iterable[Entry], read: Callable[[str], Tensor]) -> set[str]:
-    """Load this rank's weights of these entries with the tensors that `read` returns. Collective.
+    """Load this rank's weights of some entries. Collective.
 
-    Returns Megatron's names of the weights.
+    Args:
+        model: This rank's model chunks.
+        hf: The model's configuration.
+        table: The entries.
+        read: Returns the full tensor with a Hugging Face name.
+
+    Returns:
+        Megatron's names of the loaded weights.
     """
-    local, loaded = LocalWeights(model, hf), set()
+    local = LocalWeights(model, hf)
+    loaded: set[str] = set()
     for entry in table:
         if not (names := local.local_names(entry)):
             continue
@@ -138,29 +156,34 @@ def fill(model: Chunks, hf: HFConfig, table: Iterable[Entry], read: Callable[[st
 
 
 def mark_shards(model: Chunks, hf: HFConfig) -> None:
-    """Mark the weights that are shards, so that Megatron includes all of them in the gradient norm. Collective.
+    """Mark the weights that are shards, so that Megatron includes all shards in the gradient norm. Collective.
 
-    Megatron counts unmarked weights as copies. It marks shards when it initialises weights, which rlsys skips.
+    Megatron regards unmarked weights as copies. Its initialisation of weights, which rlsys skips, would mark shards.
     """
     local = LocalWeights(model, hf)
     for entry in entries(hf):
         for name in local.local_names(entry):
             weight = local[name]
-            # No two tensor-parallel ranks have the same expert and tokens, even if a parameter is not sharded, like
-            # its second bias, which Megatron would count on the first rank only.
-            part = entry.rule.shard_axis is not None or entry.expert is not None
-            if part and not hasattr(weight, "tensor_model_parallel"):
+            # No two tensor-parallel ranks have the same expert and tokens. This includes an expert's parameters that
+            # are not sharded, such as its second bias, which Megatron would count only on the first rank.
+            is_part = entry.rule.shard_axis is not None or entry.expert is not None
+            if is_part and not hasattr(weight, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(weight, True, entry.rule.shard_axis or 0, 1)
 
 
 def gather_hf(
     model: Chunks, hf: HFConfig, table: Iterable[Entry] | None = None, *, merge: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, full tensor), experts one by one, always in the same order, on every rank. Collective.
+    """Yield (Hugging Face name, full tensor) on every rank. Collective.
 
-    `table`: requested entries; None: all of the name table. `merge`: merge adapters. One parameter at a time: no rank
-    holds more than its own part and one whole parameter. A tensor may be a view of a parameter: use it before the
-    next optimizer step.
+    Each expert has its own tensors. A rank holds only its own weights and one full parameter at a time. A tensor may
+    be a view of a parameter: it is valid until the next optimizer step.
+
+    Args:
+        model: This rank's model chunks.
+        hf: The model's configuration.
+        table: Entries to gather, in this order; None: the whole name table.
+        merge: Whether to merge adapters.
     """
     local = LocalWeights(model, hf, merge=merge)
     for entry in entries(hf) if table is None else table:
@@ -189,15 +212,16 @@ def _gather_parameter(local: LocalWeights, entry: Entry, name: str) -> Tensor:
     return unshard(part, entry.rule)
 
 
-def cutting_group(rule: Rule) -> torch.distributed.ProcessGroup:
+def shard_group(rule: Rule) -> torch.distributed.ProcessGroup:
+    """Return the group of ranks that shard parameters with this rule."""
     if rule.per_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
 
 
 def shard(full: Tensor, rule: Rule) -> Tensor:
-    """Return this rank's part of each section of the parameter (rlsys.convert.layout)."""
-    if rule.shard_axis is None or (group := cutting_group(rule)).size() == 1:
+    """Return this rank's part of a full parameter: its part of each section (rlsys.convert.layout)."""
+    if rule.shard_axis is None or (group := shard_group(rule)).size() == 1:
         return full
     parts = full.chunk(sections(rule), dim=rule.shard_axis)
     return torch.cat(
@@ -206,8 +230,8 @@ def shard(full: Tensor, rule: Rule) -> Tensor:
 
 
 def unshard(part: Tensor, rule: Rule) -> Tensor:
-    """Gather the full parameter on every rank of the group. Collective."""
-    if rule.shard_axis is None or (group := cutting_group(rule)).size() == 1:
+    """Return the full parameter on every rank that has a part of it. Collective."""
+    if rule.shard_axis is None or (group := shard_group(rule)).size() == 1:
         return part
     parts = [torch.empty_like(part) for _ in range(group.size())]
     torch.distributed.all_gather(parts, part.contiguous(), group=group)
@@ -215,8 +239,10 @@ def unshard(part: Tensor, rule: Rule) -> Tensor:
 
 
 def join_shards(parts: list[Tensor], rule: Rule) -> Tensor:
-    """Join the parts of all ranks that share a parameter, in rank order."""
+    """Return the full parameter of the parts in rank order; the inverse of `shard`."""
     if rule.shard_axis is None or len(parts) == 1:
         return parts[0]
-    of_ranks = (p.chunk(sections(rule), dim=rule.shard_axis) for p in parts)
-    return torch.cat([p for section in zip(*of_ranks, strict=True) for p in section], dim=rule.shard_axis)
+    rank_sections = [part.chunk(sections(rule), dim=rule.shard_axis) for part in parts]
+    # The full parameter contains the ranks' parts of the first section, then those of the second, and so on.
+    sections_in_order = [part for section in zip(*rank_sections, strict=True) for part in section]
+    return torch.cat(sections_in_order, dim=rule.shard_axis)

@@ -1,11 +1,11 @@
 """A train step on compared answers: DPO and variants, KTO, reward models (rlsys/algo/sft/preferences.py).
 
-    score     every answer's log-prob, or value, under the current weights and, if needed, the initial ones
-    loss      the loss of all answers, and its derivative by each of these numbers
-    update    a backward pass with these derivatives as weights of the answers
+    score     log-prob or value of every answer under the current weights and, if needed, the initial weights
+    loss      loss of all answers, and its derivative with respect to each of these scores
+    update    backward pass with these derivatives as weights of the answers
 
-So a loss uses the whole update for any division into micro-batches and ranks, and the answers of a pair may be on
-different ranks. The cost is one forward pass. Shapes: S answers of the update.
+The loss therefore does not depend on the division into micro-batches and ranks, and the answers of a pair may be on
+different ranks. This costs an additional forward pass. Shapes: S answers of the update.
 """
 
 from __future__ import annotations
@@ -30,43 +30,21 @@ def preference_step(
 ) -> dict[str, object]:
     """Run one optimizer update and return its metrics. Collective.
 
+    Args:
+        trainer: The trainer of the policy or the reward model.
+        loss: Loss of the answers.
+        traces: The answers of the update, equal on every rank.
+        lr: Learning rate.
+
     Raises:
-        UserError: the traces cannot be compared.
+        UserError: The loss cannot compare the traces.
     """
     check_rows(loss, traces)
     uses_values = "values" in loss.needs()
-    rows = [_sample(trace, i, uses_values) for i, trace in enumerate(traces)]
-    batch = trainer.passes.pack(rows)
-    # Each prompt with the answer of the row before it.
-    mismatched_rows = [replace(rows[i - 1], prompt_ids=row.prompt_ids, row=i) for i, row in enumerate(rows)]
-
-    def score_answers(batch: list[MicroBatch]) -> Tensor:
-        """Return the score of each answer, `[S]` float64, on every rank."""
-        scores = trainer.passes.score(batch)
-        sums = [m.per_sequence(_token_scores(s, uses_values)) for m, s in zip(batch, scores, strict=True)]
-        # A bin without answers is a masked copy: it adds 0 to the row.
-        return table_sum(sums, [m.rows for m in batch], len(rows), trainer.passes.sum_over_dp).cpu()
-
-    answer_scores = score_answers(batch).requires_grad_()
-    mismatched = trainer.passes.pack(mismatched_rows) if loss.mismatched else []
-    drift = score_answers(mismatched) if mismatched else None
-    ref = None
-    if "ref" in loss.needs():
-        with trainer.without_replay(), trainer.with_weights(trainer.first_weights):
-            ref = score_answers(batch)
-            drift = None if drift is None else drift - score_answers(mismatched)
-    answers = Answers(
-        logp=answer_scores,
-        tokens=torch.tensor([sum(t.trained or [True] * len(t.response_ids)) for t in traces]),
-        pair=torch.tensor([t.pair for t in traces]),
-        liked=torch.tensor([t.liked for t in traces]),
-        margin=torch.tensor([t.margin for t in traces], dtype=torch.float64),
-        ref=ref,
-        drift=drift,
-        value=answer_scores if uses_values else None,
-    )
+    batch = trainer.passes.pack([_sample(trace, i, uses_values) for i, trace in enumerate(traces)])
+    answers = _score(trainer, loss, traces, batch)
     total = loss(answers)
-    (weights,) = torch.autograd.grad(total, answer_scores)
+    (weights,) = torch.autograd.grad(total, answers.logp)
 
     def weighted(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         return (micro.expand(weights) * micro.masked(_token_scores(scores, uses_values))).sum(), {}
@@ -83,28 +61,72 @@ def preference_step(
     }
 
 
+def _score(trainer: Trainer, loss: Preference, traces: Sequence[Trace], batch: list[MicroBatch]) -> Answers:
+    """Score the answers under the current weights and, if the loss needs them, under the initial weights.
+
+    `logp` of the result is a leaf that requires a gradient; it contains values if the loss needs values.
+    """
+    uses_values = "values" in loss.needs()
+
+    def score_answers(batch: list[MicroBatch]) -> Tensor:
+        """Return the score of each answer, `[S]` float64, on every rank."""
+        scores = trainer.passes.score(batch)
+        sums = [m.per_sequence(_token_scores(s, uses_values)) for m, s in zip(batch, scores, strict=True)]
+        # A masked copy adds 0 to the score of its answer.
+        return table_sum(sums, [m.rows for m in batch], len(traces), trainer.passes.sum_over_dp).cpu()
+
+    answer_scores = score_answers(batch).requires_grad_()
+    mismatched = trainer.passes.pack(_mismatched_samples(traces, uses_values)) if loss.mismatched else []
+    drift = score_answers(mismatched) if mismatched else None
+    ref = None
+    if "ref" in loss.needs():
+        with trainer.without_replay(), trainer.with_weights(trainer.first_weights):
+            ref = score_answers(batch)
+            drift = None if drift is None else drift - score_answers(mismatched)
+    return Answers(
+        logp=answer_scores,
+        tokens=torch.tensor([sum(t.trained or [True] * len(t.response_ids)) for t in traces]),
+        pair=torch.tensor([t.pair for t in traces]),
+        liked=torch.tensor([t.liked for t in traces]),
+        margin=torch.tensor([t.margin for t in traces], dtype=torch.float64),
+        ref=ref,
+        drift=drift,
+        value=answer_scores if uses_values else None,
+    )
+
+
+def _mismatched_samples(traces: Sequence[Trace], uses_values: bool) -> list[TrainSample]:
+    """Combine each prompt with the answer of the trace before it."""
+    samples = [_sample(trace, i, uses_values) for i, trace in enumerate(traces)]
+    return [replace(samples[i - 1], prompt_ids=sample.prompt_ids, row=i) for i, sample in enumerate(samples)]
+
+
 def check_rows(loss: Preference, traces: Sequence[Trace]) -> None:
     """Check that the loss can compare the traces of an update.
 
     Raises:
-        UserError: the loss needs pairs, or more answers.
+        UserError: The loss needs pairs, which the traces are not, or more than one trace.
     """
     if loss.rows == "pairs":
+        # Each pair consists of one liked and one other answer. A trace without a pair has the number -1.
         for liked in (True, False):
-            numbers = [t.pair for t in traces if t.liked is liked]
-            if sorted(numbers) != sorted({t.pair for t in traces}) or -1 in numbers:
+            pairs = [t.pair for t in traces if t.liked is liked]
+            if sorted(pairs) != sorted({t.pair for t in traces}) or -1 in pairs:
                 raise UserError(
                     "sft.loss compares two answers to each prompt, which sft.traces does not provide; use "
                     "sft.traces = pairs"
                 )
     if loss.mismatched and len(traces) < 2:
-        raise UserError("sft.loss scores answers on other prompts: expected sft.params.batch of 2 or more")
+        raise UserError(
+            f"sft.params.batch = {len(traces)}: expected at least 2, because sft.loss also scores each answer on the "
+            "prompt of another one"
+        )
 
 
 def _sample(trace: Trace, row: int, uses_values: bool) -> TrainSample:
     """Return the train sample of a trace.
 
-    A value is read at the next token, so a sample for values has one more token.
+    A sample for values repeats its last token, because the value of a prefix is read at the token after it.
     """
     response, trained = trace.response_ids, trace.trained
     if uses_values:
@@ -114,6 +136,7 @@ def _sample(trace: Trace, row: int, uses_values: bool) -> TrainSample:
 
 
 def _token_scores(scores: Scores, uses_values: bool) -> Tensor:
+    """Return the tokens' values or log-probs, `[T]`."""
     if not uses_values:
         return scores.logp
     assert scores.values is not None
@@ -121,13 +144,12 @@ def _token_scores(scores: Scores, uses_values: bool) -> Tensor:
 
 
 def _figures(loss: Preference, answers: Answers) -> dict[str, object]:
+    """Return the metrics of the implicit rewards."""
     rewards = loss.rewards(answers)
-    good, bad = rewards[answers.liked], rewards[~answers.liked]
-    figures: dict[str, object] = {
-        f"reward_{name}": float(part.mean())
-        for name, part in (("chosen", good), ("rejected", bad))
-        if len(part)
-    }
+    figures: dict[str, object] = {}
+    for name, rows in (("chosen", answers.liked), ("rejected", ~answers.liked)):
+        if rows.any():
+            figures[f"reward_{name}"] = float(rewards[rows].mean())
     if loss.rows == "pairs":
         lead = answers.select_chosen(rewards) - answers.select_rejected(rewards)
         figures |= {"reward_lead": float(lead.mean()), "pairs_right": float((lead > 0).double().mean())}

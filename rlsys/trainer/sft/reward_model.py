@@ -1,7 +1,8 @@
-"""Trainer of reward models for `rlsys sft`, whose output is one value.
+"""Trainer of reward models for `rlsys sft`.
 
-It is saved as transformers' model for sequence classification with one label; the value of a text is that of its last
-token. SGLang serves such folders with --is-embedding.
+A reward model outputs one value per token; the reward of a text is the value of its last token. It is saved in the
+format of transformers' models for sequence classification with one label. SGLang serves such folders with
+--is-embedding.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ _HEAD = "output_layer."
 
 
 class RewardTrainer(Trainer):
-    """Trainer whose scores have `values` only; their log-probs are 0."""
+    """Trainer of a model that outputs values. Its scores contain only `values`; the log-probs are 0."""
 
     def _build_model(self) -> Chunks:
         chunks = super()._build_model()
         chunks.end_in_values(self._device)
         for name, parameter in chunks.named_parameters():
-            if name == f"{_HEAD}bias":  # the folder cannot store it, and differences do not depend on it
+            # The folder cannot store the bias, and reward differences do not depend on it.
+            if name == f"{_HEAD}bias":
                 parameter.requires_grad_(False)
         return chunks
 
@@ -62,12 +64,12 @@ class RewardTrainer(Trainer):
             }
             write_hf(folder, source, with_carried(tensors, source, self.hf), changes=changes)
         else:
-            for _ in tensors:
+            for _ in tensors:  # takes part in the gathering
                 pass
         self.control.wait_for_all()
 
     def _score_weight(self) -> Tensor:
-        """Return the value layer's `[1, H]`, which the last pipeline stage holds. Collective."""
+        """Return the weight of the value layer, `[1, hidden size]`, on every rank. Collective."""
         head = dict(self.named_parameters()).get(f"{_HEAD}weight")
         group = parallel_state.get_pipeline_model_parallel_group()
         weight = torch.empty(

@@ -2,10 +2,10 @@
 
 It runs on every trainer rank: `python -m launch.ranks ... -m rlsys.trainer.sft.sft --config RUN/config.yaml`.
 
-The loss is the mean over the answers' trained tokens (rlsys/algo/sft/imitation.py), or one that compares answers
-(rlsys/trainer/sft/preference.py), with the trainer of the RL loop; the learning rate rises for trainer.warmup_steps
-and falls to sft.lr_end of its peak. The result is a Hugging Face folder, RUN/model. A run resumes from its
-checkpoints with the same numbers as a run without interruption.
+The loss is a mean over the answers' trained tokens (rlsys/algo/sft/imitation.py), or compares answers
+(rlsys/trainer/sft/preference.py). The learning rate rises for trainer.warmup_steps steps and then falls to sft.lr_end
+times its peak. The result is the Hugging Face folder RUN/model. A run that resumes from a checkpoint gives the same
+numbers as a run without interruption.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from rlsys.trainer.trainer import Trainer, learning_rate
 
 
 def sft(config: Config) -> None:
+    """Train from the newest checkpoint, if there is one, to trainer.steps, and export the model. Collective."""
     config = at_temperature_one(config)
     loss = build_loss(config.sft.loss)
     trainer = trainer_for(config, loss)
@@ -71,7 +72,11 @@ def sft(config: Config) -> None:
 
 
 def build_loss(spec: Spec) -> Imitation | Preference:
-    """Return the loss of sft.loss: a built-in of either kind, a subclass, or a function on compared answers."""
+    """Return the loss that sft.loss names: a built-in, or a subclass or function of a plug-in.
+
+    Raises:
+        UserError: There is no such loss.
+    """
     kinds = {name: kind for kind in ("imitation", "preference") for name in TABLE[kind]}
     kind = kinds.get(spec.name)
     if kind is None and ":" not in spec.name:
@@ -84,6 +89,11 @@ def build_loss(spec: Spec) -> Imitation | Preference:
 
 
 def trainer_for(config: Config, loss: Imitation | Preference) -> Trainer:
+    """Return the trainer of the loss: a RewardTrainer if the loss needs values.
+
+    Raises:
+        UserError: The config sets a field that reward models do not support.
+    """
     if "values" not in loss.needs():
         return Trainer(
             config, loss.needs(), candidates=loss.candidates if isinstance(loss, Imitation) else None
@@ -95,7 +105,8 @@ def trainer_for(config: Config, loss: Imitation | Preference) -> Trainer:
         )
     if config.trainer.lora is not None:
         raise UserError(
-            "trainer.lora trains only adapters: sft.loss = reward_model trains a value layer; use one"
+            "trainer.lora is set with sft.loss = reward_model: expected none, because a reward model trains a value "
+            "layer, which adapters do not include"
         )
     return RewardTrainer(config)
 
@@ -103,26 +114,27 @@ def trainer_for(config: Config, loss: Imitation | Preference) -> Trainer:
 def imitate(trainer: Trainer, loss: Imitation, traces: Sequence[Trace], lr: float) -> dict[str, object]:
     """Run an update with the mean loss of all trained tokens and return its metrics."""
 
-    def of_tokens(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss_sum(scores: Scores, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         losses = loss(Tokens(scores.logp, scores.chance, scores.expected))
         return micro.masked(losses).sum(), {}
 
-    result = trainer.update(trainer.passes.pack([as_sample(t) for t in traces]), of_tokens, lr)
-    figures: dict[str, object] = {
+    result = trainer.update(trainer.passes.pack([as_sample(t) for t in traces]), loss_sum, lr)
+    return {
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "padding_share": result.padding_share,
         "shared_share": result.shared_share,
+        **result.prediction,
     }
-    return {**figures, **result.prediction}
 
 
 def at_temperature_one(config: Config) -> Config:
-    """Return the config with rollout.temperature = 1: imitation does not depend on the sampling of a rollout."""
+    """Return the config with rollout.temperature = 1, because the loss must not depend on the rollout's sampling."""
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": 1.0})})
 
 
 def as_sample(trace: Trace) -> TrainSample:
+    """Return the train sample of a trace; mu is 0, because no engine sampled the answer."""
     n = len(trace.response_ids)
     return TrainSample(trace.prompt_ids, trace.response_ids, [0.0] * n, [0] * n, trained=trace.trained)
 

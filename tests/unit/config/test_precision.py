@@ -128,7 +128,7 @@ def test_every_rank_of_an_engine_holds_whole_blocks() -> None:
     check_fp8(config("rollout", engine={"tp": 2}), hf)
     check_fp8(config("none", engine={"tp": 4}), hf)
     with pytest.raises(
-        UserError, match=r"experts' feed-forward size = 768 .* no multiple of 128 on each of .* = 4"
+        UserError, match=r"experts' feed-forward size = 768 .* expected a multiple of 512, .* engine.tp = 4"
     ):
         check_fp8(config("rollout", engine={"tp": 4}), hf)
 

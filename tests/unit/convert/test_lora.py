@@ -81,13 +81,13 @@ def test_an_adapter_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "overrides", "told"),
     [
-        ("qwen3-moe", {"targets": ["q_prj"]}, "trainer.lora.targets names q_prj: .*did you mean q_proj?"),
+        ("qwen3-moe", {"targets": ["q_prj"]}, "trainer.lora.targets contains q_prj; .*did you mean q_proj?"),
         (
             "qwen3-moe",
             {"targets": ["gate"]},
-            "trainer.lora.targets names gate: expected some of q_proj, k_proj",
+            "trainer.lora.targets contains gate; expected matrices of .*: q_proj, k_proj",
         ),
-        ("deepseek-v3", {"weights": "adapter"}, "weights.method = adapter: expected one of Qwen2ForCausalLM"),
+        ("deepseek-v3", {"weights": "adapter"}, "DeepseekV3ForCausalLM; expected one of Qwen2ForCausalLM"),
         ("gpt-oss", {}, "the experts of .* are stacked in one tensor.*q_proj, k_proj, v_proj, o_proj"),
     ],
 )

@@ -47,11 +47,11 @@ def test_mtp_loss_is_refused_with_incompatible_settings(trainer: dict[str, Any],
 @pytest.mark.parametrize(
     ("family", "changes", "told"),
     [
-        ("qwen3-moe", {}, "there is no layer for multi-token prediction"),
-        ("deepseek-v3", {"num_nextn_predict_layers": 0}, "there is no layer for multi-token prediction"),
+        ("qwen3-moe", {}, "no layer for multi-token prediction"),
+        ("deepseek-v3", {"num_nextn_predict_layers": 0}, "no layer for multi-token prediction"),
         ("deepseek-v3", {"num_nextn_predict_layers": 2}, "only one layer"),
         ("deepseek-v3", {"num_nextn_predict_layers": 1, "tie_word_embeddings": True}, "tie_word_embeddings"),
-        ("qwen2-moe", {"num_nextn_predict_layers": 1}, "cannot be trained in Qwen2MoeForCausalLM"),
+        ("qwen2-moe", {"num_nextn_predict_layers": 1}, "is not supported for Qwen2MoeForCausalLM"),
     ],
 )
 def test_mtp_loss_is_refused_for_unsupported_models(

@@ -417,7 +417,7 @@ def test_a_folder_that_is_a_megatron_checkpoint_too_is_refused(folder: Path) -> 
     """The trainer would load the checkpoint, and engines the safetensors files."""
     (folder / ".metadata").touch()
     for call in (lambda: read(folder), lambda: check_model(config_of(folder))):
-        with pytest.raises(UserError, match=r"model: both .*\.metadata.* and .*safetensors"):
+        with pytest.raises(UserError, match=r"model: contains both .*\.metadata.* and .*safetensors"):
             call()
 
 

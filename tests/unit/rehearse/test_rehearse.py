@@ -92,13 +92,13 @@ def test_routes_are_uniform_or_as_skewed_as_requested() -> None:
 def test_memory_counts_storages_once_and_until_they_are_freed() -> None:
     memory = Memory(HOST)
     a = torch.zeros(10)
-    memory.see(a)
-    memory.see(a[2:4])  # a view has the same storage
+    memory.record(a)
+    memory.record(a[2:4])  # a view has the same storage
     assert memory.nonzero == {"weights": 40}
     memory.kind = "activations"
     b = torch.zeros(100)
-    memory.see(b)
-    memory.see(b, "communication")
+    memory.record(b)
+    memory.record(b, "communication")
     assert memory.nonzero == {"weights": 40, "communication": 400}
     del b
     gc.collect()
@@ -111,9 +111,9 @@ def test_memory_counts_storages_once_and_until_they_are_freed() -> None:
 def test_the_hosts_memory_is_no_part_of_the_peak() -> None:
     memory = Memory(HOST)
     host_tensor = torch.zeros(1000)
-    memory.see(host_tensor, HOST)
+    memory.record(host_tensor, HOST)
     small = torch.zeros(10)
-    memory.see(small)
+    memory.record(small)
     assert memory.peak == {HOST: 4000, "weights": 40}
     assert Phase("passes", memory.peak, 0, 0.0, 0).total == 40
 
@@ -229,7 +229,7 @@ def test_a_rank_that_exceeds_gpu_memory_is_reported_once() -> None:
     assert problems([figures()], 80.0, 0.0) == []
     assert problems([figures()], None, 1e12) == []
     assert problems([figures()], 79.0, 0.0) == [
-        "stage 1 (rank 32): forward and backward needs 80 GB, a GPU has 79 GB; most of it is activations, 50 GB"
+        "stage 1 (rank 32): forward and backward needs 80 GB, a GPU has 79 GB; the largest part is activations, 50 GB"
     ]
     (problem,) = problems([figures()], 80.0, 55e9)
     assert "scoring pass needs 30 GB beside an engine of 55 GB, a GPU has 80 GB; " in problem

@@ -14,7 +14,7 @@ from rlsys.convert.prefixes import computed, cost, group_of
 from rlsys.trainer.model.attention import Padding, Rectangle
 from rlsys.trainer.model.context_parallel import Share
 from rlsys.trainer.pack import MicroBatch, PrefixSharing, TrainSample, build, pack
-from rlsys.trainer.prefixes import Prefixes, in_order, shared_tokens
+from rlsys.trainer.prefixes import Prefixes, order_sequences, shared_tokens
 
 
 class OneRank:
@@ -49,9 +49,9 @@ def test_sequences_are_ordered_by_the_longest_prefix_shared_with_the_previous() 
     tokens = [
         np.array(t) for t in ([1, 2, 3, 4], [9], [1, 2, 3, 4, 5, 6, 7], [1, 2, 8], [1, 2, 3, 4, 5, 6, 8])
     ]
-    assert in_order(tokens, [0] * 5, [None] * 5) == ([0, 2, 4, 3, 1], [0, 3, 5, 1, 0])
+    assert order_sequences(tokens, [0] * 5, [None] * 5) == ([0, 2, 4, 3, 1], [0, 3, 5, 1, 0])
     # With another key nothing is shared; with a limit, no more than what may be common.
-    assert in_order(tokens, [0, 0, 1, 0, 1], [None, None, 4, None, None]) == (
+    assert order_sequences(tokens, [0, 0, 1, 0, 1], [None, None, 4, None, None]) == (
         [0, 3, 1, 2, 4],
         [0, 1, 0, 0, 3],
     )
@@ -137,7 +137,7 @@ def test_a_share_computes_each_shared_token_once(
     assert len(share.tokens) == sum(micro.computed_lengths) <= len(full_share.tokens)
     assert share.tokens[share.padded_index].tolist() == micro.tokens.tolist()
     assert share.source[share.padded_index].le(torch.arange(len(micro.tokens))).all()
-    assert int(share.times().sum()) == len(micro.tokens)
+    assert int(share.multiplicity().sum()) == len(micro.tokens)
     positions = [torch.arange(n) for n in micro.sequence_lengths]
     assert share.position_ids[share.padded_index].tolist() == torch.cat(positions).tolist()
     last = torch.zeros(len(micro.tokens), dtype=torch.bool)
