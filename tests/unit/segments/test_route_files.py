@@ -248,7 +248,7 @@ def test_routes_whose_file_is_missing_are_absent(tmp_path: Path, caplog: pytest.
     (tmp_path / FOLDER / names(tmp_path)[0]).unlink()
     buffer.save(group.samples)
     assert [len(s.routes) for s in group.samples] == [0, 1]
-    assert "sample 0: no routed experts of positions [0, 5)" in caplog.text
+    assert "sample 0: no routed experts for positions 0 to 4" in caplog.text
     buffer.close()
     back = opened(tmp_path)
     assert [len(s.routes) for s in back.active()[0].samples] == [0, 1]
