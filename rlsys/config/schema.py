@@ -14,7 +14,7 @@ from rlsys.config.section import Section
 from rlsys.config.trainer import ModelConfig, ParallelConfig, SFTConfig, TrainerConfig
 
 _SHORTEST_SECONDS = 60.0
-"""Smallest limit of an engine's response: a smaller one would depend on the machine's load."""
+"""Minimum time limit in seconds for an engine's response. With a smaller limit, a busy machine would cause errors."""
 
 
 class Config(Section):
@@ -27,9 +27,9 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     """Held-out evaluation."""
     rollout: RolloutConfig = RolloutConfig()
-    """Generation: sizes, APRIL, staleness, time limits."""
+    """Generation of samples: sizes, APRIL, staleness and time limits."""
     algo: AlgoSection = AlgoSection()
-    """The algorithm: plug-ins and their parameters."""
+    """Plug-ins of the algorithm, and their parameters."""
     trainer: TrainerConfig = TrainerConfig()
     """Optimizer, memory and checkpoints."""
     parallel: ParallelConfig = ParallelConfig()
@@ -37,17 +37,17 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     """The SGLang engines."""
     router: RouterConfig = RouterConfig()
-    """Placement of samples on engines, and their treatment during a push."""
+    """Choice of the engine for a sample, and treatment of samples during a push."""
     weights: WeightsConfig = WeightsConfig()
     """Transport and attestation of weights."""
     launch: LaunchConfig = LaunchConfig()
-    """Machines, GPUs and start of the processes."""
+    """Machines, GPUs and processes of the run."""
     sft: SFTConfig = SFTConfig()
     """Fine-tuning by `rlsys sft`."""
 
     @property
     def fine_tunes(self) -> bool:
-        """Return whether the config has a section `sft`: it is then for `rlsys sft`, not for `rlsys train`."""
+        """Whether the config has a section `sft`, so that it is for `rlsys sft` and not for `rlsys train`."""
         return "sft" in self.model_fields_set
 
     @property
@@ -56,18 +56,20 @@ class Config(Section):
 
     @property
     def over_provision(self) -> float:
-        """Over-provisioning factor at the start of the run; `auto` adapts it later."""
+        """rollout.over_provision, or the value with which `auto` starts."""
         factor = self.rollout.over_provision
         return min(2.0, 1.0 + self.rollout.max_staleness) if factor == "auto" else factor
 
     @property
     def start_seconds(self) -> float:
-        """Time limit of an engine's start in seconds: engine.start_timeout, or an estimate of its reading and
-        compilation."""
+        """Time limit in seconds for the start of an engine.
+
+        It is engine.start_timeout, or else derived from the size of the model and the kernels to compile.
+        """
         if self.engine.start_timeout is not None:
             return self.engine.start_timeout
         folder = sum(file.stat().st_size for file in self.model.path.glob("*.safetensors"))
-        reading = 4.0 * folder / 1e9  # a quarter of a GB/s: a shared folder that all engines read at once
+        reading = 4.0 * folder / 1e9  # 0.25 GB/s, for a shared folder that all engines read at once
         compiling = (300.0 if self.launch.gpus_per_node else 0.0) + (
             1800.0 if self.model.fp8_engines else 0.0
         )
@@ -75,76 +77,69 @@ class Config(Section):
 
     @property
     def work_seconds(self) -> float:
-        """Time limit in seconds of a request that processes all weights of an engine, or of the first pass with new
-        ones.
+        """Time limit in seconds for an engine request that processes all weights, or runs the first pass after it.
 
-        It equals the limit of a start, which reads and compiles at least as much.
+        It is the limit of a start, which reads and compiles at least as much.
         """
         return max(_SHORTEST_SECONDS, self.start_seconds)
 
     @property
     def answer_seconds(self) -> float:
-        """Time limit in seconds of an engine request that is only queued: a fifth of the limit of a start."""
+        """Time limit in seconds for an engine request without computation, which may have to wait in a queue."""
         return max(_SHORTEST_SECONDS, self.start_seconds / 5)
 
     @property
     def max_running_requests(self) -> int:
-        """Maximum number of requests that one engine decodes concurrently."""
-        share = -(-self.slots // self.engine.writers)
-        return self.engine.max_running_requests or min(2048, max(128, share))
+        """Maximum number of requests that one engine decodes at the same time."""
+        samples_per_engine = -(-self.slots // self.engine.writers)
+        return self.engine.max_running_requests or min(2048, max(128, samples_per_engine))
 
     @property
     def fixed_pool_tokens(self) -> int | None:
-        """Capacity of an engine's KV pool in tokens; None if it follows from the memory of its GPUs."""
+        """Capacity of an engine's KV cache in tokens; None if the memory of its GPUs determines it."""
         if self.engine.max_total_tokens is None and not self.launch.gpus_per_node:
             return 65536
         return self.engine.max_total_tokens
 
     @property
     def prefill_graph_tokens(self) -> int:
-        """Largest prefill in tokens for which an engine captures a CUDA graph.
-
-        It covers the longest response, which may return as a prompt. With SGLang's own bound an engine captures 58
-        graphs, which takes 40 s.
-        """
+        """Maximum number of tokens of a prefill for which an engine captures a CUDA graph."""
+        # A resumed sample prefills its response, so graphs cover the longest response. With SGLang's default, an
+        # engine captures 58 graphs, which takes 40 s.
         return min(8192, max(256, 1 << (self.rollout.max_response_tokens - 1).bit_length()))
 
     @property
     def stream_interval(self) -> int:
-        """Tokens between two stream chunks of an engine. A chunk costs the rollout process as much as 100 tokens."""
+        """Number of tokens between two stream chunks of an engine."""
+        # A chunk costs the rollout process as much time as 100 tokens.
         return self.engine.stream_interval or min(256, max(16, self.rollout.max_response_tokens // 64))
 
     @property
     def flush_tokens(self) -> int:
-        """Maximum number of tokens that a crash may lose.
-
-        A write of fewer than 64 tokens costs more for its row than for its tokens. With several workers the
-        coordinator writes only rows, so the default is larger.
-        """
+        """Maximum number of tokens, over all samples, that a crash may lose."""
+        # A write of fewer than 64 tokens costs more for its row than for its tokens. With several workers the
+        # coordinator writes only rows.
         write_tokens = 64 if self.rollout.workers == 1 else 256
         return self.rollout.flush_tokens or max(16384, write_tokens * self.slots)
 
     @property
     def equal_lengths(self) -> bool:
-        """Return whether all micro-batches of a step are padded to one length: an all-gather needs equal shapes."""
+        """Whether all micro-batches of a step are padded to one length, because an all-gather needs equal shapes."""
         return self.parallel.dispatcher == "allgather"
 
     @property
     def diagnosis_seconds(self) -> float:
-        """Seconds without a token, a reward or a metric after which the supervisor writes a diagnosis.
-
-        It exceeds rollout.stall_timeout, at which a waiting take stops the run.
-        """
-        return 1.5 * self.rollout.stall_timeout
+        """Seconds without a token, a reward or a metric after which the supervisor writes a diagnosis."""
+        return 1.5 * self.rollout.stall_timeout  # a waiting take stops the run earlier
 
     @property
     def slots(self) -> int:
-        """Number of samples in flight over all engines; if over_provision is auto, the number at the start."""
+        """Number of samples in flight over all engines; with over_provision = auto, the number at the start."""
         return round(self.over_provision * self.samples_per_step)
 
     @model_validator(mode="after")
     def _check_placement(self) -> Self:
-        """Check the options that determine when engines pause, and the resulting age of samples."""
+        """Check the options that determine when engines pause, and how old samples get."""
         r = self.rollout
         if self.router.interruption != "abort" and self.launch.release_memory:
             raise ValueError(
@@ -263,8 +258,8 @@ class Config(Section):
             )
         if t.token_budget < r.max_response_tokens:
             raise ValueError(
-                f"trainer.token_budget = {t.token_budget} cannot hold one response of "
-                f"rollout.max_response_tokens = {r.max_response_tokens}"
+                f"trainer.token_budget = {t.token_budget}: expected at least rollout.max_response_tokens = "
+                f"{r.max_response_tokens}, the length of one response"
             )
         if t.replay == "engine" and not self.engine.return_routes:
             raise ValueError("trainer.replay = engine needs engine.return_routes = true")
@@ -300,8 +295,8 @@ class Config(Section):
             raise ValueError(f"weights.method = adapter: {conflict}")
         if self.fixed_pool_tokens is not None and self.fixed_pool_tokens < r.max_response_tokens:
             raise ValueError(
-                f"engine.max_total_tokens = {self.fixed_pool_tokens} cannot hold one response of "
-                f"rollout.max_response_tokens = {r.max_response_tokens}"
+                f"engine.max_total_tokens = {self.fixed_pool_tokens}: expected at least "
+                f"rollout.max_response_tokens = {r.max_response_tokens}, the length of one response"
             )
         if self.samples_per_step % (p.data_parallel * self.algo.minibatches):
             raise ValueError(
@@ -392,10 +387,7 @@ class Config(Section):
         return ""
 
     def _not_with_drafts(self) -> str:
-        """Return the conflict of n-gram drafts with another option; empty if there is none.
-
-        Tokens must be sampled from the model with the sample's seed, and `mu` must be the model's log-prob.
-        """
+        """Return the conflict of n-gram drafts with another option; empty if there is none."""
         if self.engine.ngram_drafts == 1:
             return "a tree of one node contains no draft; expected 0, or at least 2"
         if self.engine.deterministic:
