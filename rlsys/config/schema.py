@@ -144,24 +144,31 @@ class Config(Section):
         if self.router.interruption != "abort" and self.launch.release_memory:
             raise ValueError(
                 f"router.interruption = {self.router.interruption} keeps samples in the engines, but "
-                "launch.release_memory = true frees their memory while the trainer works; use abort, or false"
+                "launch.release_memory = true frees their memory while the trainer works; expected "
+                "router.interruption = abort, or launch.release_memory = false"
             )
         if r.keep_budget is not None and self.router.interruption != "in_place":
             raise ValueError(
                 f"rollout.keep_budget = {r.keep_budget:g}, but with router.interruption = "
-                f"{self.router.interruption} no sample keeps its KV cache during a push; use in_place, or null"
+                f"{self.router.interruption} no sample keeps its KV cache during a push; expected "
+                "router.interruption = in_place, or rollout.keep_budget = null"
             )
         if r.keep_budget is not None and self.weights.rolling is not None:
             raise ValueError(
                 f"rollout.keep_budget = {r.keep_budget:g}, but weights.rolling = {self.weights.rolling} pauses "
-                "engines with all of their samples; unset one of the two"
+                "engines with all of their samples; expected only one of the two fields"
             )
         if self.launch.release_memory and self.launch.placement != "colocated":
             raise ValueError(
                 f"launch.release_memory = true, but with launch.placement = {self.launch.placement} "
-                "engines never pause; use colocated"
+                "engines never pause; expected launch.placement = colocated"
             )
-        writers = self.engine.writers
+        return self
+
+    @model_validator(mode="after")
+    def _check_rolling(self) -> Self:
+        """Check that engines can be spared for background evaluations and rolling updates."""
+        r, writers = self.rollout, self.engine.writers
         if self.eval.background and (self.launch.placement == "colocated" or writers < 2):
             raise ValueError(
                 "eval.background = true reserves an engine for the evaluation: expected "
@@ -178,8 +185,14 @@ class Config(Section):
             if r.repeat is not None:
                 raise ValueError(
                     f"weights.rolling = {rolling} with rollout.repeat = {r.repeat}: a run's record does not contain "
-                    "the weights of each engine; unset one of them"
+                    "the weights of each engine; expected only one of the two fields"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_staleness(self) -> Self:
+        """Check that samples may get as old as over-provisioning makes them."""
+        r = self.rollout
         if r.over_provision == "auto" and r.max_staleness < 1:
             raise ValueError(
                 f"rollout.max_staleness = {r.max_staleness}: expected 1 or more with rollout.over_provision = auto"
@@ -187,7 +200,7 @@ class Config(Section):
         if self.over_provision > 1 and r.max_staleness < 1:
             raise ValueError(
                 f"rollout.over_provision = {r.over_provision} keeps interrupted samples for a later weight version, "
-                f"but rollout.max_staleness = {r.max_staleness} would drop them; use max_staleness >= 1"
+                f"but rollout.max_staleness = {r.max_staleness} would drop them; expected max_staleness >= 1"
             )
         return self
 
@@ -205,12 +218,13 @@ class Config(Section):
         if self.engine.ngram_drafts and r.generator in TREES:
             raise ValueError(
                 f"rollout.generator = {r.generator} with engine.ngram_drafts = {self.engine.ngram_drafts}: trees "
-                "need the most probable ids of each token, which are untested for drafted tokens; expected 0"
+                "need the most probable ids of each token, which are untested for drafted tokens; expected "
+                "ngram_drafts = 0"
             )
         if r.repeat is not None and r.generator in TREES:
             raise ValueError(
                 f"rollout.repeat = {r.repeat} with rollout.generator = {r.generator}: a run's record does not "
-                "contain where branches started and ended; change one of them"
+                "contain where branches started and ended; expected rollout.repeat = null, or another generator"
             )
         return self
 
@@ -220,15 +234,14 @@ class Config(Section):
         if not self.engine.chains:
             return self
         if self.weights.method not in ("auto", "broadcast"):
-            conflict = (
-                f"with weights.method = {self.weights.method}; use auto or broadcast for the other engines"
-            )
+            conflict = f"with weights.method = {self.weights.method}; expected auto or broadcast"
         elif self.launch.placement == "colocated":
             conflict = (
-                "with launch.placement = colocated: the trainer shares memory with these engines; use false"
+                "with launch.placement = colocated: the trainer shares memory with these engines; expected "
+                "relay = false"
             )
         elif self.model.fp8_engines:
-            conflict = f"with model.fp8 = {self.model.fp8}: the combination is untested; use none"
+            conflict = f"with model.fp8 = {self.model.fp8}: the combination is untested; expected fp8 = none"
         else:
             return self
         raise ValueError(f"engine.pools: relay = true {conflict}")
@@ -240,12 +253,13 @@ class Config(Section):
         if r.min_p and self.engine.deterministic:
             raise ValueError(
                 f"rollout.min_p = {r.min_p:g} with engine.deterministic = true: SGLang's seeded sampling does not "
-                "support min_p; use engine.deterministic = false, or top_k and top_p"
+                "support min_p; expected engine.deterministic = false, or only top_k and top_p"
             )
         if r.top_k is not None and any(spec.name == "lens" for spec in self.algo.planners):
             raise ValueError(
                 f"rollout.top_k = {r.top_k} with algo.planners = lens: lens trains a response on another prompt than "
-                "it was sampled from, for which the sampling mask is wrong; unset one of them"
+                "it was sampled from, for which the sampling mask is wrong; expected rollout.top_k = null, or "
+                "another planner"
             )
         if (fewest := self.launch.min_engines) is not None and fewest > self.engine.writers:
             explore = f", of which {self.engine.explorers} explore" if self.engine.explorers else ""
@@ -266,13 +280,25 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_profile(self) -> Self:
+        """Check that the profiled ranks and steps exist."""
+        section = self.run.profile
+        if section is None:
+            return self
+        if (rank := max(section.ranks)) >= self.parallel.world_size:
+            raise ValueError(
+                f"run.profile.ranks = {rank}: expected a trainer rank below {self.parallel.world_size}"
+            )
+        if self.trainer.epochs is None and (step := max(section.steps)) > self.trainer.steps:
+            raise ValueError(
+                f"run.profile.steps = {step}: expected at most trainer.steps = {self.trainer.steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_trainer(self) -> Self:
-        """Check the options of a train step, and that samples divide over its ranks."""
-        r, t, p = self.rollout, self.trainer, self.parallel
-        if (section := self.run.profile) is not None and (rank := max(section.ranks)) >= p.world_size:
-            raise ValueError(f"run.profile.ranks = {rank}: expected a trainer rank below {p.world_size}")
-        if section is not None and t.epochs is None and (step := max(section.steps)) > t.steps:
-            raise ValueError(f"run.profile.steps = {step}: expected at most trainer.steps = {t.steps}")
+        """Check the options of optimizer, adapters and multi-token prediction."""
+        t = self.trainer
         if t.offload_optimizer and self.model.dtype != "bfloat16":
             raise ValueError(
                 f"trainer.offload_optimizer = {t.offload_optimizer} needs float32 weights in the optimizer: expected "
@@ -281,7 +307,7 @@ class Config(Section):
         if t.offload_optimizer and t.optimizer == "muon":
             raise ValueError(
                 f"trainer.offload_optimizer = {t.offload_optimizer} with trainer.optimizer = muon: only AdamW runs "
-                "in host memory; use adamw, or offload_optimizer = 0"
+                "in host memory; expected optimizer = adamw, or offload_optimizer = 0"
             )
         if t.lora is not None and (conflict := self._not_with_lora()):
             raise ValueError(f"trainer.lora trains only adapters: {conflict}")
@@ -289,15 +315,27 @@ class Config(Section):
             raise ValueError(f"trainer.mtp_loss = {t.mtp_loss:g}: {conflict}")
         if t.mtp_trunk and not t.mtp_loss:
             raise ValueError("trainer.mtp_trunk = true needs a trainer.mtp_loss above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _check_engines(self) -> Self:
+        """Check the options of drafts, adapter pushes and the KV cache."""
         if self.engine.ngram_drafts and (conflict := self._not_with_drafts()):
             raise ValueError(f"engine.ngram_drafts = {self.engine.ngram_drafts}: {conflict}")
         if self.weights.method == "adapter" and (conflict := self._not_with_adapter_pushes()):
             raise ValueError(f"weights.method = adapter: {conflict}")
-        if self.fixed_pool_tokens is not None and self.fixed_pool_tokens < r.max_response_tokens:
+        response_tokens = self.rollout.max_response_tokens
+        if self.fixed_pool_tokens is not None and self.fixed_pool_tokens < response_tokens:
             raise ValueError(
                 f"engine.max_total_tokens = {self.fixed_pool_tokens}: expected at least "
-                f"rollout.max_response_tokens = {r.max_response_tokens}, the length of one response"
+                f"rollout.max_response_tokens = {response_tokens}, the length of one response"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_layout(self) -> Self:
+        """Check that the samples of a step divide over the trainer's ranks, and that the launcher fits the nodes."""
+        p = self.parallel
         if self.samples_per_step % (p.data_parallel * self.algo.minibatches):
             raise ValueError(
                 f"rollout.groups_per_step * group_size = {self.samples_per_step} samples do not divide over "
@@ -310,7 +348,7 @@ class Config(Section):
         if self.launch.spare_nodes and self.launch.backend == "ray":
             raise ValueError(
                 f"launch.spare_nodes = {self.launch.spare_nodes} with launch.backend = ray: Ray replaces nodes by "
-                "itself; use 0"
+                "itself; expected spare_nodes = 0"
             )
         return self
 
@@ -323,45 +361,50 @@ class Config(Section):
             return f"needs one router for all engines: expected rollout.workers = 1, found {r.workers}"
         if r.repeat is not None:
             return (
-                f"with rollout.repeat = {r.repeat}: a run's record does not contain probes; unset one of them"
+                f"with rollout.repeat = {r.repeat}: a run's record does not contain probes; expected only one of the "
+                "two"
             )
         if r.generator in TREES:
             return (
-                f"with rollout.generator = {r.generator}: a tree sets the size of its group; use single_turn"
+                f"with rollout.generator = {r.generator}: a tree sets the size of its group; expected another "
+                "generator, such as single_turn"
             )
         return ""
 
     def _not_with_lora(self) -> str:
         """Return the conflict of adapters with another option; empty if there is none."""
         if self.trainer.optimizer == "muon":
-            return "trainer.optimizer = muon updates whole matrices; use adamw"
+            return "trainer.optimizer = muon updates whole matrices; expected adamw"
         if self.trainer.balance_rate:
-            return f"trainer.balance_rate = {self.trainer.balance_rate} moves the routers' biases; use balance_loss"
+            return (
+                f"trainer.balance_rate = {self.trainer.balance_rate} moves the routers' biases; expected 0, or "
+                "balance_loss instead"
+            )
         if self.algo.critic is not None:
-            return "algo.critic trains a second model; leave it out"
+            return "algo.critic trains a second model; expected no critic"
         if self.model.fp8_trainer:
-            return f"model.fp8 = {self.model.fp8}: Transformer Engine's layers have no adapters; use rollout"
+            return f"model.fp8 = {self.model.fp8}: Transformer Engine's layers have no adapters; expected rollout"
         return ""
 
     def _not_with_mtp(self) -> str:
         """Return the conflict of the multi-token prediction loss with another option; empty if there is none."""
         t = self.trainer
         if t.lora is not None:
-            return "trainer.lora trains only adapters; use one of them"
+            return "trainer.lora trains only adapters; expected only one of the two"
         if t.early_backward:
             return (
                 "the loss is a mean over all tokens of a step, but trainer.early_backward = true processes a part; "
-                "use false"
+                "expected early_backward = false"
             )
         if t.balance_loss:
             return (
                 f"trainer.balance_loss = {t.balance_loss:g} would count padding in the prediction layer's router; "
-                "use 0, or balance_rate"
+                "expected balance_loss = 0, or balance_rate instead"
             )
         if t.offload_optimizer:
             return (
                 "the separate clipping of its gradient is untested with trainer.offload_optimizer = "
-                f"{t.offload_optimizer:g}; use 0"
+                f"{t.offload_optimizer:g}; expected offload_optimizer = 0"
             )
         return ""
 
@@ -371,19 +414,24 @@ class Config(Section):
             return "expected trainer.lora; without it the whole model changes"
         if self.launch.nodes > 1:
             return (
-                f"adapters are sent through the memory of one machine, but launch.nodes = {self.launch.nodes}; use "
-                "auto"
+                f"adapters are sent through the memory of one machine, but launch.nodes = {self.launch.nodes}; "
+                "expected weights.method = auto, or launch.nodes = 1"
             )
         if self.router.interruption != "abort":
             interruption = self.router.interruption
             return (
                 f"router.interruption = {interruption} keeps samples in flight, so engines cannot replace their "
-                "adapter; use abort"
+                "adapter; expected abort"
             )
         if self.launch.release_memory:
-            return "launch.release_memory = true would drop the weights of model.path; use auto, or false"
+            return (
+                "launch.release_memory = true would drop the weights of model.path; expected weights.method = auto, "
+                "or release_memory = false"
+            )
         if self.model.fp8_engines:
-            return f"model.fp8 = {self.model.fp8} would need model.path in FP8 at the start; use none"
+            return (
+                f"model.fp8 = {self.model.fp8} would need model.path in FP8 at the start; expected fp8 = none"
+            )
         return ""
 
     def _not_with_drafts(self) -> str:
@@ -391,15 +439,22 @@ class Config(Section):
         if self.engine.ngram_drafts == 1:
             return "a tree of one node contains no draft; expected 0, or at least 2"
         if self.engine.deterministic:
-            return "drafts depend on other samples, which engine.deterministic = true excludes; use false"
+            return "drafts depend on other samples, but engine.deterministic = true; expected deterministic = false"
         if self.rollout.top_k is not None:
             return (
-                f"engines return no sampling mask for drafts, rollout.top_k = {self.rollout.top_k}; use null"
+                f"engines return no sampling mask for drafts, but rollout.top_k = {self.rollout.top_k}; expected "
+                "top_k = null"
             )
         if self.engine.return_routes:
-            return "expert routes of drafted tokens are untested, engine.return_routes = true; use false"
+            return (
+                "expert routes of drafted tokens are untested, but engine.return_routes = true; expected "
+                "return_routes = false"
+            )
         if self.weights.method == "adapter":
-            return "engines do not draft with adapters, weights.method = adapter; use auto"
+            return "engines do not draft with adapters, but weights.method = adapter; expected weights.method = auto"
         if self.router.interruption != "abort":
-            return f"drafts are tested with aborts only, router.interruption = {self.router.interruption}; use abort"
+            return (
+                f"drafts are tested with aborts only, but router.interruption = {self.router.interruption}; expected "
+                "abort"
+            )
         return ""

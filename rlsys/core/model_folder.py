@@ -167,7 +167,9 @@ def read_sampling_defaults(folder: Path) -> dict[str, float]:
     for name, value in defaults.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{file}: {name} = {value!r}: expected a number")
-    return defaults | ({"top_k": -1} if defaults.get("top_k") == 0 else {})
+    if defaults.get("top_k") == 0:  # transformers' value for no limit
+        defaults["top_k"] = -1
+    return defaults
 
 
 def language_model_overrides(folder: Path) -> dict[str, Any]:

@@ -393,7 +393,7 @@ class Sample(TokenSequence):
 
     @property
     def trained_sequences(self) -> list[TokenSequence]:
-        """The only sequence, or those of several that have tokens and are not `aside`."""
+        """The sequences to train: the only one, or, of several, those that have tokens and are not `aside`."""
         return [q for q in self.sequences if q.spans and not q.aside] if self.extra_sequences else [self]
 
     @property

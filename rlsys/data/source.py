@@ -78,7 +78,7 @@ def is_heldout(problem: str) -> bool:
 
 
 def split_hash(problem: str) -> int:
-    """Return `stable_hash("split", problem, bits=64)`, which identifies a text and determines its side."""
+    """Return `stable_hash("split", problem, bits=64)`, which identifies a problem, and decides if it is held out."""
     digest = hashlib.blake2b(f'["split", {_quoted(problem)}]'.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 

@@ -244,6 +244,11 @@ class Tokenizer:
         raise UserError(f"{self.path}: has the chat templates {names}; expected one named default")
 
     def _compile(self) -> dict[str, ChatTemplate]:
+        """Compile the folder's templates, and check that they use all chat arguments of the tokenizer.
+
+        Raises:
+            UserError: there is no template, a template does not compile, or none uses an argument.
+        """
         if not self._template_text:
             raise UserError(
                 f"model.path = {str(self.path)!r}: no chat template; expected one as a file or in "
@@ -257,7 +262,15 @@ class Tokenizer:
             }
         except (jinja2.TemplateError, RecursionError) as e:
             raise UserError(f"{self.path}: the chat template does not compile: {e}") from None
-        variables = {name for template in templates.values() for name in template.variables}
+        self._check_arguments({name for template in templates.values() for name in template.variables})
+        return templates
+
+    def _check_arguments(self, variables: set[str]) -> None:
+        """Check that each chat argument of the tokenizer is one of the templates' variables.
+
+        Raises:
+            UserError: an argument is not.
+        """
         for name in self.chat_args:
             if name not in variables:
                 candidates = sorted(variables - {"messages", "add_generation_prompt", *self._names})
@@ -268,4 +281,3 @@ class Tokenizer:
                 raise UserError(
                     f"data.chat_template_args.{name}: the chat template of {self.path} does not use it; {hint}"
                 )
-        return templates
