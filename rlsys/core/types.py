@@ -219,7 +219,9 @@ class TokenSequence:
         """
         n = len(segment.ids)
         if len(segment.mu) != n:
-            raise ValueError(f"sample {self.sample_id}: {n} ids but {len(segment.mu)} log-probs")
+            raise ValueError(
+                f"sample {self.sample_id}: {n} ids but {len(segment.mu)} log-probs; expected one per id"
+            )
         end = 0
         for span in segment.spans:
             if span.start != end or span.end < span.start:
@@ -229,10 +231,14 @@ class TokenSequence:
                 )
             end = span.end
         if end != n:
-            raise ValueError(f"sample {self.sample_id}: version spans cover {end} of {n} tokens")
+            raise ValueError(
+                f"sample {self.sample_id}: version spans cover {end} of {n} tokens; expected spans of all tokens"
+            )
         rows = None if segment.support is None else segment.support.count(0)
         if rows is not None and rows != n:
-            raise ValueError(f"sample {self.sample_id}: {n} ids but {rows} rows of the sampling mask")
+            raise ValueError(
+                f"sample {self.sample_id}: {n} ids but {rows} rows of the sampling mask; expected one per id"
+            )
         total = len(self.response_ids) + n
         if 0 < n < total and bool(self.support) != (rows is not None):
             raise ValueError(

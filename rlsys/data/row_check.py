@@ -165,7 +165,9 @@ def main() -> int:
     )
     parser.add_argument("--config", type=Path, required=True, help="resolved config of the run")
     parser.add_argument("--vocab-size", type=int, required=True, help="number of ids of the model")
-    parser.add_argument("--context-length", type=int, required=True, help="tokens, prompt and response")
+    parser.add_argument(
+        "--context-length", type=int, required=True, help="maximum tokens of prompt and response"
+    )
     args = parser.parse_args()
     os.nice(19)
     config = load_config(args.config)

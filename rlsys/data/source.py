@@ -44,7 +44,7 @@ class PromptSource(Protocol):
         ...
 
     def heldout(self, n: int) -> list[Prompt]:
-        """Return the first `n` different held-out prompts. For a larger `n`, they are the first of the list.
+        """Return `n` different held-out prompts. The list for a larger `n` starts with the same prompts.
 
         Raises:
             TooFewPrompts: the source has fewer than `n`.

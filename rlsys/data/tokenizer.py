@@ -187,7 +187,8 @@ class Tokenizer:
         previous_start = 0  # first id of the previous text
         start = 0  # first id without a text
         for end in range(1, len(ids) + 1):
-            previous_text, text = self.decode(ids[previous_start:start]), self.decode(ids[previous_start:end])
+            previous_text = self.decode(ids[previous_start:start])
+            text = self.decode(ids[previous_start:end])
             is_partial = text.endswith("\N{REPLACEMENT CHARACTER}") and end - start < LONGEST_CHARACTER
             if is_partial and end < len(ids):
                 pieces.append("")

@@ -138,6 +138,7 @@ class SampleRows:
         locations: list[tuple[int, int, Sequence[Piece]]] = []
         for sample, sequences in updates:
             rows.append(row_of_sample(sample))
+            self._stored_lengths.setdefault(sample.sample_id, [])
             for update in sequences:
                 number, _, _, is_rewritten = update
                 key = sample.sample_id, number
@@ -157,7 +158,7 @@ class SampleRows:
         """
         number, worker_pieces, routes, is_rewritten = update
         q = sample.sequences[number]
-        lengths = self._stored_lengths.setdefault(sample.sample_id, [])
+        lengths = self._stored_lengths[sample.sample_id]
         if number == len(lengths):
             lengths.append(StoredLengths())
         previous = lengths[number]

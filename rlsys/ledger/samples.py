@@ -158,13 +158,15 @@ def _conditions(db: sqlite3.Connection, query: SampleQuery) -> tuple[list[str], 
     if query.group is not None:
         issued = db.execute("SELECT count(*) FROM groups").fetchone()[0]
         if not 0 <= query.group < issued:
-            raise UserError(f"group {query.group}: no such group; the run has groups 0 to {issued - 1}")
+            existing = f"groups 0 to {issued - 1}" if issued else "no group yet"
+            raise UserError(f"group {query.group}: no such group; the run has {existing}")
         conditions.append("samples.group_id = ?")
         values.append(query.group)
     if query.step is not None:
         row = db.execute("SELECT group_ids FROM takes WHERE train_step = ?", (query.step,)).fetchone()
         if row is None:
-            raise UserError(f"step {query.step}: no such train step; the run has steps 1 to {last_step(db)}")
+            existing = f"steps 1 to {last}" if (last := last_step(db)) else "no step yet"
+            raise UserError(f"step {query.step}: no such train step; the run has {existing}")
         ids = json.loads(row[0])
         conditions.append(f"samples.group_id IN ({', '.join('?' * len(ids))})")
         values += ids

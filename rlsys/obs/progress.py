@@ -236,8 +236,7 @@ def set_line(name: str, entry: dict[str, Any]) -> str:
     )
     return (
         f"{name}: {scores} on {values['prompts']:g} prompts x {values['samples']:g}, mean length "
-        f"{values['mean_length']:.1f}, "
-        f"{values['truncated']:g} truncated{left_out(values.get('left_out'))}"
+        f"{values['mean_length']:.1f}, {values['truncated']:g} truncated{left_out(values.get('left_out'))}"
     )
 
 
