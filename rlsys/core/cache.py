@@ -14,7 +14,7 @@ from rlsys.core.folders import check_owner
 def cache_folder(name: str) -> Path:
     """Return the cache folder rlsys/NAME, and create it if needed.
 
-    Its parent is XDG_CACHE_HOME, or else `~/.cache`, or else TMPDIR if the other is not writable.
+    It is in XDG_CACHE_HOME, or else in `~/.cache`. If it cannot be created there, it is in TMPDIR.
 
     Raises:
         UserError: another user can write to the folder, or it cannot be created.

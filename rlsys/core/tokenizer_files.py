@@ -147,7 +147,7 @@ def chat_templates(folder: Path, config: Mapping[str, Any]) -> str | dict[str, s
 
 
 def _named_templates(value: list[Any] | dict[str, Any], source: Path) -> dict[str, str]:
-    """Return the templates in a `chat_template` with several ones, by name.
+    """Return the templates of a `chat_template` that contains several templates, by name.
 
     Raises:
         UserError: a template has no name or is not a text, or none is named default or tool_use.
@@ -173,7 +173,8 @@ def _named_templates(value: list[Any] | dict[str, Any], source: Path) -> dict[st
 def _is_self_contained(path: Path) -> bool:
     """Return whether AutoTokenizer uses tokenizer.json unchanged.
 
-    It does if tokenizer.json has all tokens that other files name, and no other file changes its interpretation.
+    This is the case if tokenizer.json has all tokens that other files name, and no other file changes how
+    AutoTokenizer interprets tokenizer.json.
     """
     other_files = ("special_tokens_map.json", "added_tokens.json", _TEMPLATES)
     if not all((path / name).is_file() for name in (TOKENIZER, CONFIG)):

@@ -251,7 +251,7 @@ class TokenSequence:
             )
 
     def _add_spans(self, base: int, spans: list[VersionSpan]) -> None:
-        """Add weight versions after the present ones.
+        """Append spans to `self.spans`, and merge adjacent spans of the same weight version.
 
         Args:
             base: response token to which the positions of `spans` are relative.
@@ -328,7 +328,7 @@ class TokenSequence:
         """Check that a span of routes follows the previous ones and ends before position `last`.
 
         Raises:
-            ValueError: it has other positions, or its size is no multiple of their number.
+            ValueError: the span has other positions, or its size is not a multiple of their number.
         """
         first = self.routes[-1].end if self.routes else 0
         if not first <= routes.start < routes.end == last:
@@ -409,7 +409,7 @@ class Sample(TokenSequence):
 
     @property
     def judged_ids(self) -> Sequence[int]:
-        """Response ids for the reward function: those of all sequences but `aside` ones, by last turn."""
+        """Response ids for the reward function: of all sequences that are not `aside`, sorted by last turn."""
         if not self.extra_sequences:
             return self.response_ids
         return [i for q in self._judged for i in q.response_ids]

@@ -138,7 +138,11 @@ class QuickKeys:
         return _chat_key(prompt) if type(prompt) is list else None
 
     def data_source(self, values: Sequence[Any]) -> str:
-        """Return the row's data_source; empty if it has none. `values` are those of `key`."""
+        """Return the row's data_source; empty if it has none.
+
+        Args:
+            values: the same values as for `key`.
+        """
         value = values[self._data_source]
         return "" if value is UNSET else str(value)
 

@@ -92,7 +92,11 @@ class Tokenizer:
         self._template: dict[str, ChatTemplate] | None = None
 
     def _eos(self) -> tuple[str, int]:
-        """Return text and id of the tokenizer's eos token, or else those of the model's smallest stop id."""
+        """Return the text and id of the tokenizer's eos token, or of the model's smallest stop id if it has none.
+
+        Raises:
+            UserError: tokenizer.json does not contain the eos token, or the folder names no stop id.
+        """
         if (token := self._names.get("eos_token")) is not None:
             if (number := self._fast.token_to_id(token)) is None:
                 raise UserError(
@@ -212,10 +216,10 @@ class Tokenizer:
         """Render the chat template.
 
         Args:
-            messages: turns with the keys "role", "content" and those of the template.
+            messages: turns, with the keys "role" and "content" and further keys that the template reads.
             generate: whether to open the assistant's turn after the messages.
-            tools: function schemas; None: those of the chat arguments, if any.
-            chat_args: chat arguments for this chat; they override those of the tokenizer.
+            tools: function schemas; None: the chat argument `tools`, if there is one.
+            chat_args: chat arguments for this chat, which take precedence over the tokenizer's.
 
         Raises:
             UserError: the folder has no template, or no template uses a chat argument of the tokenizer.

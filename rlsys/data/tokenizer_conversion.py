@@ -204,7 +204,7 @@ def compare(tokenizer: Any, fast: FastTokenizer) -> None:
     """Check that both tokenizers encode and decode equally.
 
     Raises:
-        UserError: they differ; the message shows the first difference.
+        UserError: the ids or the text of an input differ; the message shows the first difference.
     """
     added = {t.content: i for i, t in fast.get_added_tokens_decoder().items()}
     for text in check_texts(list(added)[:64]):

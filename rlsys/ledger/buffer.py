@@ -447,7 +447,7 @@ class RolloutBuffer:
         """Check that the counts of groups in memory and in the file agree with the counter of issued groups.
 
         Raises:
-            RunError: they differ.
+            RunError: two counts differ; the message has all counts.
         """
         rows = dict(
             self.read(lambda db: db.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())

@@ -49,9 +49,9 @@ class WeightVersions:
     def age(self, group: SampleGroup, train_step: int) -> int:
         """Return the age of a group's oldest trained token in train steps; 0 for a group without tokens.
 
-        The age is `train_step` minus the number of train steps in the weights that sampled the token. It is no
-        difference of versions: a restart pushes the weights of a checkpoint again under a new version, which must not
-        make tokens older.
+        The age is `train_step` minus the number of train steps in the weights that sampled the token. Versions cannot
+        replace train steps here, because a restart pushes the weights of a checkpoint again under a new version,
+        which must not make tokens older.
         """
         sequences = [q for sample in group.samples for q in sample.trained_sequences]
         versions = {span.version for q in sequences for span in q.spans}

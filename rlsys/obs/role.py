@@ -81,7 +81,7 @@ def dump_stack_on_signal(part: str = "") -> None:
 
 
 def without_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Return those of the signals that this process does not ignore.
+    """Return the given signals, except signals that this process ignores.
 
     `nohup COMMAND` and, in a script, `COMMAND &` make a process ignore signals; a handler would undo this.
     """

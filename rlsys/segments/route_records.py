@@ -63,7 +63,7 @@ class RouteFile:
         unit: name of the engine.
         start: number of starts of the engine in the launch.
         rank: number of the process in the engine.
-        number: number of the file among those of the process.
+        number: number of the file among the files of this process.
     """
 
     epoch: int
