@@ -355,9 +355,7 @@ def _content(path: Path) -> Data:
     """
     head = _head(path, 6)
     if head[:3] == b"BZh" or head[:6] == b"\xfd7zXZ\x00" or head[:4] == b"PK\x03\x04":
-        raise UserError(
-            f"{path}: bzip2, xz or zip; expected a file that is plain, or compressed by gzip or zstd"
-        )
+        raise UserError(f"{path}: compressed by bzip2, xz or zip; expected plain, .gz or .zst")
     try:
         with path.open("rb") as file:
             if head[:2] == b"\x1f\x8b":
