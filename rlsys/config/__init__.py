@@ -1,4 +1,4 @@
-"""The config of a run: sections and fields, loading from YAML, and one-line errors."""
+"""The config of a run: its sections and fields, loading from YAML, and validation with errors of one line."""
 
 from rlsys.config.load import (
     add_config,

@@ -1,4 +1,4 @@
-"""`trainer.epochs` and `trainer.warmup_fraction`: numbers of train steps from the number of training rows."""
+"""Conversion of `trainer.epochs` and `trainer.warmup_fraction` to numbers of train steps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from rlsys.core.row_counts import count_rows, existing_files
 
 
 def resolve_epochs(config: Config) -> Config:
-    """Replace trainer.epochs with trainer.steps, and trainer.warmup_fraction with trainer.warmup_steps.
+    """Return the config with trainer.steps in place of epochs, and trainer.warmup_steps in place of warmup_fraction.
 
-    If a file of rows does not exist, both stay: each command that needs the rows names the file.
+    The config is returned unchanged if a file of rows does not exist; commands that read the rows report the file.
 
     Raises:
-        ConfigError: the rows cannot be counted.
+        ConfigError: the source has no files of rows, or the rows cannot be counted.
     """
     trainer = config.trainer
     if trainer.epochs is not None:
@@ -33,14 +33,14 @@ def _steps(config: Config, epochs: float) -> int | None:
     path = (config.sft if tuning else config.data).params.get("path")
     if not path or not (tuning or config.data.source in ("jsonl", "parquet")):
         raise ConfigError(
-            f"trainer.epochs = {epochs:g} needs data.params.path and data.source = jsonl or parquet, to count the "
-            f"rows; data.source = {config.data.source}: set trainer.steps"
+            f"trainer.epochs = {epochs:g}: the rows of data.source = {config.data.source} cannot be counted; "
+            "expected jsonl or parquet with data.params.path, or trainer.steps instead"
         )
     if not existing_files(path):
         return None
     if (rows := count_rows(path)) is None:
         raise ConfigError(
-            f"trainer.epochs = {epochs:g}: the rows of {path} cannot be counted: set trainer.steps"
+            f"trainer.epochs = {epochs:g}: the rows of {path} cannot be counted; expected trainer.steps instead"
         )
     if not tuning and "heldout_path" not in config.data.params:
         rows -= rows // 8

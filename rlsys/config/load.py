@@ -1,4 +1,4 @@
-"""Loading and validation of a `Config` from a YAML file and `a.b=c` overrides. Errors are one-line `ConfigError`s."""
+"""Loading and validation of a `Config` from a YAML file and `a.b=c` overrides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlsys.importers.explain import explain_foreign
 
 
 def add_config(command: ArgumentParser) -> None:
-    """Add the arguments of a command that works on a config; they are the arguments of `load_config`."""
+    """Add the command-line arguments that `load_config` needs."""
     command.add_argument(
         "config", type=Path, metavar="CONFIG", help="YAML file, or the name of a shipped config"
     )
@@ -34,11 +34,14 @@ def add_config(command: ArgumentParser) -> None:
 
 
 _PARAMETER_OWNERS = {"params": ("source", "traces"), "generator_params": ("generator",)}
-"""Parameters, and the fields that define their owner. Parameters of a plug-in are next to its `name`."""
+"""Field with parameters -> fields in the same section that can name the function with these parameters."""
 
 
 def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    """Merge `top` over `base`. If the owner of parameters changes, the old parameters are dropped."""
+    """Return `base` with the values of `top`.
+
+    If `top` names another plug-in or function than `base`, the parameters of the old one are omitted.
+    """
     if "name" in base and "name" in top and base["name"] != top["name"]:
         return top
     merged = dict(base)
@@ -57,8 +60,11 @@ def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 def _parse_yaml(text: str, source: str) -> Any:
     """Parse YAML.
 
+    Args:
+        source: start of the error's message: a path, or "override" and the text.
+
     Raises:
-        ConfigError: the text is not valid YAML; the message starts with `source`.
+        ConfigError: the text is not valid YAML.
     """
     try:
         return parse_yaml(text, source, position=not source.startswith("override"))
@@ -82,7 +88,19 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_layers(path: Path, visited: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read the YAML at `path` over its `base:`, if any: a file (relative to this one), or a shipped config."""
+    """Read a config file, merged over the config that its key `base` names, if any.
+
+    Args:
+        path: the file.
+        visited: files whose `base` led to this one, to detect cycles.
+
+    Returns:
+        the merged content, not validated.
+
+    Raises:
+        ConfigError: a file cannot be read or is not a mapping, or base files form a cycle.
+        UserError: `base` is neither a file relative to this one nor a shipped config.
+    """
     path = path.resolve()
     if path in visited:
         raise ConfigError(f"{path}: base files form a cycle: {' -> '.join(p.name for p in (*visited, path))}")
@@ -92,13 +110,17 @@ def read_layers(path: Path, visited: tuple[Path, ...] = ()) -> dict[str, Any]:
         return data
     if not isinstance(base, str):
         raise ConfigError(f"{path}: base = {base!r}: expected a file name")
-    neighbour = path.parent / base
-    base_path = neighbour if exists(neighbour) else find_config(Path(base))
+    relative = path.parent / base
+    base_path = relative if exists(relative) else find_config(Path(base))
     return _merge(read_layers(base_path, (*visited, path)), data)
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Parse overrides: `["a.b=1", ...]` becomes `{"a": {"b": 1}}`. Values are YAML."""
+    """Convert overrides such as `a.b=1`, whose values are YAML, to nested dicts such as `{"a": {"b": 1}}`.
+
+    Raises:
+        ConfigError: an override has another form, or its value is not valid YAML.
+    """
     merged: dict[str, Any] = {}
     for text in overrides:
         key, separator, value = text.partition("=")
@@ -112,14 +134,17 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, merge and validate a config. Files that it names are not read, except to count rows (trainer.epochs).
+    """Read, merge and validate a config.
+
+    Files that the config names are not read, except to count rows for trainer.epochs.
 
     Args:
         path: a YAML file, or the name of a shipped config (rlsys/config/shipped.py).
-        overrides: `section.field=value`, applied in this order.
+        overrides: texts `section.field=value`, applied in this order.
 
     Raises:
-        ConfigError: the config is invalid; one line.
+        ConfigError: the config is invalid.
+        UserError: the file or its base does not exist.
     """
     data = _merge(read_layers(find_config(path)), parse_overrides(overrides))
     data = _with_shipped(data, "model")
@@ -132,10 +157,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_run_config(run: Path) -> Config:
-    """Load the config that a run keeps in its folder.
+    """Load the config in a run folder.
 
     Raises:
-        ConfigError: the config is missing or invalid; the message starts with its path.
+        ConfigError: the config is invalid.
+        UserError: the config is missing.
     """
     path = run / CONFIG_FILE
     try:
@@ -147,7 +173,7 @@ def load_run_config(run: Path) -> Config:
 
 
 def _with_shipped(data: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the data with the folder of the model in section `name` resolved."""
+    """Return the data with the path of a shipped model in section `name` resolved (find_model)."""
     section = data.get(name)
     if not isinstance(section, dict) or not isinstance(path := section.get("path"), str):
         return data
@@ -155,5 +181,5 @@ def _with_shipped(data: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def dump_config(config: Config) -> str:
-    """Return the resolved config as YAML that can be loaded again."""
+    """Return the config as YAML, which load_config can read."""
     return dump_yaml(config.model_dump(mode="json", exclude=None if config.fine_tunes else {"sft"}))

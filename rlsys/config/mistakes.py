@@ -1,4 +1,4 @@
-"""One-line messages for errors in a config: the field, its value, the expected value."""
+"""Messages for errors in a config, one line each: the field, its value and the expected value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlsys.core.errors import UserError
 
 
 class ConfigError(UserError):
-    """A user's mistake in the configuration: one clear line, exit code 2."""
+    """A config is invalid. The message is one line; exit code 2."""
 
 
 _EXPECTED = {"Spec": "expected a name, or {name: NAME, parameter: value, ...}"}
@@ -26,9 +26,9 @@ _DELETED = {
     "trainer.equal_lengths": "micro-batches have equal lengths with parallel.dispatcher = allgather",
     "launch.silence_seconds": "it is 1.5 times rollout.stall_timeout",
 }
-"""Removed options, and the reasons."""
+"""Deleted field -> the reason."""
 _DELETED_VALUES = {("weights.method", "tensor"): "auto"}
-"""Removed values of options, and the values that replace them."""
+"""(field, deleted value) -> the value that replaces it."""
 _RENAMED = {
     ("EvalConfig", "every"): "interval",
     ("SyncReference", "every"): "interval",
@@ -36,7 +36,7 @@ _RENAMED = {
     ("AgentParams", "patience"): "idle_seconds",
     ("LatrParams", "behind"): "max_gap",
 }
-"""(section or plug-in, former name of a field) -> its name."""
+"""(class of the section or parameters, former name of a field) -> its present name."""
 _SYNONYMS = {
     "learning_rate": "lr",
     "num_generations": "group_size",
@@ -45,7 +45,7 @@ _SYNONYMS = {
     "max_completion_length": "max_response_tokens",
     "train_batch_size": "groups_per_step",
 }
-"""Names of TRL, verl and Transformers -> ours."""
+"""Name of a field in TRL, verl or Transformers -> its name in rlsys."""
 _KINDS = {
     "float_type": _NUMBER,
     "float_parsing": _NUMBER,
@@ -69,14 +69,19 @@ _KINDS = {
     "too_long": "at most {max_length} of them",
     "too_short": "at least {min_length} of them",
 }
-"""Kind of pydantic's errors -> expected value, with names of the error's context."""
+"""Type of pydantic's error -> the expected value; names in braces are keys of the error's context."""
 
 
 def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    """Return the message for an unknown key, with the most similar known key."""
+    """Return the message for an unknown key: its new name, the reason of its deletion, or a similar key.
+
+    Args:
+        loc: path of the key.
+        model: class of the config or parameters that the path starts from.
+    """
     *path, key = [str(x) for x in loc]
     section: Any = model
-    for name in (n for n in path if n in section.model_fields):  # in a list, the index follows its field
+    for name in (n for n in path if n in section.model_fields):  # the path also has indices of lists
         annotation = section.model_fields[name].annotation
         choices = (a for a in (annotation, *get_args(annotation)) if isinstance(a, type))
         section = next((a for a in choices if issubclass(a, BaseModel)), section)
@@ -99,7 +104,7 @@ def _unknown_key(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
 
 
 def _sections_with(key: str, model: type[BaseModel]) -> list[str]:
-    """Return the names of the sections that have this field."""
+    """Return the names of the sections of `model` that have the field `key`."""
     sections = {name: field.annotation for name, field in model.model_fields.items()}
     return [
         name
@@ -109,7 +114,7 @@ def _sections_with(key: str, model: type[BaseModel]) -> list[str]:
 
 
 def _expected(error: ErrorDetails) -> str:
-    """Describe the expected value: our text if there is one, else pydantic's."""
+    """Return the expected value for the message: the text of _KINDS, or else pydantic's."""
     if (expectation := _KINDS.get(error["type"])) is not None:
         bounds = {
             k: int(v) if isinstance(v, float) and v.is_integer() else v
@@ -120,10 +125,16 @@ def _expected(error: ErrorDetails) -> str:
 
 
 def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return one line for the first entry of a validation error: field, value, expected value."""
+    """Return the message for the first entry of a validation error, and the number of further ones.
+
+    Args:
+        model: class of the validated object.
+    """
     first = error.errors()[0]
     names = [str(x) for x in first["loc"]]
-    loc = ".".join(n for n in names if not set("-[") & set(n))  # without the alternatives of a union
+    loc = ".".join(
+        n for n in names if not set("-[") & set(n)
+    )  # without pydantic's names of union alternatives
     if first["type"] == "extra_forbidden":
         return _unknown_key(first["loc"], model)
     if first["type"] == "missing":
@@ -143,13 +154,11 @@ def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
         if similar_choices := difflib.get_close_matches(first["input"], choices, n=1, cutoff=0.5):
             return f"{loc} = {value}: did you mean {similar_choices[0]}? (known: {', '.join(choices)})"
     later_errors = error.errors()[1:]
-    if alternatives := [
+    # For a union, pydantic reports an error of each alternative.
+    alternatives = [
         _expected(e) for e in later_errors if len(e["loc"]) > 1 and e["loc"][:-1] == first["loc"][:-1]
-    ]:  # of a union: the expectation of each alternative
-        message = " or ".join([message, *(text.removeprefix("expected ") for text in alternatives)])
-    suffix = (
-        f" (and {len(later_errors) - len(alternatives)} more)"
-        if len(later_errors) > len(alternatives)
-        else ""
-    )
+    ]
+    message = " or ".join([message, *(text.removeprefix("expected ") for text in alternatives)])
+    further = len(later_errors) - len(alternatives)
+    suffix = f" (and {further} more)" if further else ""
     return f"{loc} = {value}: {message}{suffix}"

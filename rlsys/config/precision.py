@@ -1,11 +1,11 @@
-"""FP8 parts of a run (`model.fp8`), and the number of logits that are computed at once.
+"""Settings of FP8 (`model.fp8`), and the number of tokens whose logits are computed at once.
 
-    rollout   engines hold every projection in FP8 blocks; the trainer stays in bfloat16 and quantises pushed weights
-    trainer   the trainer's GEMMs run in FP8 blocks through Transformer Engine; engines and pushes stay in bfloat16
-    both      rollout and trainer in the same blocks: one FP8 graph (Jet-RL)
+    rollout   engines hold each projection in FP8 blocks; the trainer uses bfloat16 and quantises pushed weights
+    trainer   the trainer's GEMMs run in FP8 blocks through Transformer Engine; engines and pushes use bfloat16
+    both      engines and trainer use the same FP8 blocks: one FP8 graph (Jet-RL)
 
-A block is 128 x 128 weights with one scale: SGLang's format of a folder in FP8 (DeepSeek-V3, section 3.3), and
-Transformer Engine's `blockwise` recipe. It has not been run on a GPU yet.
+A block has 128 x 128 weights and one scale. This is SGLang's format of a folder in FP8 (DeepSeek-V3, section 3.3),
+and Transformer Engine's `blockwise` recipe. It has not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ BLOCK = 128
 TOKENS = 16
 """Transformer Engine's FP8 GEMMs need a multiple of this number of tokens."""
 LOGIT_BYTES = 2**30
-"""Maximum bytes of logits in memory at once (rlsys.trainer.model.output_layer). 1,664 rows of 151,936 ids keep a GPU
-busy."""
+"""Maximum size in bytes of the logits in memory (rlsys.trainer.model.output_layer). It is enough for 1,664 rows of
+151,936 ids, which keep a GPU busy."""
 _ROW_MULTIPLE = 128
 SCALE = "weight_scale_inv"
-"""SGLang's name of the scales of a projection's `weight`: quantised values times these are the weights."""
+"""SGLang's name of the scales of a projection's `weight`, by which quantised values are multiplied."""
 CAPABILITY = {"rollout": (8, 9), "trainer": (9, 0), "both": (9, 0)}
-"""Smallest compute capability. rollout needs FP8 GEMMs, the others need Transformer Engine's FP8 blocks."""
+"""Minimum compute capability of a GPU for FP8 GEMMs (rollout), or Transformer Engine's FP8 blocks."""
 _QUANTIZATION = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -43,7 +43,10 @@ _PROJECTION = re.compile(
 
 
 def engine_args(config: Config) -> list[str]:
-    """Return the arguments of SGLang's server for a model in FP8, whose weights the first push sends; else empty."""
+    """Return the arguments with which SGLang's server holds the model in FP8; empty without FP8 in engines.
+
+    The server starts without weights; the first push sends them.
+    """
     if not config.model.fp8_engines:
         return []
     override = json.dumps({"quantization_config": _QUANTIZATION})
@@ -53,7 +56,7 @@ def engine_args(config: Config) -> list[str]:
 def trainer_fields(config: Config) -> dict[str, Any]:
     """Return the FP8 fields of Megatron-Core's TransformerConfig; empty without FP8 in the trainer.
 
-    Parameters stay in bfloat16 and are quantised for each GEMM.
+    With these fields, parameters stay in bfloat16 and are quantised for each GEMM.
     """
     if not config.model.fp8_trainer:
         return {}
@@ -61,7 +64,7 @@ def trainer_fields(config: Config) -> dict[str, Any]:
 
 
 def token_multiple(config: Config) -> int:
-    """Return the number of which each context-parallel rank's token count must be a multiple."""
+    """Return the divisor of the number of tokens of each context-parallel rank that sharding and FP8 require."""
     return config.parallel.tp * (TOKENS if config.model.fp8_trainer else 1)
 
 
@@ -69,16 +72,19 @@ def logit_rows(columns: int) -> int:
     """Return the number of tokens whose float32 logits are computed at once.
 
     Args:
-        columns: vocabulary ids per token on this rank.
+        columns: number of vocabulary ids on this rank.
     """
     rows = LOGIT_BYTES // (4 * columns)
     return max(1, rows // _ROW_MULTIPLE * _ROW_MULTIPLE or rows)
 
 
 def is_quantised(name: str) -> bool:
-    """Return whether engines hold the tensor with this Hugging Face name in FP8.
+    """Return whether engines hold a tensor in FP8.
 
-    They do for projections of attention, MLPs and experts, but not for norms, routers, embeddings or the head.
+    These are the projections of attention, MLPs and experts, but not norms, routers, embeddings and the head.
+
+    Args:
+        name: Hugging Face name of the tensor.
     """
     return _PROJECTION.search(name) is not None
 
@@ -88,26 +94,26 @@ def check_device(config: Config, capability: tuple[int, int] | None, transformer
 
     Args:
         config: the run's config.
-        capability: compute capability (major, minor) of the GPU; None without a GPU.
+        capability: compute capability (major, minor) of the GPU; None: no GPU.
         transformer_engine: whether Transformer Engine is installed.
 
     Raises:
-        UserError: it does not.
+        UserError: the GPU is missing or has a lower capability, or Transformer Engine is missing.
     """
-    plan = config.model.fp8
-    if plan == "none":
+    fp8 = config.model.fp8
+    if fp8 == "none":
         return
-    required = CAPABILITY[plan]
+    required = CAPABILITY[fp8]
     if capability is None or capability < required:
         detected = (
             "this machine has no GPU" if capability is None else f"this machine's has {_dotted(capability)}"
         )
         raise UserError(
-            f"model.fp8 = {plan} needs a GPU of compute capability {_dotted(required)} or more; {detected}"
+            f"model.fp8 = {fp8} needs a GPU of compute capability {_dotted(required)} or more; {detected}"
         )
     if config.model.fp8_trainer and not transformer_engine:
         raise UserError(
-            f"model.fp8 = {plan} needs Transformer Engine, which is not installed; install it, or use rollout"
+            f"model.fp8 = {fp8} needs Transformer Engine, which is not installed; install it, or use rollout"
         )
 
 
@@ -116,9 +122,9 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def device_capability() -> tuple[int, int] | None:
-    """Return the lowest compute capability of this machine's GPUs, without importing torch.
+    """Return the lowest compute capability (major, minor) of this machine's GPUs, without importing torch.
 
-    None without a GPU, or if nvidia-smi does not report it.
+    Return None if there is no GPU, or nvidia-smi does not report the capability.
     """
     if not have_cuda() or shutil.which("nvidia-smi") is None:
         return None

@@ -1,4 +1,4 @@
-"""Identity of a run: the config fields that must not change when its folder is used again."""
+"""Identity of a run: a hash of the config fields that must stay equal when a run folder is used again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlsys.core.hub import snapshot_name
 
 
 def identity_fields(config: Config) -> dict[str, Any]:
-    """Return the config fields that must not change when a run folder is used again."""
+    """Return the config without the fields that may change when a run folder is used again."""
     data = config.model_dump(mode="json")
     data.pop("launch")
     data.pop("router")
@@ -37,11 +37,10 @@ def identity_fields(config: Config) -> dict[str, Any]:
 
 
 def _model_name(value: Any) -> Any:
-    """Return `owner/name@commit` for a path in a hub's cache, so that the cache may move; any other value
-    unchanged."""
+    """Return `owner/name@commit` for a path in a hub's cache, which may move; return another value unchanged."""
     return (snapshot_name(Path(value)) or value) if isinstance(value, str) else value
 
 
 def identity(config: Config) -> str:
-    """Return the hash of `identity_fields`, 16 hexadecimal digits."""
+    """Return the hash of `identity_fields` as 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(identity_fields(config), sort_keys=True).encode()).hexdigest()[:16]

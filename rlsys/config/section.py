@@ -1,4 +1,4 @@
-"""Base of all config sections. Imports pydantic only."""
+"""Base class of all config sections, and types of their fields. Imports pydantic only."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ NonNegative = Annotated[int, Field(ge=0, lt=2**31)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=366 * 86400)]
-"""Duration of at most a year: a timer of the operating system takes no infinite one."""
+"""Duration in seconds, at most a year, because timers of the operating system do not accept infinity."""
 Megabytes = Annotated[float, Field(gt=0, le=2**20)]
+"""Size in MiB, at most 1 TiB."""
 Gigabytes = Annotated[float, Field(gt=0, le=2**16)]
-"""Sizes in MiB and GiB, of at most 1 and 64 TiB."""
+"""Size in GiB, at most 64 TiB."""
 
 
-def _not_empty(value: Any) -> Any:
-    """Reject an empty text, which Python would interpret as the current folder."""
+def _check_not_empty(value: Any) -> Any:
+    """Return `value`, and raise ValueError for an empty text, which Path would interpret as the current folder."""
     if value == "":
         raise ValueError("expected a path, found an empty text")
     return value
 
 
-def _possible(path: Path) -> Path:
-    """Reject a path that no file system accepts, which would raise at its first use."""
+def _check_path(path: Path) -> Path:
+    """Return `path`, and raise ValueError if no file system accepts it."""
     try:
         sizes = [len(os.fsencode(part)) for part in path.parts]
     except UnicodeEncodeError:
@@ -54,7 +55,7 @@ def _possible(path: Path) -> Path:
 
 
 def expand_path(value: Any) -> Any:
-    """Replace `~` and `$VARIABLE` in a path, as a shell does.
+    """Replace `~` and `$VARIABLE` in a path, like a shell. Values of other types are returned unchanged.
 
     Raises:
         ValueError: a variable is not set, or a user does not exist.
@@ -72,31 +73,35 @@ def expand_path(value: Any) -> Any:
     return os.path.expandvars(text)
 
 
-def _finite(value: Any, name: str) -> None:
-    """Raise a ValueError for a number within `value` that is infinite or not a number."""
+def _check_finite(value: Any, name: str) -> None:
+    """Raise ValueError if a number in `value`, at any depth, is infinite or NaN.
+
+    Args:
+        name: path of `value`, for the message.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} = {value}: expected a finite number")
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            _finite(inner, f"{name}.{key}" if name else str(key))
+            _check_finite(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            _finite(inner, f"{name}.{index}")
+            _check_finite(inner, f"{name}.{index}")
 
 
 NAME_BYTES, PATH_BYTES = 255, 4095
 """Linux's limits of a file name and of a path."""
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})", re.ASCII)
 FilePath = Annotated[
-    Path, BeforeValidator(expand_path), BeforeValidator(_not_empty), AfterValidator(_possible)
+    Path, BeforeValidator(expand_path), BeforeValidator(_check_not_empty), AfterValidator(_check_path)
 ]
 
 
 class Section(BaseModel):
-    """Base of config sections: frozen, rejects unknown keys, takes field descriptions from attribute docstrings.
+    """Base class of config sections. A section is immutable, and unknown keys are errors.
 
-    Every field has a type, a bound if one exists, and one to three sentences: its effect, when to change it, its
-    cost. A derived value is a property, not a field.
+    Each field has a type, bounds if there are any, and an attribute docstring of one to three sentences: the effect
+    of the field, when to change it, and its cost. A derived value is a property, not a field.
     """
 
     model_config = ConfigDict(
@@ -108,20 +113,20 @@ class Section(BaseModel):
     )
 
     deleted: ClassVar[Mapping[str, object]] = {}
-    """Deleted fields and their former defaults, which config files of older runs contain."""
+    """Deleted field -> its former default, which the config.yaml of an older run contains."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_deleted(cls, values: Any) -> Any:
-        """Drop deleted fields that have their former default."""
+        """Remove deleted fields that have their former default."""
         if not isinstance(values, dict):
             return values
         return {k: v for k, v in values.items() if k not in cls.deleted or v != cls.deleted[k]}
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reject a boolean where a number is expected: pydantic would convert True to 1."""
+    def _check_boolean(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject a boolean for a field that expects a number; pydantic would convert True to 1."""
         if isinstance(value, bool) and info.field_name is not None:
             kinds = set(_leaves(cls.model_fields[info.field_name].annotation))
             if kinds & {int, float} and bool not in kinds:
@@ -130,15 +135,15 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_infinite_parameter(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reject infinite numbers in parameters of plug-ins, which have no types: JSON would turn them into null."""
+    def _check_parameters(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject numbers that are not finite in fields of type Any (parameters); JSON would convert them to null."""
         if info.field_name is not None and Any in set(_leaves(cls.model_fields[info.field_name].annotation)):
-            _finite(value, "")
+            _check_finite(value, "")
         return value
 
 
 def _leaves(annotation: Any) -> Iterator[Any]:
-    """Yield the types of an annotation: `int | None` -> int, None."""
+    """Yield the types that an annotation consists of: int and None for `int | None`."""
     inner = get_args(annotation)
     if not inner:
         yield annotation

@@ -1,7 +1,8 @@
-"""Shipped files, by name: experiment configs, recipes and the small model of the quickstart.
+"""Lookup of shipped files by name: experiment configs, recipes and the small model of the quickstart.
 
-In a checkout they are the folder `configs/`; a wheel contains a copy in the package (setup.py). A name is a path in
-that folder without `.yaml`: `quickstart`, `algorithms/dapo`. The path of an existing file takes precedence.
+In a checkout, they are the folder `configs/`; a wheel contains a copy in the package (setup.py). The name of a config
+is its path in this folder without `.yaml`, such as `quickstart` or `algorithms/dapo`. An existing file with this path
+takes precedence.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ _PREFIX = "configs"
 
 
 def folder() -> Path:
-    """Return the folder of shipped files on this machine."""
+    """Return the folder with the shipped files."""
     return _CHECKOUT if _CHECKOUT.is_dir() else Path(__file__).parents[1] / "shipped"
 
 
 def names() -> list[str]:
-    """Return the names of all configs, in alphabetical order."""
+    """Return the names of all shipped configs in alphabetical order."""
     return sorted(str(p.relative_to(folder()).with_suffix("")) for p in folder().rglob("*.yaml"))
 
 
 def find_config(path: Path) -> Path:
-    """Return the file at `path`, or the shipped config with this name.
+    """Return `path` if it is a file, or else the shipped config with this name.
 
     Raises:
         UserError: neither exists.
@@ -54,7 +55,10 @@ def find_config(path: Path) -> Path:
 
 
 def find_model(path: Path) -> Path:
-    """Return `path`, or the shipped folder if it starts with `configs/` and is not in the working folder."""
+    """Return the shipped model folder with the path `configs/...`, unless it exists in the working folder.
+
+    Return another path unchanged.
+    """
     if path.parts[:1] != (_PREFIX,) or exists(path):
         return path
     shipped = folder() / path.relative_to(_PREFIX)
@@ -62,7 +66,7 @@ def find_model(path: Path) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Return whether the path exists; False for an invalid name, which the reader of the file reports."""
+    """Return whether the path exists; False if the name is invalid."""
     try:
         return path.exists()
     except OSError:

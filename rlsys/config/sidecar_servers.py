@@ -1,4 +1,4 @@
-"""Configs of the servers that a run starts besides its engines; they receive no weight updates."""
+"""Configs of the additional servers of a run (reference and teacher), which receive no weight updates."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from rlsys.config.schema import Config
 
 
 def reference_config(config: Config) -> Config:
-    """Return the config of engine.reference = own: the policy's first weights."""
+    """Return the config of the server for engine.reference = own, which serves the weights of model.path."""
     return _updated(config, {"fp8": "none"}, {"tp": 1, "pools": []})
 
 
 def teacher_config(config: Config) -> Config:
-    """Return the config of algo.teacher: its folder, without options for engines of the policy."""
+    """Return the config of the server for algo.teacher.engine = own, which serves the folder algo.teacher.path.
+
+    Options that concern the policy's engines only have their defaults.
+    """
     assert config.algo.teacher is not None
-    plain = {
+    defaults = {
         "tp": 1, "pools": [], "ngram_drafts": 0, "return_routes": False, "tool_call_parser": None,
         "reasoning_parser": None, "extra_args": [],
     }  # fmt: skip
     trainer = config.trainer.model_copy(update={"lora": None})
-    updated = _updated(config, {"path": config.algo.teacher.path, "fp8": "none"}, plain)
+    updated = _updated(config, {"path": config.algo.teacher.path, "fp8": "none"}, defaults)
     return updated.model_copy(update={"trainer": trainer})
 
 

@@ -1,4 +1,4 @@
-"""Built-in weight transports: values of weights.method, their classes, and their assumed rates."""
+"""Built-in weight transports: the values of weights.method, with the classes and assumed rates of the transports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_method(value: str) -> str:
     """Return `value` if it is the name of a built-in transport or an import path.
 
     Raises:
-        PydanticKnownError: it is neither.
+        PydanticKnownError: `value` is neither.
     """
     if value in WEIGHT_METHODS or ":" in value:
         return value

@@ -1,4 +1,4 @@
-"""Domain types, errors, ownership, identity and sockets: shared by every process.
+"""Domain types, errors, ownership, identity and sockets, which all processes share.
 
-No other package of rlsys is imported here.
+The package imports no other package of rlsys.
 """

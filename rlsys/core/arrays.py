@@ -14,17 +14,15 @@ else:  # Python 3.11 has no array[int]
 
 
 def token_ids(ids: Iterable[int] = ()) -> TokenIds:
-    """Return a growable array of token ids, 4 bytes each.
-
-    A list takes 36 bytes an item, and Python's garbage collector visits each of them in every full
-    collection.
+    """Return a growable array of token ids with 4 bytes each.
 
     Raises:
         OverflowError: an id does not fit into a signed 32-bit integer.
     """
+    # A list takes 36 bytes per item, and each full collection of Python's garbage collector visits all items.
     return array("i", ids)
 
 
 def log_probs(values: Iterable[float] = ()) -> LogProbs:
-    """Return a growable array of log-probs, 8 bytes each."""
+    """Return a growable array of log-probs with 8 bytes each."""
     return array("d", values)

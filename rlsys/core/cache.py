@@ -12,9 +12,9 @@ from rlsys.core.folders import check_owner
 
 
 def cache_folder(name: str) -> Path:
-    """Return the cache folder `rlsys/NAME`; create it if needed.
+    """Return the cache folder rlsys/NAME, and create it if needed.
 
-    It lies in XDG_CACHE_HOME, or in `~/.cache`, or in TMPDIR where the home folder is not writable.
+    It is in XDG_CACHE_HOME, or else in `~/.cache`. If it cannot be created there, it is in TMPDIR.
 
     Raises:
         UserError: another user can write to the folder, or it cannot be created.

@@ -1,5 +1,5 @@
-"""Control groups (cgroup v2): the group of this process, and new groups whose processes share limits and are killed
-together."""
+"""Control groups (cgroup v2): the group of this process, and new groups with common limits, which are killed as a
+whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONTROLLERS = frozenset(("memory", "pids", "cpu"))
 _PREFIX = "rlsys-limited-"
 _POLL_SECONDS = 0.02
 _EMPTY_SECONDS = 5.0
-"""A killed process may need some time in the kernel before it has left the group."""
+"""Maximum time in seconds in which killed processes leave their group."""
 
 
 def current_group() -> Path | None:
@@ -39,7 +39,7 @@ def current_group() -> Path | None:
 
 
 def kill(group: Path) -> None:
-    """Kill every process in the group and its subgroups, and wait until they have left."""
+    """Kill all processes in the group and its subgroups, and wait until they have left it."""
     with contextlib.suppress(OSError):
         (group / "cgroup.kill").write_text("1")
         deadline = time.monotonic() + _EMPTY_SECONDS
@@ -49,12 +49,9 @@ def kill(group: Path) -> None:
 
 @functools.cache
 def limiting_group() -> Path | None:
-    """Return the nearest group, from this process's own group upwards, that accepts subgroups with limits.
+    """Return the nearest group in which this process can create subgroups with limits; None if there is none.
 
-    The kernel limits subgroups only if their parent contains no processes or is the root group.
-
-    Returns:
-        The group; None if no group qualifies.
+    The search starts at the group of this process. A suitable group contains no processes, or is the root group.
     """
     group = current_group()
     if group is None:
@@ -74,12 +71,14 @@ def limiting_group() -> Path | None:
 
 @contextmanager
 def limited(limits: Mapping[str, int | str]) -> Iterator[list[str]]:
-    """Yield a command prefix that starts a program in a new group; kill all processes of the group on exit.
-
-    Without a `limiting_group` the prefix is empty and there are no limits.
+    """Create a group with limits for the context, and kill its processes at the end.
 
     Args:
-        limits: control file of the group, for example memory.max -> value.
+        limits: name of a control file of the group, for example memory.max -> value.
+
+    Yields:
+        the prefix of a command that starts a program in the group. Without a `limiting_group` it is empty, and there
+        are no limits.
     """
     parent = limiting_group()
     if parent is None:
@@ -104,7 +103,7 @@ def _new_group(parent: Path, limits: Mapping[str, int | str]) -> Iterator[list[s
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Remove the groups of processes that were killed."""
+    """Remove the subgroups that killed processes created."""
     for group in parent.glob(f"{_PREFIX}*"):
         if not Path("/proc", group.name.removeprefix(_PREFIX).partition("-")[0]).exists():
             kill(group)

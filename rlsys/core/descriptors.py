@@ -1,4 +1,4 @@
-"""File descriptors of this process: every request in flight needs one, and the usual soft limit is 1,024."""
+"""Limits of the file descriptors of this process: each request in flight needs one, and the usual limit is 1,024."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ import resource
 from rlsys.core.errors import UserError
 
 RESERVE = 256
-"""Descriptors for other purposes: files, pipes of reward processes, control connections, clients."""
+"""Number of descriptors for other purposes: files, pipes of reward processes, control connections, clients."""
 
 
 def raise_soft_limit() -> int:
-    """Raise the soft limit to the hard limit.
-
-    Returns:
-        The hard limit, or RLIM_INFINITY.
-    """
+    """Raise the soft limit of file descriptors to the hard limit, and return it, possibly RLIM_INFINITY."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
 def raise_descriptors(requests: int, fields: str) -> None:
-    """Raise the soft limit to the hard limit.
+    """Raise the soft limit to the hard limit, and check that it suffices.
 
     Args:
-        requests: maximum number of concurrent requests.
-        fields: config fields that determine it, for the message.
+        requests: maximum number of requests in flight.
+        fields: names of the config fields that determine `requests`, for the message.
 
     Raises:
-        UserError: the hard limit is too small.
+        UserError: the hard limit is too low.
     """
     hard = raise_soft_limit()
     total = requests + RESERVE
@@ -44,10 +40,9 @@ def raise_descriptors(requests: int, fields: str) -> None:
 def descriptors_left(newest: int) -> bool:
     """Return whether the process has enough free descriptors for purposes other than connections.
 
-    The kernel assigns the lowest free number, so the number of a new descriptor bounds the number of open ones.
-
     Args:
         newest: the descriptor that was opened last.
     """
+    # The kernel assigns the lowest free number, so all numbers below `newest` are in use.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft == resource.RLIM_INFINITY or newest < soft - min(RESERVE, soft // 4)

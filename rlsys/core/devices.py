@@ -1,7 +1,7 @@
-"""Detection of this host's GPUs without importing torch: one answer for the launcher and all of its processes.
+"""Detection of this host's GPUs without importing torch.
 
-The launcher decides, and hides the GPUs from the roles of a CPU run (launch/environment.py), so that torch
-gives the same answer in each of them. launch/bootstrap.py imports this file, too: standard library only.
+The launcher uses it, and hides the GPUs from the roles of a CPU run (launch/environment.py), so that torch agrees in
+each role. Standard library only, because launch/bootstrap.py imports this file, too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_devices() -> list[str] | None:
-    """Return the devices that CUDA_VISIBLE_DEVICES lists; None, for all devices, if it is not set.
+    """Return the devices that CUDA_VISIBLE_DEVICES lists; None if it is not set, so that all are visible.
 
-    CUDA stops at the first index that it does not know, so entries after `-1` are ignored.
+    Entries from an empty one or `-1` on are ignored, because CUDA stops at the first invalid entry.
     """
     variable = os.environ.get(VARIABLE)
     if variable is None:
@@ -32,14 +32,14 @@ def visible_devices() -> list[str] | None:
 
 def have_cuda() -> bool:
     """Return whether the host has an NVIDIA driver and CUDA_VISIBLE_DEVICES does not hide all of its GPUs."""
-    # A container may have the devices without the tool.
+    # A container may have device files without nvidia-smi.
     return visible_devices() != [] and (shutil.which("nvidia-smi") is not None or bool(_device_files()))
 
 
 def gpu_names() -> list[str]:
-    """Return model and memory of each GPU of the host, as the driver reports them.
+    """Return a description of each GPU of the host: model and memory, or the model, or the device file.
 
-    The list is empty if no driver answers, or if CUDA_VISIBLE_DEVICES hides all GPUs.
+    The list is empty if the driver does not respond, or if CUDA_VISIBLE_DEVICES hides all GPUs.
     """
     if not have_cuda():
         return []

@@ -1,4 +1,4 @@
-"""Error classes, by who can correct the error. The command line prints each as one line, with an exit code."""
+"""Error classes. The command line prints an error as one line, and ends with its exit code."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 _BREAK = re.compile("[ \\t]*[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]\\s*")
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters of terminals, characters that change the direction of text, and surrogates."""
+"""Control characters, characters that change the direction of text, and surrogates."""
 
 
 class RlsysError(Exception):
-    """Base class of all errors that rlsys raises on purpose.
+    """Base class of the errors of rlsys.
 
-    The text is one line: line breaks in names from outside become blanks, and control characters are escaped.
+    `str` returns one line: line breaks in the message become spaces, and control characters are escaped.
     """
 
     exit_code = 1
     origin = ""
-    """The role of a run that reported the error, and its log."""
+    """The role of a run that reported the error, and its log; empty: this process."""
 
     def __str__(self) -> str:
         line = _BREAK.sub(" ", super().__str__())
@@ -28,13 +28,13 @@ class RlsysError(Exception):
 
 
 class UserError(RlsysError):
-    """An error that the user can correct: a wrong value, a missing file, a port in use. Exit code 2."""
+    """The user can correct the error, for example a wrong value, a missing file or a port in use. Exit code 2."""
 
     exit_code = 2
 
 
 class RowError(UserError):
-    """A data row that is not a valid prompt; the message names file and line. In a run its samples are censored."""
+    """A data row is not a valid prompt. The message has file and line; in a run, the row's samples are censored."""
 
 
 class TooFewPrompts(UserError):
@@ -57,12 +57,16 @@ class GeneratorError(UserError):
 
 
 class RunError(RlsysError):
-    """The run cannot continue: an engine died twice, or attestation failed. Exit code 1; no data is lost."""
+    """The run cannot continue, for example because attestation failed. Exit code 1; no data is lost."""
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path, kind: type[RlsysError] = RunError) -> Iterator[None]:
-    """Convert OSError (disk full, read-only, no file descriptor left) into one line of `kind` that names `path`."""
+    """Convert an OSError within the context, such as a full disk, into an error of one line that starts with `path`.
+
+    Args:
+        kind: class of the error.
+    """
     try:
         yield
     except OSError as e:
@@ -70,5 +74,5 @@ def disk_errors(path: Path, kind: type[RlsysError] = RunError) -> Iterator[None]
 
 
 def error_text(error: BaseException) -> str:
-    """Return the message of an exception, or the name of its type where it has none, as `TimeoutError`."""
+    """Return the message of an exception, or the name of its class if the message is empty."""
     return str(error) or type(error).__name__

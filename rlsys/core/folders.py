@@ -1,4 +1,4 @@
-"""Folders and files at predictable paths, which another user may have created first."""
+"""Protection of folders and files against other users, and atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from pathlib import Path
 from rlsys.core.errors import UserError, disk_errors
 
 PART = ".part"
-"""End of the name of a file until it is complete."""
+"""Suffix of the name of an incomplete file."""
 
 
 def check_owner(folder: Path, field: str = "", *, entries: bool = False) -> None:
-    """Check that this user owns a folder and, if `folder` is a symbolic link, the link.
+    """Check that this user owns an existing folder, and the link if `folder` is a symbolic link.
 
-    The user is taken from a file that this process creates in the folder, because a file server may map user ids.
+    Another user may have created a folder at a predictable path.
 
     Args:
-        folder: An existing folder.
-        field: Name of the setting, for the message.
-        entries: Also check the direct entries of the folder; root may own them too.
+        field: name of the setting, for the message.
+        entries: whether to check the direct entries of the folder, too; they may also belong to root.
 
     Raises:
-        UserError: Another user owns the folder, the link or an entry.
+        UserError: another user owns the folder, the link or an entry.
     """
     name = f"{field} = {folder}" if field else str(folder)
     with disk_errors(folder, UserError):
         with tempfile.TemporaryFile(dir=folder, suffix=PART) as probe:
-            user = os.fstat(probe.fileno()).st_uid
+            user = os.fstat(probe.fileno()).st_uid  # a file server may map user ids, so geteuid() may differ
         for status in (folder.lstat(), folder.stat()):
             if status.st_uid != user:
                 raise UserError(
@@ -39,7 +38,7 @@ def check_owner(folder: Path, field: str = "", *, entries: bool = False) -> None
                 )
         owners = {}
         for entry in sorted(os.listdir(folder)) if entries else ():
-            with contextlib.suppress(FileNotFoundError):  # a running run deletes files
+            with contextlib.suppress(FileNotFoundError):  # a live run deletes files
                 owners[entry] = (folder / entry).lstat().st_uid
     for entry, owner in owners.items():
         if owner not in (user, 0):
@@ -56,17 +55,18 @@ def _user_name(user: int) -> str:
 
 
 def deny_writing_by_others() -> None:
-    """Extend the umask: only this user can write to files and folders that this process and its children create."""
+    """Extend the umask so that only this user can write to files that this process and its children create."""
     os.umask(os.umask(0o077) | 0o022)
 
 
 def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
-    """Replace a file atomically: readers see either the old or the new content. A symbolic link is not followed.
+    """Replace a file atomically: readers see either the old or the new content.
 
     Args:
-        path: The file.
-        content: Its new content.
-        sync: Flush the content to disk before the replacement, so that a crash leaves either content complete.
+        path: the file; a symbolic link is replaced, not followed.
+        content: the new content.
+        sync: whether to sync the content to disk before the replacement; then a crash, too, leaves the old or the new
+            content.
     """
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -1,8 +1,8 @@
-"""Forks of responses: a sample that starts with another sample's tokens, and truncation of a sample.
+"""Forks of samples, and truncation of a sample. Standard library only.
 
-A fork starts with the first tokens of another sample of the same prompt, with their log-probs, weight
-versions and supports. They count as its own tokens and are trained in it. It may continue with a token that
-the sampler did not draw (`Forced`), then with what engines generate for it. Standard library only.
+A fork is a sample that starts with the first tokens of another sample of its group, with their log-probs, weight
+versions and sampling masks. These tokens are trained in both samples. A token that the sampler did not draw
+(`Forced`) may follow them, then the tokens that engines generate for the fork.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlsys.core.types import Sample
 
 
 class Forced(NamedTuple):
-    """A token that replaces the sampled one, with its log-prob under the same weights."""
+    """A token that replaces the sampled one, and its log-prob under the same weights."""
 
     token: int
     mu: float
@@ -24,39 +24,22 @@ class Forced(NamedTuple):
 def fork(
     source: Sample, length: int, target: Sample, forced: Forced | None = None, inserted: Sequence[int] = ()
 ) -> None:
-    """Start `target` with the first `length` response tokens of `source`.
+    """Copy the first response tokens of `source` to `target`.
 
-    Routes that an engine wrote to a file of its own are not copied: these tokens are trained without routing
-    replay.
+    Routes in a file of an engine are not copied; the tokens are trained without routing replay in `target`.
 
     Args:
-        source: the sample to fork from.
-        length: the number of tokens to copy.
-        target: a sample of the same group without tokens.
-        forced: a token to append, in place of the sampled one.
-        inserted: ids to append that are never trained, with the weight version of the token in their
-            position.
+        source: the sample with the tokens.
+        length: number of tokens to copy.
+        target: another sample of the same group, without tokens.
+        forced: token to append to them.
+        inserted: ids to append that are not trained; they get the weight version of the token in their position.
 
     Raises:
-        ValueError: the samples have different prompts or groups, or `length` is out of range.
+        ValueError: the samples have different prompts or groups, `target` has tokens, `length` is out of range, or
+            `source` has a sampling mask and `forced` is given.
     """
-    if target.tokens or target.sample_id == source.sample_id or target.group_id != source.group_id:
-        raise ValueError(
-            f"sample {target.sample_id} cannot fork from sample {source.sample_id}: expected an empty sample of the "
-            "same group"
-        )
-    if target.prompt_ids != source.prompt_ids or target.trained_prompt != source.trained_prompt:
-        raise ValueError(
-            f"samples {target.sample_id} and {source.sample_id} have different prompts; a fork needs the same prompt"
-        )
-    if not 0 <= length <= len(source.response_ids) - (forced is not None):
-        raise ValueError(
-            f"sample {source.sample_id} has {len(source.response_ids)} response tokens: cannot fork after {length}"
-        )
-    if forced is not None and source.support:
-        raise ValueError(
-            f"sample {source.sample_id} has a sampling mask; a forced token needs sampling from the whole vocabulary"
-        )
+    _check_fork(source, length, target, forced)
     target.response_ids.extend(source.response_ids[:length])
     target.mu.extend(source.mu[:length])
     target.spans = truncate_spans(source.spans, length)
@@ -83,10 +66,37 @@ def fork(
     target.inherited_tokens, target.engine = target.sampled_tokens, source.engine
 
 
-def truncate_sample(sample: Sample, length: int) -> None:
-    """Truncate a response to its first `length` tokens.
+def _check_fork(source: Sample, length: int, target: Sample, forced: Forced | None) -> None:
+    """Check the arguments of `fork`.
 
-    `sample.discarded` counts the dropped tokens that engines generated for this sample.
+    Raises:
+        ValueError: see `fork`.
+    """
+    if target.tokens or target.sample_id == source.sample_id or target.group_id != source.group_id:
+        raise ValueError(
+            f"sample {target.sample_id} cannot fork from sample {source.sample_id}: expected an empty sample of the "
+            "same group"
+        )
+    if target.prompt_ids != source.prompt_ids or target.trained_prompt != source.trained_prompt:
+        raise ValueError(
+            f"samples {target.sample_id} and {source.sample_id} have different prompts; expected the same prompt"
+        )
+    longest = len(source.response_ids) - (forced is not None)
+    if not 0 <= length <= longest:
+        raise ValueError(
+            f"cannot fork sample {source.sample_id} after {length} response tokens; expected 0 to {longest}"
+        )
+    if forced is not None and source.support:
+        raise ValueError(
+            f"sample {source.sample_id} has a sampling mask; expected none, because a forced token needs a log-prob "
+            "of the whole vocabulary"
+        )
+
+
+def truncate_sample(sample: Sample, length: int) -> None:
+    """Truncate a response to its first `length` tokens, in place.
+
+    The removed tokens that engines generated for the sample are added to `sample.discarded`.
     """
     received_before = sample.received_tokens
     del sample.response_ids[length:], sample.mu[length:], sample.behaviour[length:]
@@ -104,7 +114,7 @@ def truncate_sample(sample: Sample, length: int) -> None:
 
 
 def _rows_end(support: bytearray, rows: int) -> int:
-    """Return the byte offset at which the first `rows` rows end (rlsys/segments/support.py)."""
+    """Return the size in bytes of the first `rows` rows of a sampling mask (rlsys/segments/support.py)."""
     end = 0
     for _ in range(rows):
         end = support.index(0, end) + 1
@@ -112,7 +122,10 @@ def _rows_end(support: bytearray, rows: int) -> int:
 
 
 def _routes_before(routes: list[RouteSpan], position: int) -> list[RouteSpan]:
-    """Return the routes before a position. A span in a file that reaches further is dropped: it cannot be cut."""
+    """Return the routes before a position.
+
+    A span in a file that extends beyond the position is omitted, because it cannot be truncated.
+    """
     spans = []
     for span in routes:
         if span.end <= position:

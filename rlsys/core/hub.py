@@ -1,7 +1,7 @@
-"""Repositories of a Hugging Face hub, as folders in the cache of huggingface_hub.
+"""Download of repositories of a Hugging Face hub to the cache of huggingface_hub.
 
-The roles of a run read local files only (HF_HUB_OFFLINE), so the command that starts them fetches repositories first.
-`HF_ENDPOINT` selects another hub, `HF_HOME` another folder for the cache.
+The roles of a run read local files only (HF_HUB_OFFLINE), so the command that starts them downloads repositories
+first. `HF_ENDPOINT` selects another hub, `HF_HOME` another folder for the cache.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
 def fetch_snapshot(
     field: str, name: str, revision: str | None, kind: Kind, without: Sequence[str] = ()
 ) -> Path:
-    """Return the local folder of a repository, downloaded if needed.
+    """Download a repository to the cache if needed, and return its folder there.
 
-    If HF_HUB_OFFLINE is set or the hub is unreachable, the cache is used.
+    If HF_HUB_OFFLINE is set or the hub is unreachable, only the cache is used.
 
     Args:
-        field: Config field or command-line option, for error messages.
+        field: config field or command-line option with the name, for messages.
         name: `owner/name` of the repository.
-        revision: Branch, tag or commit; None for the default branch.
-        kind: Kind of the repository.
-        without: Patterns of files to leave out.
+        revision: branch, tag or commit; None: the default branch.
+        kind: kind of the repository.
+        without: patterns of files that are not downloaded.
 
     Raises:
-        UserError: The hub has no such repository or revision, or it is unreachable and the cache lacks files of it.
+        UserError: the hub has no such repository or revision, or it is unreachable and the cache lacks files.
     """
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
     noun = _NOUNS[kind]
+    # The bases include OSError and the HTTPError of the hub's HTTP library.
     download_errors: tuple[type[Exception], ...] = (EntryNotFoundError, *HfHubHTTPError.__bases__)
-    """The bases include OSError and the HTTPError of the hub's HTTP library."""
     try:
         return Path(
             huggingface_hub.snapshot_download(
@@ -67,7 +67,7 @@ def fetch_snapshot(
 
 
 def snapshot_name(folder: Path) -> str | None:
-    """Return `owner/name@commit` for a model's folder in a hub cache; None for any other folder."""
+    """Return `owner/name@commit` of a model folder in a hub's cache; None for another folder."""
     match = _SNAPSHOT.fullmatch("/".join(folder.parts[-3:]))
     return f"{match[1]}/{match[2]}@{match[3]}" if match else None
 

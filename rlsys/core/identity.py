@@ -1,12 +1,14 @@
-"""Identity of an engine: its API keys and the label of its weights.
+"""Identity of an engine: its API keys, and the owner in the label of its weights.
 
-    label   OWNER:EPOCH:VERSION   the launch that started the engine, the launch's number, and the weight version (or
-                                  a word for weights that are not to be used)
+A label is OWNER:EPOCH:VERSION:
+    OWNER    the launch that started the engine
+    EPOCH    the number of this launch
+    VERSION  the weight version, or a word for weights that must not be used
 
-Keys and owner are derived from the launch's key and the engine's address. Every process of the launch can
-derive them, no two engines share a key, and a process that listens in an engine's place learns no key that
-opens another engine. An engine gets them in a file for SGLang's `--config` that only its user can read, never
-on a command line.
+The keys are derived from the launch's key and the engine's address, and the owner from the launch's key. Each process
+of the launch can derive them. Each engine has other keys, so a process that listens at an engine's address gets no
+key of another engine. An engine reads its keys from a file for SGLang's `--config`, which only its user can read;
+they are not on the command line.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ _API_KEY_PATHS = (
     "/get_server_info",
     "/v1/",
 )
-"""Paths for which SGLang expects the API key; all others need the admin key (SGLang's utils/auth.py)."""
+"""Prefixes of the paths for which SGLang expects the API key; other paths need the admin key (SGLang's
+utils/auth.py)."""
 _FIELDS = {"api-key": "api_key", "admin-api-key": "admin_key"}
 
 
 @dataclass(frozen=True)
 class Identity:
-    """API keys and label prefix of an engine. An empty key is not sent.
+    """API keys and label prefix of an engine.
 
     Attributes:
-        owner: OWNER:EPOCH of its labels; empty for an engine that no run owns, whose labels are plain
-            versions.
-        api_key: key for requests.
-        admin_key: key for administration, such as weight updates.
+        owner: OWNER:EPOCH of the engine's labels; empty for an engine that no run owns, whose labels are versions.
+        api_key: key for requests; empty: none.
+        admin_key: key for administration, such as weight updates; empty: none.
     """
 
     owner: str = ""
@@ -52,7 +54,7 @@ class Identity:
     admin_key: str = field(default="", repr=False)
 
     def label(self, version: int | str) -> str:
-        """Return the label of these weights on the engine."""
+        """Return the label of a weight version on the engine."""
         return f"{self.owner}:{version}" if self.owner else str(version)
 
     def parse_label(self, label: str) -> str | None:
@@ -63,7 +65,7 @@ class Identity:
         return version if owner == self.owner else None
 
     def headers(self, path: str) -> dict[str, str]:
-        """Return the authorization header for a request to `path`; empty if the engine needs no key."""
+        """Return the headers that authorize a request to `path`; empty if the engine needs no key."""
         key = self.api_key if path.startswith(_API_KEY_PATHS) else self.admin_key
         return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -72,7 +74,7 @@ ANONYMOUS = Identity()
 
 
 def engine_identity(owner: Owner, url: str) -> Identity:
-    """Return the identity of the engine of this launch that serves at `url`."""
+    """Return the identity of the launch's engine at `url`."""
 
     def derive_key(purpose: str) -> str:
         return hmac.new(owner.key.encode(), f"{purpose} {url}".encode(), hashlib.sha256).hexdigest()
@@ -82,7 +84,7 @@ def engine_identity(owner: Owner, url: str) -> Identity:
 
 
 def config_path(run_dir: Path, unit: str) -> Path:
-    """Return the file that engine `unit` gets as SGLang's `--config`."""
+    """Return the path of the file that the engine `unit` gets as SGLang's `--config`."""
     return run_dir / FOLDER / f"{unit}.yaml"
 
 
@@ -93,7 +95,7 @@ def write_config(path: Path, identity: Identity) -> None:
         RunError: the file cannot be written.
     """
     part = path.with_suffix(".part")
-    # JSON is YAML, and a key of digits alone stays text.
+    # JSON is YAML, and quotes a key that consists of digits.
     text = json.dumps(
         {
             "api-key": identity.api_key,
@@ -111,10 +113,10 @@ def write_config(path: Path, identity: Identity) -> None:
 
 
 def read_keys(path: Path) -> Identity:
-    """Read the keys of engines that were started with this file as SGLang's `--config`.
+    """Read the keys in a file for SGLang's `--config`.
 
     Raises:
-        UserError: the file has no keys, or other users can read it.
+        UserError: the file cannot be read or has no keys, or other users can read it.
     """
     try:
         if path.stat().st_mode & 0o077:
@@ -131,6 +133,6 @@ def read_keys(path: Path) -> Identity:
     )
     if not any(keys.values()):
         raise UserError(f"{path}: expected api-key and admin-api-key, as SGLang's --config takes them")
-    # If only one key is set, SGLang accepts it for both kinds of requests, or leaves one kind open.
+    # If only one key is set, SGLang accepts it for both kinds of requests, or needs no key for one kind.
     admin = keys["admin_key"] or keys["api_key"]
     return Identity(api_key=keys["api_key"], admin_key=admin)

@@ -1,7 +1,7 @@
-"""Import of functions that a config names: `package.module:function` or `path/to/file.py:function`.
+"""Import of functions that a config names as `package.module:function` or `path/to/file.py:function`.
 
-The working directory is on the import path, behind everything else, and first while a module that the config names
-is imported. Standard library only: agents are imported in the Python of their own venv.
+While a named module is imported, the working directory is the first entry of sys.path; afterwards it is the last.
+Standard library only, because agents are imported in the Python of their own venv.
 """
 
 from __future__ import annotations
@@ -23,23 +23,21 @@ from rlsys.core.errors import UserError
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module in this Python.
-
-    With `-P`, a user's file in the working directory (`launch.py`, `queue.py`) shadows no module of rlsys or Python.
-    """
+    """Return the command that runs a module with this Python."""
+    # Without -P, a file in the working directory, such as queue.py, would shadow a module of Python or rlsys.
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def resolve(field: str, name: str, registry: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Return `name` from the registry, or the function at an import path.
+    """Return a built-in function by its name, or import a function.
 
     Args:
-        field: config field that contains the name, for error messages.
+        field: config field that contains the name, for messages.
         name: a key of `registry`, `package.module:function` or `path/to/file.py:function`.
         registry: built-in functions by name.
 
     Raises:
-        UserError: the name is unknown, the import failed, or the attribute is no function.
+        UserError: the name is unknown, the import failed, or the attribute is not a function.
     """
     if name in registry:
         return registry[name]
@@ -49,7 +47,7 @@ def resolve(field: str, name: str, registry: Mapping[str, Callable[..., Any]]) -
         package, dot, last = name.rpartition(".")
         if name.endswith(".py"):
             hint = f"did you mean {name}:FUNCTION?"
-        elif dot:  # as slime and verl write it
+        elif dot:  # slime and verl write paths this way
             hint = f"did you mean {package}:{last}?"
         else:
             hint = f"did you mean {matches[0]}?" if matches else f"known: {', '.join(sorted(registry))}"
@@ -63,10 +61,14 @@ def resolve(field: str, name: str, registry: Mapping[str, Callable[..., Any]]) -
 
 
 def import_attribute(field: str, path: str) -> Any:
-    """Return the attribute at `package.module:attribute` or `file.py:attribute`; None if it does not exist.
+    """Import a module, and return an attribute of it; None if the module does not have the attribute.
+
+    Args:
+        field: config field that contains the path, for messages.
+        path: `package.module:attribute` or `path/to/file.py:attribute`.
 
     Raises:
-        UserError: the import failed; the message starts with `field`.
+        UserError: the import failed.
     """
     module_name, _, attribute = path.partition(":")
     try:
@@ -74,22 +76,23 @@ def import_attribute(field: str, path: str) -> Any:
             _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
         )
         return getattr(module, attribute, None)
-    except (ImportError, ValueError, TypeError) as e:  # the latter two: the name cannot be a module's
+    except (ImportError, ValueError, TypeError) as e:  # ValueError, TypeError: an invalid name of a module
         raise UserError(
             f"{field} = {path!r}: cannot import {module_name}: {' '.join(str(e).split())}"
         ) from None
-    except Exception as e:  # a user's module: any exception becomes one line
+    except Exception as e:  # the user's module may raise exceptions of any class
         message = " ".join(str(e).split())
-        location = (
-            "" if isinstance(e, SyntaxError) else source_location(e)
-        )  # a SyntaxError names file and line itself
+        location = "" if isinstance(e, SyntaxError) else source_location(e)  # a SyntaxError has its location
         raise UserError(
             f"{field} = {path!r}: cannot import {module_name}: {type(e).__name__}: {message}{location}"
         ) from e
 
 
 def _import_module(name: str) -> ModuleType:
-    """Import a module with the working directory first on sys.path, as `python -m` does; afterwards it is last."""
+    """Import a module with the working directory as first entry of sys.path, like `python -m`.
+
+    Afterwards the working directory is the last entry.
+    """
     directory = str(Path.cwd())
     sys.path.insert(0, directory)
     try:
@@ -101,7 +104,10 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import the module in a file, once per file. Processes that its code starts can import it by its name.
+    """Import the module in a file, once per file.
+
+    The folder of the file is added to sys.path, so the module can import its neighbours. If `import STEM` finds the
+    file, the module has this name, so that processes that its code starts can import it.
 
     Raises:
         ImportError: the file does not exist.
@@ -112,12 +118,12 @@ def _import_file(path: Path) -> ModuleType:
             f"no such file; paths are relative to the directory in which rlsys was started, {Path.cwd()}"
         )
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # modules beside the file can be imported, as beside a script
+        sys.path.append(str(path.parent))
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
     name = path.stem if _is_module_of(path.stem, path) else f"rlsys_plugin_file_{digest}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None  # true for every file that ends in .py
+        assert spec is not None and spec.loader is not None  # true for each file with the suffix .py
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
@@ -128,7 +134,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _is_module_of(name: str, path: Path) -> bool:
-    """Return whether `import name` imports the file, and not another module of the same name."""
+    """Return whether `import NAME` imports the file `path`, and not another module with this name."""
     if name in sys.modules:
         file = getattr(sys.modules[name], "__file__", None)
         return file is not None and Path(file).resolve() == path
@@ -139,10 +145,10 @@ def _is_module_of(name: str, path: Path) -> bool:
 
 
 def source_location(error: BaseException) -> str:
-    """Return ` (FILE:LINE)` of the user's code that raised the error.
+    """Return the innermost frame of the user's code in an error's traceback as " (FILE:LINE)".
 
-    That is the innermost frame that belongs neither to Python, nor to an installed package, nor to rlsys;
-    without such a frame the innermost of all. Empty without a traceback.
+    The user's code is neither Python's, nor an installed package's, nor rlsys's. If no frame is the user's, the
+    innermost of all frames is returned; if there is no traceback, an empty text.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:

@@ -1,4 +1,4 @@
-"""Performance of GPU types, from machines.yaml beside this file, and the fractions of it that programs reach."""
+"""Performance of GPU types (machines.yaml in this folder), and fractions of it that kernels and training reach."""
 
 from __future__ import annotations
 
@@ -9,38 +9,45 @@ import msgspec
 import yaml
 
 TRAIN_EFFICIENCY = 0.3
-"""Fraction of the peak FLOPs that training reaches. An assumption, for MoE models."""
+"""Fraction of the peak FLOP/s that training of MoE models reaches. An assumption."""
 PASS_OVERHEAD_SECONDS = 0.003
-"""Overhead of a forward pass: scheduling and sampling on the host. An assumption."""
+"""Overhead of a forward pass in seconds, for scheduling and sampling on the host. An assumption."""
 
 
 class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fractions of a GPU's peak that an engine's kernels reach.
 
     The defaults are assumptions, for GPUs without measurements.
+
+    Attributes:
+        dense_decode: fraction of the memory bandwidth with which decoding reads weights other than experts.
+        expert_decode: fraction of the memory bandwidth with which decoding reads experts.
+        cache: fraction of the memory bandwidth with which decoding reads the KV cache.
+        dense_prefill: fraction of the peak FLOP/s of prefill in weights other than experts.
+        expert_prefill: fraction of the peak FLOP/s of prefill in experts.
     """
 
     dense_decode: float = 0.6
-    """Fraction of the memory bandwidth at which decoding reads weights other than those of experts."""
     expert_decode: float = 0.6
-    """Fraction of the memory bandwidth at which decoding reads experts."""
     cache: float = 0.6
-    """Fraction of the memory bandwidth at which the KV cache is read."""
     dense_prefill: float = 0.4
-    """Fraction of the peak FLOPs in matrices other than those of experts."""
     expert_prefill: float = 0.4
-    """Fraction of the peak FLOPs in experts."""
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One GPU type."""
+    """Performance of one GPU type.
+
+    Attributes:
+        tflops: dense TFLOP/s by dtype.
+        bandwidth: memory bandwidth in TB/s.
+        memory: memory in GB.
+        source: document with these values.
+        efficiency: fractions of these values that an engine's kernels reach.
+    """
 
     tflops: dict[str, float]
-    """Dense TFLOPS by dtype."""
     bandwidth: float
-    """Memory bandwidth in TB/s."""
     memory: float
-    """Memory in GB."""
     source: str
     efficiency: Efficiency = Efficiency()
 

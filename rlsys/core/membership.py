@@ -1,10 +1,9 @@
-"""Registry of engines that join or leave a running run: RUN/engines lists the desired ones.
+"""Registry of the engines that join or leave a live run.
 
-    RUN/engines/NAME.json   {epoch, url, tp, pool, wanted}: written by the process that starts or removes an engine
+    RUN/engines/NAME.json   {epoch, url, tp, pool, wanted}, written by the process that starts or removes the engine
 
-The rollout process reads the folder (rlsys/rollout/members.py), so the registry survives its restarts and
-needs no port. Files of an earlier launch are ignored: that launch's engines have keys that are no longer
-used.
+The rollout process reads the folder (rlsys/rollout/members.py), so the registry survives its restarts and needs no
+port. Files of earlier launches are ignored, because the keys of their engines are no longer valid.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from rlsys.core.owner import Owner
 
 FOLDER = "engines"
 WEIGHTS_VARIABLE = "RLSYS_PEER_WEIGHTS"
-"""Environment variable: the folder through which an engine passes its weights on to another engine."""
+"""Environment variable: the folder through which an engine sends its weights to another engine."""
 _URL = re.compile(r"http://[A-Za-z0-9.\[\]:-]+:[0-9]{1,5}")
 
 
 @dataclass(frozen=True)
 class Member:
-    """An engine that was added to a running run.
+    """An engine in the registry.
 
     Attributes:
-        epoch: the launch's number.
+        epoch: number of the launch.
         url: address of the engine.
-        tp: its tensor-parallel size.
-        pool: its pool of engine.pools.
-        active: False for an engine that is to leave. The file calls it `wanted`.
+        tp: tensor-parallel size of the engine.
+        pool: name of the engine's pool in engine.pools; None: none.
+        active: whether the engine should serve the run; False: it should leave. The file has it as `wanted`.
     """
 
     epoch: int
@@ -44,7 +43,10 @@ class Member:
 
 
 def write_member(owner: Owner, url: str, tp: int, pool: str | None = None, *, active: bool) -> None:
-    """Register an engine of this launch that serves at `url`, or (`active=False`) that is to leave.
+    """Write the entry of an engine of this launch.
+
+    Args:
+        active: whether the engine should serve the run, or leave it.
 
     Raises:
         RunError: the file cannot be written.
@@ -62,7 +64,7 @@ def remove_member(owner: Owner, url: str) -> None:
 
 
 def read_members(owner: Owner) -> list[Member]:
-    """Return the engines of this launch, by URL. Invalid files are ignored."""
+    """Return the engines of this launch, sorted by file name. Invalid files are ignored."""
     entries = []
     for path in sorted((owner.run_dir / FOLDER).glob("*.json")):
         try:
@@ -71,7 +73,7 @@ def read_members(owner: Owner) -> list[Member]:
             member = Member(
                 int(fields["epoch"]), str(fields["url"]), int(fields["tp"]), pool, bool(fields["wanted"])
             )
-        except (OSError, ValueError, KeyError, TypeError):  # deleted meanwhile, or not ours
+        except (OSError, ValueError, KeyError, TypeError):  # deleted meanwhile, or no entry of rlsys
             continue
         if member.epoch == owner.epoch and member.tp > 0 and _URL.fullmatch(member.url):
             entries.append(member)

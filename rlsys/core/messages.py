@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def encode(message: object) -> bytes:
-    """Encode a message as msgpack; floats keep all 64 bits."""
+    """Encode a message as msgpack, with 64 bits for each float."""
     return msgspec.msgpack.encode(message, enc_hook=_to_bytes)
 
 

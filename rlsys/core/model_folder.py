@@ -1,4 +1,4 @@
-"""Language-model fields and files of a model folder, also of a model with a vision tower."""
+"""Files of a model folder, and the config fields of its language model, also for a model with a vision tower."""
 
 from __future__ import annotations
 
@@ -26,14 +26,11 @@ _CHECKPOINT_FILES = frozenset({"manifest.json", "metadata.json"})
 
 
 def language_part(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return config.json with the fields of `text_config` in place of the whole model's.
-
-    `tie_word_embeddings` is taken from the whole model: transformers' class for the text part defaults to
-    True if the file has no value.
+    """Return the fields of config.json, overridden by those of `text_config` that are set.
 
     Args:
         raw: content of config.json.
-        source: its path, for error messages.
+        source: path of config.json, for the error.
 
     Raises:
         UserError: there is no `text_config`.
@@ -41,6 +38,7 @@ def language_part(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     text = raw.get(_TEXT)
     if not isinstance(text, dict):
         raise UserError(f"{source}: {_TEXT} = {text!r:.80}: expected an object")
+    # tie_word_embeddings is the whole model's: transformers writes its default, True, into text_config.
     text_fields = {
         name: value for name, value in text.items() if name != "tie_word_embeddings" and value is not None
     }
@@ -48,10 +46,11 @@ def language_part(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
-    """Return the language-model fields of config.json. The model family need not be supported.
+    """Return the language model's fields of config.json, also of a model that rlsys does not support.
 
     Raises:
-        OSError, ValueError: the file cannot be read.
+        OSError: the file cannot be read.
+        ValueError: the file is not a JSON object.
     """
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not isinstance(raw, dict):
@@ -60,9 +59,12 @@ def read_fields(folder: Path) -> dict[str, Any]:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Return the files that accompany a model's weights, relative to `folder` and sorted.
+    """Return the files that accompany a model's weights, such as configs and the tokenizer, sorted.
 
-    Excluded are weight files, files that describe them, hidden files, and subfolders that contain weight files.
+    Weight files, files that describe them, hidden files, and subfolders with weight files are excluded.
+
+    Returns:
+        paths relative to `folder`.
     """
     names = [p.relative_to(folder) for p in folder.rglob("*") if p.is_file()]
     names = [n for n in names if not any(part.startswith(".") for part in n.parts)]
@@ -80,14 +82,15 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def check_files(folder: Path) -> None:
-    """Check that a model folder of unknown origin exposes no files from outside: exports copy what links point to.
+    """Check that symbolic links in a model folder do not lead to private files, which an export would copy.
 
-    A link may point to a file of the folder or to a blob of a hub's cache; a link to weights may point anywhere.
+    A link may lead to a file in the folder or to a blob of a hub's cache. A link with the suffix of a weight file may
+    lead anywhere.
 
     Raises:
-        UserError: another link points out of the folder, or a file is a device or a pipe.
+        UserError: another link leads out of the folder, or a file is a device or a pipe.
     """
-    if not os.path.lexists(folder / "config.json"):  # not a model folder, and possibly a large one
+    if not os.path.lexists(folder / "config.json"):  # not a model folder; it may have many files
         return
     root = folder.resolve()
     for file in sorted(folder.rglob("*")):
@@ -99,22 +102,22 @@ def check_files(folder: Path) -> None:
         is_blob = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
         if not (target.is_relative_to(root) or is_blob or file.suffix in WEIGHT_SUFFIXES):
             raise UserError(
-                f"{file}: a link to {target}, outside of the model folder; expected a file: copy it if it belongs "
-                "to the model"
+                f"{file}: a link to {target}, outside of the model folder; expected a file; if the target belongs to "
+                "the model, copy it"
             )
 
 
 def vocabulary_files(folder: Path) -> list[Path]:
-    """Return the files with a tokenizer's vocabulary; empty for a folder without a tokenizer."""
+    """Return tokenizer.json, or else the other vocabulary files; empty for a folder without a tokenizer."""
     if (folder / TOKENIZER).is_file():
         return [folder / TOKENIZER]
     return sorted(file for pattern in _VOCABULARIES for file in folder.glob(pattern))
 
 
 def read_stop_ids(folder: Path) -> frozenset[int]:
-    """Return all `eos_token_id` of config.json, its text part and generation_config.json, each an id or a list.
+    """Return the ids in `eos_token_id` of config.json, its `text_config`, and generation_config.json.
 
-    Ids outside the vocabulary are dropped: published files have -1 for none, or ids of a larger vocabulary.
+    Ids outside the vocabulary are omitted; published files have, for example, -1 for none.
 
     Raises:
         UserError: a file is unreadable, or a value is neither an id nor a list of ids.
@@ -145,9 +148,10 @@ _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
 
 
 def read_sampling_defaults(folder: Path) -> dict[str, float]:
-    """Return the sampling parameters of generation_config.json, by SGLang's names; empty if there is no such file.
+    """Return the sampling parameters in generation_config.json, which SGLang's OpenAI server uses as defaults.
 
-    SGLang's OpenAI server uses them as defaults for requests.
+    Returns:
+        values by SGLang's names; empty if there is no such file.
 
     Raises:
         UserError: the file is unreadable, or a value is not a number.
@@ -163,19 +167,20 @@ def read_sampling_defaults(folder: Path) -> dict[str, float]:
     for name, value in defaults.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{file}: {name} = {value!r}: expected a number")
-    return defaults | ({"top_k": -1} if defaults.get("top_k") == 0 else {})
+    if defaults.get("top_k") == 0:  # transformers' value for no limit
+        defaults["top_k"] = -1
+    return defaults
 
 
 def language_model_overrides(folder: Path) -> dict[str, Any]:
-    """Return the overrides of config.json with which SGLang serves a vision model's language part alone.
+    """Return the overrides of config.json with which SGLang serves only the language model of a vision model.
 
-    The engine then holds exactly the tensors that weight updates send. The multi-axis rotary embedding becomes a
-    plain one, because a text token has the same position on all axes. SGLang's --language-model-only fails for
-    Qwen3-VL in 0.5.23.
+    The engine then holds exactly the tensors that weight updates send.
 
     Returns:
-        Field -> value; empty for a model without a vision tower.
+        field -> value; empty for a model without a vision tower.
     """
+    # SGLang's --language-model-only fails for Qwen3-VL in 0.5.23.
     file = folder / "config.json"
     raw = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if not raw.get(_VISION):
@@ -184,5 +189,6 @@ def language_model_overrides(folder: Path) -> dict[str, Any]:
     rope = {"rope_type": "default", **(text.get("rope_parameters") or {}), **(text.get("rope_scaling") or {})}
     if "rope_theta" in text:
         rope.setdefault("rope_theta", text["rope_theta"])
+    # A text token has the same position on all axes of the multi-axis rotary embedding, so a plain one is equal.
     plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
     return {"language_model_only": True, _TEXT: {"rope_parameters": plain}}

@@ -1,15 +1,12 @@
-"""Ownership of a run folder: the newest launch owns it.
+"""Ownership of a run folder: the newest launch owns the folder, and fences off earlier launches.
 
-Its epoch fences off earlier launches; its key admits commands.
+    RUN/owners/000007    file of the launch that owns the folder; mode 0600, JSON {epoch, key, host, pid, sockets}
 
-    RUN/owners/000007    one file, of the launch that owns the folder; mode 0600, JSON {epoch, key, host, pid,
-                         sockets}
-
-A launch takes the next number: it creates that file exclusively, then deletes the files below it. A process
-of a launch calls `check` before it changes something that outlives the process; `check` opens the launch's
-own file, which is gone once another launch owns the folder. That needs no lock: exclusive creation and
-opening of a file are decided by the file server (NFS version 3 and later, Lustre), also where flock works on
-one machine only.
+A launch takes the next number, its epoch: it creates the file with this name exclusively, then deletes the files with
+lower numbers. A process of a launch calls `Owner.check` before it changes data that outlives the process. `check`
+opens the launch's file, which does not exist any more when another launch owns the folder. This needs no lock: the
+file server decides exclusive creation and opening of files (NFS version 3 and later, Lustre), also where flock works
+on one machine only. The key in the file authorizes commands.
 """
 
 from __future__ import annotations
@@ -35,18 +32,18 @@ START_HEADER = "X-Rlsys-Start"
 
 
 class FencedError(RunError):
-    """A later launch owns the run folder: this process is fenced off and ends without another write."""
+    """A later launch owns the run folder, so this process must not write any more."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """One launch's ownership of a run folder.
+    """Ownership of a run folder by one launch.
 
     Attributes:
         run_dir: the run folder.
-        epoch: number of the launch.
-        key: a secret that commands carry, and logs and command lines do not.
-        sockets: folder of this launch's Unix sockets, on the machine of its supervisor.
+        epoch: number of the launch, from 1.
+        key: secret that authorizes commands; it must not appear in logs and command lines.
+        sockets: folder of the launch's Unix sockets, on the machine of its supervisor.
     """
 
     run_dir: Path
@@ -56,14 +53,14 @@ class Owner:
 
     @property
     def rollout_socket(self) -> Path:
-        """Unix socket on which the rollout process accepts commands, the only requests that carry the key."""
+        """Unix socket on which the rollout process accepts commands, the only requests with the key."""
         return self.sockets / "rollout"
 
     def check(self) -> None:
         """Check that this launch still owns the folder.
 
         Raises:
-            FencedError: a later launch has taken it.
+            FencedError: a later launch owns it.
             RunError: the owner cannot be determined because of a disk error.
         """
         path = _file(self.run_dir, self.epoch)
@@ -73,24 +70,31 @@ class Owner:
             if e.errno not in (
                 errno.ENOENT,
                 errno.ESTALE,
-            ):  # a disk error or no file descriptor: still the owner
-                raise RunError(f"{path}: cannot determine who owns the run: {e.strerror}") from None
+            ):  # other errors do not mean that the file is deleted
+                raise RunError(f"{path}: cannot determine the owner of the run: {e.strerror}") from None
             newest = max(_epochs(self.run_dir), default=0)
             raise FencedError(
                 f"{self.run_dir}: launch {self.epoch} no longer owns this run; launch {newest} has taken it"
             ) from None
 
     def environment(self, start: int) -> dict[str, str]:
-        """Return the environment variables that identify this launch to a role's process.
+        """Return the environment variables that tell a role's process its launch and its start.
 
         Args:
-            start: number of this start of the unit in this launch.
+            start: number of starts of the process's unit in this launch.
         """
         return {EPOCH_VARIABLE: str(self.epoch), START_VARIABLE: str(start)}
 
 
 def claim(run_dir: Path, sockets: Path = Path()) -> Owner:
-    """Take the folder for a new launch; all earlier launches are fenced off when this returns."""
+    """Make a new launch the owner of the run folder. When the function returns, earlier launches are fenced off.
+
+    Args:
+        sockets: folder of the launch's Unix sockets.
+
+    Raises:
+        RunError: the files cannot be written.
+    """
     with disk_errors(run_dir / FOLDER):
         return _claim(run_dir, sockets)
 
@@ -98,28 +102,17 @@ def claim(run_dir: Path, sockets: Path = Path()) -> Owner:
 def _claim(run_dir: Path, sockets: Path) -> Owner:
     folder = run_dir / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
-    key = secrets.token_urlsafe(32)
-    while True:
-        epoch = max(_epochs(run_dir), default=0) + 1
-        try:
-            fd = os.open(_file(run_dir, epoch), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:  # another launch took this number a moment ago
-            continue
-        if max(_epochs(run_dir), default=epoch) == epoch:
-            break
-        # Between listing and creating, others took this number and the next, and deleted the first file.
-        os.close(fd)
-        _file(run_dir, epoch).unlink(missing_ok=True)
-    host = socket.gethostname()
+    epoch, descriptor = _create_next_file(run_dir)
+    key, host = secrets.token_urlsafe(32), socket.gethostname()
     record = json.dumps(
         {"epoch": epoch, "key": key, "host": host, "pid": os.getpid(), "sockets": str(sockets)}
     )
     try:
-        with os.fdopen(fd, "w", encoding="utf-8") as f:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as f:
             f.write(record)
             f.flush()
             os.fsync(f.fileno())
-    except OSError:  # could not take the folder: leave it to its owner
+    except OSError:  # the earlier launch stays the owner
         with contextlib.suppress(OSError):
             _file(run_dir, epoch).unlink()
         raise
@@ -135,8 +128,23 @@ def _claim(run_dir: Path, sockets: Path) -> Owner:
     return Owner(run_dir, epoch, key, sockets)
 
 
+def _create_next_file(run_dir: Path) -> tuple[int, int]:
+    """Create the file of the next epoch, and return the epoch and a descriptor for writing."""
+    while True:
+        epoch = max(_epochs(run_dir), default=0) + 1
+        try:
+            descriptor = os.open(_file(run_dir, epoch), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:  # another launch has taken this number meanwhile
+            continue
+        if max(_epochs(run_dir), default=epoch) == epoch:
+            return epoch, descriptor
+        # Since the listing, others have taken this number and the next one, and deleted the file of this number.
+        os.close(descriptor)
+        _file(run_dir, epoch).unlink(missing_ok=True)
+
+
 def _remove_sockets(record: Path, host: str) -> None:
-    """Remove the sockets of a launch that was killed on this machine."""
+    """Remove the sockets of the launch with this record, if it ran on this machine, where it may have been killed."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         fields = json.loads(record.read_text(encoding="utf-8"))
         if fields["host"] == host:
@@ -144,23 +152,25 @@ def _remove_sockets(record: Path, host: str) -> None:
 
 
 def current_owner(run_dir: Path) -> Owner | None:
-    """Return the launch that owns the folder, for readers with access to its file; None before the first launch."""
+    """Return the launch that owns the folder; None before the first launch, or if its file cannot be read."""
     epoch = max(_epochs(run_dir), default=0)
     return _read(run_dir, epoch) if epoch else None
 
 
 def owner_of_process(run_dir: Path, environment: Mapping[str, str] = os.environ) -> tuple[Owner, int]:
-    """Return the launch that started this process, and the number of this start of its unit.
+    """Return the launch that started this process, and the number of starts of its unit in the launch.
 
     Raises:
         UserError: the environment variables of `Owner.environment` are missing.
-        FencedError: another launch owns the folder by now.
+        FencedError: another launch owns the folder.
+        RunError: the launch's file cannot be read.
     """
     try:
         epoch, start = int(environment[EPOCH_VARIABLE]), int(environment[START_VARIABLE])
     except (KeyError, ValueError):
         raise UserError(
-            f"{EPOCH_VARIABLE} and {START_VARIABLE} are not set: roles are started by `rlsys train`"
+            f"{EPOCH_VARIABLE} and {START_VARIABLE} are not set; expected the environment of a process that "
+            "`rlsys train` starts"
         ) from None
     owner = _read(run_dir, epoch)
     if owner is None:

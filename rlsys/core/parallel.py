@@ -1,7 +1,7 @@
-"""Parallel map over a range of numbers, in forked processes that share this one's memory. Standard library only.
+"""Parallel map over a range of numbers in forked processes. Standard library only.
 
-Since the processes are forked, the data that `work` reads is not copied; only its results are sent. `work`
-must not use thread pools of libraries; plain Python, numpy and Arrow arrays are safe.
+Forked processes share the memory of this process, so the data that `work` reads is not copied; only its results are
+sent. `work` must not use thread pools of libraries. Plain Python, numpy and Arrow arrays are safe.
 """
 
 from __future__ import annotations
@@ -24,15 +24,21 @@ T = TypeVar("T")
 
 
 def map_ranges(total: int, work: Callable[[int, int], T], min_size: int) -> list[T]:
-    """Split `range(total)` into one contiguous part per CPU, and return `work(start, stop)` of each, in order.
+    """Split `range(total)` into contiguous parts, and call `work` for each part in a process.
+
+    There is one part per CPU, but at most MAX_PROCESSES, and fewer if parts would be smaller than `min_size`.
 
     Args:
         total: end of the range.
-        work: function of `start` and `stop`.
+        work: called with start and stop of a part.
         min_size: minimum size of a part.
 
+    Returns:
+        the results, in the order of the parts.
+
     Raises:
-        RlsysError: the first error, in the order of the parts, that `work` raised.
+        RlsysError: `work` raised it; if several calls did, the error of the first part.
+        RuntimeError: a process ended without a result.
     """
     count = max(1, min(len(os.sched_getaffinity(0)), MAX_PROCESSES, total // min_size))
     bounds = [total * i // count for i in range(count + 1)]
@@ -45,15 +51,15 @@ def map_ranges(total: int, work: Callable[[int, int], T], min_size: int) -> list
         return results
     finally:
         for process, pipe in processes:
-            os.close(pipe)  # a process that still writes ends with BrokenPipeError
+            os.close(pipe)  # ends a process that still writes
             os.waitpid(process, 0)
 
 
 def _fork(work: Callable[[int, int], T], start: int, stop: int) -> tuple[int, int]:
-    """Fork a process; return its id and the read end of the pipe for its result."""
+    """Fork a process that calls `work`. Return its id, and the read end of the pipe for its result."""
     read_end, write_end = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads: see the module's docstring
+        warnings.simplefilter("ignore", DeprecationWarning)  # warns if this process has threads
         process = os.fork()
     if process == 0:
         os.close(read_end)
@@ -63,12 +69,15 @@ def _fork(work: Callable[[int, int], T], start: int, stop: int) -> tuple[int, in
 
 
 def _run(work: Callable[[int, int], T], start: int, stop: int, pipe: int) -> NoReturn:
-    """Send the result of `work`, or the RlsysError that it raises; print any other exception."""
+    """Write the result of `work` to the pipe, or the RlsysError that it raises, and exit.
+
+    The traceback of another exception goes to stderr.
+    """
     code = 1
     try:
         gc.disable()
         with contextlib.suppress(ValueError):  # raised outside the main thread
-            signal.set_wakeup_fd(-1)  # else a signal to this process would wake the parent's event loop
+            signal.set_wakeup_fd(-1)  # otherwise a signal to this process would wake the parent's event loop
         message: tuple[bool, object]
         try:
             message = True, work(start, stop)

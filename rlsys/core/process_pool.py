@@ -1,7 +1,7 @@
-"""Pool of subprocesses for user functions: a call that hangs is killed, and a crash affects no other call.
+"""Pool of subprocesses for user functions.
 
-Threads would allow neither. Requests are bytes and results are JSON, because a result of user code is not trusted
-enough to be unpickled. `serve` is the subprocess's main loop.
+Unlike a thread, a subprocess can be killed if a call hangs, and a crash affects no other call. Requests are bytes and
+results are JSON; results are not pickled, because unpickling could run code. `serve` is the subprocess's main loop.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ INHERITED_VARIABLES = (
     "http_proxy", "https_proxy", "no_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY",
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
 )  # fmt: skip
-"""Environment variables of processes that run user code: paths, threads, caches, and what HTTP requests need."""
+"""Environment variables that processes with user code inherit: paths, threads, caches, settings of HTTP clients."""
 LENGTH = struct.Struct("<I")
-"""Prefix of each message: its length."""
+"""Format of the length in bytes before each message."""
 MAX_RESULT_BYTES = 64 * 2**20
-"""A process with a larger result is killed."""
+"""Maximum size of a result; a process with a larger one is killed."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class PoolProcessError(Exception):
-    """The function raised, or its process died: exception type and message."""
+    """The function raised an exception, or its process died. The message has the exception's type and text."""
 
 
 class ProcessPool:
-    """Pool of reusable processes of one kind.
+    """Pool of reusable processes that run the same module.
 
-    Starting a process takes seconds, mostly for imports, while most calls take microseconds. So another process
-    starts only if none becomes idle within the time that a start takes; the wait is at most twice the optimum.
+    A start takes seconds, mostly for imports, while most calls take microseconds. Therefore another process starts
+    only if no process becomes idle within the duration of a start. The wait is at most twice the optimum.
     """
 
     def __init__(self, field: str, module: str, config: bytes, variables: Collection[str] = ()) -> None:
         """Create an empty pool.
 
         Args:
-            field: config field of the functions, for error messages.
-            module: the module that each process runs.
+            field: config field that names the function, for messages.
+            module: module that each process runs; it calls `serve`.
             config: first message to each process.
-            variables: environment variables to pass on besides INHERITED_VARIABLES.
+            variables: names of environment variables that processes inherit in addition to INHERITED_VARIABLES.
         """
         self._field = field
         self._module = module
@@ -70,13 +70,18 @@ class ProcessPool:
         self._idle: asyncio.LifoQueue[PoolProcess] = asyncio.LifoQueue()
         self._in_use = 0
         self._queue = asyncio.Lock()
-        """Held by the caller that waits for the next process; the other callers queue for the lock, in order."""
+        """Lock of the caller that waits for the next process; other callers wait for the lock, in order."""
         self._start_seconds = 0.0
         self.started = 0
+        """Number of processes that were started."""
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[PoolProcess]:
-        """Yield an idle process. On exit it returns to the pool, or is killed if it is still busy."""
+        """Provide a process for the context. At the end it returns to the pool, or is killed if it is still busy.
+
+        Raises:
+            RunError: a new process did not start.
+        """
         async with self._queue:
             worker = await self._wait_idle() or await self._start()
         self._in_use += 1
@@ -90,17 +95,17 @@ class ProcessPool:
                 self._idle.put_nowait(worker)
 
     async def _wait_idle(self) -> PoolProcess | None:
-        """Return a process that becomes idle within the time that a new one takes to start; None without one."""
+        """Return a process that is idle, or becomes idle within the duration of a start; None if there is none."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._start_seconds if self._in_use else 0):
                 return await self._idle.get()
         return None
 
     async def _start(self) -> PoolProcess:
-        """Start a process and send it the config.
+        """Start a process, and wait until it has processed the config.
 
         Raises:
-            RunError: it does not answer.
+            RunError: the process does not respond within START_SECONDS, or `prepare` fails in it.
         """
         self.started += 1
         begin = time.monotonic()
@@ -131,8 +136,8 @@ class ProcessPool:
         return worker
 
     def _environment(self) -> dict[str, str]:
-        """Return INHERITED_VARIABLES and the requested variables; others may contain tokens and keys."""
-        names = {*INHERITED_VARIABLES, *self._variables}
+        """Return the environment of a process."""
+        names = {*INHERITED_VARIABLES, *self._variables}  # others may contain tokens and keys
         variables = {name: value for name, value in os.environ.items() if name in names}
         return variables | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
@@ -143,11 +148,14 @@ class ProcessPool:
 
 
 class PoolProcess:
-    """One process, for one call at a time.
+    """A process of a pool, which runs one call at a time.
 
-    The socket is not a pipe of asyncio's subprocess: its `wait` would also wait for the pipes' end, and
-    programs that the function started may hold them open after the process has ended.
+    Attributes:
+        busy: whether a call runs, was cancelled, or failed because the process died; it must then be killed.
     """
+
+    # Messages go through a socket, not through pipes of asyncio's subprocess: `Process.wait` would also wait for the
+    # end of the pipes, which programs that the function started may keep open.
 
     def __init__(
         self,
@@ -161,10 +169,10 @@ class PoolProcess:
         self.busy = False
 
     async def call(self, message: bytes) -> Any:
-        """Return the function's result for a message.
+        """Call the function with a message, and return its result.
 
         Raises:
-            PoolProcessError: the function raised, the process died, or the result is invalid.
+            PoolProcessError: the function raised an exception, the process died, or the result is invalid.
         """
         self.busy = True  # stays True if this call is cancelled, or the process dies
         try:
@@ -186,8 +194,8 @@ class PoolProcess:
         return answer["value"]
 
     async def kill(self) -> None:
-        """Kill the process and its descendants. The process adopts orphans, so all of them are found."""
-        if self._process.returncode is None:
+        """Kill the process and all of its descendants."""
+        if self._process.returncode is None:  # it adopts orphans, so `children` includes them
             with contextlib.suppress(psutil.NoSuchProcess):
                 for process in psutil.Process(self._process.pid).children(recursive=True):
                     with contextlib.suppress(psutil.NoSuchProcess):
@@ -200,13 +208,13 @@ class PoolProcess:
 
 
 def serve(prepare: Callable[[bytes], Callable[[bytes], Any]], locate: Callable[[BaseException], str]) -> None:
-    """Run the subprocess's main loop.
+    """Run the subprocess's main loop: read a message from standard input, call the function, write its result.
 
-    Ends at the end of standard input, and with the parent process, even while a function hangs.
+    The loop ends with standard input. If the parent process ends, the kernel kills this process.
 
     Args:
-        prepare: makes the function for all later messages from the first message.
-        locate: describes where in the source an exception was raised.
+        prepare: returns the function for the later messages; its argument is the first message.
+        locate: returns the source location of an exception, for messages.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
@@ -227,17 +235,17 @@ def serve(prepare: Callable[[bytes], Callable[[bytes], Any]], locate: Callable[[
 
 
 def _read(stream: BinaryIO) -> bytes | None:
-    """Return the next message; None at the end."""
+    """Return the next message; None at the end of the stream."""
     head = stream.read(LENGTH.size)
     return stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
 
 
 def _write(stream: BinaryIO, result: dict[str, Any]) -> None:
-    """Write a result. Numbers of numpy and similar types are converted, and keys to texts.
+    """Write a result as JSON. Values of other types than JSON's become floats, and keys become texts.
 
     Raises:
-        TypeError: a value is not a number.
-        ValueError: two keys of a dictionary are the same text.
+        TypeError: a value cannot be converted to a float.
+        ValueError: two keys of a dict have the same text.
     """
     data = json.dumps(_with_text_keys(result), default=float).encode()
     stream.write(LENGTH.pack(len(data)) + data)
@@ -249,11 +257,11 @@ def _with_text_keys(value: Any) -> Any:
         items = {str(key): _with_text_keys(item) for key, item in value.items()}
         if len(items) < len(value):
             raise ValueError(
-                f"two keys that are the same text, among {', '.join(items)[:200]}; expected keys that differ as texts"
+                f"two keys have the same text, among {', '.join(items)[:200]}; expected keys that differ as texts"
             )
         return items
     if isinstance(value, list | tuple):
         return [_with_text_keys(item) for item in value]
-    if isinstance(value, bytes | bytearray | memoryview):  # float() reads their digits
+    if isinstance(value, bytes | bytearray | memoryview):  # float() would parse them as text
         raise TypeError(f"a value is of type {type(value).__name__}; expected a number")
     return value

@@ -1,4 +1,4 @@
-"""Row counts and media columns of data files that may not exist on this host."""
+"""Number of rows and media columns of data files, as far as the files exist on this host."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 
 def existing_files(path: Any) -> list[Path]:
-    """Return the files, or an empty list if one does not exist."""
+    """Return the files of `path`, a path or a list of paths; an empty list if one of them does not exist."""
     files = [Path(str(p)) for p in (path if isinstance(path, list) else [path])]
     return files if path and all(file.is_file() for file in files) else []
 
 
 def count_rows(path: Any) -> int | None:
-    """Return the total rows of all files, or None if one does not exist or cannot be read."""
+    """Return the number of rows of all files of `path`; None if a file does not exist or cannot be read."""
     counts = [_rows(file) for file in existing_files(path)]
     return None if not counts or None in counts else sum(n for n in counts if n is not None)
 
 
 def find_media_column(path: Any, media: Sequence[str]) -> str | None:
-    """Return the first of the columns `media` that a file's first row has, or None."""
+    """Return the first name in `media` that the first row of a file of `path` has; None if no file has one."""
     for file in existing_files(path):
         if column := next((name for name in media if name in _columns(file)), None):
             return column

@@ -1,4 +1,4 @@
-"""Names of files in a run folder."""
+"""Names of files in a run folder, and the step of its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 CONFIG_FILE = "config.yaml"
 EVALUATIONS_FOLDER = "evaluations"
 ANSWERS_FILE = "answers.jsonl"
-"""Responses of an evaluation by `rlsys eval`."""
+"""File of the responses of `rlsys eval`, one a line."""
 PROGRESS_FILE = "progress.txt"
-"""Progress of an evaluation by `rlsys eval`, or of `rlsys try`: one line."""
+"""File with one line: the progress of `rlsys eval` or `rlsys try`."""
 
 
 def newest_checkpoint_step(run: Path) -> int:

@@ -1,8 +1,8 @@
-"""Unix sockets of a run: private folders, and HTTP to a listener whose user is verified.
+"""Unix sockets of a run: private folders for them, and HTTP to a listener whose user is verified.
 
-Linux limits the path of a Unix socket to 107 bytes, so these folders lie neither under TMPDIR nor in the run
-folder, which may be deep or on a file system without sockets. A client asks the kernel (SO_PEERCRED) which
-user listens before it sends anything: another user may have recreated a path that this user's process has left.
+Linux limits the path of a Unix socket to 107 bytes, so the folders are in /tmp or the like. TMPDIR and the run folder
+may have long paths, or be on a file system without sockets. Before a client sends data, it asks the kernel for the
+user who listens (SO_PEERCRED), because another user may have created a socket at the path of an ended process.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ STORE_VARIABLE = "RLSYS_STORE"
 """Environment variable of ranks on one machine: their rendezvous file, one per start (rlsys/core/rendezvous.py)."""
 _PREFIX, _LOCK = "rlsys-", ".lock"
 _DRAFT_SECONDS = 3600.0
-"""Age at which a folder without its final name is removed: renaming takes milliseconds, so its creator has died."""
+"""Age in seconds at which a folder without its final name is removed; its creator has ended before the renaming."""
 _locks: list[int] = []
-"""Descriptors of the folders that this process has created."""
+"""Descriptors of the locks of the folders that this process has created."""
 _PARENTS = ("/tmp", "/var/tmp", "/dev/shm")
 _MAX_PARENT_LENGTH = 50
-"""Maximum length of a folder to use when no folder of `_PARENTS` works: names in it need the rest of 107 bytes."""
+"""Maximum length of TMPDIR, which is used if no folder of `_PARENTS` is suitable. Socket names need the rest of 107
+bytes."""
 
 
 def make_folder() -> Path:
-    """Create a folder for sockets, mode 0700, and remove those of killed processes.
+    """Create a folder for sockets with mode 0700, and remove the folders of killed processes.
 
     Raises:
-        UserError: no suitable folder is writable.
+        UserError: no suitable parent folder is writable.
     """
     tmpdir = tempfile.gettempdir()
     failures = []
@@ -54,9 +55,8 @@ def make_folder() -> Path:
             failures.append(f"{parent}: {e.strerror}")
             continue
         try:
-            # The folder gets its final name only after it is locked: otherwise `_sweep` in a process that starts
-            # at the same time would remove it.
-            _locks.append(_lock(draft / _LOCK, os.O_CREAT))  # for the life of this process
+            # The folder gets its final name after it is locked, because another process may call `_sweep`.
+            _locks.append(_lock(draft / _LOCK, os.O_CREAT))
             folder = draft.rename(draft.with_name(draft.name.removeprefix(".")))
         except OSError as e:
             remove_tree(draft)
@@ -66,15 +66,19 @@ def make_folder() -> Path:
             _sweep(Path(parent))
         return folder
     raise UserError(
-        f"no folder for Unix sockets ({'; '.join(failures)}; TMPDIR = {tmpdir}: max. {_MAX_PARENT_LENGTH} characters)"
+        f"no folder for Unix sockets ({'; '.join(failures)}; TMPDIR = {tmpdir}: expected max. {_MAX_PARENT_LENGTH} "
+        "characters)"
     )
 
 
 def _lock(path: Path, flags: int = 0) -> int:
-    """Lock a file.
+    """Lock a file exclusively, without waiting.
+
+    Args:
+        flags: additional flags of open().
 
     Returns:
-        A descriptor that holds the lock until it is closed.
+        a descriptor; the lock ends when it is closed.
 
     Raises:
         OSError: another descriptor holds the lock, or the file cannot be opened.
@@ -89,7 +93,7 @@ def _lock(path: Path, flags: int = 0) -> int:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether the lock of this process excludes other descriptors; on some file systems it does not."""
+    """Return whether a lock that this process holds excludes other descriptors; some file systems ignore locks."""
     try:
         os.close(_lock(path))
     except BlockingIOError:
@@ -100,15 +104,15 @@ def _is_locked(path: Path) -> bool:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove this user's folders whose processes were killed."""
+    """Remove this user's folders in `parent` whose processes were killed."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # in use, owned by another user, or removed meanwhile
+        with contextlib.suppress(OSError):  # the folder is in use, or was removed meanwhile
             if folder.lstat().st_uid == os.geteuid():
                 descriptor = _lock(folder / _LOCK)
                 remove_folder(folder)
                 os.close(descriptor)
     oldest = time.time() - _DRAFT_SECONDS
-    for draft in parent.glob(f".{_PREFIX}*"):  # its creator may have been killed before the renaming
+    for draft in parent.glob(f".{_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = draft.lstat()
             if status.st_uid == os.geteuid() and status.st_mtime < oldest:
@@ -116,30 +120,32 @@ def _sweep(parent: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that `make_folder` created, with its content; any other folder is left alone."""
+    """Remove a folder and its content if its name is one of `make_folder`."""
     if folder.name.startswith(_PREFIX):
         remove_tree(folder)
 
 
 def remove_tree(folder: Path | str) -> None:
-    """Remove a folder in which untrusted programs may have written: of any depth, without following links.
+    """Remove a folder in which untrusted programs may have written, without following links.
 
-    Files that cannot be removed remain. shutil.rmtree is no alternative: it recurses once per level.
+    Files that cannot be removed remain.
     """
+    # shutil.rmtree recurses once per level, so a deep folder would exceed Python's limit.
     with contextlib.suppress(OSError):
         subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def role_folder() -> Path:
-    """Return the folder of this role's sockets. Without a keeper that has created one, create one for this process.
+    """Return the folder of this role's sockets.
 
-    If a cleaner of temporary files has removed the folder, it is replaced.
+    If the role's keeper has created none, or the folder was removed, a folder is created. It exists until this
+    process exits.
     """
     inherited = os.environ.get(FOLDER_VARIABLE)
     if inherited is not None:
         if Path(inherited).is_dir():
             return Path(inherited)
-        log.warning("the folder of sockets %s has been removed; creating another one", inherited)
+        log.warning("the folder of sockets %s does not exist any more; creating another one", inherited)
     folder = make_folder()
     os.environ[FOLDER_VARIABLE] = str(folder)  # for the processes that this one starts
     owner = os.getpid()
@@ -148,19 +154,19 @@ def role_folder() -> Path:
 
 
 class UnknownListener(OSError):
-    """Another user listens on a Unix socket than those who may. Nothing was sent."""
+    """A user who is not permitted listens on a Unix socket. No data was sent."""
 
 
 class UnixConnection(http.client.HTTPConnection):
-    """HTTP connection to the Unix socket `path`."""
+    """HTTP connection to a Unix socket."""
 
     def __init__(self, path: Path, timeout: float | None, users: Collection[int] = ()) -> None:
         """Create the connection.
 
         Args:
-            path: the socket.
-            timeout: seconds for each operation.
-            users: ids of the users who may listen there; empty for the user of this process.
+            path: path of the socket.
+            timeout: timeout of each operation in seconds; None: no timeout.
+            users: ids of the users who are permitted to listen; empty: the user of this process.
         """
         super().__init__("localhost", timeout=timeout)
         self._path, self._users = path, users or (os.geteuid(),)
@@ -187,7 +193,7 @@ class UnixConnection(http.client.HTTPConnection):
 
 
 def _listener(connection: socket.socket) -> int:
-    """Return the effective user id of the process at the other end, as of its call of listen()."""
+    """Return the effective user id with which the process at the other end called listen()."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
 

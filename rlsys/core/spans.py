@@ -1,4 +1,4 @@
-"""Spans of a response by token position: weight versions, observations, expert routes, forks."""
+"""Spans of the tokens of a response, and locations of stored tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 @dataclass(slots=True)
 class VersionSpan:
-    """Response tokens [start, end) were sampled by weights `version` (a push counter, never reused)."""
+    """Response tokens [start, end), sampled with one weight version."""
 
     version: int
     start: int
@@ -28,7 +28,7 @@ S = TypeVar("S", VersionSpan, TokenSpan)
 
 
 def truncate_spans(spans: Iterable[S], end: int) -> list[S]:
-    """Return the parts of the spans before token `end`."""
+    """Return copies of the spans without the tokens from `end` on."""
     return [replace(s, end=min(s.end, end)) for s in spans if s.start < end]
 
 
@@ -37,7 +37,7 @@ class TurnReward(NamedTuple):
 
     Attributes:
         reward: the reward.
-        matched: whether the turn's action equals the recorded one, if the trajectory replays another one.
+        matched: whether the turn's action equals the recorded action; True if there is no recorded trajectory.
     """
 
     reward: float
@@ -45,27 +45,33 @@ class TurnReward(NamedTuple):
 
 
 class RouteLocation(NamedTuple):
-    """Location of routes that an engine wrote: a record of a segment file (rlsys/segments/route_records.py)."""
+    """Location of a record with routes, which an engine wrote (rlsys/segments/route_records.py).
+
+    Attributes:
+        segment: name of the file, relative to RUN/segments.
+        offset: offset of the record in bytes.
+        length: length of the record in bytes.
+        checksum: checksum of the record, which identifies it.
+    """
 
     segment: str
     offset: int
     length: int
     checksum: int
-    """Checksum of the record, which identifies it."""
 
 
 @dataclass(slots=True)
 class RouteSpan:
-    """Experts that the engine selected at sequence positions [start, end) of prompt + response.
+    """Experts that the engine selected at the positions [start, end) of prompt + response.
 
-    Position p is the forward pass that read token p and predicted token p + 1, so a sequence of n tokens has
-    n - 1 positions.
+    At position p, the forward pass reads token p and predicts token p + 1, so a sequence of n tokens has n - 1
+    positions.
 
     Attributes:
-        experts: unsigned little-endian integers `[end - start, layers, topk]`, of one byte if no id of the
-            span exceeds 255, else of two: the width is len(experts) / ((end - start) * layers * topk).
-            `layers` counts all layers of the model; a dense layer has zeros. Empty if `location` is set.
-        location: where the experts are stored, if not in `experts`.
+        experts: ids of the experts, unsigned little-endian integers `[end - start, layers, topk]`. They have one byte
+            each if no id of the span exceeds 255, and two bytes otherwise. `layers` counts all layers of the model; a
+            dense layer has zeros. Empty if `location` is set.
+        location: record with the experts; None: `experts` has them.
     """
 
     start: int
@@ -76,22 +82,37 @@ class RouteSpan:
 
 @dataclass(slots=True)
 class TopLogprobs:
-    """Request for the `k` most probable ids at each token of a turn, and the result. In memory only."""
+    """Request for the most probable ids at each token of a turn, and its result. It is not saved.
+
+    Attributes:
+        k: number of ids at each token.
+        by_token: index of the response token -> (log-prob, id) pairs, the most probable first.
+    """
 
     k: int
     by_token: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
-    """Response token -> (log-prob, id) pairs, the most probable first."""
 
 
 class Fork(NamedTuple):
-    """Origin of a forked sample: its first `at` response tokens are those of sample `source` of its group."""
+    """Origin of a forked sample.
+
+    Attributes:
+        source: index in the group of the sample whose first tokens were copied.
+        at: number of copied response tokens.
+    """
 
     source: int
     at: int
 
 
 class Piece(NamedTuple):
-    """Location of some of a sample's tokens: bytes of a segment file of the run (rlsys/segments/records.py)."""
+    """Location of a record with tokens of a sample (rlsys/segments/records.py).
+
+    Attributes:
+        segment: name of the file, relative to RUN/segments.
+        offset: offset of the record in bytes.
+        length: length of the record in bytes.
+    """
 
     segment: str
     offset: int

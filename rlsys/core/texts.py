@@ -1,7 +1,7 @@
 """Sanitising of text from outside. Standard library only.
 
-JSON can contain a lone UTF-16 surrogate, for example one half of an emoji that was cut in two. Python's json reads
-it; tokenizers, sqlite and every UTF-8 encoder raise an error for it.
+JSON can contain a lone UTF-16 surrogate, for example half of an emoji that was cut in two. Python's json accepts it,
+but tokenizers, sqlite and each UTF-8 encoder raise an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def joined_text(text: str) -> str:
     """Return the text with surrogate pairs joined.
 
     Raises:
-        ValueError: it has a lone surrogate.
+        ValueError: the text has a lone surrogate.
     """
     try:
         return text if is_valid_text(text) else _join_surrogates(text, "strict")
@@ -43,7 +43,7 @@ def _join_surrogates(text: str, errors: str) -> str:
 
 
 def valid_json(value: Any) -> Any:
-    """Return a JSON value in which each text and each key is valid."""
+    """Return a copy of a JSON value in which each text and each key is `valid_text` of the original."""
     if isinstance(value, str):
         return valid_text(value)
     if isinstance(value, dict):
@@ -54,10 +54,10 @@ def valid_json(value: Any) -> Any:
 
 
 def load_json(text: str | bytes) -> Any:
-    """Parse JSON into a value with valid texts.
+    """Parse JSON, and return its `valid_json`.
 
     Raises:
-        ValueError: not JSON, or nested too deeply.
+        ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
         return valid_json(json.loads(text))
@@ -66,12 +66,12 @@ def load_json(text: str | bytes) -> Any:
 
 
 def error_text(error: BaseException) -> str:
-    """Return `str(error)`, or `<exception str() failed>` where its `__str__` raises."""
+    """Return `str(error)`, or `<exception str() failed>` if that raises."""
     return str(traceback.TracebackException(type(error), error, None, limit=0))
 
 
 def shorten(text: str, limit: int) -> str:
-    """Return at most `limit` characters of the text; a cut text ends with its length."""
+    """Return the text, truncated to `limit` characters; a truncated text ends with its original length."""
     if len(text) <= limit:
         return text
     suffix = f" ... ({len(text)} characters)"

@@ -10,13 +10,13 @@ class EngineAddress:
     """An engine to which the trainer sends weights.
 
     Attributes:
-        url: its address.
-        tp: its tensor-parallel size.
-        holds: the weight version that attestation has confirmed; -1 if none.
-        index: its number in the run's layout; None if it joined later.
-        key: its admin key; empty if it needs none.
-        epoch: number of this update on the engine, which refuses tensors with another one.
-        chain: number of the relay chain that ends with it, for an engine that joined later.
+        url: address of the engine.
+        tp: tensor-parallel size of the engine.
+        holds: weight version that attestation has confirmed on the engine; -1: none.
+        index: number of the engine in the run's layout; None: it joined later.
+        key: admin key of the engine; empty: it needs none.
+        epoch: number of this update on the engine, which refuses tensors of another update; None: none.
+        chain: number of the relay chain that ends with the engine, if it joined later.
     """
 
     url: str
@@ -30,15 +30,15 @@ class EngineAddress:
 
 @dataclass(slots=True)
 class WeightUpdate:
-    """Permission to send weights: created by begin_push, ended by end_push with the same version and engines.
+    """Permission to send weights, from begin_push until end_push with the same version and engines.
 
     A rolling update has one for each round.
 
     Attributes:
         weight_version: the version to send.
-        engines: the receivers.
-        canaries: token sequences on which trainer and engines are compared: real prompts and responses,
-            because on random tokens log-probs are so large that rounding alone exceeds a useful bound.
+        engines: the engines that receive the weights.
+        canaries: token sequences of prompts and responses on which log-probs of trainer and engines are compared.
+            Random tokens would be of no use: their log-probs are so large that rounding exceeds the bound.
     """
 
     weight_version: int
@@ -48,7 +48,12 @@ class WeightUpdate:
 
 @dataclass(slots=True)
 class Canary:
-    """A token sequence and the trainer's log-probs of its tokens 1, 2, ..., for attestation (invariant 8)."""
+    """A token sequence for attestation (invariant 8).
+
+    Attributes:
+        ids: the token ids, [n].
+        logp: the trainer's log-probs of the tokens after the first, [n - 1].
+    """
 
     ids: list[int]
     logp: list[float]

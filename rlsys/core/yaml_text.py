@@ -14,7 +14,7 @@ from rlsys.core.errors import UserError
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that rejects duplicate keys; YAML's own loader silently uses the last one."""
+    """Loader that rejects duplicate keys. PyYAML's loader uses the last one silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
@@ -29,7 +29,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writer that quotes texts that the reader would parse as numbers."""
+    """Dumper that quotes texts that `_Loader` would read as numbers."""
 
 
 for _class in (_Loader, _Dumper):
@@ -41,7 +41,7 @@ for _class in (_Loader, _Dumper):
 
 
 def dump_yaml(data: Any) -> str:
-    """Return `data` as a YAML document that `parse_yaml` converts back to the same value."""
+    """Return the YAML document that `parse_yaml` converts to `data`."""
     text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False)
     return text
 
@@ -51,11 +51,11 @@ def parse_yaml(text: str, source: str, *, position: bool = True) -> Any:
 
     Args:
         text: the document.
-        source: prefix of error messages.
-        position: add line and column to `source`.
+        source: start of the error's message.
+        position: whether the message has line and column.
 
     Raises:
-        UserError: invalid YAML of any kind; the message is one line.
+        UserError: the document is not valid YAML.
     """
     try:
         return yaml.load(text, _Loader)
@@ -67,5 +67,5 @@ def parse_yaml(text: str, source: str, *, position: bool = True) -> Any:
             source = f"{source}:{mark.line + 1}:{mark.column + 1}"
         problem = getattr(e, "problem", None) or " ".join(str(e).split())
         raise UserError(f"{source}: not valid YAML: {problem}") from None
-    except ValueError as e:  # a date or a number that Python cannot hold
+    except ValueError as e:  # a date or a number that Python cannot represent
         raise UserError(f"{source}: a value cannot be read: {e}") from None

@@ -1,4 +1,4 @@
-"""Prompt sources: `build_source(config, tokenizer)`; tokenizer and chat template; traces for warm starts."""
+"""Sources of training and held-out prompts, the tokenizer with its chat template, and the data of `rlsys sft`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlsys.data.tokenizer import Tokenizer
 
 
 def mixture(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Return a weighted mixture of several sources."""
+    """Build the mixture of the sources in `params` (MixtureParams)."""
     p = parse_params("data.params", MixtureParams, params)
     sources = []
     for index, part in enumerate(p.sources):
@@ -45,10 +45,13 @@ SOURCES: dict[str, Callable[..., PromptSource]] = {
 
 
 def build_source(config: Config, tokenizer: Tokenizer) -> PromptSource:
-    """Return the prompt source of `data.source`: the result of `function(config, tokenizer, **data.params)`.
+    """Call the function that data.source names as `function(config, tokenizer, **data.params)`.
+
+    Returns:
+        the prompt source that the function returns.
 
     Raises:
-        UserError: the name is unknown, or the source does not accept these parameters.
+        UserError: the name is unknown, or the function rejects a parameter.
     """
     source: PromptSource = call(
         "data.params",

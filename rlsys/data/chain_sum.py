@@ -1,7 +1,7 @@
-"""`chain_sum_tail`: sums of one-digit numbers, most short and some long, so that responses have a tail.
+"""`data.source: chain_sum_tail`: sums of small numbers; most are short and some are long.
 
-It combines two of reasoning-gym's `chain_sum` with different ranges of terms. A response that works line by line
-needs about seven tokens per term, so long problems take several times the mean, a workload for APRIL.
+The source combines two of reasoning-gym's `chain_sum` tasks with different numbers of terms. A solution line by line
+needs about seven tokens per term, so the responses to long sums take several times the mean: a workload for APRIL.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ChainSumParams(Section):
     long_share: Annotated[float, Field(ge=0, le=1)] = 0.15
     """Share of long problems."""
     digits: Annotated[int, Field(ge=1, le=4)] = 1
-    """Digits of a term."""
+    """Number of digits of a term."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -50,16 +50,21 @@ class ChainSumParams(Section):
         ]
 
     def source(self, tokenizer: Tokenizer, seed: int, eval_seed: int) -> ReasoningGymSource:
-        """Return the prompt source of sums, with prompts such as `4-1-7=`."""
+        """Return the source of prompts such as `4-1-7=`.
+
+        Args:
+            seed: seed of the training prompts.
+            eval_seed: seed of the held-out prompts.
+        """
         return ReasoningGymSource(self.tasks(), lambda e: expression(e) + "=", tokenizer, seed, eval_seed)
 
 
 def expression(entry: Entry) -> str:
-    """Return the expression of an entry, such as `4-1-7+2`, without the surrounding sentence."""
+    """Return the expression of a `chain_sum` entry, without spaces: `4-1-7+2`."""
     return str(entry["metadata"]["expression"]).replace(" ", "")
 
 
 def chain_sum_tail(config: Config, tokenizer: Tokenizer, **params: Any) -> ReasoningGymSource:
-    """Return the prompt source `chain_sum_tail`; `params` are those of ChainSumParams."""
+    """Build the prompt source from `params` (ChainSumParams)."""
     p = parse_params("data.params", ChainSumParams, params)
     return p.source(tokenizer, config.data.seed + config.run.seed, config.eval.seed)

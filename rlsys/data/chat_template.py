@@ -1,7 +1,8 @@
-"""Chat templates of Hugging Face model folders: jinja2's sandbox with transformers' functions, and with limits.
+"""Renderer of the chat templates of Hugging Face model folders: jinja2's sandbox with limits of time and size.
 
-A template is an untrusted program. It has `SECONDS` of CPU time for a chat, and none of its values may be larger than
-`MAX_LENGTH`. Loops and macros check the time; operators, filters and calls check sizes before and after they run.
+A template is an untrusted program. It may use `SECONDS` of CPU time for a chat, and none of its values may be larger
+than `MAX_LENGTH`. Loops and macros check the time; operators, filters and calls check sizes before and after they
+run. Templates can call the functions that transformers offers them.
 """
 
 from __future__ import annotations
@@ -24,29 +25,33 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rlsys.core.texts import joined_text
 
 SECONDS = 2.0
-"""CPU time of the thread, for one chat; real templates take milliseconds."""
+"""Maximum CPU time in seconds to render one chat; real templates take milliseconds."""
 MAX_LENGTH = 2**24
-"""Maximum characters of a text, items of a list, and value of a number that is used as a size."""
+"""Maximum number of characters of a text and of items of a list, and maximum numeric argument of a call."""
 MAX_BITS = 2**14
-"""Largest size of an integer in bits."""
+"""Maximum size of an integer in bits."""
 TEMPLATE_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
     MemoryError,
 )  # fmt: skip
-"""Errors of a template's expressions for messages that it does not expect."""
+"""Errors that a template raises for messages that it does not support."""
 _STEP, _SIZED, _PRINTED = "rlsys_step", "rlsys_sized", "rlsys_printed"
 _PRINTERS = frozenset(
     {"do_join", "sync_do_join", "_to_json", "soft_str", "do_pprint", "do_urlencode", "do_xmlattr"}
 )
-"""Filters that convert their whole value to text."""
+"""Names of the functions of filters that convert a whole list or mapping to text."""
 _WIDE = re.compile(r"\d{7}")
 
 
 class ChatTemplate:
-    """One template, compiled."""
+    """A compiled template."""
 
     def __init__(self, text: str) -> None:
-        """Raises jinja2.TemplateError."""
+        """Compile a template.
+
+        Raises:
+            jinja2.TemplateError: the syntax is invalid.
+        """
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
@@ -60,18 +65,22 @@ class ChatTemplate:
         self._template = environment.from_string(_add_checks(tree, environment))
 
     def render(self, **variables: Any) -> str:
-        """Render the template. Raises one of TEMPLATE_ERRORS."""
-        end = time.thread_time() + SECONDS
+        """Render the template with these variables.
 
-        def step() -> str:
-            if time.thread_time() > end:
+        Raises:
+            TEMPLATE_ERRORS: the template rejects the variables, exceeds a limit, or writes invalid Unicode.
+        """
+        deadline = time.thread_time() + SECONDS
+
+        def check_time() -> str:
+            if time.thread_time() > deadline:
                 raise jinja2.TemplateRuntimeError(f"it takes more than {SECONDS:g} s of CPU time")
             return ""
 
         pieces, size = [], 0
-        checks: dict[str, Any] = {_STEP: step, _SIZED: _sized, _PRINTED: _check_printed}
+        checks: dict[str, Any] = {_STEP: check_time, _SIZED: _sized, _PRINTED: _check_printed}
         for piece in self._template.generate(**variables, **checks):
-            step()
+            check_time()
             pieces.append(piece)
             size += len(piece)
             if size > MAX_LENGTH:
@@ -79,7 +88,7 @@ class ChatTemplate:
         try:
             return joined_text("".join(pieces))
         except ValueError as e:
-            raise jinja2.TemplateRuntimeError(f"it writes {e}") from None
+            raise jinja2.TemplateRuntimeError(f"its output is invalid: {e}") from None
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -107,20 +116,20 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _add_checks(tree: nodes.Template, environment: _Environment) -> nodes.Template:
-    """Insert calls of the checks into a template.
+    """Insert calls of the checks into a template's syntax tree, in place, and return the tree.
 
-    The clock is checked in each turn of a loop and each call of a macro, sizes where a value becomes text or is
-    assigned.
+    Each iteration of a loop and each call of a macro checks the CPU time. Each output and each assignment checks the
+    size of its value.
     """
 
     def call(name: str, *arguments: Any) -> nodes.Expr:
         return nodes.Call(nodes.Name(name, "load"), list(arguments), [], None, None)
 
-    plain = (nodes.TemplateData, nodes.Const)
+    constants = (nodes.TemplateData, nodes.Const)
     all_nodes = [tree, *tree.find_all(nodes.Node)]
     for node in all_nodes:
         if isinstance(node, nodes.Output | nodes.Concat):
-            node.nodes = [n if isinstance(n, plain) else call(_PRINTED, n) for n in node.nodes]
+            node.nodes = [n if isinstance(n, constants) else call(_PRINTED, n) for n in node.nodes]
         elif isinstance(node, nodes.Assign):
             node.node = call(_SIZED, node.node)
         elif isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock):
@@ -133,7 +142,7 @@ def _add_checks(tree: nodes.Template, environment: _Environment) -> nodes.Templa
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that raises TemplateError if a number or its result is too large."""
+    """Return the filter with checks: it raises TemplateError if a numeric argument or its result is too large."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -166,13 +175,23 @@ def _check_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
 
 def _check_format(text: str) -> None:
-    """Reject a format with a large width or precision, which is a number of characters."""
+    """Reject a format whose width or precision has seven or more digits: the result would have as many characters.
+
+    Raises:
+        jinja2.TemplateRuntimeError: the format has such a number.
+    """
     if _WIDE.search(text):
         _too_large()
 
 
 def _check_printed(value: Any) -> Any:
-    """Return `value`. Raises TemplateError if its text would be too large: lists may contain a list many times."""
+    """Return `value`, whose text a template needs.
+
+    The text may be larger than the value, because a list may contain another list many times.
+
+    Raises:
+        jinja2.TemplateRuntimeError: the text would be too large.
+    """
     if isinstance(value, list | tuple | dict):
         size, items = 0, [value]
         while items:
@@ -190,7 +209,11 @@ def _check_printed(value: Any) -> Any:
 
 
 def _sized(value: Any) -> Any:
-    """Return `value`. Raises TemplateError if it is too large."""
+    """Return `value`.
+
+    Raises:
+        jinja2.TemplateRuntimeError: the value is too large.
+    """
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         _too_large()
     _check_size(_length(value))
@@ -211,7 +234,8 @@ def _length(value: Any) -> int:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Tag `{% generation %}` of the assistant's text, for trainers that mask by it; it changes no text."""
+    """Parser of the tag `{% generation %}`, which some templates write around the assistant's text; it has no
+    effect."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it on the instance)
 

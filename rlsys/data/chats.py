@@ -1,9 +1,13 @@
 """Rows with answers, for `rlsys sft`: chats to imitate, pairs of answers to compare, answers labelled good or bad.
 
-Rows have TRL's formats: `messages`; or `prompt` with `completion`, with `chosen` and `rejected`, or with
-`completion` and `label`. An answer is a text that the model should generate after its turn was opened, or messages,
-which the chat template renders. If a row also has ids (`prompt_ids`, `completion_ids`, ...), as rows of `rlsys
-samples --rows` do, the ids are used.
+Rows have the formats of TRL, by source of the traces:
+    chats: `messages`, or `prompt` and `completion`.
+    pairs: `chosen` and `rejected`, and `prompt` unless they are whole chats.
+    labels: `prompt`, `completion` and `label`.
+
+An answer is a text that the model should generate after its turn was opened, or messages, which the chat template
+renders. If a row also has token ids (`prompt_ids`, `completion_ids`, ...), like the rows that `rlsys samples --rows`
+writes, the ids are used instead.
 """
 
 from __future__ import annotations
@@ -25,18 +29,18 @@ from rlsys.data.tokenizer import Tokenizer
 from rlsys.data.trace import Trace
 
 Batches = Callable[[int], list[Trace]]
-"""Function from a 0-based step to its traces, which are always the same."""
+"""Function that returns the traces of a 0-based step, the same ones for each call with this step."""
 _LARGEST_MARGIN = 1e6
-"""Bound of the difference of two rewards, which also excludes NaN and infinity."""
+"""Bound of the absolute value of a margin; it also excludes NaN and infinity."""
 
 
 class AnswerParams(Section):
     path: Paths
-    """File of JSON lines, JSON array or Parquet file, a folder or glob of them, or a list of these."""
+    """A file (JSON lines, a JSON array or Parquet), a folder or glob of files, or a list of these."""
     batch: Positive = 64
-    """Rows of one train step."""
+    """Number of rows of one train step."""
     shuffle_seed: NonNegative = 0
-    """Seed of the order, which changes with each epoch, in addition to data.seed and run.seed."""
+    """Seed of the order of the rows, in addition to data.seed and run.seed. The order changes with each epoch."""
 
 
 class ChatParams(AnswerParams):
@@ -45,8 +49,10 @@ class ChatParams(AnswerParams):
 
 
 def chats(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
-    """Return batches of rows with `messages` that end with the assistant's turn, or with `prompt` and
-    `completion`."""
+    """Return the batches of rows with a chat that ends with the assistant's turn, or with a prompt and a completion.
+
+    `params` are those of ChatParams.
+    """
     p = parse_params("sft.params", ChatParams, params)
 
     def traces(row: Entry, location: str) -> list[Trace]:
@@ -57,8 +63,10 @@ def chats(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
 
 
 def pairs(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
-    """Return batches of rows with `chosen` and `rejected`, with a `prompt` or as whole chats, and optional
-    `margin`."""
+    """Return the batches of rows with a chosen and a rejected answer, and optionally a margin between their rewards.
+
+    `params` are those of AnswerParams.
+    """
 
     def traces(row: Entry, location: str) -> list[Trace]:
         answers = [_answer(row, key, location, config, tokenizer) for key in ("chosen", "rejected")]
@@ -72,7 +80,10 @@ def pairs(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
 
 
 def labels(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
-    """Return batches of rows with `prompt`, `completion` and `label`, which is true for a good answer."""
+    """Return the batches of rows with a prompt, a completion and a label, which is true for a good completion.
+
+    `params` are those of AnswerParams.
+    """
 
     def traces(row: Entry, location: str) -> list[Trace]:
         answer = _answer(row, "completion", location, config, tokenizer)
@@ -85,7 +96,7 @@ def labels(config: Config, tokenizer: Tokenizer, **params: Any) -> Batches:
 
 
 class _Rows:
-    """Rows of files, in another order in each epoch."""
+    """Rows of files, shuffled anew in each epoch."""
 
     def __init__(
         self,
@@ -97,12 +108,15 @@ class _Rows:
         """Read and check the rows.
 
         Args:
-            keys: a row has at least the first of them.
-            traces: (row, its location for messages) -> its traces.
+            keys: keys of answers; each row has at least one of them.
+            traces: returns the traces of a row; its second argument is the row's location for messages.
+
+        Raises:
+            UserError: a file cannot be read, or a row has none of `keys`.
         """
         with of_field("sft.params"):
             self._table = read_rows(params.path)
-        for i in range(len(self._table)):  # now, not in the middle of the run
+        for i in range(len(self._table)):
             row = self._table.row(i)
             if not isinstance(row, dict) or not any(row.get(key) for key in keys):
                 present = ", ".join(row) if isinstance(row, dict) else describe_type(row)
@@ -118,7 +132,7 @@ class _Rows:
         Raises:
             UserError: a row is malformed, or too long for trainer.token_budget.
         """
-        out: list[Trace] = []
+        traces: list[Trace] = []
         for i in range(self._size):
             epoch, index = divmod(step * self._size + i, len(self._table))
             number = self._order(epoch)[index]
@@ -130,8 +144,8 @@ class _Rows:
                         f"{location}: {length} tokens; expected at most trainer.token_budget = {self._max_tokens}"
                     )
                 trace.pair = i
-                out.append(trace)
-        return out
+                traces.append(trace)
+        return traces
 
     def _epoch_order(self, epoch: int) -> list[int]:
         return sorted(range(len(self._table)), key=lambda i: stable_hash(*self._seed, epoch, i, bits=64))
@@ -140,7 +154,15 @@ class _Rows:
 def _answer(
     row: Entry, key: str, location: str, config: Config, tokenizer: Tokenizer, all_turns: bool = False
 ) -> Trace:
-    """Return the trace of the answer under `key` to the row's `prompt`; without one, `key` is the whole chat."""
+    """Return the trace of a row's answer.
+
+    Args:
+        key: key of the answer, or of a chat with prompt and answer if the row has no prompt.
+        all_turns: whether to train on all turns of the assistant, or on the last one only.
+
+    Raises:
+        UserError: the row is malformed; the message has its location.
+    """
     if f"{key}_ids" in row:
         return Trace(
             _ids(row, "prompt_ids", location, tokenizer), _ids(row, f"{key}_ids", location, tokenizer)
@@ -172,14 +194,16 @@ def _margin(value: Any, location: str) -> float:
         return 0.0
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_MARGIN:
         return float(value)
-    description = value if isinstance(value, float) else describe_type(value)
-    raise UserError(f"{location}: margin is {description}; expected a number below {_LARGEST_MARGIN:g}")
+    description = f"{value!r:.80}" if type(value) in (int, float) else describe_type(value)
+    limit = f"{_LARGEST_MARGIN:g}"
+    raise UserError(f"{location}: margin is {description}; expected a number between -{limit} and {limit}")
 
 
 def _ids(row: Entry, key: str, location: str, tokenizer: Tokenizer) -> list[int]:
     ids = row.get(key)
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        raise UserError(f"{location}: {key} is {describe_type(ids)}; expected a list of token ids, not empty")
+        description = "an empty list" if ids == [] else describe_type(ids)
+        raise UserError(f"{location}: {key} is {description}; expected a list of token ids, not empty")
     invalid = next((i for i in ids if not 0 <= i < tokenizer.vocab_size), None)
     if invalid is not None:
         raise UserError(f"{location}: {key} has token id {invalid}; expected 0 to {tokenizer.vocab_size - 1}")
@@ -193,20 +217,21 @@ def encode_answer(
     tools: list[dict[str, Any]] | None = None,
     all_turns: bool = False,
 ) -> Trace:
-    """Return the ids that the model should generate for an answer; each turn ends with its stop id.
+    """Encode a prompt and the ids that the model should generate for an answer, turn by turn as in a rollout.
 
-    The end of a turn is the last stop id that the chat template writes in it, or else the next role's token if that
-    is a stop id (GLM). An answer without either gets the tokenizer's turn_end_id. Turns are encoded one by one, as
-    in a rollout.
+    A turn ends with the last stop id that the chat template writes in it, or else with the next role's token if this
+    token is a stop id (GLM). If the answer then has no stop id at its end, it gets the tokenizer's turn_end_id.
 
     Args:
-        all_turns: train on all turns of the assistant in `answer`, else on the last one.
+        answer: text of one turn, or turns, of which the last one is the assistant's.
+        all_turns: whether to train on all turns of the assistant, or on the last one only.
 
     Raises:
-        UserError: the chat template changes earlier text when a turn is added.
+        UserError: the answer does not end with the assistant's turn, or the chat template changes earlier text when
+            a turn is added.
     """
-    so_far = tokenizer.apply_chat(prompt, tools=tools)
-    prompt_ids = tokenizer.encode(so_far)
+    text = tokenizer.apply_chat(prompt, tools=tools)
+    prompt_ids = tokenizer.encode(text)
     if isinstance(answer, str):
         return Trace(prompt_ids, _with_turn_end(tokenizer, tokenizer.encode(answer)))
     if answer[-1]["role"] != "assistant":
@@ -215,31 +240,47 @@ def encode_answer(
     trained: list[bool] = []
     stop_ids = tokenizer.stop_ids
     for i, message in enumerate(answer):
-        is_answer = message["role"] == "assistant"
-        text = tokenizer.apply_chat([*prompt, *answer[: i + 1]], generate=not is_answer, tools=tools)
-        if not text.startswith(so_far):
-            last = "; or imitate only the last turn (sft.params: {train: last})" if i else ""
-            raise UserError(
-                f"the chat template changes earlier text when turn {len(prompt) + i + 1} is added, so the text that "
-                f"the model would generate is undefined: the chat no longer starts with ...{so_far[-30:]!r}; use the "
-                f"earlier turns as prompt, and the text that the model generates after them as completion{last}"
-            )
-        piece = tokenizer.encode(text[len(so_far) :])
-        ends = [k + 1 for k, token in enumerate(piece) if token in stop_ids]
-        trained_tokens = (
-            (ends[-1] if ends else len(piece)) if is_answer and (all_turns or i == len(answer) - 1) else 0
-        )
-        if not is_answer and ends[:1] == [1] and trained and trained[-1] and ids[-1] not in stop_ids:
-            trained_tokens = 1  # the next role's mark ends the turn before it
-        ids += piece
-        trained += [True] * trained_tokens + [False] * (len(piece) - trained_tokens)
-        so_far = text
-    while not trained[-1]:  # text of the template after the end
-        ids.pop(), trained.pop()
+        is_assistant = message["role"] == "assistant"
+        earlier_text = text
+        text = tokenizer.apply_chat([*prompt, *answer[: i + 1]], generate=not is_assistant, tools=tools)
+        if not text.startswith(earlier_text):
+            raise UserError(_changed_text_error(earlier_text, len(prompt) + i + 1, answer_turn=i))
+        turn_ids = tokenizer.encode(text[len(earlier_text) :])
+        starts_with_stop = bool(turn_ids) and turn_ids[0] in stop_ids
+        trained_tokens = 0
+        if is_assistant and (all_turns or i == len(answer) - 1):
+            trained_tokens = _length_to_last_stop(turn_ids, stop_ids)
+        elif not is_assistant and starts_with_stop and trained and trained[-1] and ids[-1] not in stop_ids:
+            trained_tokens = 1  # the token of this role ends the assistant's turn
+        ids += turn_ids
+        trained += [True] * trained_tokens + [False] * (len(turn_ids) - trained_tokens)
+    while not trained[-1]:  # the template's text after the end of the last turn
+        ids.pop()
+        trained.pop()
     ids = _with_turn_end(tokenizer, ids)
     return Trace(prompt_ids, ids, trained + [True] * (len(ids) - len(trained)))
 
 
+def _changed_text_error(earlier_text: str, turn: int, answer_turn: int) -> str:
+    """Return the message for a template that changes earlier text.
+
+    Args:
+        turn: 1-based number of the added turn in the chat.
+        answer_turn: 0-based number of the added turn in the answer.
+    """
+    last = "; or imitate only the last turn (sft.params: {train: last})" if answer_turn else ""
+    return (
+        f"the chat template changes earlier text when turn {turn} is added, so the text that the model would "
+        f"generate is undefined: the chat no longer starts with ...{earlier_text[-30:]!r}; use the earlier turns as "
+        f"prompt, and the text that the model generates after them as completion{last}"
+    )
+
+
+def _length_to_last_stop(ids: list[int], stop_ids: frozenset[int]) -> int:
+    """Return the number of ids up to and including the last stop id; all of them if none is a stop id."""
+    return next((i + 1 for i in reversed(range(len(ids))) if ids[i] in stop_ids), len(ids))
+
+
 def _with_turn_end(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Return an answer with a stop id at its end."""
+    """Return the ids of an answer, followed by the tokenizer's turn_end_id unless they end with a stop id."""
     return ids if ids and ids[-1] in tokenizer.stop_ids else [*ids, tokenizer.turn_end_id]

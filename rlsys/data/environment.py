@@ -1,7 +1,7 @@
 """`data.source: environment`: the prompts of a single-turn `verifiers` environment, as prime-rl uses them.
 
-`load` names its `load_environment`. The source uses its data set, system prompt and few-shot examples, the reward
-`environment` its rubric. Only the environment's own module imports verifiers.
+`data.params.load` names the function that creates the environment. The source reads the environment's data set,
+system prompt and few-shot examples; the reward `environment` calls its rubric. rlsys does not import verifiers.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class EnvironmentParams(RowParams):
 
 
 def load_environment(params: dict[str, Any]) -> Any:
-    """Load the environment of `data.params`.
+    """Create the environment of data.params.
 
     Raises:
-        UserError: it is missing, or has several turns.
+        UserError: the function does not exist or fails, or the environment has several turns.
     """
     p = parse_params("data.params", EnvironmentParams, params)
     path = p.load if ":" in p.load else f"{p.load.rpartition('/')[2].replace('-', '_')}:load_environment"
@@ -54,7 +54,10 @@ def load_environment(params: dict[str, Any]) -> Any:
 
 
 def environment(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Return the prompts of a verifiers environment; its evaluation set, if any, is held out."""
+    """Build the source from `params` (EnvironmentParams).
+
+    Its held-out prompts are the environment's evaluation set, or else one in eight of its data set.
+    """
     verifiers_environment = load_environment(params)
     rows = _rows(verifiers_environment, "dataset")
     if not rows:
@@ -73,7 +76,13 @@ def environment(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSo
 
 
 def _rows(environment: Any, name: str) -> list[dict[str, Any]]:
-    """Return the rows of a data set with a chat as `prompt`: the row's, or system prompt, examples and question."""
+    """Return the rows of a data set of the environment; none if it does not have the data set.
+
+    A row without `prompt` gets one: the system prompt, the few-shot examples, and the row's question.
+
+    Args:
+        name: attribute of the environment with the data set.
+    """
     dataset = getattr(environment, name, None)
     first_messages = []
     if system := getattr(environment, "system_prompt", None):

@@ -1,4 +1,4 @@
-"""`chain_sum_faults`: worked sums with one wrong line or none, for the training of a judge that finds it."""
+"""`data.source: chain_sum_faults`: solutions of sums with at most one wrong line, to train a judge that finds it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ class FaultParams(ChainSumParams):
 
 
 class ChainSumFaults:
-    """Prompts that ask a judge for the first wrong line of solutions of `sums`.
+    """Prompts that ask a judge for the wrong line of a solution.
 
-    A flawed solution has one line with a wrong result and continues with the right one, so its final answer is right.
-    The entry of a prompt has `step`, the number of the wrong line or -1, and `steps`.
+    A flawed solution has a wrong result in one line. Its next line continues with the right result, so the final
+    answer is right. The entry of a prompt has two more keys:
+        step: 0-based number of the wrong line; -1: no line is wrong.
+        steps: number of lines.
     """
 
     def __init__(self, sums: PromptSource, tokenizer: Tokenizer, params: FaultParams, seed: int) -> None:
@@ -67,7 +69,7 @@ class ChainSumFaults:
 
 
 def chain_sum_faults(config: Config, tokenizer: Tokenizer, **params: Any) -> ChainSumFaults:
-    """Return the prompt source `chain_sum_faults`; `params` are those of FaultParams."""
+    """Build the prompt source from `params` (FaultParams)."""
     p = parse_params("data.params", FaultParams, params)
     seed = config.data.seed + config.run.seed
     return ChainSumFaults(p.source(tokenizer, seed, config.eval.seed), tokenizer, p, seed)

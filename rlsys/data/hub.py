@@ -1,7 +1,7 @@
-"""Data sets of the `datasets` library: a folder on disk, or one of a Hugging Face hub by its id.
+"""Data sets of the `datasets` library: folders on disk, and data sets of a Hugging Face hub.
 
-A data set of a hub is fetched (rlsys/core/hub.py) before the roles of a run start: by the trial of `rlsys explain`,
-`try`, `train` and `submit`.
+The trial of `rlsys explain`, `try`, `train` and `submit` downloads a data set of a hub (rlsys/core/hub.py) before the
+roles of a run start.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ _SAVED_FILES = ("state.json", "dataset_dict.json")
 def read_dataset(name: str, subset: str | None, split: str, revision: str | None) -> Arrow:
     """Read one split of a data set.
 
+    Args:
+        name: folder, or id of a data set on the hub.
+        subset: configuration of the data set; None: its only or default one.
+        revision: commit, tag or branch on the hub; None: the newest commit. A folder has none.
+
     Raises:
-        UserError: the data set, subset or split is unknown, or empty.
+        UserError: the data set, subset or split does not exist or cannot be read, or the split has no rows.
     """
     import datasets
 
@@ -42,22 +47,25 @@ def read_dataset(name: str, subset: str | None, split: str, revision: str | None
             if is_saved
             else datasets.load_dataset(str(folder), subset, split=split)
         )
-    except Exception as e:  # noqa: BLE001  (what a damaged folder makes the library raise)
+    except Exception as e:  # noqa: BLE001  (a damaged folder makes the library raise exceptions of any class)
         raise UserError(_load_error(name, subset, split, e)) from None
     if isinstance(rows, datasets.DatasetDict):
         if split not in rows:
             raise UserError(_no_split(name, split, list(rows)))
         rows = rows[split]
-    rows = rows.with_format(None)  # a saved one may have numpy's or torch's
+    rows = rows.with_format(None)  # a saved data set may have the format of numpy or torch
     if not len(rows):
         raise UserError(f"{name}, split {split}: no rows; expected at least one")
     return Arrow(rows, f"{name} ({split})")
 
 
 def fetch(name: str, revision: str | None) -> Path:
-    """Return the folder of a hub's data set, in the cache of huggingface_hub.
+    """Download a data set of the hub to the cache of huggingface_hub, and return its folder.
 
-    If HF_HUB_OFFLINE is set or the hub is unreachable, the cache is used. Raises UserError if it is not available.
+    If HF_HUB_OFFLINE is set or the hub is unreachable, only the cache is used.
+
+    Raises:
+        UserError: the id is invalid, or the data set is neither on the hub nor in the cache.
     """
     if not _HUB_ID.fullmatch(name):
         raise UserError(
@@ -67,12 +75,12 @@ def fetch(name: str, revision: str | None) -> Path:
 
 
 def head(name: str, revision: str | None) -> str | None:
-    """Return the commit of a hub's data set in the cache after `fetch`; None for a folder."""
+    """Download a data set of the hub, and return its commit; return None for a folder on disk."""
     return None if Path(name).exists() else fetch(name, revision).name
 
 
 def _load_error(name: str, subset: str | None, split: str, error: Exception) -> str:
-    """Return a message with the names that `datasets` lists in its error."""
+    """Return the message for an exception of `datasets`, with the existing names that the exception lists."""
     names = re.findall("'([^']*)'", str(error).partition("[")[2])
     if "split" in str(error) and names:
         return _no_split(name, split, names)

@@ -1,8 +1,8 @@
 """`data.source: mixture`: several prompt sources with weights.
 
-The seed and `index` determine the source of a prompt and its index there. So the mixture has no state, and a resumed
-run continues with the same prompts. Prompts are drawn in blocks: each block contains prompts of all sources in
-proportion to their weights, in a random order.
+The seed and a prompt's index determine the source of the prompt and its index in the source. So the mixture has no
+state, and a resumed run continues with the same prompts. Prompts are drawn in blocks: each block contains prompts of
+all sources in proportion to their weights, in a random order.
 """
 
 from __future__ import annotations
@@ -49,11 +49,23 @@ class MixtureParams(Section):
 
 
 class Mixture:
-    """Weighted mixture of sources. A prompt that is held out in one source is not trained from another table."""
+    """Weighted mixture of sources.
+
+    A prompt that one table of the mixture holds out is not trained from any of its tables.
+    """
 
     def __init__(
         self, sources: Sequence[PromptSource], weights: Sequence[float], names: Sequence[str], seed: int
     ) -> None:
+        """Combine the sources.
+
+        Args:
+            weights: weight of each source; a source's share of the prompts is its weight / the sum of the weights.
+            names: `data_source` of each source's prompts whose rows have none.
+
+        Raises:
+            UserError: a source has less than one prompt in a block, or all prompts of a table are held out.
+        """
         self.sources, self._names, self._seed = list(sources), list(names), seed
         self._counts = shares(weights)
         self._block = lru_cache(maxsize=4)(self._draw_block)
@@ -64,7 +76,7 @@ class Mixture:
 
     @property
     def data_sources(self) -> frozenset[str] | None:
-        """Values of `data_source` in the prompts' entries; None if those of a source are unknown in advance."""
+        """Values of `data_source` in the prompts' entries; None if the values of some source are unknown."""
         names: set[str] = set()
         for name, source in zip(self._names, self.sources, strict=True):
             if (source_names := known_data_sources(source)) is None:
@@ -73,30 +85,33 @@ class Mixture:
         return frozenset(names)
 
     def train(self, index: int) -> Prompt:
-        part, index_in_part = self._turn(index)
+        part, index_in_part = self._locate(index)
         return self._relabel(index, part, self.sources[part].train(index_in_part))
 
     def heldout(self, n: int) -> list[Prompt]:
         prompts: list[Prompt] = []
         draws = n
-        while len(prompts) < n:
-            turns = [self._turn(i) for i in range(draws)]
-            parts = [
-                self._heldout_of(
-                    part, 1 + max((index_in_part for p, index_in_part in turns if p == part), default=-1), n
-                )
-                for part in range(len(self.sources))
-            ]
-            different = {
-                parts[part][index_in_part].text: (part, parts[part][index_in_part])
-                for part, index_in_part in reversed(turns)
-            }
-            prompts = [
-                self._relabel(i, *part_and_prompt)
-                for i, part_and_prompt in enumerate(reversed(different.values()))
-            ]
+        while len(prompts) < n:  # sources may have prompts in common, which count once
+            prompts = self._draw_heldout(draws, n)
             draws += n
         return prompts[:n]
+
+    def _draw_heldout(self, draws: int, n: int) -> list[Prompt]:
+        """Return the different prompts among the first `draws` held-out prompts, in their order.
+
+        Args:
+            n: number of requested prompts, for the error.
+        """
+        locations = [self._locate(i) for i in range(draws)]
+        counts = [0] * len(self.sources)
+        for part, index_in_part in locations:
+            counts[part] = max(counts[part], index_in_part + 1)
+        heldout = [self._heldout_of(part, count, n) for part, count in enumerate(counts)]
+        parts_and_prompts: dict[str, tuple[int, Prompt]] = {}
+        for part, index_in_part in locations:
+            prompt = heldout[part][index_in_part]
+            parts_and_prompts.setdefault(prompt.text, (part, prompt))
+        return [self._relabel(i, part, prompt) for i, (part, prompt) in enumerate(parts_and_prompts.values())]
 
     def _heldout_of(self, part: int, count: int, n: int) -> list[Prompt]:
         try:
@@ -107,45 +122,52 @@ class Mixture:
                 n * e.count // count,
             ) from None
 
-    def _turn(self, index: int) -> tuple[int, int]:
-        """Return the source of this index, and the index within the source."""
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Return the number of the source of prompt `index`, and the prompt's index in the source."""
         block, position = divmod(index, BLOCK)
         part, rank = self._block(block)[position]
         return part, block * self._counts[part] + rank
 
     def _draw_block(self, block: int) -> list[tuple[int, int]]:
-        """Return (source, its earlier prompts in the block) for each position of a block."""
+        """Draw the sources of a block's prompts.
+
+        Returns:
+            for each prompt, the number of its source, and the number of earlier prompts of this source in the block.
+        """
         parts = [part for part, count in enumerate(self._counts) for _ in range(count)]
         order = sorted(range(BLOCK), key=lambda i: stable_hash(self._seed, "mixture", block, i, bits=64))
         counts = [0] * len(self._counts)
-        out = []
+        sources_and_ranks = []
         for i in order:
-            out.append((parts[i], counts[parts[i]]))
+            sources_and_ranks.append((parts[i], counts[parts[i]]))
             counts[parts[i]] += 1
-        return out
+        return sources_and_ranks
 
     def _relabel(self, index: int, part: int, prompt: Prompt) -> Prompt:
         return replace(prompt, index=index, entry={"data_source": self._names[part], **prompt.entry})
 
 
 def row_sources(source: PromptSource) -> list[RowSource]:
-    """Return the row sources that a source consists of."""
+    """Return the sources of tables in a source: itself, or the parts of a mixture, or none."""
     if isinstance(source, Mixture):
         return [table for part in source.sources for table in row_sources(part)]
     return [source] if isinstance(source, RowSource) else []
 
 
 def known_data_sources(source: PromptSource) -> frozenset[str] | None:
-    """Return the values of `data_source` of a source's prompts; None for a user's source, for which they are
-    unknown."""
+    """Return the values of `data_source` in the prompts of a source.
+
+    Returns:
+        "" stands for prompts without it; None if the values are unknown, as for a user's source.
+    """
     return source.data_sources if isinstance(source, Mixture | RowSource | ReasoningGymSource) else None
 
 
 def check_teachers(config: Config, source: PromptSource) -> None:
-    """Check that prompts have every name of algo.teacher.by_source.
+    """Check that each name in algo.teacher.by_source is the `data_source` of some prompts.
 
     Raises:
-        UserError: no prompt has a name.
+        UserError: no prompt has one of the names.
     """
     teacher = config.algo.teacher
     if teacher is None or not teacher.by_source or (data_sources := known_data_sources(source)) is None:
@@ -160,26 +182,26 @@ def check_teachers(config: Config, source: PromptSource) -> None:
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Return the number of each source's prompts in a block, by largest remainders.
+    """Return the number of each source's prompts in a block, rounded by the largest remainder method.
 
     Raises:
-        UserError: a source has none.
+        UserError: a source has less than one prompt in a block.
     """
-    exact = [w / sum(weights) * BLOCK for w in weights]
-    counts = [int(e) for e in exact]
-    by_rest = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
-    for i in by_rest[: BLOCK - sum(counts)]:
+    quotas = [w / sum(weights) * BLOCK for w in weights]
+    counts = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda i: counts[i] - quotas[i])
+    for i in by_remainder[: BLOCK - sum(counts)]:
         counts[i] += 1
     if 0 in counts:
         empty = counts.index(0)
         raise UserError(
-            f"data.params.sources[{empty}].weight = {weights[empty]:g}: less than one prompt in {BLOCK} of "
-            f"{sum(weights):g}; increase it, or remove the source"
+            f"data.params.sources[{empty}].weight = {weights[empty]:g}: less than one prompt in {BLOCK} for a sum of "
+            f"weights of {sum(weights):g}; increase the weight, or remove the source"
         )
     return counts
 
 
 def part_config(config: Config, part: Part) -> Config:
-    """Return the run's config with the section `data` of a part of the mixture."""
+    """Return the config with source, params and keys of one part of a mixture in its section `data`."""
     updates = {"source": part.source, "params": part.params, "keys": part.keys or config.data.keys}
     return config.model_copy(update={"data": config.data.model_copy(update=updates)})

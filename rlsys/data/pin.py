@@ -1,4 +1,4 @@
-"""Pinned commits of a hub's data sets, saved in the config: a resumed run keeps its data."""
+"""Pinned commits of a hub's data sets, which the run's config saves so that a resumed run reads the same data."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ _CONFIG = "config.yaml"
 
 
 def pin_data(config: Config) -> Config:
-    """Return the config with `revision` for each data set of a hub that has none.
+    """Return the config with a `revision` for each data set of a hub.
 
-    It is the one in the run folder, else the hub's newest, which is fetched.
+    An unset revision becomes the one in the run folder's config, or else the hub's newest commit, which is
+    downloaded.
 
     Raises:
-        UserError: the data set cannot be fetched.
+        UserError: a data set cannot be downloaded.
     """
     file = config.run.dir / _CONFIG
     previous = load_config(file).data.params if file.is_file() else {}
@@ -27,7 +28,13 @@ def pin_data(config: Config) -> Config:
 
 
 def _pinned(source: Any, params: Any, previous: Any) -> Any:
-    """Return the params with revisions. Malformed ones are unchanged: the source reports them."""
+    """Return the parameters of a source with revisions.
+
+    Malformed parameters are returned unchanged; the source reports them later.
+
+    Args:
+        previous: parameters of the source in the run folder's config; {}: none.
+    """
     if not isinstance(params, dict):
         return params
     if source == "mixture" and isinstance(parts := params.get("sources"), list):

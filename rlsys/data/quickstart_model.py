@@ -1,8 +1,9 @@
 """The quickstart's untrained model: `python -m rlsys.data.quickstart_model FOLDER [--seed 0]`.
 
-A Qwen3-MoE of 774,208 parameters (fp32, 3.1 MB) with random weights, and a tokenizer of single characters with 106
-tokens. Its tags are plain added tokens, because engines skip special tokens. `rlsys sft configs/quickstart_sft.yaml`
-trains it to write the steps of a sum (README.md of configs/models/quickstart-moe).
+The model is a Qwen3-MoE with 774,208 random parameters (float32, 3.1 MB). The tokenizer has 106 tokens: single
+characters, and tags such as <answer>. Tags are not special tokens, because engines omit special tokens from the text.
+`rlsys sft configs/quickstart_sft.yaml` trains the model to write the steps of a sum (README.md of
+configs/models/quickstart-moe).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def model_config() -> dict[str, object]:
         "model_type": "qwen3_moe",
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN,
-        "intermediate_size": 2 * HIDDEN,  # of dense layers, of which there are none; SGLang wants it
+        "intermediate_size": 2 * HIDDEN,  # SGLang requires it, although no layer is dense
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
@@ -73,7 +74,10 @@ def model_config() -> dict[str, object]:
 
 
 def random_weights(seed: int) -> dict[str, np.ndarray]:
-    """Return tensors by Hugging Face name: normally distributed with deviation INIT_STD, norms 1."""
+    """Return random tensors in float32 by their Hugging Face names.
+
+    Weights of norms are 1; other weights have a normal distribution with the standard deviation INIT_STD.
+    """
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
@@ -108,7 +112,7 @@ def random_weights(seed: int) -> dict[str, np.ndarray]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into the folder."""
     vocab = {token: i for i, token in enumerate((*SPECIAL, *TAGS, *CHARACTERS))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
@@ -124,7 +128,11 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_model(folder: Path, seed: int = 0) -> None:
-    """Write the model folder: config.json, generation_config.json, model.safetensors and the tokenizer's files."""
+    """Create the model folder with config.json, generation_config.json, model.safetensors and the tokenizer's files.
+
+    Args:
+        seed: seed of the weights.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", model_config())
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}

@@ -1,8 +1,8 @@
-"""A check of all rows of a run's data: `python -m rlsys.data.row_check --config RUN/config.yaml ...`.
+"""Check of all rows of a run's data: `python -m rlsys.data.row_check --config RUN/config.yaml ...`.
 
-Each row is read, rendered by the chat template and encoded, as in the run. The counts are cached by a fingerprint of
-the data and of the code that reads it, so that each table is checked once. The rollout process runs the command
-during the first steps (rlsys/rollout/row_checks.py); `rlsys explain` checks small tables itself.
+The check reads, renders and encodes each row as the run does. It caches the counts by a fingerprint of the data and
+of the code that reads it, so each table is checked once. The rollout process runs the command during the first steps
+(rlsys/rollout/row_checks.py); `rlsys explain` checks small tables itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlsys.engine_requests import Limits, RefusedPrompt
 _READERS = ("datasets", "jinja2", "msgspec", "pyarrow", "tokenizers")
 """Packages that read, render and encode rows."""
 MAX_LISTED_ROWS = 3
-"""Number of rows of each kind that are listed; further ones are only counted."""
+"""Maximum number of rows of each kind that a message lists."""
 ROWS_PER_PROCESS = 2000
 KINDS = {
     "too_long": "rows are too long, and are left out",
@@ -46,7 +46,13 @@ KINDS = {
 
 @dataclass
 class RowCounts:
-    """Number of rows of each of KINDS among `rows` rows, and the first rows of each kind."""
+    """Number of rows with a defect.
+
+    Attributes:
+        rows: number of checked rows.
+        counts: number of rows of each kind of defect (KINDS).
+        first: locations, or messages, of the first MAX_LISTED_ROWS rows of each kind.
+    """
 
     rows: int = 0
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
@@ -64,7 +70,7 @@ class RowCounts:
             self.first[kind] = (self.first[kind] + counts.first[kind])[:MAX_LISTED_ROWS]
 
     def lines(self) -> Iterator[str]:
-        """Yield messages, one per kind. Missing answers are reported only if some rows have answers."""
+        """Yield one message for each kind that occurs, but none about answers if no row has an answer."""
         for kind, text in KINDS.items():
             count = self.counts[kind]
             if count and not (kind == "unanswered" and count == self.rows):
@@ -73,7 +79,7 @@ class RowCounts:
 
 
 def check_rows(table: Table, keys: KeysConfig, tokenizer: Tokenizer, limits: Limits) -> RowCounts:
-    """Check all rows, on all CPUs."""
+    """Read, render and encode all rows of a table, on all CPUs, and count those with a defect."""
 
     def check(start: int, stop: int) -> RowCounts:
         counts = RowCounts(stop - start)
@@ -100,10 +106,13 @@ def check_rows(table: Table, keys: KeysConfig, tokenizer: Tokenizer, limits: Lim
 
 
 def row_counts(source: RowSource, limits: Limits, *, max_rows: int | None = None) -> RowCounts | None:
-    """Return the counts of the source's rows, including held-out ones, from the cache or by a check.
+    """Return the counts of the source's training and held-out rows, from the cache, or else from a check.
 
     Args:
-        max_rows: return None for a larger table whose counts are not in the cache.
+        max_rows: maximum number of rows to check; None: no limit.
+
+    Returns:
+        None if the cache has no counts and there are more than `max_rows` rows.
     """
     keyed_tables = [(source.rows, source.keys)]
     if source.held_rows is not source.rows:
@@ -129,7 +138,7 @@ def row_counts(source: RowSource, limits: Limits, *, max_rows: int | None = None
 
 
 def checking_files() -> list[Path]:
-    """Return the source files that read and check rows; the counts depend on them."""
+    """Return the source files on which the counts depend: the code that reads and checks rows."""
     rlsys = Path(__file__).parents[1]
     packages = (rlsys / "data", rlsys / "engine_requests")
     return [*(file for package in packages for file in sorted(package.glob("*.py"))), rlsys / "core/texts.py"]
@@ -152,11 +161,13 @@ def _fingerprint(tables: Sequence[Table], source: RowSource, limits: Limits) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="Checks all rows of a run's data; started by the rollout process."
+        description="Check all rows of a run's data; started by the rollout process."
     )
     parser.add_argument("--config", type=Path, required=True, help="resolved config of the run")
-    parser.add_argument("--vocab-size", type=int, required=True)
-    parser.add_argument("--context-length", type=int, required=True)
+    parser.add_argument("--vocab-size", type=int, required=True, help="number of ids of the model")
+    parser.add_argument(
+        "--context-length", type=int, required=True, help="maximum tokens of prompt and response"
+    )
     args = parser.parse_args()
     os.nice(19)
     config = load_config(args.config)

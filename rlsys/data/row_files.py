@@ -1,4 +1,4 @@
-"""Files that `path` names: a file, a folder of shards, or a glob."""
+"""Resolution of the paths of data files: a file, a folder of files, or a glob."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ENDINGS: dict[str, tuple[tuple[str, ...], ...]] = {
     "jsonl": ((".jsonl", ".ndjson"), (".json",)),
     "parquet": ((".parquet", ".pq"),),
 }
-"""Endings of files of rows in a folder; a later choice applies where the first matches none."""
+"""Endings of data files by format. The endings of the second group count only if no file has one of the first."""
 _COMPRESSED = ("", ".gz", ".gzip", ".zst", ".zstd")
 _MAGIC = re.compile(r"[*?\[]")
 _SPLIT = re.compile(
@@ -25,7 +25,7 @@ _SPLIT_ALIASES = {"valid": "validation", "val": "validation", "dev": "validation
 
 
 class PathError(UserError):
-    """A path of data files is invalid; `of_field` adds the name of the config field."""
+    """A path of data files is invalid. `of_field` adds the name of the config field to the message."""
 
 
 @contextmanager
@@ -38,11 +38,14 @@ def of_field(name: str) -> Iterator[None]:
 
 
 def row_files(paths: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:
-    """Return the files of `paths`; those of a folder or glob are sorted by name.
+    """Return the files of `paths`, each once; files of a folder or glob are sorted by name.
+
+    Args:
+        kind: format, which selects files in folders and globs by their endings.
 
     Raises:
-        UserError: a folder or a glob has no such files, a folder has files of several splits, or a file is beside its
-            compressed form.
+        PathError: a folder or glob has no files of this format, a folder has files of several splits, a link has no
+            target, or a file occurs both plain and compressed.
     """
     files_of_paths: list[Path] = []
     for path in paths:
@@ -69,35 +72,48 @@ def row_files(paths: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[
 
 
 def _in_folder(folder: Path, kind: Literal["jsonl", "parquet"]) -> list[Path]:
-    def hidden(file: Path) -> bool:
+    """Return the data files of a folder and its subfolders, without hidden ones."""
+
+    def is_hidden(file: Path) -> bool:
         return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
 
-    entries = [file for file in sorted(folder.rglob("*")) if not hidden(file)]
+    entries = [file for file in sorted(folder.rglob("*")) if not is_hidden(file)]
     _check_links(_with_endings(entries, kind))
     files = [file for file in entries if file.is_file()]
     rows = _rows(files, kind)
     endings = tuple(ending for group in _ENDINGS[kind] for ending in _endings_of(group))
     if not any(file.name.lower().endswith(endings) for file in rows):
         names = ", ".join(sorted({f.suffix or f.name for f in files})[:8]) or "nothing"
-        raise PathError(f"{folder}: a folder without {' or '.join(_ENDINGS[kind][0])} files; it has {names}")
+        expected = " or ".join(_ENDINGS[kind][0])
+        raise PathError(f"{folder}: a folder without {expected} files; its files: {names}")
     splits = {_split_of(file.relative_to(folder)) for file in rows} - {None}
     if len(splits) > 1:
         raise PathError(
             f"{folder}: a folder with files of the splits {', '.join(sorted(map(str, splits)))}; "
-            f"expected those of one, for example {folder}/*train*, or data.source = dataset"
+            f"expected the files of one split, for example {folder}/*train*, or data.source = dataset"
         )
     return rows
 
 
 def _check_links(files: Sequence[Path]) -> None:
-    """Check that no link points to a missing file, whose rows would be missing silently."""
+    """Check that the targets of symbolic links exist; the rows of a missing target would be omitted silently.
+
+    Raises:
+        PathError: a target does not exist.
+    """
     for file in files:
         if file.is_symlink() and not file.exists():
-            raise PathError(f"{file}: a link to {file.readlink()}; expected an existing file")
+            raise PathError(
+                f"{file}: a link to {file.readlink()}, which does not exist; expected an existing file"
+            )
 
 
 def _check_forms(files: Sequence[Path]) -> None:
-    """Check that no file exists both plain and compressed: its rows would count twice."""
+    """Check that no file occurs both plain and compressed, because its rows would then count twice.
+
+    Raises:
+        PathError: two files differ only in the ending of a compression.
+    """
     forms: dict[str, Path] = {}
     for file in files:
         plain = str(file).removesuffix(file.suffix if file.suffix in _COMPRESSED else "")
@@ -108,7 +124,7 @@ def _check_forms(files: Sequence[Path]) -> None:
 
 
 def _rows(files: Sequence[Path], kind: Literal["jsonl", "parquet"]) -> list[Path]:
-    """Return the files whose names identify them as data; all files if no name does."""
+    """Return the files with the endings of a format; all files if none has one of them."""
     return _with_endings(files, kind) or list(files)
 
 

@@ -1,4 +1,4 @@
-"""Prompt sources of rows: `jsonl`, `parquet` and `dataset`."""
+"""Prompt sources whose prompts are rows of a table: `jsonl`, `parquet` and `dataset`."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from rlsys.data.tables import Table, read_lines, read_parquet
 from rlsys.data.tokenizer import TextTooLong, Tokenizer
 
 ROWS_A_PROCESS = 50_000
-"""Number of rows from which an additional process is faster."""
+"""Number of rows for each process of a scan; for fewer, another process would not save time."""
 
 
-def _several(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
-Paths = Annotated[list[FilePath], BeforeValidator(_several), Field(min_length=1)]
+Paths = Annotated[list[FilePath], BeforeValidator(_as_list), Field(min_length=1)]
 
 
 class RowParams(Section):
     """Parameters of all sources of rows."""
 
     shuffle: bool = True
-    """Shuffle the rows in each epoch. false: the order of the rows."""
+    """Whether to shuffle the rows in each epoch; false: keep the order of the file."""
     shuffle_seed: NonNegative = 0
     """Seed of the order, in addition to data.seed and run.seed."""
     max_prompt_tokens: Positive | None = None
@@ -55,7 +55,7 @@ class RowParams(Section):
     """Keys of the held-out rows. Unset: those of data.keys."""
 
     def fit(self, prompt: Prompt) -> Prompt:
-        """Return the prompt, truncated or refused if it is longer than max_prompt_tokens."""
+        """Return the prompt; if it is longer than max_prompt_tokens, truncate or refuse it (overlong_prompts)."""
         limit, length = self.max_prompt_tokens, len(prompt.ids)
         if limit is None or length <= limit:
             return prompt
@@ -64,25 +64,24 @@ class RowParams(Section):
                 f"the prompt has {length} tokens, data.params.max_prompt_tokens = {limit} ({prompt.location})"
             )
             return replace(prompt, ids=[], refusal=reason, refusal_cause=CensorCause.PROMPT)
-        return replace(
-            prompt, ids=prompt.ids[-limit:] if self.overlong_prompts == "left" else prompt.ids[:limit]
-        )
+        ids = prompt.ids[-limit:] if self.overlong_prompts == "left" else prompt.ids[:limit]
+        return replace(prompt, ids=ids)
 
 
 class FileParams(RowParams):
     path: Paths
-    """File, folder or glob of files, or a list of these; JSON also as .gz or .zst.
-    Rows have `prompt` (a text or a chat) or `messages`, and what the reward needs."""
+    """A file, a folder or glob of files, or a list of these; JSON also as .gz or .zst.
+    Rows have `prompt` (a text or a chat) or `messages`, and the keys that the reward needs."""
     heldout_path: Paths | None = None
-    """The same for held-out prompts, JSON or Parquet by file name. Unset: one row in eight of `path`, by the hash of
-    its prompt."""
+    """Files of the held-out prompts; the file names determine the format. Unset: one row in eight of `path`, by the
+    hash of its prompt."""
 
 
 class DatasetParams(RowParams):
     name: str
     """Folder of a data set (written by save_to_disk, or with data files), or its id on a hub."""
     subset: str | None = None
-    """Configuration (subset) of a data set with several ones."""
+    """Configuration (subset) of the data set. Unset: its only or default one."""
     split: str = "train"
     """Split with the training prompts."""
     heldout_split: str | None = None
@@ -92,7 +91,16 @@ class DatasetParams(RowParams):
 
 
 class RowSource:
-    """Prompts of a table, by default shuffled in each epoch."""
+    """Prompts of a table, by default shuffled in each epoch.
+
+    Attributes:
+        rows: table of the training prompts.
+        held_rows: table of the held-out prompts, which may be the same.
+        keys: keys of `rows`.
+        heldout_keys: keys of `held_rows`.
+        held_keys: `split_hash` of the held-out prompts, [prompts].
+        held_is_trained: whether the held-out prompts are also trained (HeldOut.is_trained).
+    """
 
     def __init__(
         self,
@@ -102,6 +110,15 @@ class RowSource:
         heldout_table: Table | None,
         params: RowParams,
     ) -> None:
+        """Scan the rows, and split them into training and held-out prompts.
+
+        Args:
+            rows: table of the training prompts.
+            heldout_table: table of the held-out prompts; None: hold out one in eight prompts of `rows`.
+
+        Raises:
+            UserError: a row cannot be read, or all prompts are held out.
+        """
         self.keys, self.tokenizer = config.data.keys, tokenizer
         self.heldout_keys = self.keys
         if heldout_table is not None and params.heldout_keys is not None:
@@ -115,12 +132,15 @@ class RowSource:
         self.held_keys, self.held_is_trained = split.keys, split.is_trained
         self._heldout_numbers = split.rows
         self.data_sources: frozenset[str] | None = scan.data_sources
-        """Values of `data_source` in the rows; "" for none."""
+        """Values of `data_source` in the rows; "" stands for rows without it."""
         self._train = np.arange(len(rows))
         self.leave_out(self.held_keys)
 
     def leave_out(self, keys: np.ndarray) -> None:
-        """Exclude rows with these values of `split_hash` from training.
+        """Remove the rows of some prompts from the training prompts.
+
+        Args:
+            keys: `split_hash` of the prompts, [prompts].
 
         Raises:
             UserError: no row remains.
@@ -152,9 +172,10 @@ class RowSource:
         ]
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
-        """Return a permutation, from the raw stream of a bit generator, which is stable across numpy versions."""
+        """Return the order of the training rows in an epoch, [training rows]."""
         if not self._params.shuffle:
             return np.arange(len(self._train))
+        # The raw stream of a bit generator is the same in all versions of numpy; permutation() is not.
         generator = np.random.Philox(key=stable_hash(self._seed, epoch, bits=64))
         return np.argsort(generator.random_raw(len(self._train)), kind="stable")
 
@@ -162,16 +183,21 @@ class RowSource:
         return self._params.fit(prompt_of_row(table, number, keys, self.tokenizer, index))
 
     def longest(self, count: int) -> list[Prompt]:
-        """Return the training prompts of the rows with the longest texts, longest first.
+        """Return the `count` training prompts with the longest texts, longest first.
 
-        Each has its row's number as index.
+        The index of each prompt is the number of its row.
         """
         order = np.argsort(-self._lengths[self._train].astype(np.int64), kind="stable")[:count]
         return [self._prompt(i, self.rows, i, self.keys) for i in self._train[order].tolist()]
 
 
 def prompt_of_row(table: Table, number: int, keys: KeysConfig, tokenizer: Tokenizer, index: int) -> Prompt:
-    """Return the prompt of a row; a refused prompt if the row cannot be read."""
+    """Return the prompt of a row; a refused prompt if the row cannot be read or its text is too long.
+
+    Args:
+        number: number of the row in the table.
+        index: index of the prompt.
+    """
     location, row = table.location(number), None
     try:
         row = read_row(table.row(number), keys, location)
@@ -194,7 +220,13 @@ def prompt_of_row(table: Table, number: int, keys: KeysConfig, tokenizer: Tokeni
 
 @dataclass(frozen=True)
 class Scan:
-    """`split_hash` and length of the prompts of all rows of a table, [rows]."""
+    """Properties of the prompts of a table.
+
+    Attributes:
+        hashes: `split_hash` of each row's prompt, [rows].
+        lengths: characters of each row's `Row.key`, [rows].
+        data_sources: values of `data_source` in the rows; "" stands for rows without it.
+    """
 
     hashes: np.ndarray
     lengths: np.ndarray
@@ -202,14 +234,13 @@ class Scan:
 
 
 def scan_rows(table: Table, keys: KeysConfig) -> Scan:
-    """Scan all rows.
+    """Scan all rows of a table, in several processes if it is large.
 
     Raises:
-        RowError: a row has no prompt; the first one is reported.
+        RowError: a row has no valid prompt; the message has its location.
     """
-    read_row(
-        table.row(0), keys, table.location(0)
-    )  # whole: the columns of a table are those of its first row
+    # A wrong key concerns all rows of most tables, so the first row reports it before the scan.
+    read_row(table.row(0), keys, table.location(0))
     quick = QuickKeys(keys)
 
     def scan(start: int, stop: int) -> Scan:
@@ -237,18 +268,28 @@ def scan_rows(table: Table, keys: KeysConfig) -> Scan:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out prompts of a table."""
+    """Held-out prompts of a table.
+
+    Attributes:
+        keys: `split_hash` of the prompts that are never trained, [prompts].
+        rows: numbers of the rows with the held-out prompts, ascending, [held-out prompts].
+        is_trained: whether the held-out prompts are all prompts of the table, and are trained, because a split would
+            have left no training or no held-out prompt. `keys` is then empty.
+    """
 
     keys: np.ndarray
-    """`split_hash` of the prompts that are never trained, [prompts]."""
     rows: np.ndarray
-    """Their rows, in the order of the table."""
     is_trained: bool
-    """Whether evaluations use training prompts, because one side of a split would be empty."""
 
 
 def hold_out(rows: Scan, heldout_rows: Scan | None) -> HeldOut:
-    """Select the different prompts of `heldout_rows`, or one in eight of `rows` by the hash of its prompt."""
+    """Select the held-out prompts, each by its first row.
+
+    Args:
+        rows: scan of the training table.
+        heldout_rows: scan of the held-out table, whose prompts are all held out; None: hold out one in eight prompts
+            of `rows`, by the hash of the prompt.
+    """
     if heldout_rows is not None:
         keys, firsts = np.unique(heldout_rows.hashes, return_index=True)
         return HeldOut(keys, np.sort(firsts), is_trained=False)
@@ -260,10 +301,12 @@ def hold_out(rows: Scan, heldout_rows: Scan | None) -> HeldOut:
 
 
 def heldout_count(config: Config) -> int | None:
-    """Return the number of held-out prompts of data files, without a tokenizer; None for another source.
+    """Return the number of held-out prompts of `data.source` jsonl or parquet; None for other sources.
+
+    It needs no tokenizer.
 
     Raises:
-        UserError: The file or a row cannot be read.
+        UserError: a file or a row cannot be read.
     """
     read = FILE_READERS.get(config.data.source)
     if read is None:
@@ -276,17 +319,17 @@ def heldout_count(config: Config) -> int | None:
 
 
 def jsonl(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Return the prompts of files of JSON lines."""
+    """Build the source of JSON files from `params` (FileParams)."""
     return _file_source(read_lines, config, tokenizer, params)
 
 
 def parquet(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Return the prompts of Parquet files, including verl's."""
+    """Build the source of Parquet files, such as verl's, from `params` (FileParams)."""
     return _file_source(read_parquet, config, tokenizer, params)
 
 
 def dataset(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Return the prompts of a data set of the `datasets` library, on disk or on a hub."""
+    """Build the source of a data set of the `datasets` library from `params` (DatasetParams)."""
     p = parse_params("data.params", DatasetParams, params)
     rows = read_dataset(p.name, p.subset, p.split, p.revision)
     heldout_rows = read_dataset(p.name, p.subset, p.heldout_split, p.revision) if p.heldout_split else None
@@ -296,7 +339,7 @@ def dataset(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource
 def _reader_of(
     paths: Sequence[Path], default: Callable[[list[Path]], Table]
 ) -> Callable[[list[Path]], Table]:
-    """Return the reader for the file names' format; `default` if it is unknown or there are several."""
+    """Return the reader for the endings of `paths`; `default` if they are unknown or differ in format."""
     if all(path.suffix == ".parquet" for path in paths):
         return read_parquet
     return read_lines if all(path.suffix in (".json", ".jsonl") for path in paths) else default
@@ -312,6 +355,7 @@ def _file_source(
 def _read_files(
     read: Callable[[list[Path]], Table], params: dict[str, Any]
 ) -> tuple[Table, Table | None, FileParams]:
+    """Return the training table, the held-out table (None: data.params names none), and the parsed parameters."""
     p = parse_params("data.params", FileParams, params)
     with of_field("data.params"):
         heldout_rows = None if p.heldout_path is None else _reader_of(p.heldout_path, read)(p.heldout_path)

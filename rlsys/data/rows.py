@@ -1,7 +1,7 @@
-"""Reader of a data row: the chat that is the prompt, the right answer, the tools.
+"""Parser of a data row: prompt, right answer and tools.
 
-Rows have many forms: `prompt` is a text or a chat, and the answer has the key of slime, verl, TRL or a user.
-`data.keys` names other keys.
+The prompt of a row is a text or a chat. The keys of prompt, answer and tools are those of `data.keys`; by default,
+the keys of slime, verl and TRL are tried.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ Entry = dict[str, Any]
 Message = dict[str, Any]
 
 PROMPTS = ("prompt", "messages")
+"""Default keys of the prompt, in the order in which they are tried."""
 ANSWERS = ("answer", "label", "ground_truth", "reward_model.ground_truth")
-"""Keys of the right answer, in the order in which they are tried."""
+"""Default keys of the right answer, in the order in which they are tried."""
 _FORMS = ("", "s", *(f"_{form}{s}" for form in ("url", "path", "file", "data", "byte") for s in ("", "s")))
 MEDIA = (
     *(f"{kind}{form}" for kind in ("image", "video", "audio") for form in _FORMS),
     "media", "multi_modal_data", "multi_modal_inputs", "multimodal_data", "multimodal_inputs", "pixel_values",
 )  # fmt: skip
-"""Keys of images, sounds and films."""
+"""Keys of images, audio and video."""
 _LIKELY = ("question", "problem", "input", "instruction", "query", "conversations", "text")
-"""Frequent other names of a prompt, proposed in the error message."""
+"""Other keys that data sets use for the prompt; the error about a missing prompt proposes them."""
 _MAX_LISTED_KEYS = 12
 _MISSING = object()
 _quoted = json.encoder.encode_basestring_ascii
@@ -44,8 +45,10 @@ class Row:
     """Parsed row.
 
     Attributes:
-        question: the user's message where the chat has no other one, or empty.
-        entry: the row itself, with the right answer as `answer` if it has one.
+        messages: the prompt as a chat.
+        question: text of the prompt if it is a single user message, or else empty.
+        entry: the row, with the right answer as `answer` if it has one.
+        tools: function schemas; None: none.
     """
 
     messages: list[Message]
@@ -55,15 +58,18 @@ class Row:
 
     @property
     def key(self) -> str:
-        """Key that two rows with the same prompt share."""
+        """Text that identifies the prompt: rows with the same prompt have the same key."""
         return json.dumps(self.question or self.messages, default=str)
 
 
 def read_row(row: Any, keys: KeysConfig, location: str) -> Row:
-    """Parse a row. `location`: FILE:LINE of the row, for messages.
+    """Parse a row.
+
+    Args:
+        location: location of the row for messages, such as FILE:LINE.
 
     Raises:
-        RowError: the row has no prompt, or other content than text.
+        RowError: the row has no prompt, its chat is malformed, or it has media.
     """
     if not isinstance(row, dict):
         raise RowError(f"{location}: expected an object with prompt or messages, found {describe_type(row)}")
@@ -85,13 +91,13 @@ def read_row(row: Any, keys: KeysConfig, location: str) -> Row:
 
 
 class QuickKeys:
-    """Reads `Row.key` of rows without media and tools, without parsing the whole row.
+    """Computes `Row.key` of rows without media and tools, without parsing the whole row.
 
     Args:
         keys: the config's data.keys.
 
     Attributes:
-        names: the keys of a row whose values `key` reads; MEDIA, which few rows have, are the last.
+        names: the keys whose values `key` and `data_source` need; MEDIA come last.
     """
 
     def __init__(self, keys: KeysConfig) -> None:
@@ -109,13 +115,10 @@ class QuickKeys:
         self._answer = self._reader(keys.answer) if keys.answer else None
 
     def key(self, values: Sequence[Any]) -> str | None:
-        """Return the key of a row.
+        """Return `Row.key` of a row; None if `read_row` must parse it.
 
         Args:
-            values: the row's values of `names`; UNSET for those that it does not have.
-
-        Returns:
-            None for a row that only `read_row` can parse.
+            values: the row's values of `names`, with UNSET for a missing key.
         """
         media = values[self._media :]
         if media != self._no_media and any(media):
@@ -135,12 +138,19 @@ class QuickKeys:
         return _chat_key(prompt) if type(prompt) is list else None
 
     def data_source(self, values: Sequence[Any]) -> str:
-        """Return the row's data_source; empty for none."""
+        """Return the row's data_source; empty if it has none.
+
+        Args:
+            values: the same values as for `key`.
+        """
         value = values[self._data_source]
         return "" if value is UNSET else str(value)
 
     def _reader(self, path: str) -> Callable[[Sequence[Any]], Any]:
-        """Return a function that returns the value at `a` or `a.b`; UNSET if there is none."""
+        """Return a function from the values of `names` to the value at `path`, such as `a` or `a.b`.
+
+        It returns UNSET if the row has no such value.
+        """
         full_path = itemgetter(self._indices[path])
         name = path.partition(".")[0]
         if name == path:
@@ -158,7 +168,10 @@ class QuickKeys:
 
 
 def _chat_key(messages: list[Any]) -> str | None:
-    """Return `json.dumps(messages)`, or that of the only user's text; None if only `read_row` can parse them."""
+    """Return `Row.key` of a chat; None if `read_row` must parse it.
+
+    The key is `json.dumps(messages)`, or `json.dumps` of the text of a single user message.
+    """
     parts = []
     role = content = None
     for message in messages:
@@ -181,10 +194,13 @@ def _chat_key(messages: list[Any]) -> str | None:
 
 
 def check_texts(value: Any, location: str) -> None:
-    """Check that no text of a row has a lone surrogate, which no tokenizer or file can encode.
+    """Check that no text in a row has a lone surrogate, which tokenizers and files cannot encode.
+
+    Args:
+        value: the row, or a value in it.
 
     Raises:
-        RowError: a text has one.
+        RowError: a text has a lone surrogate.
     """
     pending = [value]
     while pending:
@@ -201,38 +217,40 @@ def check_texts(value: Any, location: str) -> None:
 
 
 def json_row(row: Entry, location: str) -> Entry:
-    """Return a row as JSON values for another program: keys become texts, numpy's values Python's.
+    """Convert a row so that JSON can represent it, for another program.
 
-    Values of other types, such as dates, are sent as texts.
+    Keys become texts, and values of numpy become values of Python. Values of other types, such as dates, remain; the
+    JSON encoder must convert them to texts.
 
     Raises:
-        RowError: JSON would lose a value or a key; the message names it.
+        RowError: two keys have the same text, or a value is bytes; the message has the path of the value.
     """
 
     def convert(value: Any, path: str) -> Any:
         if isinstance(value, dict):
-            out: Entry = {}
+            converted: Entry = {}
             for key, item in value.items():
                 name = key if isinstance(key, str) else json.dumps(key, default=str)
                 item_path = f"{path}.{name}" if path else name
-                if name in out:
+                if name in converted:
                     raise RowError(f"{location}: {item_path:.80} is the name of two keys in JSON; rename one")
-                out[name] = convert(item, item_path)
-            return out
+                converted[name] = convert(item, item_path)
+            return converted
         if isinstance(value, list | tuple):
             return [convert(item, f"{path}[{i}]") for i, item in enumerate(value)]
         if isinstance(value, bytes | bytearray | memoryview):
             raise RowError(
-                f"{location}: {path:.80} is bytes, which JSON cannot hold; expected a text, as base64"
+                f"{location}: {path:.80} is bytes, which JSON cannot represent; expected a text, for example base64"
             )
         return convert(value.tolist(), path) if hasattr(value, "tolist") else value
 
-    converted: Entry = convert(row, "")
-    return converted
+    json_entry: Entry = convert(row, "")
+    return json_entry
 
 
 def _is_media(value: Any) -> bool:
-    """Return whether a value is an image, a sound or a film as `datasets` stores or decodes it, or a list of them."""
+    """Return whether a value is media, or a list of media: an image, audio or video that `datasets` stored or
+    decoded."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, dict):
         return first.keys() == {"bytes", "path"} and any(first.values())
@@ -240,7 +258,7 @@ def _is_media(value: Any) -> bool:
 
 
 def find(row: Entry, path: str) -> Any:
-    """Return the value at `a` or `a.b`; _MISSING if there is none."""
+    """Return the row's value at a path, such as `a` or `a.b`; _MISSING if the row has no such value."""
     if path in row:
         return row[path]
     value: Any = row
@@ -271,20 +289,20 @@ def _prompt(row: Entry, key: str | None, location: str) -> str | list[Any]:
 
 
 def read_messages(messages: list[Any], location: str) -> list[Message]:
-    """Parse a chat.
+    """Parse a chat: join the text parts of each message, and remove the keys that are null.
 
     Raises:
-        RowError: an item is not a message.
+        RowError: an item is not a message, or a message has other content than text.
     """
     return [_message(m, location) for m in messages]
 
 
 def _message(message: Any, location: str) -> Message:
-    """Parse a message, without keys that have no value: in a table every message has the keys of all messages."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RowError(
             f'{location}: a message is {str(message)[:80]!r}; expected {{"role": ..., "content": ...}}'
         )
+    # In a table, each message has the keys of all messages.
     fields = {k: v for k, v in message.items() if v is not None}
     content = fields.get("content", "")
     if isinstance(content, list):
@@ -299,6 +317,11 @@ def _message(message: Any, location: str) -> Message:
 
 
 def _with_answer(row: Entry, key: str | None, location: str) -> Entry:
+    """Return a copy of the row with the right answer as `answer`, or without `answer` if it has none.
+
+    Args:
+        key: data.keys.answer; None: ANSWERS.
+    """
     for path in (key,) if key else ANSWERS:
         answer = find(row, path)
         if answer is not _MISSING and answer is not None:
@@ -309,24 +332,27 @@ def _with_answer(row: Entry, key: str | None, location: str) -> Entry:
 
 
 def tools_of(row: Entry, key: str | None, location: str) -> list[dict[str, Any]] | None:
-    """Return the schemas of a row's functions; None without any.
+    """Return a row's function schemas; None if it has none.
+
+    Args:
+        key: data.keys.tools; None: "tools".
 
     Raises:
-        RowError: the value is not a list of schemas.
+        RowError: the row lacks `key`, or the value is not a list of schemas, or JSON of one.
     """
     tools = find(row, key or "tools")
     if tools is _MISSING and key:
         raise RowError(_no_key("tools", key, row, location))
-    if tools is _MISSING or tools is None:  # null in the rows of a table whose other rows have some
+    if tools is _MISSING or tools is None:
         return None
-    if isinstance(tools, str):  # tables keep schemas as texts: columns have one type
+    if isinstance(tools, str):  # schemas differ in type, so tables store them as JSON
         try:
             tools = load_json(tools)
         except ValueError as e:
             raise RowError(f"{location}: {key or 'tools'} is a text that is not JSON: {e}") from None
     if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
         raise RowError(
-            f"{location}: {key or 'tools'}: expected a list of function schemas, found {describe_type(tools)}"
+            f"{location}: {key or 'tools'} is {describe_type(tools)}; expected a list of function schemas"
         )
     return tools or None
 
@@ -354,7 +380,7 @@ def _names(row: Entry) -> str:
 
 
 def describe_type(value: Any) -> str:
-    """Describe the type of a row's value for messages."""
+    """Return the type of a value for messages, with its article: "a list"."""
     names = {
         dict: "an object",
         list: "a list",

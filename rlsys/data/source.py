@@ -1,8 +1,8 @@
-"""Prompt sources: random access to training prompts, and a held-out set that is never trained.
+"""Interface of prompt sources, the split into training and held-out prompts, and the source `reasoning_gym`.
 
-`train(index)` depends only on (seed, index), so a source has no state: the ledger's next group id is the data
-position, and a resumed run continues with the same prompts. A hash of the problem's text assigns it to training or
-held-out prompts, so both are disjoint for any seeds, number of held-out prompts and run.
+A prompt source has no state: `train(index)` depends on the seed and the index only. The next index is the ledger's
+next group id, so a resumed run continues with the same prompts. A hash of the problem's text assigns a problem to
+training or to the held-out prompts, so no held-out prompt is trained, for any seed and number of held-out prompts.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rlsys.core.types import Prompt
 from rlsys.data.tokenizer import Tokenizer
 
 HELDOUT_ONE_IN = 8
-"""One in this many problems, by the hash of its text, is held out."""
+"""The hash of its text selects one problem in this many as a held-out one."""
 SPLIT_SHIFT = 33
-"""The upper 31 bits of `split_hash` determine the side."""
+"""Bits of `split_hash` below those that select held-out problems."""
 HELDOUT_PROMPTS = 128
-"""Held-out prompts of an evaluation whose `prompts` is unset, if the source has as many."""
+"""Maximum number of prompts of an evaluation whose `prompts` is unset."""
 ATTEMPTS = 1000
-"""Number of draws for a prompt after which a source counts as having no more problems on the required side."""
+"""Maximum number of draws for a new training or held-out problem."""
 
 _quoted = json.encoder.encode_basestring_ascii
 Entry = dict[str, Any]
@@ -40,20 +40,26 @@ Render = Callable[[Entry], str]
 
 class PromptSource(Protocol):
     def train(self, index: int) -> Prompt:
-        """Return the training prompt of an index >= 0; it is always the same."""
+        """Return the training prompt of an index >= 0. Calls with the same index return the same prompt."""
         ...
 
     def heldout(self, n: int) -> list[Prompt]:
-        """Return the first `n` different held-out prompts. They are always the same, and a prefix of a longer
-        list."""
+        """Return `n` different held-out prompts. The list for a larger `n` starts with the same prompts.
+
+        Raises:
+            TooFewPrompts: the source has fewer than `n`.
+        """
         ...
 
 
 def draw_heldout(source: PromptSource, count: int | None) -> list[Prompt]:
-    """Return `count` held-out prompts; None: HELDOUT_PROMPTS, or as many as the source has if these are fewer.
+    """Return held-out prompts.
+
+    Args:
+        count: number of prompts; None: HELDOUT_PROMPTS, or all that the source has if it has fewer.
 
     Raises:
-        UserError: The source has fewer than `count`, or none.
+        UserError: the source has fewer than `count` held-out prompts, or none.
     """
     if count is not None:
         return source.heldout(count)
@@ -72,35 +78,51 @@ def is_heldout(problem: str) -> bool:
 
 
 def split_hash(problem: str) -> int:
-    """Return `stable_hash("split", problem, bits=64)`, which identifies a text and determines its side."""
+    """Return `stable_hash("split", problem, bits=64)`, which identifies a problem, and decides if it is held out."""
     digest = hashlib.blake2b(f'["split", {_quoted(problem)}]'.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
 
 @dataclass(frozen=True)
 class Task:
-    """One reasoning-gym task: its name, its arguments and its share of the prompts."""
+    """One reasoning-gym task.
+
+    Attributes:
+        name: name of the task in reasoning-gym.
+        share: weight of the task among the tasks of a source.
+        args: arguments of the task.
+        size: number of items of one reasoning-gym dataset; further prompts come from datasets with other seeds.
+    """
 
     name: str
     share: float = 1.0
     args: dict[str, Any] = field(default_factory=dict)
     size: int = 10_000
-    """Items of one reasoning-gym dataset; prompts beyond it come from a dataset of another seed."""
 
 
 class ReasoningGymSource:
-    """Prompts from reasoning-gym tasks. `render`: function from an entry to the user's message."""
+    """Prompts from reasoning-gym tasks."""
 
     data_sources: frozenset[str] | None = frozenset([""])
-    """Values of `data_source` in its prompts' entries: none."""
+    """Values of `data_source` in the prompts' entries; "" stands for entries without it."""
 
     def __init__(
         self, tasks: Sequence[Task], render: Render, tokenizer: Tokenizer, seed: int, eval_seed: int
     ) -> None:
+        """Load the tasks.
+
+        Args:
+            render: returns the user's message for an entry.
+            seed: seed of the training prompts.
+            eval_seed: seed of the held-out prompts.
+
+        Raises:
+            UserError: a task does not exist, or rejects its arguments.
+        """
         self._tasks, self._render, self._tokenizer = list(tasks), render, tokenizer
         self._train_stream, self._heldout_stream = f"train {seed}", f"heldout {eval_seed}"
         self._dataset = lru_cache(maxsize=32)(_dataset)
-        for task in self._tasks:  # reports a wrong name or argument before the start
+        for task in self._tasks:
             self._dataset(task.name, json.dumps(task.args), task.size, 0)
 
     def train(self, index: int) -> Prompt:
@@ -136,18 +158,22 @@ class ReasoningGymSource:
         return prompts
 
     def _draw(self, stream: str, index: int, attempt: int) -> Entry:
-        """Return the entry of (stream, index, attempt); tasks are chosen in proportion to their shares."""
-        pick = (
-            stable_hash(stream, "task", index, attempt, bits=53) / 2**53 * sum(t.share for t in self._tasks)
-        )
-        for task in self._tasks:
-            pick -= task.share
-            if pick < 0:
-                break
+        """Return the entry of (stream, index, attempt)."""
+        task = self._draw_task(stream, index, attempt)
         block, item = divmod(index, task.size)
         seed = stable_hash(stream, task.name, block, attempt)
         entry: Entry = self._dataset(task.name, json.dumps(task.args), task.size, seed)[item]
         return entry
+
+    def _draw_task(self, stream: str, index: int, attempt: int) -> Task:
+        """Draw a task with a probability proportional to its share."""
+        total = sum(task.share for task in self._tasks)
+        remainder = stable_hash(stream, "task", index, attempt, bits=53) / 2**53 * total
+        for task in self._tasks:
+            remainder -= task.share
+            if remainder < 0:
+                break
+        return task
 
     def _prompt(self, index: int, entry: Entry) -> Prompt:
         question = self._render(entry)
@@ -159,12 +185,16 @@ class ReasoningGymSource:
 
 
 def _dataset(name: str, args: str, size: int, seed: int) -> Any:
-    """Return a reasoning-gym dataset.
+    """Create a reasoning-gym dataset.
+
+    Args:
+        args: arguments of the task, as JSON.
+        size: number of items.
 
     Raises:
-        UserError: the task rejects its arguments; the message has the task's reason.
+        UserError: the task does not exist, or rejects its arguments; the message has reasoning-gym's reason.
     """
-    import reasoning_gym  # 1.5 s to import; only where a source needs it
+    import reasoning_gym  # the import takes 1.5 s
 
     try:
         return reasoning_gym.create_dataset(name, size=size, seed=seed, **json.loads(args))
@@ -180,11 +210,11 @@ class ReasoningGymParams(Section):
     instruction: str = "Give the final answer between <answer> and </answer>."
     """Text after the question in the user's message."""
     size: Positive = 10_000
-    """Items per generated dataset; lower it for tasks that prepare all their items beforehand."""
+    """Number of items of a generated dataset. Lower it for tasks that generate all items in advance."""
 
 
 def reasoning_gym(config: Config, tokenizer: Tokenizer, **params: Any) -> PromptSource:
-    """Return the prompt source of a reasoning-gym task."""
+    """Build the source of one reasoning-gym task from `params` (ReasoningGymParams)."""
     p = parse_params("data.params", ReasoningGymParams, params)
 
     def render(entry: Entry) -> str:

@@ -1,7 +1,7 @@
 """Tables of rows: JSON lines, JSON arrays, Parquet, and data sets of the `datasets` library.
 
-A table contains the bytes of its files, or Arrow's buffers, and the position of each row; a row is converted to
-Python objects when it is read. `columns` reads a few keys of all rows, several times as fast as `row`.
+A table holds the bytes of its files, or Arrow's buffers, and the position of each row. `row` converts one row to
+Python objects; `columns` reads a few keys of all rows, several times as fast.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ _UNICODE = {
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
-"""Byte order marks of other encodings; that of UTF-32 begins as that of UTF-16 does."""
+"""Byte order marks of other encodings. UTF-32 comes first, because its mark starts with the mark of UTF-16."""
 _BOM = codecs.BOM_UTF8
 _CHUNK = 2**25
+"""Bytes that a scan of a file reads at once."""
 _ROWS_AT_ONCE = 10_000
 _LONGEST_INTEGER = 4000
-"""Digits; Python neither reads nor writes integers of more than 4,300."""
+"""Maximum number of digits of an integer; Python converts at most 4,300."""
 
 Data = bytes | mmap.mmap
 
@@ -48,38 +49,48 @@ Data = bytes | mmap.mmap
 class Table(Protocol):
     @property
     def name(self) -> str:
-        """Paths or data set, for messages."""
+        """The paths, or the data set and its split, for messages."""
         ...
 
     def __len__(self) -> int: ...
 
     def row(self, number: int) -> Any:
-        """Return row `number`, from 0.
+        """Return a row.
+
+        Args:
+            number: 0-based number of the row.
 
         Raises:
-            RowError: it cannot be read.
+            RowError: the row cannot be read.
         """
         ...
 
     def location(self, number: int) -> str:
-        """Return the location of a row for messages: FILE:LINE, or FILE, row NUMBER."""
+        """Return the location of a row for messages, "FILE:LINE" or "NAME, row NUMBER"."""
         ...
 
     def columns(self, names: Collection[str], start: int = 0, stop: int | None = None) -> Iterator[Any]:
-        """Yield the values of `names` of rows `start` to `stop`: a tuple with UNSET for missing ones.
+        """Yield the values of some keys of each row.
 
-        A row that only `row` can read is yielded as a whole, not as a tuple.
+        Args:
+            names: the keys.
+            start: number of the first row.
+            stop: number after the last row; None: all further rows.
+
+        Yields:
+            the tuple of the row's values of `names`, with UNSET for a missing key; or the whole row, if only `row`
+            can read it.
         """
         ...
 
     @property
     def digest(self) -> str:
-        """Digest of the content."""
+        """Digest of the content, in hexadecimal."""
         ...
 
 
 class Lines:
-    """Rows of files of JSON."""
+    """The rows of JSON files, in the order of the files."""
 
     def __init__(self, files: Sequence[JsonFile], name: str) -> None:
         self._files = files
@@ -89,17 +100,18 @@ class Lines:
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
-    def _at(self, number: int) -> tuple[JsonFile, int]:
+    def _locate(self, number: int) -> tuple[JsonFile, int]:
+        """Return the file of row `number`, and the number of the row in the file."""
         file = int(np.searchsorted(self._firsts, number, side="right")) - 1
         return self._files[file], number - int(self._firsts[file])
 
     def row(self, number: int) -> Any:
-        file, index = self._at(number)
-        return file.row(index)
+        file, number_in_file = self._locate(number)
+        return file.row(number_in_file)
 
     def location(self, number: int) -> str:
-        file, index = self._at(number)
-        return file.location(index)
+        file, number_in_file = self._locate(number)
+        return file.location(number_in_file)
 
     def columns(self, names: Collection[str], start: int = 0, stop: int | None = None) -> Iterator[Any]:
         fields = [(f"f{i}", Any, msgspec.UNSET) for i in range(len(names))]
@@ -114,7 +126,7 @@ class Lines:
                 try:
                     yield astuple(decode(data[a:b]))
                 except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-                    yield file.row(number)  # no object, or JSON as Python alone reads it
+                    yield file.row(number)  # not an object, or JSON that only Python's json accepts
 
     @cached_property
     def digest(self) -> str:
@@ -123,11 +135,13 @@ class Lines:
 
 @dataclass(frozen=True)
 class JsonFile:
-    """File of JSON rows.
+    """A file of JSON rows.
 
     Attributes:
-        starts, ends: bytes of each row, [rows].
-        lines: the line of each row, from 1, [rows].
+        data: the decompressed content.
+        starts: offset of the first byte of each row in `data`, [rows].
+        ends: offset after the last byte of each row, [rows].
+        lines: 1-based line of each row, [rows].
     """
 
     path: Path
@@ -151,19 +165,16 @@ class JsonFile:
         except UnicodeDecodeError as e:
             raise RowError(f"{self.location(number)}: not UTF-8 text: {e.reason} at byte {e.start}") from None
         except json.JSONDecodeError as e:
-            is_one_object = (
-                self.lines[number] == 1 and data[:1] in (b"{", b"[") and _is_json(bytes(self.data))
-            )
-            hint = (
-                "; the file is one JSON object, expected one a line, or an array"
-                if is_one_object
-                else f": {e}"
-            )
-            raise RowError(f"{self.location(number)}: not JSON{hint}") from None
+            starts_object = self.lines[number] == 1 and data[:1] in (b"{", b"[")
+            if starts_object and _is_json(bytes(self.data)):
+                reason = "; the file is one JSON object, expected one a line, or an array"
+            else:
+                reason = f": {e}"
+            raise RowError(f"{self.location(number)}: not JSON{reason}") from None
 
 
 def _integer(digits: str) -> int | str:
-    """Return an integer, or its digits as text if they are too many for Python."""
+    """Return the integer, or its digits as text if Python cannot convert that many."""
     return int(digits) if len(digits) <= _LONGEST_INTEGER else digits
 
 
@@ -172,10 +183,13 @@ _SEPARATOR = re.compile(r"[\s,]*")
 
 
 def read_lines(paths: Sequence[Path]) -> Lines:
-    """Read files of JSON lines, or of one JSON array each; folders and globs of them; plain, gzip or zstd.
+    """Read JSON files: each has one row a line, or is one array of rows, plain or compressed by gzip or zstd.
+
+    Args:
+        paths: files, and folders and globs of files.
 
     Raises:
-        UserError: a file cannot be read; the message names it.
+        UserError: a file cannot be read, or there are no rows; the message has the path.
     """
     files = [_read_json(path) for path in row_files(paths, "jsonl")]
     table = Lines([file for file in files if len(file)], ", ".join(map(str, paths)))
@@ -188,18 +202,32 @@ def _read_json(path: Path) -> JsonFile:
     data = _content(path)
     if data[:4] == _PARQUET:
         raise UserError(f"{path}: a Parquet file; expected JSON, or data.source = parquet")
-    for mark, encoding in _UNICODE.items():
-        if data[: len(mark)] == mark:
-            try:
-                data = data[:].decode(encoding).encode()
-            except UnicodeError as e:
-                raise UserError(f"{path}: cannot read: not {encoding.upper()} text: {e}") from None
-            break
+    data = _to_utf8(path, data)
     newlines = _newlines(path, data)
     if bytes(data[:_CHUNK]).removeprefix(_BOM).lstrip()[:1] == b"[":
         array = _array(path, data, newlines)
         if array is not None:
             return array
+    return _json_lines(path, data, newlines)
+
+
+def _to_utf8(path: Path, data: Data) -> Data:
+    """Convert a text with the byte order mark of UTF-16 or UTF-32 to UTF-8; return other data unchanged.
+
+    Raises:
+        UserError: the text does not have the encoding of its mark.
+    """
+    for mark, encoding in _UNICODE.items():
+        if data[: len(mark)] == mark:
+            try:
+                return data[:].decode(encoding).encode()
+            except UnicodeError as e:
+                raise UserError(f"{path}: cannot read: not {encoding.upper()} text: {e}") from None
+    return data
+
+
+def _json_lines(path: Path, data: Data, newlines: np.ndarray) -> JsonFile:
+    """Locate the rows of JSON lines: all lines that are not blank, without a byte order mark."""
     starts = np.concatenate([[0], newlines + 1])
     ends = np.concatenate([newlines, [len(data)]])
     lines = np.arange(1, len(starts) + 1)
@@ -208,7 +236,7 @@ def _read_json(path: Path) -> JsonFile:
     first[is_row] = np.frombuffer(data, np.uint8)[starts[is_row]] if len(data) else 0
     for i in np.flatnonzero(is_row & (first != ord("{"))).tolist():
         line = data[starts[i] : ends[i]]
-        if line.startswith(_BOM):  # also in the middle, where files were joined
+        if line.startswith(_BOM):  # concatenated files have marks in the middle, too
             starts[i] += len(_BOM)
             line = line[len(_BOM) :]
         is_row[i] = bool(line.strip())
@@ -216,30 +244,37 @@ def _read_json(path: Path) -> JsonFile:
 
 
 def _array(path: Path, data: Data, newlines: np.ndarray) -> JsonFile | None:
-    """Locate the rows of a file that is one JSON array; None for JSON lines that are arrays."""
+    """Locate the rows of a file that is one JSON array. Return None if each line is an array.
+
+    Raises:
+        UserError: the file is not JSON; the message has path and line.
+    """
     body: Data = data
     try:
         if data[: len(_BOM)] == _BOM:
             body = data[len(_BOM) :]
-        spans, at = [], len(data) - len(body)
+        spans = []
+        start = len(data) - len(body)
         for raw in msgspec.json.decode(body, type=list[msgspec.Raw]):
             row = bytes(raw)
-            at = data.find(row, at)
-            spans.append((at, at + len(row)))
-            at += len(row)
+            start = data.find(row, start)
+            spans.append((start, start + len(row)))
+            start += len(row)
     except (msgspec.MsgspecError, RecursionError):
         end = int(newlines[0]) if len(newlines) else len(data)
         if end < len(data) and _is_json(bytes(data[:end]).removeprefix(_BOM)):
             return None
-        return _array_of_python(path, data)
-    return _spans(path, data, spans, newlines)
+        return _parse_array(path, data)
+    extents = np.array(spans, np.int64).reshape(-1, 2)
+    lines = np.searchsorted(newlines, extents[:, 0]) + 1
+    return JsonFile(path, data, extents[:, 0], extents[:, 1], lines)
 
 
-def _array_of_python(path: Path, data: Data) -> JsonFile:
-    """Read an array with Python's json, which accepts more input, for example NaN.
+def _parse_array(path: Path, data: Data) -> JsonFile:
+    """Locate the rows of a JSON array with Python's json, which accepts more input than msgspec, for example NaN.
 
     Raises:
-        UserError: it is not JSON; the message has file and line.
+        UserError: the file is not JSON; the message has path and line.
     """
     text = bytes(data).decode().removeprefix("\ufeff")
     try:
@@ -249,10 +284,13 @@ def _array_of_python(path: Path, data: Data) -> JsonFile:
     except RecursionError:
         raise UserError(f"{path}: not JSON: nested too deeply") from None
     rows: list[bytes] = []
-    lines, line, at, end = [], 1, 0, text.index("[") + 1
+    lines: list[int] = []
+    line = 1  # of the last row's start
+    start, end = 0, text.index("[") + 1  # of the last row
     for _ in range(count):
-        start = _SEPARATOR.match(text, end).end()  # type: ignore[union-attr]
-        line, at = line + text.count("\n", at, start), start
+        next_start = _SEPARATOR.match(text, end).end()  # type: ignore[union-attr]
+        line += text.count("\n", start, next_start)
+        start = next_start
         _, end = _DECODER.raw_decode(text, start)
         rows.append(text[start:end].encode())
         lines.append(line)
@@ -261,17 +299,11 @@ def _array_of_python(path: Path, data: Data) -> JsonFile:
     return JsonFile(path, b"".join(rows), ends - sizes, ends, np.array(lines, np.int64))
 
 
-def _spans(path: Path, data: Data, spans: Sequence[tuple[int, int]], newlines: np.ndarray) -> JsonFile:
-    extents = np.array(spans, np.int64).reshape(-1, 2)
-    lines = np.searchsorted(newlines, extents[:, 0]) + 1
-    return JsonFile(path, data, extents[:, 0], extents[:, 1], lines)
-
-
 def _newlines(path: Path, data: Data) -> np.ndarray:
-    """Return the positions of line feeds.
+    """Return the offsets of the line feeds in `data`, [line feeds].
 
     Raises:
-        UserError: the text is not UTF-8; the message has the line.
+        UserError: the text is not UTF-8; the message has path and line.
     """
     if not _is_utf8(data):
         raise UserError(_not_utf8(path, data))
@@ -283,7 +315,7 @@ def _newlines(path: Path, data: Data) -> np.ndarray:
 
 
 def _is_utf8(data: Data) -> bool:
-    """Return whether data is UTF-8. Arrow checks it ten times as fast as Python decodes it, without a copy."""
+    """Return whether `data` is UTF-8."""
     if len(data) <= _CHUNK:
         try:
             data[:].decode()
@@ -292,6 +324,7 @@ def _is_utf8(data: Data) -> bool:
         return True
     import pyarrow
 
+    # Arrow is ten times as fast as Python's decoder, and makes no copy.
     ends = pyarrow.py_buffer(np.array([0, len(data)], np.int64))
     text = pyarrow.Array.from_buffers(pyarrow.large_binary(), 1, [None, ends, pyarrow.py_buffer(data)])
     try:
@@ -302,14 +335,14 @@ def _is_utf8(data: Data) -> bool:
 
 
 def _not_utf8(path: Path, data: Data) -> str:
-    """Return the message for the first byte that is not UTF-8 text."""
+    """Return the message for the first byte at which `data` is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, len(data), _CHUNK):
         try:
             decoder.decode(data[start : start + _CHUNK], final=start + _CHUNK >= len(data))
         except UnicodeDecodeError as e:
-            at = max(start + e.start - len(decoder.getstate()[0]), 0)
-            line = 1 + sum(data[i : min(i + _CHUNK, at)].count(b"\n") for i in range(0, at, _CHUNK))
+            offset = max(start + e.start - len(decoder.getstate()[0]), 0)
+            line = 1 + sum(data[i : min(i + _CHUNK, offset)].count(b"\n") for i in range(0, offset, _CHUNK))
             return f"{path}:{line}: cannot read: not UTF-8 text: {e.reason}"
     raise AssertionError("unreachable")
 
@@ -318,11 +351,11 @@ def _content(path: Path) -> Data:
     """Return the decompressed content of a file.
 
     Raises:
-        UserError: it cannot be read; the message has its path.
+        UserError: the file cannot be read or decompressed; the message has its path.
     """
     head = _head(path, 6)
     if head[:3] == b"BZh" or head[:6] == b"\xfd7zXZ\x00" or head[:4] == b"PK\x03\x04":
-        raise UserError(f"{path}: unsupported compression; expected plain, .gz or .zst")
+        raise UserError(f"{path}: compressed by bzip2, xz or zip; expected plain, .gz or .zst")
     try:
         with path.open("rb") as file:
             if head[:2] == b"\x1f\x8b":
@@ -347,34 +380,23 @@ def _head(path: Path, size: int) -> bytes:
 
 
 def read_parquet(paths: Sequence[Path]) -> Arrow:
-    """Read Parquet files with the same columns, and folders and globs of them.
+    """Read Parquet files. Columns that some files lack are null in the rows of these files.
+
+    Args:
+        paths: files, and folders and globs of files.
 
     Raises:
-        UserError: a file cannot be read, or has other columns; the message has its path.
+        UserError: a file cannot be read, a column has incompatible types in two files, or there are no rows; the
+            message has the path.
     """
     import pyarrow
-    import pyarrow.parquet
 
     tables = []
     columns: dict[str, tuple[Any, Path]] = {}
     for path in row_files(paths, "parquet"):
-        if _head(path, len(_PARQUET)) != _PARQUET:
-            raise UserError(f"{path}: expected a Parquet file; for JSON lines use data.source = jsonl")
-        try:
-            tables.append(pyarrow.parquet.read_table(path, partitioning=None))
-        except (pyarrow.ArrowException, OSError) as e:
-            raise UserError(f"{path}: cannot read: {' '.join(str(e).split())}") from None
-        for field in tables[-1].schema:
-            common, origin = columns.get(field.name, (pyarrow.null(), path))
-            try:
-                merged = _common_type(field.name, common, field.type)
-            except _DifferentTypes as e:
-                name, first, second = e.args
-                raise UserError(
-                    f"{path}: column {name} is {shorten(str(second), 200)}; "
-                    f"in {origin} it is {shorten(str(first), 200)}"
-                ) from None
-            columns[field.name] = merged, path if common == pyarrow.null() else origin
+        table = _parquet_table(path)
+        _merge_types(columns, table.schema, path)
+        tables.append(table)
     try:
         table = pyarrow.concat_tables([_cast(t, columns) for t in tables], promote_options="default")
     except pyarrow.ArrowException as e:
@@ -384,15 +406,56 @@ def read_parquet(paths: Sequence[Path]) -> Arrow:
     return Arrow(table, ", ".join(map(str, paths)))
 
 
+def _parquet_table(path: Path) -> Any:
+    """Read one Parquet file as a pyarrow.Table."""
+    import pyarrow
+    import pyarrow.parquet
+
+    if _head(path, len(_PARQUET)) != _PARQUET:
+        raise UserError(f"{path}: expected a Parquet file; for JSON lines use data.source = jsonl")
+    try:
+        return pyarrow.parquet.read_table(path, partitioning=None)
+    except (pyarrow.ArrowException, OSError) as e:
+        raise UserError(f"{path}: cannot read: {' '.join(str(e).split())}") from None
+
+
+def _merge_types(columns: dict[str, tuple[Any, Path]], schema: Any, path: Path) -> None:
+    """Extend the types of the columns, in place, so that they also represent those of the file `path`.
+
+    Args:
+        columns: type of each column, and the first file that has values in it.
+        schema: pyarrow.Schema of the file.
+
+    Raises:
+        UserError: no type represents a column of all files.
+    """
+    import pyarrow
+
+    for field in schema:
+        common, origin = columns.get(field.name, (pyarrow.null(), path))
+        try:
+            merged = _common_type(field.name, common, field.type)
+        except _DifferentTypes as e:
+            name, first, second = e.args
+            raise UserError(
+                f"{path}: column {name} is {shorten(str(second), 200)}; "
+                f"in {origin} it is {shorten(str(first), 200)}; expected one type"
+            ) from None
+        columns[field.name] = merged, path if common == pyarrow.null() else origin
+
+
 class _DifferentTypes(Exception):
-    """A column has values of different types in two files: its name, and both types."""
+    """No type represents the values of both types. The arguments are the column and the two types."""
 
 
 def _common_type(name: str, a: Any, b: Any) -> Any:
-    """Return a type that represents the values of both types without loss.
+    """Return a pyarrow type that represents the values of both types without loss.
+
+    Args:
+        name: path of the column, for the error.
 
     Raises:
-        _DifferentTypes: there is none.
+        _DifferentTypes: no such type exists.
     """
     import pyarrow
     import pyarrow.types as kinds
@@ -440,7 +503,7 @@ def _stored_type(kind: Any) -> Any:
 
 
 def _cast(table: Any, columns: dict[str, tuple[Any, Path]]) -> Any:
-    """Cast columns whose types differ from the common ones."""
+    """Return the table with the types in `columns` (_merge_types)."""
     for number, field in enumerate(table.schema):
         kind, _ = columns[field.name]
         if field.type != kind:
@@ -449,10 +512,10 @@ def _cast(table: Any, columns: dict[str, tuple[Any, Path]]) -> Any:
 
 
 def read_rows(paths: Sequence[Path]) -> Table:
-    """Read files of JSON or Parquet, by their content.
+    """Read files, all JSON or all Parquet. The content of the first file determines the format.
 
     Raises:
-        UserError: a file cannot be read.
+        UserError: a file cannot be read, or there are no rows.
     """
     try:
         first = row_files(paths, "parquet")[0]
@@ -463,7 +526,7 @@ def read_rows(paths: Sequence[Path]) -> Table:
 
 @dataclass(frozen=True)
 class Arrow:
-    """Rows of a `pyarrow.Table`, of a `datasets.Dataset`, or of a list."""
+    """The rows of a `pyarrow.Table`, a `datasets.Dataset` or a list, and their name for messages."""
 
     rows: Any
     name: str
@@ -476,7 +539,7 @@ class Arrow:
             if hasattr(self.rows, "to_pylist"):
                 return self.rows.slice(number, 1).to_pylist()[0]
             return self.rows[number]
-        except Exception as e:  # noqa: BLE001  (of a codec, a clock, an image: they have no class in common)
+        except Exception as e:  # noqa: BLE001  (codecs, time zones and images raise exceptions of any class)
             reason = shorten(f"{type(e).__name__}: {e}", 500)
             raise RowError(f"{self.location(number)}: cannot be read: {reason}") from None
 
@@ -498,7 +561,8 @@ class Arrow:
                     _values(table.column(n).combine_chunks()) if n in present else absent for n in names
                 ]
             except (ArithmeticError, LookupError, OSError, ValueError, pyarrow.ArrowException):
-                yield from map(self.row, range(first, first + len(table)))  # the row with that value says it
+                # The caller gets the whole rows; the row with the defective value raises an error with its location.
+                yield from map(self.row, range(first, first + len(table)))
             else:
                 yield from zip(*columns, strict=True)
 
@@ -528,11 +592,11 @@ class Arrow:
 
 
 def _values(array: Any) -> Any:
-    """Convert like `to_pylist`, several times as fast for texts, lists and structs of them."""
+    """Return the result of `array.to_pylist()`, but faster for texts, and for lists and structs of texts."""
     import pyarrow
     import pyarrow.types as kinds
 
-    if isinstance(array, pyarrow.ChunkedArray):  # of no rows
+    if isinstance(array, pyarrow.ChunkedArray):  # combine_chunks returns one for an empty column
         return array.to_pylist()
     if kinds.is_string(array.type) or kinds.is_large_string(array.type):
         return array.to_numpy(zero_copy_only=False).tolist()
@@ -554,7 +618,7 @@ def _values(array: Any) -> Any:
 
 
 def _unzstd(data: bytes) -> bytes:
-    """Decompress all frames of a file. Skippable frames, which pzstd writes first, have no content.
+    """Decompress all frames of a zstd file, without its skippable frames, which have no content.
 
     Raises:
         ZstdError: a frame is damaged or truncated.

@@ -1,10 +1,10 @@
-"""Text <-> ids of a Hugging Face model folder, with its chat template. No torch, no transformers in this process.
+"""Tokenizer and chat template of a Hugging Face model folder, without torch and transformers.
 
 The tokenizer is AutoTokenizer's, converted to a tokenizer.json (rlsys/core/tokenizer_files.py), and jinja2 renders
 templates (rlsys/data/chat_template.py). Tests compare both with transformers, which would import torch into the
 rollout process.
 
-Token in, token out: a response is decoded for its reward only; decoded text is never encoded again.
+A response is decoded for its reward only; decoded text is never encoded again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rlsys.core.tokenizer_files import chat_templates, read_config, token_text, 
 from rlsys.data.chat_template import TEMPLATE_ERRORS, ChatTemplate
 
 LONGEST_CHARACTER = 4
-"""Maximum bytes of a character in UTF-8, each of which may be an id."""
+"""Maximum number of bytes of a character in UTF-8, and so of ids that form one character."""
 ALWAYS_READ = 1_000_000
-"""Characters; a longer text is tokenized only if the model's context may hold it. It takes seconds in the event loop
-that all samples share."""
+"""Number of characters up to which a text is always encoded. A longer text takes seconds in the event loop that all
+samples share, and is encoded only if it may fit the model's context."""
 _ANY_CONTEXT = 2**20
-"""Tokens, where config.json names no context."""
+"""Context in tokens if config.json has no `max_position_embeddings`."""
 _QUESTION, _ANSWER = "RLSYS-QUESTION", "RLSYS-ANSWER"
 
 
@@ -41,11 +41,7 @@ class TextTooLong(ValueError):
 
 
 class Tokenizer:
-    """The tokenizer and the chat template of the folder `path`.
-
-    Raises:
-        UserError: a file is missing or cannot be read; the message has its path.
-    """
+    """The tokenizer and the chat template of a model folder."""
 
     def __init__(
         self,
@@ -59,7 +55,10 @@ class Tokenizer:
         Args:
             path: model folder.
             chat_args: variables of the chat template in addition to the messages (data.chat_template_args).
-            trust_remote_code: whether the folder's own code may convert a tokenizer without tokenizer.json.
+            trust_remote_code: whether the folder's own code may run, to convert a tokenizer without tokenizer.json.
+
+        Raises:
+            UserError: a file is missing or cannot be read; the message has its path.
         """
         self.path = Path(path)
         self.chat_args = dict(chat_args or {})
@@ -68,8 +67,8 @@ class Tokenizer:
         try:
             self._fast = FastTokenizer.from_file(str(file))
         except Exception as e:  # noqa: BLE001  (the Rust library raises bare Exception)
-            raise UserError(f"{file}: not a tokenizer file: {e}") from None
-        # Padding and truncation that some folders ship would change what a prompt is.
+            raise UserError(f"{file}: expected a file of the tokenizers library: {e}") from None
+        # Some folders set padding and truncation, which would change the ids of a prompt.
         self._fast.no_padding()
         self._fast.no_truncation()
         config = read_config(source)
@@ -80,21 +79,24 @@ class Tokenizer:
         }
         self.eos_token, self.eos_id = self._eos()
         self.special_ids = frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
-        """Ids of special tokens, for example the end of a turn, which are not text."""
-        marks = {t.content for t in self._fast.get_added_tokens_decoder().values() if t.special}
-        self._marks = re.compile(
-            "|".join(re.escape(m) for m in sorted(marks, key=len, reverse=True)) or r"(?!)"
+        """Ids of special tokens, for example the end of a turn."""
+        special = {t.content for t in self._fast.get_added_tokens_decoder().values() if t.special}
+        self._special = re.compile(
+            "|".join(re.escape(text) for text in sorted(special, key=len, reverse=True)) or r"(?!)"
         )
         self.vocab_size: int = self._fast.get_vocab_size(with_added_tokens=True)
         self._template_text = chat_templates(source, config)
         if self._template_text is None and source != self.path:
-            self._template_text = chat_templates(
-                self.path, {}
-            )  # in a file of processors, which AutoTokenizer skips
+            # AutoTokenizer does not read the files of processors, which may contain the template.
+            self._template_text = chat_templates(self.path, {})
         self._template: dict[str, ChatTemplate] | None = None
 
     def _eos(self) -> tuple[str, int]:
-        """Return text and id of the end token: the tokenizer's, or, without one, the model's first stop id."""
+        """Return the text and id of the tokenizer's eos token, or of the model's smallest stop id if it has none.
+
+        Raises:
+            UserError: tokenizer.json does not contain the eos token, or the folder names no stop id.
+        """
         if (token := self._names.get("eos_token")) is not None:
             if (number := self._fast.token_to_id(token)) is None:
                 raise UserError(
@@ -111,17 +113,18 @@ class Tokenizer:
 
     @classmethod
     def of(cls, config: Config) -> Tokenizer:
-        """Load the tokenizer of the config's model, with the config's chat arguments."""
+        """Load the tokenizer of model.path, with data.chat_template_args."""
         chat_args = config.data.chat_template_args
         return cls(config.model.path, chat_args, trust_remote_code=config.model.trust_remote_code)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Ids with which the model ends a response: those of the folder, the tokenizer's eos, and the end of a turn
-        in the chat template.
+        """Ids with which the model ends a response.
+
+        They are the stop ids of the folder's config files, the tokenizer's eos, and `turn_end_id`.
 
         Raises:
-            UserError: the folder's ids cannot be read.
+            UserError: the folder's config files cannot be read.
         """
         return read_stop_ids(self.path) | {self.eos_id, self.turn_end_id}
 
@@ -134,13 +137,15 @@ class Tokenizer:
         except UserError:  # no template, or none for such a chat
             return self.eos_id
         ids = self.encode(text_after.lstrip())
-        opens_a_turn = text_before.endswith(
-            text_after
-        )  # of templates that open another turn whatever they are asked
+        # Some templates open another turn of the assistant even with add_generation_prompt = false.
+        opens_a_turn = text_before.endswith(text_after)
         return ids[0] if ids and ids[0] in self.special_ids and not opens_a_turn else self.eos_id
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the ids of `text`. `special`: add bos and eos as the tokenizer does.
+        """Return the ids of `text`.
+
+        Args:
+            special: whether to add the special tokens that the tokenizer adds to a text, such as bos.
 
         Raises:
             ValueError: the text has a lone surrogate.
@@ -158,7 +163,7 @@ class Tokenizer:
 
     @cached_property
     def _max_characters(self) -> int:
-        """Length in characters of a text that fills the context with the longest token."""
+        """Number of characters of a context full of the longest token, and at least ALWAYS_READ."""
         try:
             context = read_fields(self.path).get("max_position_embeddings")
         except (OSError, ValueError, RecursionError):
@@ -167,40 +172,38 @@ class Tokenizer:
         return max(ALWAYS_READ, tokens * max(map(len, self._fast.get_vocab()), default=1))
 
     def unread(self, text: str) -> list[str]:
-        """Return the characters of `text` without a token, for which the model reads <unk> or nothing."""
+        """Return the characters of `text` that are encoded as <unk>, or as no id; sorted, without whitespace."""
         unknown = self._fast.token_to_id(self._names.get("unk_token", ""))
         ids_of = {c: self.encode(c) for c in sorted(set(text)) if not c.isspace()}
         return [c for c, ids in ids_of.items() if not ids or unknown in ids]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Return the text of `ids`, with special tokens unless `skip_special`. Unknown ids have no text."""
+        """Return the text of `ids`, with special tokens unless `skip_special`. Ids without a token are skipped."""
         return self._fast.decode(list(ids), skip_special_tokens=skip_special)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each id; together they are `decode(ids)`.
+        """Return the text of each id, [len(ids)]. The concatenated texts are `decode(ids)`.
 
-        If several ids form one character, the last one has it and the others are empty. A decoder's text of an id
-        depends on the ids before it, so each is decoded together with the last ones.
+        If several ids form one character, the last of them gets the character, and the others an empty text.
         """
-        out: list[str] = []
-        context = 0  # where the last id with text begins
-        complete = 0  # ids before this one have their text
+        pieces: list[str] = []
+        # The text of an id depends on the ids before it, so each id is decoded after those of the previous text.
+        previous_start = 0  # first id of the previous text
+        start = 0  # first id without a text
         for end in range(1, len(ids) + 1):
-            context_text, text = self.decode(ids[context:complete]), self.decode(ids[context:end])
-            if (
-                text.endswith("\N{REPLACEMENT CHARACTER}")
-                and end < len(ids)
-                and end - complete < LONGEST_CHARACTER
-            ):
-                out.append("")
+            previous_text = self.decode(ids[previous_start:start])
+            text = self.decode(ids[previous_start:end])
+            is_partial = text.endswith("\N{REPLACEMENT CHARACTER}") and end - start < LONGEST_CHARACTER
+            if is_partial and end < len(ids):
+                pieces.append("")
                 continue
-            out.append(text[len(context_text) :])
-            context, complete = complete, end
-        return out
+            pieces.append(text[len(previous_text) :])
+            previous_start, start = start, end
+        return pieces
 
     def without_special(self, text: str) -> str:
         """Remove special tokens from decoded text."""
-        return self._marks.sub("", text)
+        return self._special.sub("", text)
 
     def apply_chat(
         self,
@@ -210,15 +213,16 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_args: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render the chat template over `messages` ({"role", "content", ...}).
+        """Render the chat template.
 
         Args:
-            generate: open the assistant's turn.
-            tools: schemas of functions, instead of those of the chat arguments.
-            chat_args: chat arguments in addition to those of the tokenizer.
+            messages: turns, with the keys "role" and "content" and further keys that the template reads.
+            generate: whether to open the assistant's turn after the messages.
+            tools: function schemas; None: the chat argument `tools`, if there is one.
+            chat_args: chat arguments for this chat, which take precedence over the tokenizer's.
 
         Raises:
-            UserError: the folder has no template, or the template does not read a chat argument.
+            UserError: the folder has no template, or no template uses a chat argument of the tokenizer.
             RowError: the template refuses the messages.
         """
         variables = {"tools": None, "documents": None, **self._names, **self.chat_args, **(chat_args or {})}
@@ -232,10 +236,10 @@ class Tokenizer:
             raise RowError(f"{self.path}: the chat template refuses the messages: {reason}") from None
 
     def _template_of(self, name: str) -> ChatTemplate:
-        """Return the folder's template with this name, or its default one.
+        """Return the folder's template `name`, or else its template `default`.
 
         Raises:
-            UserError: there is neither.
+            UserError: the folder has neither of them.
         """
         if self._template is None:
             self._template = self._compile()
@@ -245,9 +249,15 @@ class Tokenizer:
         raise UserError(f"{self.path}: has the chat templates {names}; expected one named default")
 
     def _compile(self) -> dict[str, ChatTemplate]:
+        """Compile the folder's templates, and check that they use all chat arguments of the tokenizer.
+
+        Raises:
+            UserError: there is no template, a template does not compile, or none uses an argument.
+        """
         if not self._template_text:
             raise UserError(
-                f"model.path = {str(self.path)!r}: no chat template, as a file or in tokenizer_config.json"
+                f"model.path = {str(self.path)!r}: no chat template; expected one as a file or in "
+                "tokenizer_config.json"
             )
         text = self._template_text
         try:
@@ -257,7 +267,15 @@ class Tokenizer:
             }
         except (jinja2.TemplateError, RecursionError) as e:
             raise UserError(f"{self.path}: the chat template does not compile: {e}") from None
-        variables = {name for template in templates.values() for name in template.variables}
+        self._check_arguments({name for template in templates.values() for name in template.variables})
+        return templates
+
+    def _check_arguments(self, variables: set[str]) -> None:
+        """Check that each chat argument of the tokenizer is one of the templates' variables.
+
+        Raises:
+            UserError: an argument is not.
+        """
         for name in self.chat_args:
             if name not in variables:
                 candidates = sorted(variables - {"messages", "add_generation_prompt", *self._names})
@@ -268,4 +286,3 @@ class Tokenizer:
                 raise UserError(
                     f"data.chat_template_args.{name}: the chat template of {self.path} does not use it; {hint}"
                 )
-        return templates

@@ -54,10 +54,10 @@ WHITESPACE = (
     "\u2003\u2003", "\u3000", "\x0b\x0c", " " * 40, "\n" * 20, " \u00a0 \u3000\n\t ",
 )  # fmt: skip
 SPACE = "\u2581"
-"""A blank in a sentencepiece vocabulary."""
+"""The space in a sentencepiece vocabulary."""
 CHARACTERS_AT_ONCE = 256
 RANDOM = 10_000
-"""Random texts."""
+"""Number of random texts."""
 
 
 def check_texts(special: Sequence[str], seed: int = 0) -> Iterator[str]:
@@ -113,7 +113,7 @@ def convert(folder: Path, out: Path, trust_remote_code: bool) -> None:
     special = special_texts(folder, tokenizer)
     first_error: UserError | None = None
     for form in forms(tokenizer, folder):
-        fast = FastTokenizer.from_str(json.dumps(_marked(form, special)))
+        fast = FastTokenizer.from_str(json.dumps(_mark_special(form, special)))
         fast.no_padding()
         fast.no_truncation()
         try:
@@ -138,7 +138,7 @@ def convert(folder: Path, out: Path, trust_remote_code: bool) -> None:
 
 
 def special_texts(folder: Path, tokenizer: Any) -> set[str]:
-    """Return the special tokens: AutoTokenizer's, and those of the folder's files, some of which it omits."""
+    """Return the texts of the special tokens of AutoTokenizer, which omits some, and of the folder's files."""
     texts = {str(t) for t in tokenizer.all_special_tokens}
     for name in (CONFIG, "special_tokens_map.json"):
         fields = json.loads((folder / name).read_text(encoding="utf-8")) if (folder / name).is_file() else {}
@@ -152,9 +152,10 @@ def _text(token: Any) -> str:
 
 
 def forms(tokenizer: Any, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield possible contents of tokenizer.json: several if the behaviour of the folder's class is ambiguous.
+    """Yield candidates for the content of tokenizer.json, none for an unsupported class.
 
-    The comparison selects the right one.
+    There are several if the files do not determine how the folder's class normalizes a text; `compare` finds the
+    right one.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, FastTokenizer):
@@ -162,8 +163,8 @@ def forms(tokenizer: Any, folder: Path) -> Iterator[dict[str, Any]]:
         return
     kinds = {type(value).__module__.partition(".")[0]: value for value in vars(tokenizer).values()}
     if "tiktoken" in kinds:
-        of_tiktoken: tuple[dict[str, Any] | None, ...] = (None, {"type": "NFC"})  # Kimi's, Qwen's first
-        for normalizer in of_tiktoken:
+        normalizers: tuple[dict[str, Any] | None, ...] = (None, {"type": "NFC"})  # of Kimi, of the first Qwen
+        for normalizer in normalizers:
             yield _of_tiktoken(kinds["tiktoken"], tokenizer) | {"normalizer": normalizer}
     elif "sentencepiece" in kinds:
         llama = LlamaTokenizer.from_pretrained(folder, local_files_only=True)
@@ -182,17 +183,18 @@ def _of_tiktoken(encoding: Any, tokenizer: Any) -> dict[str, Any]:
     converter = TikTokenConverter(vocab_file="", pattern=encoding._pat_str)
     converter.load_tiktoken_bpe = lambda _: ranks
     content: dict[str, Any] = json.loads(converter.converted().to_str())
-    content["model"]["vocab"] |= special  # where tokenizers looks for the id of an added token
-    special_of = {i: t.special for i, t in tokenizer.added_tokens_decoder.items()}
-    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["model"]["vocab"] |= special  # the tokenizers library looks for the ids of added tokens in it
+    is_special = {i: t.special for i, t in tokenizer.added_tokens_decoder.items()}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     content["added_tokens"] = [
-        {"id": i, "content": text, "special": special_of.get(i, False), **off}
+        {"id": i, "content": text, "special": is_special.get(i, False), **flags}
         for text, i in sorted(special.items(), key=lambda p: p[1])
     ]
     return content
 
 
-def _marked(content: dict[str, Any], special: set[str]) -> dict[str, Any]:
+def _mark_special(content: dict[str, Any], special: set[str]) -> dict[str, Any]:
+    """Set `special` for the added tokens with these texts, in place, and return the content."""
     for token in content["added_tokens"]:
         token["special"] = token["special"] or token["content"] in special
     return content
@@ -202,29 +204,22 @@ def compare(tokenizer: Any, fast: FastTokenizer) -> None:
     """Check that both tokenizers encode and decode equally.
 
     Raises:
-        UserError: they differ; the message has the first text.
+        UserError: the ids or the text of an input differ; the message shows the first difference.
     """
     added = {t.content: i for i, t in fast.get_added_tokens_decoder().items()}
     for text in check_texts(list(added)[:64]):
-        expected = list(tokenizer.encode(text, add_special_tokens=False))
+        expected_ids = list(tokenizer.encode(text, add_special_tokens=False))
         ids = fast.encode(text, add_special_tokens=False).ids
-        if ids != expected:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b),
-                min(len(ids), len(expected)),
-            )
-            context = fast.decode(ids[max(0, at - 4) : at + 4], skip_special_tokens=False)
-            expected_ids, converted_ids = expected[at : at + 6], ids[at : at + 6]
-            raise UserError(
-                f"at {context!r:.60} AutoTokenizer gives the ids {expected_ids}, the conversion {converted_ids}"
-            )
-        text_of_ids = fast.decode(ids, skip_special_tokens=False)
-        if set(ids).isdisjoint(added.values()) and text_of_ids != tokenizer.decode(
-            ids, clean_up_tokenization_spaces=False
-        ):
-            raise UserError(
-                f"AutoTokenizer and the conversion decode {ids[:6]}... differently: {text_of_ids!r:.60}"
-            )
+        if ids != expected_ids:
+            raise UserError(_difference(fast, ids, expected_ids))
+        decoded = fast.decode(ids, skip_special_tokens=False)
+        if set(ids).isdisjoint(added.values()):
+            expected_text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            if decoded != expected_text:
+                raise UserError(
+                    f"the conversion decodes the ids {ids[:6]}... to {decoded!r:.60}; expected AutoTokenizer's text "
+                    f"{expected_text!r:.60}"
+                )
     for text, number in added.items():
         if tokenizer.convert_tokens_to_ids(text) != number:
             raise UserError(
@@ -232,10 +227,23 @@ def compare(tokenizer: Any, fast: FastTokenizer) -> None:
             )
 
 
+def _difference(fast: FastTokenizer, ids: list[int], expected_ids: list[int]) -> str:
+    """Return the message for the first id of the conversion that differs from AutoTokenizer's."""
+    first = next(
+        (i for i, (a, b) in enumerate(zip(ids, expected_ids, strict=False)) if a != b),
+        min(len(ids), len(expected_ids)),
+    )
+    context = fast.decode(ids[max(0, first - 4) : first + 4], skip_special_tokens=False)
+    return (
+        f"at {context!r:.60} AutoTokenizer gives the ids {expected_ids[first : first + 6]}, the conversion "
+        f"{ids[first : first + 6]}"
+    )
+
+
 def main() -> int:
     """Convert a folder.
 
-    An error of the folder's code ends the process; the parent shows the last line of stderr.
+    An exception in the folder's code ends the process; the parent process shows the last line of stderr.
 
     Returns:
         the exit code: 0, or that of a UserError.

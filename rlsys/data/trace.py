@@ -1,4 +1,4 @@
-"""Training item of `rlsys sft`: an answer to a prompt, as ids."""
+"""The training item of `rlsys sft`: a prompt and an answer, as token ids."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Trace:
-    """A prompt and an answer to it; the answer's last id is the eos, unless it is a truncated sample.
+    """A prompt and an answer to it. The answer ends with a stop id, unless it was truncated.
 
     Attributes:
-        prompt_ids: the prompt.
-        response_ids: the answer.
-        trained: whether each id of the answer is trained; None: all are.
-        pair: number of its pair, the same for two compared answers; -1 without a pair.
-        liked: whether it is the better one of its pair, or labelled as good.
-        margin: difference of the rewards of the pair.
+        prompt_ids: token ids of the prompt.
+        response_ids: token ids of the answer.
+        trained: for each id of the answer, whether the loss includes it; None: all ids.
+        pair: number in the batch, equal for the two answers of a pair; -1: none.
+        liked: whether the answer is the better one of its pair, or labelled as good.
+        margin: reward of the better answer minus the reward of the other one; 0: unknown.
     """
 
     prompt_ids: list[int]

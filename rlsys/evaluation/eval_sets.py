@@ -1,7 +1,7 @@
 """Named evaluation sets (`eval.sets`), each with its own prompts, reward and sampling parameters.
 
-They are outside the ledger: no sample of a set has an id, a seed or a position among the training samples, so
-an evaluation changes no training batch.
+The ledger does not contain their samples, which have no ids and seeds of training samples. Therefore an evaluation
+changes no training batch.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ log = logging.getLogger("rlsys.rollout")
 
 
 def eval_set_config(config: Config, eval_set: EvalSet) -> Config:
-    """Return the run's config with the prompts, reward and sizes of an evaluation set.
-
-    Raises:
-        UserError: the result is invalid.
-    """
+    """Return the run's config with the prompts, reward and response length of an evaluation set."""
     tokens = eval_set.max_response_tokens or config.rollout.max_response_tokens
     return config.model_copy(
         update={
@@ -47,13 +43,18 @@ def eval_set_config(config: Config, eval_set: EvalSet) -> Config:
 
 
 class EvalSetRunner:
-    """Evaluation of one set, repeatedly. Owns its reward processes; `close` ends them."""
+    """Evaluates one set, any number of times. Owns the set's reward processes, which `close` ends.
+
+    Attributes:
+        name: name of the set.
+        generator: generator of the responses.
+    """
 
     def __init__(self, config: Config, eval_set: EvalSet, tokenizer: Tokenizer, router: Engines) -> None:
         """Load the prompts and start the reward processes.
 
         Raises:
-            UserError: invalid set; the message names it.
+            UserError: the prompts, the reward or the generator of the set are invalid.
         """
         self.name, self._eval_set = eval_set.name, eval_set
         set_config = eval_set_config(config, eval_set)
@@ -69,57 +70,61 @@ class EvalSetRunner:
         )
 
     async def measure(self) -> dict[str, float]:
-        """Generate and judge responses with the weights that serve now, and return the metrics.
+        """Generate and score responses with the current weights, and return the metrics.
 
         Raises:
-            RunError: no response can be judged, or the responses come from more than one weight version.
+            RunError: no response has a reward, or the responses come from several weight versions.
         """
-        samples_by_prompt = [
-            [self._sample(p, i) for i in range(self._eval_set.samples)] for p in self._prompts
-        ]
-        pairs = [(s, p) for p, samples in zip(self._prompts, samples_by_prompt, strict=True) for s in samples]
-        names = [f"eval.sets {self.name}, {prompt_name(p)}" for _, p in pairs]
-        outcomes = await asyncio.gather(
-            *(respond(self.generator, s, p, name) for (s, p), name in zip(pairs, names, strict=True))
-        )
-        for name, censored in zip(names, outcomes, strict=True):
-            if censored is not None:
-                log.warning("%s is left out (%s): %s", name, censored.cause.value, censored.reason)
-        version = one_version([s for s, _ in pairs])
-        verdicts = await asyncio.gather(
-            *(
-                self._verdict(s, p, name, None if censored is None else censored.reason)
-                for (s, p), name, censored in zip(pairs, names, outcomes, strict=True)
-            )
-        )
         n = self._eval_set.samples
-        judged = [
-            [v.right for v in verdicts[i * n : (i + 1) * n] if v.reward is not None]
-            for i in range(len(samples_by_prompt))
+        items = [(self._sample(p, i), p) for p in self._prompts for i in range(n)]
+        reasons = await asyncio.gather(*(self._respond(sample, prompt) for sample, prompt in items))
+        samples = [sample for sample, _ in items]
+        version = one_version(samples)
+        verdicts = await asyncio.gather(
+            *(self._verdict(s, p, reason) for (s, p), reason in zip(items, reasons, strict=True))
+        )
+        correct = [
+            [v.right for v in verdicts[start : start + n] if v.reward is not None]
+            for start in range(0, len(items), n)
         ]
-        all_judged = [right for of_prompt in judged for right in of_prompt]
-        if not all_judged:
-            raise RunError(f"eval.sets {self.name}: no response could be judged: {verdicts[0].reason}")
+        judged = sum(map(len, correct))
+        if not judged:
+            raise RunError(
+                f"eval.sets {self.name}: no response got a reward; reason for the first one: {verdicts[0].reason}"
+            )
         return {
-            "accuracy": sum(all_judged) / len(all_judged),
-            **pass_at_k_metrics(judged, n),
-            "reward": sum(v.reward for v in verdicts if v.reward is not None) / len(all_judged),
-            "prompts": sum(map(bool, judged)),
+            "accuracy": sum(map(sum, correct)) / judged,
+            **pass_at_k_metrics(correct, n),
+            "reward": sum(v.reward for v in verdicts if v.reward is not None) / judged,
+            "prompts": sum(map(bool, correct)),
             "samples": n,
-            "left_out": len(pairs) - len(all_judged),
-            "mean_length": sum(s.sampled_tokens for s, _ in pairs) / len(pairs),
-            "truncated": sum(s.status is Status.TRUNCATED for s, _ in pairs),
+            "left_out": len(items) - judged,
+            "mean_length": sum(s.sampled_tokens for s in samples) / len(samples),
+            "truncated": sum(s.status is Status.TRUNCATED for s in samples),
             "weight_version": version,
         }
 
-    async def _verdict(self, sample: Sample, prompt: Prompt, name: str, reason: str | None) -> Verdict:
-        """Judge a response; `reason` is set if there is none."""
+    async def _respond(self, sample: Sample, prompt: Prompt) -> str | None:
+        """Generate a response to a prompt. Return None, or the reason why there is no response."""
+        name = self._name_of(prompt)
+        censored = await respond(self.generator, sample, prompt, name)
+        if censored is None:
+            return None
+        log.warning("%s is excluded (%s): %s", name, censored.cause.value, censored.reason)
+        return censored.reason
+
+    async def _verdict(self, sample: Sample, prompt: Prompt, reason: str | None) -> Verdict:
+        """Return the verdict on a response, or a verdict with the reason why there is no response."""
         if reason is not None:
             return Verdict(reason=reason)
-        return await self._scorer.verdict(prompt, sample, name)
+        return await self._scorer.verdict(prompt, sample, self._name_of(prompt))
+
+    def _name_of(self, prompt: Prompt) -> str:
+        """Return the name of a prompt of this set for messages."""
+        return f"eval.sets {self.name}, {prompt_name(prompt)}"
 
     def _sample(self, prompt: Prompt, number: int) -> Sample:
-        """Return an empty sample; each response has its own seed, the same in every evaluation."""
+        """Return the empty sample of a prompt's response `number`. Its seed is the same in each evaluation."""
         seed = stable_hash("evaluation", self.name, prompt.index, number, bits=31)
         return Sample(EVALUATION, EVALUATION, number, prompt.ids, seed=seed)
 
@@ -129,10 +134,13 @@ class EvalSetRunner:
 
 
 def heldout_prompts(config: Config, eval_set: EvalSet, tokenizer: Tokenizer) -> list[Prompt]:
-    """Return the held-out prompts of an evaluation set.
+    """Return the prompts of an evaluation set.
+
+    Args:
+        config: config from `eval_set_config`.
 
     Raises:
-        UserError: invalid set; the message names it.
+        UserError: the source is invalid, or has too few held-out prompts.
     """
     try:
         source: PromptSource = build_source(config, tokenizer)
@@ -142,12 +150,12 @@ def heldout_prompts(config: Config, eval_set: EvalSet, tokenizer: Tokenizer) -> 
 
 
 def one_version(samples: Sequence[Sample]) -> int:
-    """Return the weight version that sampled all tokens; 0 without tokens.
+    """Return the weight version that sampled all tokens; 0 if there are no tokens.
 
     Raises:
-        RunError: there are several.
+        RunError: several versions sampled them.
     """
     versions = sorted({span.version for s in samples for span in s.spans})
     if len(versions) > 1:
-        raise RunError(f"evaluation: its tokens come from the weight versions {versions}, expected one")
+        raise RunError(f"evaluation: tokens come from the weight versions {versions}; expected one version")
     return versions[0] if versions else 0

@@ -1,12 +1,11 @@
 """Evaluation with greedy responses to held-out prompts. A response with the full reward is correct.
 
-`respond` generates responses with engines that serve a fixed model, and scores them. Within a run, the rollout
-manager evaluates. For `rlsys eval`:
+The evaluations of a run (evaluator.py) and `rlsys try` (tryout.py) use functions of this module. `rlsys eval` starts
+the module as a program, which evaluates engines that serve `model.path`:
 
     python -m rlsys.evaluation.evaluation --config EVALUATION/config.yaml --engine URL ...
 
-evaluates engines that serve `model.path`, and writes one line to metrics.jsonl of its folder, and the responses to
-answers.jsonl.
+The program writes a line to metrics.jsonl in its folder, and the responses to answers.jsonl.
 """
 
 from __future__ import annotations
@@ -52,18 +51,23 @@ PROGRESS_SECONDS = 10.0
 log = logging.getLogger("rlsys.rollout")
 
 EvalItem = tuple[Sample, Prompt]
+"""A sample outside the ledger, which receives the response, and its prompt."""
 
 
 def eval_items(source: PromptSource, count: int | None) -> list[EvalItem]:
-    """Return `count` held-out prompts (None: the usual number), each with a sample outside the ledger."""
+    """Return the held-out prompts of an evaluation, each with an empty sample.
+
+    Args:
+        count: number of prompts; None: HELDOUT_PROMPTS, or all that the source has if it has fewer.
+    """
     return [(Sample(EVALUATION, EVALUATION, 0, p.ids, seed=0), p) for p in draw_heldout(source, count)]
 
 
 async def generate_responses(generator: Generator, items: Sequence[EvalItem]) -> list[str | None]:
-    """Generate all responses concurrently.
+    """Generate all responses concurrently, and log the failures.
 
     Returns:
-        For each item None, or the reason why it has no response.
+        for each item, None, or the reason why it has no response.
     """
     outcomes = await asyncio.gather(*(respond_to(generator, s, p, prompt_name(p)) for s, p in items))
     for (_, prompt), censored in zip(items, outcomes, strict=True):
@@ -73,19 +77,19 @@ async def generate_responses(generator: Generator, items: Sequence[EvalItem]) ->
 
 
 async def answered_items(items: list[EvalItem], generator: Generator) -> list[EvalItem]:
-    """Generate responses, and return the items that have one.
+    """Generate responses, and return the items with a response.
 
     Raises:
-        RunError: no item has one.
+        RunError: no item has a response.
     """
     reasons = await generate_responses(generator, items)
     if all(reasons):
-        raise RunError(f"evaluation: no prompt got a response; the first one: {reasons[0]}")
-    return [probe for probe, reason in zip(items, reasons, strict=True) if reason is None]
+        raise RunError(f"evaluation: no prompt got a response; reason for the first prompt: {reasons[0]}")
+    return [item for item, reason in zip(items, reasons, strict=True) if reason is None]
 
 
 async def score_all(items: list[EvalItem], scorer: Scorer) -> list[Verdict]:
-    """Return the verdict on each response."""
+    """Score all responses concurrently, and return the verdict on each."""
     return await asyncio.gather(*(scorer.verdict(p, s, prompt_name(p)) for s, p in items))
 
 
@@ -94,15 +98,17 @@ def judge(items: list[EvalItem], verdicts: list[Verdict], prompts: int) -> EvalR
 
     Args:
         items: the items with responses.
-        verdicts: the verdict on each.
+        verdicts: the verdict on the response of each item.
         prompts: number of prompts, including those without a response.
 
     Raises:
-        RunError: no response could be judged.
+        RunError: no response has a reward.
     """
     judged = [v for v in verdicts if v.reward is not None]
     if not judged:
-        raise RunError(f"evaluation: no response could be judged: {verdicts[0].reason}")
+        raise RunError(
+            f"evaluation: no response got a reward; reason for the first one: {verdicts[0].reason}"
+        )
     return EvalResult(
         accuracy=sum(v.right for v in judged) / len(judged),
         prompts=len(judged),
@@ -119,13 +125,13 @@ def judge(items: list[EvalItem], verdicts: list[Verdict], prompts: int) -> EvalR
 
 
 def most_common_fraction(answers: Sequence[str | None]) -> float | None:
-    """Return the fraction of the most common answer; None if fewer than half of the answers are known."""
+    """Return the fraction of responses with the most common answer; None if fewer than half have a known answer."""
     counts = Counter(a for a in answers if a is not None)
     return max(counts.values()) / len(answers) if 2 * counts.total() >= len(answers) else None
 
 
 def reference_answer(prompt: Prompt) -> str | None:
-    """Return the reference answer in the normal form of final answers; None if it is no text or number."""
+    """Return the reference answer of a prompt, normalised like final answers; None if it is no text or number."""
     answer = prompt.entry.get("answer")
     return " ".join(str(answer).casefold().split()) if isinstance(answer, str | int | float) else None
 
@@ -134,7 +140,11 @@ def reference_answer(prompt: Prompt) -> str | None:
 async def open_engines(
     config: Config, identities: Mapping[str, Identity]
 ) -> AsyncIterator[list[EngineClient]]:
-    """Yield clients of these engines, by URL, once all of them are healthy."""
+    """Wait until all engines are healthy, and provide their clients for the context.
+
+    Args:
+        identities: URL of each engine -> its identity.
+    """
     async with make_session() as session:
         tp, limits = config.engine.tp, Limits(config.answer_seconds, config.work_seconds)
         engines = [
@@ -150,7 +160,13 @@ async def open_engines(
 async def open_router(
     config: Config, tokenizer: Tokenizer, identities: Mapping[str, Identity]
 ) -> AsyncIterator[Router]:
-    """Yield a router of these engines, once all are healthy; its progress is in PROGRESS_FILE of `run.dir`."""
+    """Wait until all engines are healthy, and provide a router of them for the context.
+
+    Its progress is written to PROGRESS_FILE in run.dir.
+
+    Args:
+        identities: URL of each engine -> its identity.
+    """
     async with open_engines(config, identities) as engines:
         router = build_router(config, engines, tokenizer, skip_attestation=True)
         tasks = [
@@ -175,7 +191,7 @@ async def _report_progress(config: Config, router: Router) -> None:
 def _write_progress(config: Config, router: Router) -> None:
     counts = router.stats()
     text = f"{counts['received_tokens']:,} tokens generated, {counts['in_flight']} responses in flight"
-    with contextlib.suppress(OSError):  # a full disk; the answers may still fit
+    with contextlib.suppress(OSError):  # the disk may be full; the evaluation continues without progress
         replace_file(config.run.dir / PROGRESS_FILE, text.encode())
 
 
@@ -186,26 +202,26 @@ async def respond(
     items: list[EvalItem],
     turns: Callable[[Config, Router], GenerateTurn],
 ) -> list[Verdict]:
-    """Generate responses with engines that already serve the model, and return the verdicts.
+    """Wait until all engines are healthy, and generate and score responses with them.
 
     Args:
         config: the config of the evaluation.
-        tokenizer: the model's tokenizer.
-        identities: the engines by URL; waits until all of them are healthy.
+        tokenizer: tokenizer of the model.
+        identities: URL of each engine, which serves the model -> its identity.
         items: prompts and samples; the samples receive the responses.
-        turns: sampled or greedy generation.
+        turns: returns the function that generates a turn, sampled or greedy.
 
     Returns:
-        The verdict on each item.
+        the verdict on each item; an item without a response has a verdict with the reason.
     """
     rewards = Rewards(config)
     try:
         async with open_router(config, tokenizer, identities) as router:
             generator = build_generator(config, tokenizer, turns(config, router))
             reasons = await generate_responses(generator, items)
-        answered_part = [probe for probe, reason in zip(items, reasons, strict=True) if reason is None]
-        scored = iter(await score_all(answered_part, build_scorer(config, rewards, tokenizer)))
-        return [next(scored) if reason is None else Verdict(reason=reason) for reason in reasons]
+        answered = [item for item, reason in zip(items, reasons, strict=True) if reason is None]
+        verdicts = iter(await score_all(answered, build_scorer(config, rewards, tokenizer)))
+        return [next(verdicts) if reason is None else Verdict(reason=reason) for reason in reasons]
     finally:
         await rewards.close()
 
@@ -213,10 +229,11 @@ async def respond(
 async def evaluate(
     config: Config, identities: Mapping[str, Identity], answers: Path | None = None
 ) -> EvalResult:
-    """Evaluate the model that these engines serve, by URL, on the held-out prompts and every named set.
+    """Evaluate the model that engines serve on the held-out prompts and all named sets.
 
     Args:
-        answers: file for the responses to the held-out prompts.
+        identities: URL of each engine -> its identity.
+        answers: file for the responses to the held-out prompts; None: they are not written.
     """
     tokenizer = Tokenizer.of(config)
     items = eval_items(build_source(config, tokenizer), config.eval.prompts)
@@ -236,7 +253,7 @@ async def evaluate(
 
 
 def write_answers(path: Path, tokenizer: Tokenizer, items: list[EvalItem], verdicts: list[Verdict]) -> None:
-    """Write one JSON object per prompt: texts, tokens, reward or the reason for none, and whether it is correct."""
+    """Write one JSON object per prompt: texts, tokens, reward or the reason why there is none, and correctness."""
     with disk_errors(path), path.open("w", encoding="utf-8") as file:
         for (sample, prompt), verdict in zip(items, verdicts, strict=True):
             entry = {
@@ -252,7 +269,7 @@ def write_answers(path: Path, tokenizer: Tokenizer, items: list[EvalItem], verdi
 async def open_sets(
     config: Config, tokenizer: Tokenizer, router: Engines
 ) -> AsyncIterator[list[EvalSetRunner]]:
-    """Yield the config's named sets; their reward processes run until the context ends."""
+    """Provide the runners of eval.sets for the context, and end their reward processes after it."""
     runners: list[EvalSetRunner] = []
     try:
         for eval_set in config.eval.sets:

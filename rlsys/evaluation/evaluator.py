@@ -1,8 +1,8 @@
 """Evaluations of a run: the trainer waits for them, or they run in the background on a reserved engine.
 
-In the background (eval.background) an engine is pinned: it keeps its weights, gets no weight update and no
-training samples, and is stale after the evaluation. So all responses come from one weight version, and training
-continues on the other engines.
+For an evaluation in the background (eval.background), an engine is pinned: it keeps its weights, and gets no weight
+update and no training samples. So all responses come from one weight version, and training continues on the other
+engines. After the evaluation the engine needs a weight update before it serves samples.
 """
 
 from __future__ import annotations
@@ -25,12 +25,17 @@ from rlsys.router.router import PinLost
 from rlsys.worker.scoring import Scorer
 
 Watched = Callable[[Awaitable[Any], str], Awaitable[Any]]
+"""Function that awaits its first argument, and raises if there is no progress; the second argument names the wait."""
 
 log = logging.getLogger("rlsys.rollout")
 
 
 class Evaluator:
-    """Owns the background evaluation and its pinned engine; there is at most one. The caller closes `sets`."""
+    """Owner of the background evaluation and its pinned engine, of which there is at most one.
+
+    Attributes:
+        sets: runners of the named sets, which the caller closes.
+    """
 
     def __init__(
         self,
@@ -50,11 +55,14 @@ class Evaluator:
         self._task: asyncio.Task[EvalResult] | None = None
 
     async def measure(self, watched: Watched, step: int) -> EvalResult:
-        """Evaluate greedily on the held-out prompts, then on the named sets. A full reward is correct.
+        """Evaluate on the held-out prompts with greedy responses, then on the named sets.
 
         Args:
-            watched: wrapper that ends a wait without progress.
-            step: number of train steps in the weights.
+            watched: awaits the parts of the evaluation, and raises if there is no progress.
+            step: number of train steps that the weights contain.
+
+        Raises:
+            RunError: no response has a reward, or the responses come from several weight versions.
         """
         for generator in (self._greedy, *(eval_set.generator for eval_set in self.sets)):
             if isinstance(generator, AgentGenerator):
@@ -67,7 +75,14 @@ class Evaluator:
         return result
 
     def begin(self, step: int) -> bool:
-        """Start an evaluation in the background. False: no engine can be spared, because no other one serves."""
+        """Start an evaluation in the background.
+
+        Args:
+            step: number of train steps that the weights contain.
+
+        Returns:
+            whether it was started; False if no engine can be pinned, because no other one serves.
+        """
         assert self._task is None, "one at a time"
         if not self._router.pin():
             return False
@@ -76,12 +91,18 @@ class Evaluator:
         return True
 
     async def poll(self, wait: bool, watched: Watched) -> EvalStatus:
-        """Return the state of the background evaluation. `wait`: wait for its end first.
+        """Return the state of the background evaluation.
 
-        An error of the evaluation is raised. If its engine died, the evaluation is abandoned instead, because the
-        evaluated weights are lost.
+        If its engine died, the evaluation is abandoned, because the evaluated weights are lost.
+
+        Args:
+            wait: whether to wait for the end of the evaluation.
+            watched: awaits the end, and raises if there is no progress.
+
+        Raises:
+            RunError: the evaluation failed.
         """
-        if self._task is None:  # cancelled, because the run ends
+        if self._task is None:  # `stop` has cancelled it
             return EvalStatus(done=True)
         if wait and not self._task.done():
             await watched(asyncio.wait([self._task]), "evaluation")
@@ -91,7 +112,7 @@ class Evaluator:
         try:
             return EvalStatus(done=True, result=task.result())
         except PinLost as e:
-            log.warning("the background evaluation was abandoned: %s", e)
+            log.warning("the background evaluation is abandoned: %s", e)
             return EvalStatus(done=True)
 
     async def stop(self) -> None:
@@ -103,5 +124,5 @@ class Evaluator:
 
 
 async def unwatched(work: Awaitable[Any], description: str) -> Any:
-    """Wait without a stall check."""
+    """Await `work` without a check of progress."""
     return await work

@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class EvalStatus:
-    """State of a background evaluation. It is done without a result if it was abandoned because its engine died."""
+    """State of a background evaluation.
+
+    Attributes:
+        done: whether the evaluation has ended.
+        result: the metrics; None if it has not ended, or was abandoned because its engine died.
+    """
 
     done: bool
     result: EvalResult | None = None
@@ -15,27 +20,34 @@ class EvalStatus:
 
 @dataclass(slots=True)
 class EvalResult:
-    """Metrics of one evaluation."""
+    """Metrics of one evaluation.
+
+    Attributes:
+        accuracy: fraction of correct responses.
+        prompts: number of prompts whose response has a reward.
+        mean_length: mean number of sampled tokens of a response.
+        truncated: number of responses that reached the maximum length.
+        weight_version: the version that sampled all tokens.
+        sets: name of a set -> its metrics.
+        same_answer: fraction of responses with the most common answer; None: most answers are unknown.
+        constant: accuracy of the best constant answer; None: most reference answers are unknown.
+        reward: mean reward.
+        left_out: number of prompts without a response or a reward.
+    """
 
     accuracy: float
     prompts: int
     mean_length: float
     truncated: int
     weight_version: int = 0
-    """The version that sampled every token."""
     sets: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Metrics of each named set."""
     same_answer: float | None = None
-    """Fraction of prompts with the most common answer; None if answers are unknown."""
     constant: float | None = None
-    """Accuracy of the best constant answer; None if the data has no reference answers."""
     reward: float | None = None
-    """Mean reward."""
     left_out: int = 0
-    """Prompts without a response or without a verdict; `prompts` excludes them."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the fields of an `eval` line of metrics.jsonl; a metric of a set is called SET/METRIC."""
+        """Return the fields of an `eval` line of metrics.jsonl. The metrics of a set are named SET/METRIC."""
         values = {
             "accuracy": self.accuracy, "mean_length": self.mean_length, "prompts": self.prompts,
             "truncated": self.truncated, "weight_version": self.weight_version, "left_out": self.left_out,

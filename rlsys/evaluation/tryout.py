@@ -1,10 +1,10 @@
-"""Responses to the first prompts of a run, scored, for reading. For `rlsys try`:
+"""Scored responses to the first prompts of a run, for people to read. `rlsys try` starts the program:
 
     python -m rlsys.evaluation.tryout --config TRY/config.yaml --engine URL ...
 
-samples from engines that serve `model.path` as the run would, and writes `try.json` into its folder. Nothing
-enters a ledger. The prompts are the source's first ones, with SAMPLES responses each: `algo.prompt`, which
-may choose or reword prompts, and `algo.planners`, which may drop or resize groups, do not apply.
+The program samples from engines that serve `model.path`, with the sampling parameters of the run, and writes try.json
+into its folder. It samples SAMPLES responses to each of the source's first PROMPTS prompts. `algo.prompt`, which may
+choose or reword prompts, and `algo.planners`, which may drop or resize groups, do not apply.
 """
 
 from __future__ import annotations
@@ -29,15 +29,19 @@ from rlsys.router.router import EVALUATION
 
 FILE_NAME = "try.json"
 PROMPTS, SAMPLES = 3, 4
-"""Number of training prompts, and responses to each."""
+"""Number of training prompts, and number of responses to each."""
 
 
 async def try_out(config: Config, identities: Mapping[str, Identity]) -> list[dict[str, Any]]:
-    """Return one entry per prompt with its text and its samples.
+    """Sample and score responses.
 
-    A sample has text, tokens, status, reward or the reason for none, and whether an evaluation would count it
-    as correct. The prompt is what the model read, since an agent or environment may write its own; a sample
-    with another prompt than most has a field for it.
+    Args:
+        identities: URL of each engine -> its identity.
+
+    Returns:
+        for each prompt, its text, its number of tokens and its samples. A sample has text, tokens, status, reward or
+        the reason why there is none, and whether an evaluation would count it as correct. An agent or environment
+        may write prompts; the text is then the most common prompt, and a sample with another one has it as `prompt`.
     """
     tokenizer = Tokenizer.of(config)
     source = build_source(config, tokenizer)
@@ -59,7 +63,12 @@ async def try_out(config: Config, identities: Mapping[str, Identity]) -> list[di
 def _entry(
     tokenizer: Tokenizer, prompt_ids: list[list[int]], samples: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the entry of one prompt's samples. `prompt_ids`: the prompt of each sample."""
+    """Return the entry of one prompt.
+
+    Args:
+        prompt_ids: prompt of each sample.
+        samples: entries of the samples.
+    """
     prompt = max(prompt_ids, key=prompt_ids.count)
     for ids, sample in zip(prompt_ids, samples, strict=True):
         if ids != prompt:

@@ -1,19 +1,19 @@
-"""RolloutBuffer: owns the state of every group that was ever issued.
+"""RolloutBuffer: owns the state of every group of a run.
 
-    ACTIVE --finish--> READY --take--> TRAINED --restore (only what a lost trainer took)--> READY, reserved
+    ACTIVE --finish--> READY --take--> TRAINED --restore (the trainer lost the step)--> READY, reserved for the step
        |                 |
-       |                 +--expire--> EXPIRED
+       |                 +--finish--> EXPIRED
        +--finish--> FILTERED | CENSORED | EXPIRED
 
 Invariants, true after every method and therefore at every commit:
 - every issued group is in exactly one state, and has all its samples (3);
-- a group is in the journal (`takes`) of at most one train step; once there, only that step can take it (4);
-- a weight version is handed out once, whatever crashes (versions.py).
+- a group is in the journal (`takes`) of at most one train step; then only this step can take it again (4);
+- a weight version is issued once, also after crashes (versions.py).
 
 Methods write into one open transaction; `flush` commits it. A caller that reports a change to another process
-flushes first, so a crash undoes only changes that no other process has seen. NOT guaranteed: a crash loses the tokens
+flushes first, so a crash undoes only changes that no other process knows. Not guaranteed: a crash loses the tokens
 that the router appended to a sample since its last `save`, at most rollout.flush_tokens over all samples (the runner
-enforces this). After a restart they are sampled again with the same seed.
+enforces this limit). After a restart they are sampled again with the same seed.
 """
 
 from __future__ import annotations
@@ -53,8 +53,14 @@ T = TypeVar("T")
 class RolloutBuffer:
     """The durable state of all groups and samples of a run.
 
-    `groups` has the live groups by id: those that are ACTIVE, and those that are READY and that no step has taken. A
-    trained group leaves memory; `read_step` reads its rows from the file, and `load` its tokens.
+    Memory holds the live groups only: ACTIVE groups, and READY groups that no step has taken. `read_step` reads the
+    rows of taken groups from the file, and `load` reads tokens.
+
+    Attributes:
+        groups: the live groups, by id.
+        counts: number of groups in each state, including those that are not live.
+        versions: the weight versions.
+        replay_log: the record of timing-dependent decisions.
     """
 
     def __init__(
@@ -70,9 +76,9 @@ class RolloutBuffer:
         Args:
             path: the ledger's file.
             identity: hash of the config fields that determine rollouts; a file with another identity is refused.
-            largest_group: largest number of samples of a group.
-            owner: see StoreWriter.
-            holds_tokens: whether live samples hold their tokens in this process; otherwise workers do.
+            largest_group: maximum number of samples of a group.
+            owner: the launch that writes; None if no other process can know the file.
+            holds_tokens: whether this process keeps the tokens of live samples in memory; otherwise workers do.
 
         Raises:
             UserError: the file is in use, damaged, not one of rlsys, or belongs to another run.
@@ -83,10 +89,8 @@ class RolloutBuffer:
         self._db = self._file.db
         self.groups: dict[int, SampleGroup] = {}
         self.counts: Counter[GroupState] = Counter()
-        """Groups in each state."""
-        self._ready: list[
-            int
-        ] = []  # ids in the order of completion, without groups that are reserved for a step
+        self._ready: list[int] = []
+        """Ids of the READY groups that no step has taken, in the order of completion."""
         self._sample_rows = SampleRows(self._file)
         try:
             self.versions = WeightVersions(self._file)
@@ -101,18 +105,7 @@ class RolloutBuffer:
             live = "state = 'active' OR (state = 'ready' AND train_step IS NULL)"
             self.groups = {g.group_id: g for g in read_groups(self._db, live)}
             for group in self.groups.values():
-                loaded = self.load(group.samples)
-                if self._holds_tokens:
-                    group.samples = loaded
-                for sample, source in zip(group.samples, loaded, strict=True):
-                    for sequence, stored_sequence in zip(sample.sequences, source.sequences, strict=True):
-                        sequence.behaviour = stored_sequence.behaviour
-                        sequence.taught, sequence.teacher_logprobs = (
-                            bool(stored_sequence.teacher_logprobs),
-                            b"",
-                        )
-                for sample in group.samples:
-                    self._sample_rows.register(sample)
+                self._load_samples(group)
             for name, groups in self._db.execute("SELECT state, count(*) FROM groups GROUP BY state"):
                 self.counts[GroupState(name)] = groups
             ready = "SELECT group_id FROM groups WHERE state = 'ready' AND train_step IS NULL"
@@ -124,15 +117,27 @@ class RolloutBuffer:
             self._file.counter(key) for key in ("issued", "completed", "pruned_to", "lost")
         )
 
+    def _load_samples(self, group: SampleGroup) -> None:
+        """Load the stored arrays of a live group's samples; their tokens only if this process holds them."""
+        loaded = self.load(group.samples)
+        if self._holds_tokens:
+            group.samples = loaded
+        for sample, loaded_sample in zip(group.samples, loaded, strict=True):
+            for sequence, loaded_sequence in zip(sample.sequences, loaded_sample.sequences, strict=True):
+                sequence.behaviour = loaded_sequence.behaviour
+                sequence.taught = bool(loaded_sequence.teacher_logprobs)
+                sequence.teacher_logprobs = b""
+            self._sample_rows.register(sample)
+
     # Samples and groups
 
     @property
     def next_group_id(self) -> int:
-        """Id of the next group. Ids count up from 0, so this is also the data position."""
+        """Id of the next group. Ids count up from 0, so this is also the number of issued groups."""
         return self._issued
 
     def issue(self, prompt: Prompt, seeds: Sequence[int]) -> SampleGroup:
-        """Create an ACTIVE group for this prompt with one sample per seed."""
+        """Create an ACTIVE group for a prompt, with one sample for each seed."""
         group_id = self._issued
         group = SampleGroup(group_id, prompt.index, [])
         samples = self._new_samples(group, prompt.ids, seeds)
@@ -160,9 +165,12 @@ class RolloutBuffer:
         Args:
             group: the group.
             seeds: seed of each new sample.
-            prompt_ids: prompt under which the new samples are generated, if it differs from the group's; they are
-                trained under the group's prompt.
-            prefixes: tokens that each new sample starts with.
+            prompt_ids: prompt from which the new samples are generated; they are trained under the group's prompt.
+                None: the group's prompt.
+            prefixes: tokens with which each new sample starts; samples beyond these start empty.
+
+        Returns:
+            the new samples.
         """
         group_prompt = next(
             (s.prompt_ids for s in group.samples if not s.own_prompt), group.samples[0].prompt_ids
@@ -178,31 +186,49 @@ class RolloutBuffer:
         size = len(group.samples) + len(samples)
         with self._file.writing():
             self._sample_rows.write(group.samples)
-            (self._sample_rows.write if self._holds_tokens else self._sample_rows.write_for_workers)(samples)
+            if self._holds_tokens:
+                self._sample_rows.write(samples)
+            else:
+                self._sample_rows.write_for_workers(samples)
             self._db.execute("UPDATE groups SET size = ? WHERE group_id = ?", (size, group.group_id))
         group.samples.extend(samples)
         return samples
 
     def _new_samples(self, group: SampleGroup, prompt_ids: list[int], seeds: Sequence[int]) -> list[Sample]:
-        """Create samples. Each group has `largest_group` consecutive sample ids."""
+        """Create samples for a group, without adding them.
+
+        Each group has a range of `largest_group` sample ids.
+
+        Raises:
+            ValueError: there is no seed, or the group would get too large.
+        """
         existing = len(group.samples)
         if not 0 < len(seeds) <= self._largest_group - existing:
             raise ValueError(
-                f"{len(seeds)} seeds for group {group.group_id}, which has {existing} samples: expected at most "
-                f"{self._largest_group} samples"
+                f"group {group.group_id} has {existing} samples and gets {len(seeds)} seeds; expected 1 to "
+                f"{self._largest_group - existing} seeds"
             )
-        first = group.group_id * self._largest_group
+        first_id = group.group_id * self._largest_group
         return [
-            Sample(first + i, group.group_id, i, prompt_ids, seed) for i, seed in enumerate(seeds, existing)
+            Sample(first_id + i, group.group_id, i, prompt_ids, seed)
+            for i, seed in enumerate(seeds, existing)
         ]
 
     def save(self, samples: Iterable[Sample]) -> None:
-        """Write the tokens and the status of samples of ACTIVE groups; the next flush makes them durable."""
+        """Write tokens and status of samples of ACTIVE groups into the open transaction.
+
+        Raises:
+            RunError: a sample belongs to a group that is not ACTIVE.
+        """
         with self._file.writing():
             self._sample_rows.write(self._active(samples))
 
     def save_from_workers(self, updates: Iterable[WorkerUpdate]) -> None:
-        """Save samples of workers, which have already written the tokens to segments."""
+        """Write the status of samples of ACTIVE groups, and references to the tokens that workers wrote to segments.
+
+        Raises:
+            RunError: a sample belongs to a group that is not ACTIVE.
+        """
         with self._file.writing():
             self._sample_rows.write_from_workers(
                 (self._active([sample])[0], sequences) for sample, sequences in updates
@@ -212,14 +238,15 @@ class RolloutBuffer:
         """Return the samples as a list.
 
         Raises:
-            RunError: a sample belongs to a group that is not active.
+            RunError: a sample belongs to a group that is not ACTIVE.
         """
         active = list(samples)
         for sample in active:
             group = self.groups.get(sample.group_id)
             if group is None or group.state is not GroupState.ACTIVE:
+                state = "not live" if group is None else group.state
                 raise RunError(
-                    f"cannot save sample {sample.sample_id}: its group {sample.group_id} is not active"
+                    f"cannot save sample {sample.sample_id}: its group {sample.group_id} is {state}; expected active"
                 )
         return active
 
@@ -229,14 +256,14 @@ class RolloutBuffer:
 
     @property
     def added_tokens(self) -> int:
-        """Sampled tokens that were saved since the file was opened."""
+        """Number of sampled tokens that were saved since the file was opened."""
         return self._sample_rows.added_tokens
 
     def store_scores(self, scores: Iterable[LogProbResult]) -> None:
-        """Store the trainer's log-probs of tokens of live samples.
+        """Store log-probs that the trainer computed for tokens of live samples.
 
         Raises:
-            RunError: a sample is not live, or has log-probs of these tokens already.
+            RunError: a sample is not live, has fewer tokens, or already has log-probs of these tokens.
         """
         with self._file.writing():
             for scored in scores:
@@ -249,13 +276,16 @@ class RolloutBuffer:
                 self._sample_rows.write_scores(sample.sequences[scored.sequence], scored)
 
     def finish(self, group: SampleGroup, state: GroupState) -> None:
-        """Move a group: ACTIVE -> READY, FILTERED, CENSORED or EXPIRED; READY -> EXPIRED.
+        """Move an ACTIVE group to READY, FILTERED, CENSORED or EXPIRED, or a READY group to EXPIRED.
 
         Raises:
-            RunError: the transition is not allowed, or READY is requested while samples are not terminal.
+            RunError: the transition is not allowed, or the state is READY while the group has unfinished samples.
         """
         if state is GroupState.READY and not group.done:
-            raise RunError(f"group {group.group_id}: not all of its samples are done")
+            unfinished = sum(not sample.status.terminal for sample in group.samples)
+            raise RunError(
+                f"group {group.group_id} has {unfinished} unfinished samples; expected none in the state ready"
+            )
         with self._file.writing():
             if group.state is GroupState.ACTIVE:
                 self._sample_rows.write(group.samples)
@@ -279,14 +309,17 @@ class RolloutBuffer:
         return [g for g in self.groups.values() if g.state is GroupState.ACTIVE]
 
     def note(self, key: str) -> str | None:
-        """Return the value that `set_note` stored last, or None."""
+        """Return the value that `set_note` stored under `key`; None if it stored none."""
         row = self.read(
             lambda db: db.execute("SELECT value FROM meta WHERE key = ?", (f"note.{key}",)).fetchone()
         )
         return None if row is None else str(row[0])
 
     def set_note(self, key: str, value: str) -> None:
-        """Store the state of another component in the open transaction, with the changes that depend on it."""
+        """Store a value under `key` in the open transaction, so that it is committed together with other changes.
+
+        Components outside of the ledger, such as planners, store their state this way.
+        """
         with self._file.writing():
             self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"note.{key}", value))
 
@@ -295,12 +328,12 @@ class RolloutBuffer:
     def take(
         self, train_step: int, groups: Sequence[SampleGroup], parts: Sequence[Sequence[int]] = ()
     ) -> None:
-        """Record in the journal that a train step takes these READY groups, which become TRAINED.
+        """Record in the journal that a train step takes READY groups, and move them to TRAINED.
 
         Args:
-            train_step: the step after the last one that took groups.
+            train_step: number of the step; the last one that took groups, plus 1.
             groups: all groups of the step.
-            parts: ids of those groups that the trainer received before the take, by portion.
+            parts: portions of the groups that the trainer has already received, each as group ids.
 
         Raises:
             RunError: the step is not the next one, or `groups` lacks a group of `parts`.
@@ -312,7 +345,8 @@ class RolloutBuffer:
         ids = [g.group_id for g in groups]
         if missing := {i for part in parts for i in part} - set(ids):
             raise RunError(
-                f"train step {train_step} does not take the groups {sorted(missing)}, which the trainer already has"
+                f"train step {train_step} takes the groups {ids}; expected also {sorted(missing)}, which the trainer "
+                "has already received"
             )
         with self._file.writing():
             row = (train_step, self.versions.newest, json.dumps(ids), json.dumps(parts))
@@ -323,12 +357,16 @@ class RolloutBuffer:
         self._last_taken = train_step
 
     def read_step(self, train_step: int) -> tuple[int, list[SampleGroup]]:
-        """Read a step from the journal. Those of its groups that `restore` returned to READY become TRAINED again.
+        """Read the groups of a step from the journal, and move those that `restore` returned to READY to TRAINED.
+
+        The caller flushes before it passes the groups to another process.
 
         Returns:
-            the weight version, and the groups by id without their tokens (see `load`). A caller that passes the
-            groups
-                to another process flushes first.
+            the newest weight version when the step took the groups, and the groups by id, without tokens (`load`
+            reads them).
+
+        Raises:
+            RunError: the journal and the table of groups differ.
         """
         query = "SELECT weight_version, group_ids FROM takes WHERE train_step = ?"
         with self._file.writing():
@@ -357,19 +395,21 @@ class RolloutBuffer:
         return self.read(lambda db: read_groups(db, f"group_id IN ({ids})"))
 
     def parts(self, train_step: int) -> list[list[int]]:
-        """Return the group ids of the portions that the trainer received before it took the step."""
+        """Return the `parts` that `take` recorded for a step: portions of group ids."""
         query = "SELECT parts FROM takes WHERE train_step = ?"
         row = self.read(lambda db: db.execute(query, (train_step,)).fetchone())
         return [list(part) for part in json.loads(row[0])]
 
     def restore(self, train_step: int) -> None:
-        """Return the groups of later steps to READY, reserved for the same steps. Called when the trainer resumes.
+        """Return the groups that later steps took to READY, when the trainer resumes from a checkpoint.
+
+        The groups stay reserved for their steps.
 
         Args:
-            train_step: number of train steps in the trainer's checkpoint.
+            train_step: number of train steps in the checkpoint.
 
         Raises:
-            UserError: the checkpoint is newer than this file, or older than the tokens that it keeps.
+            UserError: the checkpoint is newer than this file, or the tokens of later steps are deleted.
         """
         if train_step > self._last_taken:
             raise UserError(
@@ -378,8 +418,8 @@ class RolloutBuffer:
             )
         if train_step < self._pruned_to:
             raise UserError(
-                f"{self._path}: the checkpoint of step {train_step} is too old: the tokens of steps up to "
-                f"{self._pruned_to} are deleted; expected a checkpoint of step {self._pruned_to} or later"
+                f"{self._path}: the checkpoint is of step {train_step}; expected step {self._pruned_to} or later, "
+                "because the tokens of earlier steps are deleted"
             )
         with self._file.writing():
             query = f"UPDATE groups SET state = '{GroupState.READY}' WHERE state = ? AND train_step > ?"
@@ -389,11 +429,11 @@ class RolloutBuffer:
 
     @property
     def last_taken_step(self) -> int:
-        """The last step in the journal; 0 before the first. Repeated steps take the same groups again."""
+        """Number of the last step in the journal; 0 before the first step."""
         return self._last_taken
 
     def prune(self, train_step: int) -> None:
-        """Delete the tokens of groups that this or an earlier step took."""
+        """Delete the tokens of the groups that steps up to `train_step` took."""
         if train_step <= self._pruned_to:
             return
         with self._file.writing():
@@ -404,10 +444,10 @@ class RolloutBuffer:
     # The file
 
     def check_counts(self) -> None:
-        """Check that memory, file and the counter of issued groups agree (invariant 3). Reads no samples.
+        """Check that the counts of groups in memory and in the file agree with the counter of issued groups.
 
         Raises:
-            RunError: they differ.
+            RunError: two counts differ; the message has all counts.
         """
         rows = dict(
             self.read(lambda db: db.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())
@@ -426,42 +466,42 @@ class RolloutBuffer:
         """Return one page of samples, including changes that are not flushed.
 
         Raises:
-            UserError: there is no such step, group or sample.
+            UserError: the step, group or sample of the query does not exist.
         """
         return self._file.samples(query)
 
     def ledger(self) -> Ledger:
-        """Count the ledger, including changes that are not flushed."""
+        """Return the counts of the ledger, including changes that are not flushed."""
         return self.read(read_ledger)
 
     async def committed_ledger(self) -> Ledger:
-        """Count the ledger as of the last commit, without blocking the event loop: a long run takes seconds."""
+        """Return the counts of the ledger as of the last commit.
+
+        The query takes seconds for a long run, and does not block the event loop. On a shared file system, it blocks
+        the event loop and includes changes that are not flushed.
+        """
         return await self._file.read_committed(read_ledger)
 
     @property
     def lost_tokens(self) -> int:
-        """Tokens lost so far, see `add_lost_tokens`."""
+        """Number of tokens that engines generated but no sample received, over all launches."""
         return self._lost_tokens
 
     def add_lost_tokens(self, tokens: int) -> None:
-        """Add to the number of tokens that engines generated but no sample received, over all launches."""
+        """Add to `lost_tokens`."""
         if tokens:
             with self._file.writing():
                 self._file.set_counter("lost", self._lost_tokens + tokens)
             self._lost_tokens += tokens
 
     def new_writer(self) -> str:
-        """Return a unique name for a worker that writes segments.
-
-        The name is committed at once: the worker may write before the next commit, and no other worker may get
-        the same name.
-        """
+        """Return a unique name for a worker that writes segments, and commit it."""
         name = self._file.new_writer()
-        self.flush()
+        self.flush()  # the worker may write before the next commit, and no other worker may get its name
         return name
 
     def retire(self, writer: str) -> None:
-        """Truncate the segments of a worker that exited to the reported bytes, and count the rest as torn."""
+        """Remove the bytes that an exited worker wrote but did not report from its segments; count them as torn."""
         self._file.retire(writer)
 
     def flush(self) -> None:
@@ -472,6 +512,11 @@ class RolloutBuffer:
         self._file.close()
 
     def _move(self, group: SampleGroup, state: GroupState, train_step: int | None = None) -> None:
+        """Change the state of a group, and the step that took it.
+
+        Raises:
+            RunError: the transition is not allowed.
+        """
         if state not in _LEGAL.get(group.state, ()):
             raise RunError(f"group {group.group_id}: state {state} cannot follow {group.state}")
         row = (state.value, train_step, group.group_id)
@@ -481,7 +526,7 @@ class RolloutBuffer:
         group.state, group.train_step = state, train_step
 
     def _drop(self, group: SampleGroup) -> None:
-        """Remove a group from memory. If it will never be trained, also delete its tokens."""
+        """Remove a group from memory, and delete its tokens if it will never be trained."""
         del self.groups[group.group_id]
         if group.group_id in self._ready:
             self._ready.remove(group.group_id)

@@ -1,4 +1,4 @@
-"""FlushScheduler: writes changes in batches after a short delay; CommitScheduler: commits the ledger this way."""
+"""FlushScheduler: writes changes in batches, after a short delay. CommitScheduler: commits the ledger in batches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rlsys.core.types import Sample
 from rlsys.ledger.buffer import RolloutBuffer
 
 FLUSH_SECONDS = 0.2
-"""Longest delay between a change and its commit, so that samples that finish together share one commit."""
+"""Maximum delay between a change and its commit. Samples that finish within this time share one commit."""
 
 
 class FlushScheduler:
-    """Schedules flushes. Owns their timer. `on_failure` receives the error of a scheduled flush."""
+    """Schedules flushes on the running event loop, and owns their timer."""
 
     def __init__(
         self,
@@ -26,7 +26,8 @@ class FlushScheduler:
 
         Args:
             write: writes all changes.
-            seconds: longest delay between a change and its flush.
+            seconds: maximum delay between a call of `flush_soon` and the flush.
+            on_failure: called with the error if a scheduled flush fails.
         """
         self._write, self._seconds = write, seconds
         self.on_failure = on_failure
@@ -44,14 +45,17 @@ class FlushScheduler:
             self._next_flush = None
 
     async def wait_for_commit(self) -> None:
-        """Schedule a flush and wait for it. Never returns if the flush fails, because its error ends the run."""
+        """Schedule a flush and wait for it.
+
+        If the flush fails, the method does not return; `on_failure` gets the error, and must end the run.
+        """
         self.flush_soon()
         if self._next_flush is None:
             self._next_flush = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._next_flush)
 
     def flush_soon(self) -> None:
-        """Schedule a flush within the longest delay."""
+        """Schedule a flush after the delay, unless one is scheduled."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self._flush_now)
 
@@ -63,14 +67,14 @@ class FlushScheduler:
 
 
 class CommitScheduler(FlushScheduler):
-    """Commits a buffer. It is the SampleStore of streams in the coordinator's process."""
+    """Saves samples in a buffer and schedules its commits: the SampleStore of streams in the coordinator."""
 
     def __init__(self, buffer: RolloutBuffer) -> None:
         super().__init__(lambda: buffer.flush(), FLUSH_SECONDS)
         self._buffer = buffer
 
     def save(self, samples: Iterable[Sample]) -> None:
-        """Write the samples into the open transaction."""
+        """Write the samples into the open transaction; the next flush commits it."""
         self._buffer.save(samples)
 
     def unsaved(self, sample: Sample) -> bool:

@@ -1,7 +1,7 @@
-"""The ledger: how many groups, samples and tokens are in each state, and whether the numbers agree (invariant 3).
+"""Counts of the groups, samples and tokens in each state, and the check that they agree (invariant 3).
 
-The counts come from rows, and are compared with data that is stored separately: the counter of issued groups, the
-size of each group, and the journal of takes. `rlsys ledger RUN` reads them through RunReader.
+The counts come from rows. The check compares them with values that are stored separately: the counter of issued
+groups, the size of each group, and the journal of takes. `rlsys ledger RUN` prints them.
 """
 
 from __future__ import annotations
@@ -19,28 +19,37 @@ _TERMINAL = ", ".join(f"'{s}'" for s in Status if s.terminal)
 
 @dataclass(frozen=True)
 class Ledger:
-    """Counts of a run. `issued_groups` is the counter; other numbers come from rows. Dicts have every group state."""
+    """Counts of a run. Dicts by state have every group state.
+
+    Attributes:
+        issued_groups: number of issued groups according to the counter.
+        sizes: group state -> number of samples according to the stored sizes of the groups.
+        groups: group state -> number of groups.
+        samples: state of the group -> number of samples.
+        tokens: state of the group -> number of response tokens.
+        parked_samples: number of unfinished samples of active groups. Samples in flight are stored as parked.
+        journal: train step -> ids of the groups that it took.
+        in_step: group id -> train step, for groups that are trained, or reserved for their step.
+        lost_tokens: number of tokens that engines generated but no sample received, as counted by the router.
+        inherited_tokens: number of tokens at the start of samples that were sampled for another sample, or forced
+            (rlsys/core/forks.py).
+        discarded_tokens: number of tokens that were sampled and later removed from their sample; `tokens` does not
+            include them.
+        torn_bytes: number of bytes in segments that were not committed when their writer ended.
+    """
 
     issued_groups: int
     sizes: dict[str, int]
-    """Samples by state of their group, according to the sizes stored with the groups."""
     groups: dict[str, int]
     samples: dict[str, int]
     tokens: dict[str, int]
     parked_samples: int
-    """Unfinished samples of active groups. Samples in flight are stored as parked."""
     journal: dict[int, list[int]] = field(repr=False)
-    """Train step -> ids of the groups that it took."""
     in_step: dict[int, int] = field(repr=False)
-    """Group id -> its train step, for trained groups and those reserved for their step."""
     lost_tokens: int
-    """Tokens that engines generated but no sample received, as counted by the router."""
     inherited_tokens: int
-    """Tokens at the start of samples that were sampled for another sample, or forced (rlsys/core/forks.py)."""
     discarded_tokens: int
-    """Tokens that were sampled and later removed from their sample; not part of `tokens`."""
     torn_bytes: int
-    """Bytes of segments that were written but not committed when their writer was killed."""
 
     @property
     def trained_twice(self) -> int:
@@ -48,11 +57,14 @@ class Ledger:
         return sum(n > 1 for n in Counter(g for ids in self.journal.values() for g in ids).values())
 
     def figures(self) -> dict[str, int | dict[str, int]]:
-        """Return the numbers that `rlsys ledger` prints.
+        """Return the numbers that `rlsys ledger` prints, by name.
 
-        `parked` and `in_flight` count samples, `lost` tokens, `torn_bytes` bytes, and the states groups.
+        issued, trained_twice, and each group state: number of groups.
+        parked, in_flight: number of samples. A ledger has no samples in flight.
+        lost, given (inherited_tokens), discarded: number of tokens.
+        samples, tokens: the counts by state of the group.
         """
-        return {
+        figures: dict[str, int | dict[str, int]] = {
             "issued": self.issued_groups,
             **self.groups,
             "parked": self.parked_samples,
@@ -62,16 +74,14 @@ class Ledger:
             "trained_twice": self.trained_twice,
             "samples": self.samples,
             "tokens": self.tokens,
-            **(
-                {"given": self.inherited_tokens, "discarded": self.discarded_tokens}
-                if self.inherited_tokens or self.discarded_tokens
-                else {}
-            ),
         }
+        if self.inherited_tokens or self.discarded_tokens:
+            figures |= {"given": self.inherited_tokens, "discarded": self.discarded_tokens}
+        return figures
 
 
 def read_ledger(db: sqlite3.Connection) -> Ledger:
-    """Count a ledger file."""
+    """Count the rows of a ledger file."""
     meta = dict(db.execute("SELECT key, value FROM meta WHERE key IN ('issued', 'lost', 'torn_bytes')"))
     groups, sizes, samples, tokens = ({s.value: 0 for s in GroupState} for _ in range(4))
     for state, n, size in db.execute("SELECT state, count(*), sum(size) FROM groups GROUP BY state"):
@@ -82,7 +92,7 @@ def read_ledger(db: sqlite3.Connection) -> Ledger:
     parked = f"WHERE state = 'active' AND status NOT IN ({_TERMINAL})"
     journal = {step: json.loads(ids) for step, ids in db.execute("SELECT train_step, group_ids FROM takes")}
     in_step = dict(db.execute("SELECT group_id, train_step FROM groups WHERE train_step IS NOT NULL"))
-    copied, discarded = db.execute(
+    inherited, discarded = db.execute(
         "SELECT coalesce(sum(inherited_tokens), 0), coalesce(sum(discarded), 0) FROM samples"
     ).fetchone()
     return Ledger(
@@ -97,17 +107,17 @@ def read_ledger(db: sqlite3.Connection) -> Ledger:
         journal=journal,
         in_step=in_step,
         lost_tokens=meta["lost"],
-        inherited_tokens=copied,
+        inherited_tokens=inherited,
         discarded_tokens=discarded,
         torn_bytes=meta["torn_bytes"],
     )
 
 
 def check_conservation(ledger: Ledger) -> None:
-    """Check that the counts agree.
+    """Check that the counts of a ledger agree with each other.
 
     Raises:
-        RunError: they do not; the message has the numbers.
+        RunError: two counts disagree; the message has both.
     """
     states = " + ".join(f"{name} {n}" for name, n in ledger.groups.items())
     if sum(ledger.groups.values()) != ledger.issued_groups:
@@ -122,15 +132,19 @@ def check_conservation(ledger: Ledger) -> None:
         raise RunError(f"ledger: {ledger.trained_twice} groups were trained in more than one step")
     journal = {g: step for step, ids in ledger.journal.items() for g in ids}
     if journal != ledger.in_step:
-        wrong = sorted(journal.items() ^ ledger.in_step.items())
-        raise RunError(f"ledger: journal and groups disagree on the train step of groups {wrong[:4]}")
+        differing = sorted({group_id for group_id, _ in journal.items() ^ ledger.in_step.items()})
+        first = differing[0]
+        raise RunError(
+            f"ledger: train steps disagree for {len(differing)} groups: the journal has step "
+            f"{journal.get(first, 'none')} for group {first}, the table of groups {ledger.in_step.get(first, 'none')}"
+        )
 
 
 def check_ledger(ledger: Ledger) -> None:
-    """Check the ledger of a finished run: its counts agree, and no token was lost.
+    """Check that the counts of a finished run agree, and that no token was lost.
 
     Raises:
-        RunError: a check failed.
+        RunError: two counts disagree, or tokens were lost.
     """
     check_conservation(ledger)
     if ledger.lost_tokens:

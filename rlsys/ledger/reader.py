@@ -1,8 +1,8 @@
-"""RunReader: read access to the ledger and the tokens of a run folder. Only this file knows where they are stored.
+"""RunReader: read access to the ledger and the tokens of a run folder, for all readers outside the rollout process.
 
-While a run is live, its coordinator provides the data where other processes cannot open the file: on a shared file
-system the coordinator locks it exclusively, because SQLite's WAL supports the processes of one machine only.
-Otherwise, and after the run, the file is read.
+On a local disk it reads the file, also while the run is live. On a shared file system a live run locks the file
+exclusively, because SQLite's WAL supports the processes of one machine only; there the reader queries the run's
+coordinator.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from rlsys.segments.records import SegmentReader
 
 
 class Length(NamedTuple):
-    """Length of a response in tokens.
+    """Length of a response.
 
-    `complete`: whether the response has ended. `prompt`: tokens of the prompt; None if unknown, for example after
-    several prefills.
+    Attributes:
+        tokens: number of response tokens.
+        complete: whether the response has ended.
+        prompt: number of prompt tokens; None if unknown, for example after several prefills.
     """
 
     tokens: int
@@ -45,7 +47,7 @@ class Length(NamedTuple):
 
 
 class RunReader:
-    """Reads one run folder. No file stays open between calls."""
+    """Reader of one run folder. It keeps no file open between calls."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -54,7 +56,7 @@ class RunReader:
         """Return the status of the run's coordinator; None if the run is not live.
 
         Raises:
-            CoordinatorUnreachable: the coordinator does not respond, or its response is not a status.
+            CoordinatorUnreachable: the coordinator does not respond, or another process has its port.
         """
         body = query_coordinator(self._run_dir, "status")
         if not body:
@@ -66,11 +68,11 @@ class RunReader:
         return status
 
     def ledger(self) -> Ledger:
-        """Return the ledger: of a live run from its coordinator, otherwise from the file.
+        """Return the counts of the run: from the coordinator of a live run, or else from the file.
 
         Raises:
-            UserError: there is no file, or it is damaged.
-            CoordinatorUnreachable: the coordinator does not respond, and its file cannot be read.
+            UserError: there is no ledger, or it is damaged.
+            CoordinatorUnreachable: the coordinator does not respond, and the file is on a shared file system.
         """
         try:
             if body := query_coordinator(self._run_dir, "ledger"):
@@ -83,10 +85,13 @@ class RunReader:
             return read_ledger(db)
 
     def groups(self, condition: str, *values: object) -> list[SampleGroup]:
-        """Return the groups that fulfil an SQL condition, with all tokens, by id.
+        """Return the groups that fulfil an SQL condition, with all tokens, ordered by id.
+
+        Args:
+            condition: condition on the table groups, with a placeholder `?` for each value.
 
         Raises:
-            UserError: there is no ledger, or it is damaged, or a segment is damaged.
+            UserError: there is no ledger, or the ledger or a segment is damaged.
         """
         try:
             with self.database() as db, SegmentReader(self._run_dir) as segments:
@@ -98,33 +103,32 @@ class RunReader:
             raise UserError(str(e)) from None
 
     def lengths(self) -> list[list[Length]]:
-        """Return the length of every sample that has tokens, one list per group, by group id.
+        """Return the length of each sample that has tokens: a list for each group, ordered by group id.
 
         Raises:
             UserError: there is no ledger, or it is damaged.
         """
-        complete_statuses = Status.FINISHED, Status.TRUNCATED
+
+        def to_length(row: tuple[Any, ...]) -> Length:
+            _, tokens, status, prefilled, resumes = row
+            prompt = None if resumes or not prefilled else int(prefilled)
+            return Length(int(tokens), status in (Status.FINISHED, Status.TRUNCATED), prompt)
+
         with self.database() as db:
             rows = db.execute(
                 "SELECT group_id, tokens, status, prefilled_tokens, resumes FROM samples WHERE tokens > 0 "
                 "ORDER BY group_id, place"
             )
-            return [
-                [
-                    Length(
-                        int(n), s in complete_statuses, None if resumes or not prefilled else int(prefilled)
-                    )
-                    for _, n, s, prefilled, resumes in group
-                ]
-                for _, group in groupby(rows, key=lambda row: row[0])
-            ]
+            return [[to_length(row) for row in group] for _, group in groupby(rows, key=lambda row: row[0])]
 
     def samples(self, query: SampleQuery) -> list[SampleView]:
-        """Return one page of samples. On a local disk it is as of the last commit, also while the run is live.
+        """Return one page of samples, with the values that the trainer logged for them.
+
+        On a local disk, the page shows the last commit.
 
         Raises:
-            UserError: the query is invalid, the run has no such step, group or sample, or there is no usable ledger.
-            CoordinatorUnreachable: the coordinator does not respond, and its file cannot be read.
+            UserError: the query is invalid, its step, group or sample does not exist, or there is no usable ledger.
+            CoordinatorUnreachable: the coordinator does not respond, and the file is on a shared file system.
         """
         check_query(query)
         views = self._from_coordinator(query) if not is_local(self._run_dir) else None
@@ -142,7 +146,12 @@ class RunReader:
         return views
 
     def _from_coordinator(self, query: SampleQuery) -> list[SampleView] | None:
-        """Query the coordinator for samples; None if the run is not live."""
+        """Return one page of samples from the coordinator; None if the run is not live.
+
+        Raises:
+            UserError: the coordinator rejects the query.
+            CoordinatorUnreachable: the coordinator does not respond, or another process has its port.
+        """
         body = query_coordinator(self._run_dir, "samples", query=msgspec.json.encode(query))
         if not body:
             return None
@@ -153,7 +162,7 @@ class RunReader:
         return answer.samples
 
     def last_step(self) -> int:
-        """Return the last train step whose samples can be read; 0 before the first."""
+        """Return the number of the last train step whose samples can be read; 0 before the first step."""
         if not is_local(self._run_dir) and (status := self.status()) is not None:
             return int(status["train_step"])
         with self.database() as db:
@@ -161,10 +170,12 @@ class RunReader:
 
     @contextlib.contextmanager
     def database(self) -> Iterator[sqlite3.Connection]:
-        """Open the ledger's file read-only, in one transaction. A live run's file must be on a local disk.
+        """Provide a read-only connection to the ledger's file, in one transaction.
+
+        The file of a live run must be on a local disk.
 
         Raises:
-            UserError: there is no such file, or it is damaged.
+            UserError: there is no ledger, or it is damaged.
         """
         path = self._run_dir / FILE_NAME
         with contextlib.ExitStack() as stack:
@@ -181,7 +192,12 @@ class RunReader:
 
 
 def add_training_log(view: SampleView, logged: TokenRecord | None) -> None:
-    """Add the values that the trainer logged for a sample, and its tokens if the ledger has deleted them."""
+    """Add the values that the trainer logged for a sample, and the tokens if the ledger has deleted them.
+
+    Args:
+        view: the sample, changed in place.
+        logged: the trainer's record of the sample; None: none, nothing is added.
+    """
     if logged is None:
         return
     if not view.has_tokens:
@@ -192,7 +208,7 @@ def add_training_log(view: SampleView, logged: TokenRecord | None) -> None:
 
 @contextlib.contextmanager
 def _decode_errors() -> Iterator[None]:
-    """Convert decoding errors to CoordinatorUnreachable: another process has the coordinator's port."""
+    """Convert errors of decoding a response to CoordinatorUnreachable, because another process sent the response."""
     try:
         yield
     except (ValueError, msgspec.DecodeError):
@@ -200,7 +216,7 @@ def _decode_errors() -> Iterator[None]:
 
 
 def _needs_recovery(path: Path) -> bool:
-    """Return whether a killed writer left a transaction that only a writer can roll back."""
+    """Return whether a killed writer left a journal that a read-only connection cannot process."""
     journal, wal = (path.with_name(path.name + suffix) for suffix in ("-journal", "-wal"))
     return _is_nonempty(journal) or (_is_nonempty(wal) and not is_local(path))
 
@@ -213,13 +229,11 @@ def _is_nonempty(path: Path) -> bool:
 
 
 def _copy(path: Path, folder: Path) -> Path:
-    """Copy the file and its journals to a folder where SQLite can recover it."""
+    """Copy the ledger with its journals to `folder`, recover the copy from them, and return its path."""
     for suffix in ("-journal", "-wal", ""):
         with contextlib.suppress(FileNotFoundError):
             shutil.copy(path.with_name(path.name + suffix), folder)
     copy = folder / path.name
     with contextlib.closing(sqlite3.connect(copy)) as db, contextlib.suppress(sqlite3.Error):
-        db.execute(
-            "SELECT count(*) FROM sqlite_master"
-        ).fetchone()  # recovers the copy; the reader reports errors
+        db.execute("SELECT count(*) FROM sqlite_master").fetchone()  # the first read recovers the copy
     return copy

@@ -1,11 +1,13 @@
-"""RouteFiles: the ledger's references to the files in which engines write routed experts, and their deletion.
+"""RouteFiles: the ledger's references to the route files, in which engines write routed experts, and their deletion.
 
-Engines write the files (rlsys/segments/route_records.py); the rollout process does not read them. The transaction
-that saves a sample claims the pointers of its responses, and the files are synced before its COMMIT. Records without
-a claim are ignored, and are counted in torn_bytes when their file is deleted.
+An engine writes its files (rlsys/segments/route_records.py), and returns the location of a record with each response.
+The transaction that saves a sample claims the records of its responses: it adds references, and syncs the files
+before its COMMIT. The rollout process does not read the files. Records without a claim are ignored, and are counted
+in torn_bytes when their file is deleted.
+
 A file is deleted when no sample references it and its writer will not use it again: the engine was restarted, belongs
-to an earlier launch, or has started two newer files. A late response may point into a deleted file; as after a crash
-of the engine, its tokens then have no routes.
+to an earlier launch, or has started two newer files. A late response may point into a deleted file. Its tokens then
+have no routes, as after a crash of the engine.
 """
 
 from __future__ import annotations
@@ -29,25 +31,28 @@ log = logging.getLogger("rlsys.rollout")
 
 
 class RouteFiles:
-    """Owns the tables route_files and route_places of `db`. Methods raise RunError for disk errors."""
+    """Owner of the tables route_files and route_places. Methods raise RunError for disk errors.
+
+    Attributes:
+        unused: names of the files that `remove_unused` will delete.
+    """
 
     def __init__(self, folder: Path, db: sqlite3.Connection, epoch: int) -> None:
-        """Create the references of a run.
+        """Create the owner of the tables in `db`.
 
         Args:
             folder: the run folder.
             db: the ledger's connection.
-            epoch: epoch of the launch that writes; 0 without launches.
+            epoch: epoch of the launch that writes the ledger; 0 if it has no launch.
         """
         self._folder = folder / FOLDER
         self._db = db
         self._epoch = epoch
         self._unsynced: set[str] = set()
         self.unused: list[str] = []
-        """Files without references, to be deleted by `remove_unused`."""
 
     def open(self) -> None:
-        """Check that all referenced files are complete.
+        """Check that all referenced files exist with all claimed bytes.
 
         Raises:
             UserError: a file is missing or truncated.
@@ -63,14 +68,14 @@ class RouteFiles:
                 )
 
     def claim(self, sample_id: int, spans: Sequence[RouteSpan], *, resent: bool = False) -> list[RouteSpan]:
-        """Add references to the files of a sample's new spans. Call inside a transaction.
+        """Claim the records of a sample's new spans. Call inside a transaction.
 
         Args:
             spans: the new spans.
-            resent: whether some spans may have been claimed before; these are not counted again.
+            resent: whether some spans may be claimed already; their bytes are not counted again.
 
         Returns:
-            the spans whose experts are in memory or exist on disk.
+            the spans without those whose record is missing on disk.
         """
         return [
             span
@@ -81,6 +86,7 @@ class RouteFiles:
         ]
 
     def _claimed(self, sample_id: int, span: RouteSpan) -> bool:
+        """Return whether the sample has already claimed the record of a span."""
         assert span.location is not None
         name, offset, length, _ = span.location
         query = (
@@ -90,14 +96,16 @@ class RouteFiles:
         return self._db.execute(query, (sample_id, name, offset + length)).fetchone() is not None
 
     def _claim(self, sample_id: int, span: RouteSpan) -> bool:
+        """Claim the record of a span. Return False, with a warning, if the file does not contain it."""
         assert span.location is not None
         name, offset, length, _ = span.location
         with disk_errors(self._folder):
             size = file_size(self._folder / name)
         if size < offset + length:
+            actual = f"has {size} bytes" if size >= 0 else "is missing"
             log.warning(
-                "sample %d: no routed experts of positions [%d, %d): %s has %d bytes, the record starts at byte %d",
-                sample_id, span.start, span.end, self._folder / name, size, offset,
+                "sample %d: no routed experts for positions %d to %d: the file %s %s; expected at least %d bytes",
+                sample_id, span.start, span.end - 1, self._folder / name, actual, offset + length,
             )  # fmt: skip
             return False
         self._db.execute(
@@ -112,7 +120,7 @@ class RouteFiles:
         return True
 
     def sync(self) -> None:
-        """Flush all claimed files to disk. Call before the COMMIT."""
+        """Sync all files with new claims to disk. Call before the COMMIT."""
         for name in self._unsynced:
             with disk_errors(self._folder / name):
                 fd = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
@@ -123,10 +131,10 @@ class RouteFiles:
         self._unsynced.clear()
 
     def forget_unused(self) -> int:
-        """Remove files without references from the table. Call inside a transaction; `remove_unused` deletes them.
+        """Remove unused files from the tables, and add them to `unused`. Call inside a transaction.
 
         Returns:
-            the number of bytes in them that were never claimed.
+            the number of their bytes that no sample claimed.
         """
         with disk_errors(self._folder):
             sizes = {
@@ -148,11 +156,12 @@ class RouteFiles:
         return torn
 
     def _complete_files(self, files: Collection[RouteFile]) -> set[RouteFile]:
-        """Return the files that their writers will not use again."""
+        """Return the files to which late responses cannot point any more."""
         newest_start: dict[tuple[int, str], int] = {}
         newest_number: dict[tuple[str, int], int] = {}
         for f in files:
-            unit, process = (f.epoch, f.unit), (f.folder, f.rank)
+            unit = f.epoch, f.unit
+            process = f.folder, f.rank
             newest_start[unit] = max(newest_start.get(unit, 0), f.start)
             newest_number[process] = max(newest_number.get(process, 0), f.number)
         return {
@@ -164,10 +173,10 @@ class RouteFiles:
         }
 
     def remove_unused(self) -> None:
-        """Delete the files that `forget_unused` removed from the table. Call after the COMMIT."""
+        """Delete the files in `unused`. Call after the COMMIT that removed them from the tables."""
         while self.unused:
             path = self._folder / self.unused.pop()
             with disk_errors(path):
                 path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty, or a writer has just created a file in it
+            with contextlib.suppress(OSError):  # the folder has other files
                 path.parent.rmdir()

@@ -1,4 +1,4 @@
-"""Descriptions of the stored fields of samples, for the rows of rollouts.sqlite and the messages of workers."""
+"""The stored fields of samples, and their conversion to rows of rollouts.sqlite and to messages of workers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def _unchanged(value: Any) -> Any:
 
 
 class SampleField(NamedTuple):
-    """A field of a TokenSequence or Sample.
+    """A stored field of a TokenSequence or Sample.
 
-    Args:
+    Attributes:
         name: name of the attribute.
-        type: type of the plain value in a message. Lists and dicts are JSON in SQL.
-        column: name of the SQL column, if it differs.
+        type: type of the plain value, which messages contain; SQL columns contain lists and dicts as JSON.
+        column: name of the SQL column; empty: `name`.
         to_plain: converts a value other than None to its plain value.
         from_plain: the inverse of `to_plain`.
     """
@@ -40,13 +40,13 @@ IDENTITY_FIELDS = (
     SampleField("index", int, "place"),  # INDEX is an SQL keyword
     SampleField("seed", int),
 )
-"""Fields of each sequence that never change."""
+"""Fields of each sequence that do not change after its creation."""
 EXTRA_SEQUENCE_FIELDS = (
     SampleField("sequence", int),
     SampleField("parent", int | None),
     SampleField("aside", bool, from_plain=bool),
 )
-"""Fields of sequences after the first."""
+"""Additional fields of the sequences of a sample after its first."""
 SEQUENCE_FIELDS = (
     SampleField("status", Status, to_plain=lambda status: status.value, from_plain=Status),
     SampleField(
@@ -66,7 +66,7 @@ SEQUENCE_FIELDS = (
     SampleField("engine", str | None),
     SampleField("last_turn", int),
 )  # fmt: skip
-"""Fields of each sequence that change while it runs."""
+"""Fields of each sequence that change while it is generated."""
 SAMPLE_FIELDS = (
     SampleField("reward", float | None),
     SampleField("named_rewards", dict[str, float] | None),
@@ -82,11 +82,11 @@ SAMPLE_FIELDS = (
     SampleField("own_prompt", bool, from_plain=bool),
     SampleField("fork", list[int] | None, to_plain=list, from_plain=lambda origin: Fork(*origin)),
 )  # fmt: skip
-"""Fields of a sample as a whole."""
+"""Fields of a sample, in addition to those of its first sequence."""
 SequenceState = msgspec.defstruct(
     "SequenceState", [(f.name, f.type) for f in SEQUENCE_FIELDS], array_like=True
 )
-"""Message with the fields SEQUENCE_FIELDS."""
+"""Message with the plain values of SEQUENCE_FIELDS."""
 
 
 def sequence_state(sequence: TokenSequence) -> Any:
@@ -95,7 +95,7 @@ def sequence_state(sequence: TokenSequence) -> Any:
 
 
 def apply_state(state: Any, sequence: TokenSequence) -> None:
-    """Set the fields of a sequence from a SequenceState."""
+    """Set SEQUENCE_FIELDS of a sequence from a SequenceState."""
     for field in SEQUENCE_FIELDS:
         setattr(sequence, field.name, field.from_plain(getattr(state, field.name)))
 
@@ -104,7 +104,7 @@ _SQL_TYPES = {int: "INTEGER", bool: "INTEGER", float: "REAL"}
 
 
 def column_definitions(fields: Sequence[SampleField]) -> str:
-    """Return the column definitions of these fields for CREATE TABLE."""
+    """Return the column definitions of `fields` for CREATE TABLE."""
     definitions = []
     for field in fields:
         optional = NoneType in get_args(field.type)
@@ -115,7 +115,10 @@ def column_definitions(fields: Sequence[SampleField]) -> str:
 
 
 def to_columns(sample: TokenSequence, fields: Sequence[SampleField]) -> dict[str, object]:
-    """Return column -> value for these fields. IN_FLIGHT is stored as PARKED, the status after a restart."""
+    """Return the value of each SQL column of `fields`.
+
+    The status IN_FLIGHT becomes PARKED, because no request survives a restart.
+    """
     columns: dict[str, object] = {}
     for field in fields:
         value = getattr(sample, field.name)
@@ -127,7 +130,7 @@ def to_columns(sample: TokenSequence, fields: Sequence[SampleField]) -> dict[str
 
 
 def from_columns(row: Mapping[str, Any], fields: Sequence[SampleField]) -> dict[str, Any]:
-    """Return the arguments of TokenSequence or Sample for these fields, from a row."""
+    """Return the values of `fields` in a row, by attribute: keyword arguments of TokenSequence or Sample."""
     arguments: dict[str, Any] = {}
     for field in fields:
         value = row[field.column or field.name]

@@ -1,4 +1,4 @@
-"""SampleRows: writes live samples to the ledger: their rows, and their tokens as pieces of segments."""
+"""SampleRows: writes the rows of live samples to the ledger, and their tokens to segments."""
 
 from __future__ import annotations
 
@@ -19,62 +19,66 @@ from rlsys.ledger.writer import StoreWriter
 from rlsys.segments.records import Kind, SequenceKey, encode
 
 NewTokens = tuple[list[Piece], list[RouteSpan], bool]
-"""Pieces with new tokens of a sequence, its new routes, and whether they replace all earlier tokens."""
+"""New tokens of a sequence: their pieces, their routes, and whether they replace all earlier tokens."""
 SequenceUpdate = tuple[int, Sequence[Piece], Sequence[RouteSpan], bool]
-"""The number of the sequence, followed by the elements of NewTokens."""
+"""The number of a sequence, followed by the elements of NewTokens."""
 WorkerUpdate = tuple[Sample, Sequence[SequenceUpdate]]
-"""A sample as reported by a worker, and the new tokens of its sequences."""
+"""A sample, as a worker reported it, and the new tokens of its sequences."""
 
 
 class StoredLengths(NamedTuple):
-    """Lengths of the stored part of a sequence's arrays."""
+    """Lengths of the stored parts of a sequence's arrays.
+
+    Attributes:
+        tokens: number of response tokens.
+        routes: number of route spans.
+        received: number of tokens that engines generated for the sequence, including those that it lost again.
+        support: size of the sampling masks in bytes.
+        scores: number of tokens for which there are log-probs of the trainer.
+    """
 
     tokens: int = 0
     routes: int = 0
     received: int = 0
-    """Tokens that engines generated for it, including those that were removed again."""
     support: int = 0
-    """Bytes of the sampling masks."""
     scores: int = 0
 
     @classmethod
-    def of(cls, sample: TokenSequence) -> StoredLengths:
-        return cls(
-            sample.tokens,
-            len(sample.routes),
-            sample.received_tokens,
-            len(sample.support),
-            len(sample.behaviour),
-        )
+    def of(cls, q: TokenSequence) -> StoredLengths:
+        return cls(q.tokens, len(q.routes), q.received_tokens, len(q.support), len(q.behaviour))
 
 
 class SampleRows:
-    """Writes samples. Owns their rows and the references to their tokens.
+    """Owner of the tables samples and sequences, and of the references from samples to their tokens.
 
-    Call the methods inside a `writing` block.
+    Call methods that write inside a `writing` block.
     """
 
     def __init__(self, file: StoreWriter) -> None:
         self._file = file
-        self._stored_lengths: dict[int, list[StoredLengths]] = {}  # by sample id, then sequence
+        self._stored_lengths: dict[int, list[StoredLengths]] = {}
+        """Sample id -> stored lengths of each sequence, for live samples."""
         self._rows: dict[tuple[int, int], tuple[object, list[int]]] = {}
-        """(sample id, sequence) of sequences after the first -> the stored mutable fields, and the prompt."""
+        """(sample id, sequence) -> stored mutable fields and prompt, for sequences after the first."""
         self.added_tokens = 0
         """Number of sampled tokens that were written since the file was opened."""
 
     def register(self, sample: Sample) -> None:
-        """Register a sample that is completely stored."""
+        """Record that all arrays and fields of a live sample are stored."""
         self._stored_lengths[sample.sample_id] = [StoredLengths.of(q) for q in sample.sequences]
         self._rows |= {
             (q.sample_id, q.sequence): (mutable_fields(q), q.prompt_ids) for q in sample.extra_sequences
         }
 
     def unsaved(self, sample: Sample) -> bool:
-        """Return whether the sample has tokens that are not written."""
+        """Return whether a live sample has tokens that are not written."""
         return sample.all_tokens > sum(lengths.tokens for lengths in self._stored_lengths[sample.sample_id])
 
     def write_for_workers(self, samples: Sequence[Sample]) -> None:
-        """Write new samples that workers will continue, and replace their tokens by references to segments."""
+        """Write new samples that workers will continue, and remove the tokens from them.
+
+        The samples get references to the segments with their tokens.
+        """
         locations = self.write(samples)
         self._file.tokens.write_out()
         for sample, (_, _, pieces) in zip(samples, locations, strict=True):
@@ -84,12 +88,12 @@ class SampleRows:
             self.register(sample)
 
     def write(self, samples: Iterable[Sample]) -> list[tuple[int, int, list[Piece]]]:
-        """Write the rows of samples and the unsaved parts of their arrays.
+        """Write the rows of samples, and the parts of their arrays that are not written yet.
 
-        A sample that lost tokens must be written before it gets new ones. It is then rewritten completely.
+        A sequence that lost tokens is rewritten completely. It must be written before it gets new tokens.
 
         Returns:
-            (sample id, sequence, new pieces) for each sequence.
+            (sample id, sequence, new pieces) of each sequence.
         """
         rows, locations = [], []
         for sample in samples:
@@ -108,9 +112,16 @@ class SampleRows:
         return locations
 
     def _append(self, q: TokenSequence, lengths: StoredLengths) -> list[Piece]:
-        """Append the unsaved part of a sequence's arrays to a segment, and write its row unless it is the first."""
-        new = q.routes[lengths.routes :]
-        q.routes[lengths.routes :] = self._file.routes.claim(q.sample_id, new)
+        """Append the new part of a sequence's arrays to a segment, and write the row of a sequence after the first.
+
+        Args:
+            lengths: lengths of the stored part.
+
+        Returns:
+            the pieces with the new part.
+        """
+        new_routes = q.routes[lengths.routes :]
+        q.routes[lengths.routes :] = self._file.routes.claim(q.sample_id, new_routes)
         if q.sequence:
             self._write_sequence(q)
         if q.tokens < lengths.tokens:
@@ -119,7 +130,7 @@ class SampleRows:
         return pieces + append_scores(self._file.tokens, q, lengths.scores)
 
     def write_from_workers(self, updates: Iterable[WorkerUpdate]) -> None:
-        """Write samples of workers, which have already written the new tokens to segments.
+        """Write the rows of samples that workers report, and references to the tokens that workers wrote to segments.
 
         A sample may occur several times, in the order of its updates.
         """
@@ -127,33 +138,50 @@ class SampleRows:
         locations: list[tuple[int, int, Sequence[Piece]]] = []
         for sample, sequences in updates:
             rows.append(row_of_sample(sample))
-            lengths = self._stored_lengths.setdefault(sample.sample_id, [])
-            for number, pieces, routes, rewritten in sequences:
-                q = sample.sequences[number]
-                if number == len(lengths):
-                    lengths.append(StoredLengths())
-                received, previous = lengths[number].received, lengths[number]
-                if rewritten:
-                    previous = self._forget_tokens(q)
-                    locations = [
-                        location for location in locations if location[:2] != (sample.sample_id, number)
-                    ]
-                if claimed := self._file.routes.claim(sample.sample_id, routes, resent=rewritten):
-                    encoded = encode_routes(claimed)
-                    record = encode(Kind.TOKENS, SequenceKey.of(q), previous.tokens, 0, encoded, len(encoded))
-                    pieces = [*pieces, self._file.tokens.append(record)]
-                if number:
-                    self._write_sequence(q)
-                pieces = [*pieces, *append_scores(self._file.tokens, q, previous.scores)]
-                locations.append((sample.sample_id, number, pieces))
-                q.pieces += pieces
-                current = lengths[number] = StoredLengths.of(q)
-                self.added_tokens += current.received - received
+            self._stored_lengths.setdefault(sample.sample_id, [])
+            for update in sequences:
+                number, _, _, is_rewritten = update
+                key = sample.sample_id, number
+                if is_rewritten:
+                    locations = [location for location in locations if location[:2] != key]
+                locations.append((*key, self._append_update(sample, update)))
         insert(self._file.db, "samples", rows)
         self._file.segments.add_pieces(locations)
 
+    def _append_update(self, sample: Sample, update: SequenceUpdate) -> list[Piece]:
+        """Append a worker's new routes and the trainer's new log-probs of a sequence to a segment.
+
+        Also write the row of a sequence after the first.
+
+        Returns:
+            the pieces that the worker wrote, and those with the routes and log-probs.
+        """
+        number, worker_pieces, routes, is_rewritten = update
+        q = sample.sequences[number]
+        lengths = self._stored_lengths[sample.sample_id]
+        if number == len(lengths):
+            lengths.append(StoredLengths())
+        previous = lengths[number]
+        stored = self._forget_tokens(q) if is_rewritten else previous
+        pieces = list(worker_pieces)
+        if claimed := self._file.routes.claim(sample.sample_id, routes, resent=is_rewritten):
+            encoded = encode_routes(claimed)
+            record = encode(Kind.TOKENS, SequenceKey.of(q), stored.tokens, 0, encoded, len(encoded))
+            pieces.append(self._file.tokens.append(record))
+        if number:
+            self._write_sequence(q)
+        pieces += append_scores(self._file.tokens, q, stored.scores)
+        q.pieces += pieces
+        lengths[number] = StoredLengths.of(q)
+        self.added_tokens += lengths[number].received - previous.received
+        return pieces
+
     def _forget_tokens(self, q: TokenSequence) -> StoredLengths:
-        """Delete the references to the tokens of a sequence that lost some. Returns its new lengths, which are 0."""
+        """Delete the references to the tokens of a sequence that will be rewritten.
+
+        Returns:
+            the lengths of its stored part: 0.
+        """
         key = q.sample_id, q.sequence
         self._file.db.execute("DELETE FROM pieces WHERE sample_id = ? AND sequence = ?", key)
         q.pieces = []
@@ -161,46 +189,50 @@ class SampleRows:
         return StoredLengths()
 
     def _write_sequence(self, sequence: TokenSequence) -> None:
-        """Write the row of a sequence if it changed. Most sequences of a sample do not change."""
-        key, current = (sequence.sample_id, sequence.sequence), mutable_fields(sequence)
+        """Write the row of a sequence, unless the stored row is the same."""
+        key = sequence.sample_id, sequence.sequence
+        current = mutable_fields(sequence)
         previous, prompt_ids = self._rows.get(key, (None, None))
         if previous != current or prompt_ids is not sequence.prompt_ids:
             insert(self._file.db, "sequences", [row_of_sequence(sequence)])
             self._rows[key] = current, sequence.prompt_ids
 
-    def write_scores(self, sample: TokenSequence, scored: LogProbResult) -> None:
+    def write_scores(self, q: TokenSequence, scored: LogProbResult) -> None:
         """Store the trainer's log-probs of tokens of a sequence.
 
         Raises:
             RunError: the tokens do not exist, or have log-probs already.
         """
-        if not len(sample.behaviour) <= scored.start <= sample.tokens - len(scored.logp):
+        if not len(q.behaviour) <= scored.start <= q.tokens - len(scored.logp):
             raise RunError(
                 f"sample {scored.sample_id}: the trainer sent log-probs of {len(scored.logp)} tokens from token "
-                f"{scored.start} on; expected tokens {len(sample.behaviour)} to {sample.tokens - 1}"
+                f"{scored.start} on; expected tokens {len(q.behaviour)} to {q.tokens - 1}"
             )
-        extend_scores(sample.behaviour, scored.start, scored.logp)
-        pieces = append_scores(self._file.tokens, sample, scored.start)
+        extend_scores(q.behaviour, scored.start, scored.logp)
+        pieces = append_scores(self._file.tokens, q, scored.start)
         self._file.segments.add_pieces([(scored.sample_id, scored.sequence, pieces)])
         lengths = self._stored_lengths[scored.sample_id]
-        lengths[scored.sequence] = lengths[scored.sequence]._replace(scores=len(sample.behaviour))
+        lengths[scored.sequence] = lengths[scored.sequence]._replace(scores=len(q.behaviour))
 
     def forget(self, samples: Iterable[Sample]) -> None:
-        """Stop tracking samples that are no longer live."""
+        """Remove the stored lengths of samples that are no longer live from memory."""
         for sample in samples:
             self._stored_lengths.pop(sample.sample_id, None)
             for q in sample.extra_sequences:
                 self._rows.pop((q.sample_id, q.sequence), None)
 
     def drop_tokens(self, samples: Iterable[Sample]) -> None:
-        """Delete the references to tokens that will never be trained."""
+        """Delete the references to the tokens of samples that will never be trained."""
         ids = [(s.sample_id,) for s in samples]
         for table in ("pieces", "route_places"):
             self._file.db.executemany(f"DELETE FROM {table} WHERE sample_id = ?", ids)
         self._file.db.executemany("UPDATE sequences SET prompt_ids = x'' WHERE sample_id = ?", ids)
 
     def prune(self, after: int, upto: int) -> None:
-        """Delete the references to tokens that train steps in (after, upto] took. These steps are never repeated."""
+        """Delete the references to the tokens of the groups that the train steps after + 1 to upto took.
+
+        These steps must never be repeated.
+        """
         condition = (
             "sample_id IN (SELECT sample_id FROM samples JOIN groups USING (group_id) "
             "WHERE state = 'trained' AND train_step > ? AND train_step <= ?)"
@@ -212,71 +244,72 @@ class SampleRows:
 
 
 def mutable_fields(q: TokenSequence) -> tuple[object, ...]:
-    """Return the fields of a sequence that change while it runs, for a cheap comparison.
+    """Return values that differ if the row of a sequence after the first has changed.
 
-    An agent has hundreds of sequences with long prompts, and continues one or two of them.
+    The comparison of lengths is cheap: an agent has hundreds of sequences, and continues one or two of them.
     """
-    last = q.spans[-1].version if q.spans else None
+    last_version = q.spans[-1].version if q.spans else None
     return (
-        q.status, q.tokens, len(q.spans), last, len(q.observed), q.last_turn, q.parent, q.aside, q.resumes, q.engine,
-        q.deaths, q.faults, q.cached_tokens, q.prefilled_tokens,
+        q.status, q.tokens, len(q.spans), last_version, len(q.observed), q.last_turn, q.parent, q.aside, q.resumes,
+        q.engine, q.deaths, q.faults, q.cached_tokens, q.prefilled_tokens,
     )  # fmt: skip
 
 
 def append_tokens(
-    file: SegmentFile, sample: TokenSequence, lengths: StoredLengths, new_routes: Sequence[RouteSpan]
+    file: SegmentFile, q: TokenSequence, lengths: StoredLengths, new_routes: Sequence[RouteSpan]
 ) -> list[Piece]:
-    """Append the unsaved part of a sequence's arrays to a segment.
+    """Append the new part of a sequence's arrays to a segment.
+
+    The teacher's log-probs of the response are appended once, and then removed from the sequence.
 
     Args:
         file: the segment's writer.
-        sample: the sequence.
         lengths: lengths of the stored part.
-        new_routes: new routes, in memory or on disk.
+        new_routes: new routes, in memory or as locations on disk.
 
     Returns:
         the locations of the new records.
     """
-    pieces, new = [], sample.tokens - lengths.tokens
-    if new or new_routes:
-        ids = ids_to_blob(sample.response_ids[lengths.tokens :])
-        mu = np.asarray(sample.mu[lengths.tokens :], "<f8").tobytes()
+    key = SequenceKey.of(q)
+    new_tokens = q.tokens - lengths.tokens
+    records = []
+    if new_tokens or new_routes:
+        ids = ids_to_blob(q.response_ids[lengths.tokens :])
+        mu = np.asarray(q.mu[lengths.tokens :], "<f8").tobytes()
         routes = encode_routes(new_routes)
-        record = encode(
-            Kind.TOKENS, SequenceKey.of(sample), lengths.tokens, new, ids + mu + routes, len(routes)
-        )
-        pieces.append(file.append(record))
-    if len(sample.support) != lengths.support:
-        mask = bytes(sample.support[lengths.support :])
-        pieces.append(file.append(encode(Kind.SUPPORT, SequenceKey.of(sample), lengths.tokens, new, mask)))
-    if sample.teacher_logprobs:  # set once, for the whole response
-        record = encode(
-            Kind.TEACHER_LOGPROBS, SequenceKey.of(sample), 0, sample.tokens, sample.teacher_logprobs
-        )
-        pieces.append(file.append(record))
-        sample.teacher_logprobs = b""
-    return pieces
+        payload = ids + mu + routes
+        records.append(encode(Kind.TOKENS, key, lengths.tokens, new_tokens, payload, len(routes)))
+    if len(q.support) != lengths.support:
+        masks = bytes(q.support[lengths.support :])
+        records.append(encode(Kind.SUPPORT, key, lengths.tokens, new_tokens, masks))
+    if q.teacher_logprobs:
+        records.append(encode(Kind.TEACHER_LOGPROBS, key, 0, q.tokens, q.teacher_logprobs))
+        q.teacher_logprobs = b""
+    return [file.append(record) for record in records]
 
 
-def append_scores(file: SegmentFile, sample: TokenSequence, start: int) -> list[Piece]:
-    """Append the trainer's log-probs from token `start` on to `file`.
+def append_scores(file: SegmentFile, q: TokenSequence, start: int) -> list[Piece]:
+    """Append the trainer's log-probs of the tokens from `start` on to a segment.
 
     Returns:
         the location of the record; empty if there are no log-probs.
     """
-    if len(sample.behaviour) <= start:
+    if len(q.behaviour) <= start:
         return []
-    logp = np.array(sample.behaviour[start:], dtype="<f4").tobytes()
-    record = encode(Kind.SCORES, SequenceKey.of(sample), start, len(sample.behaviour) - start, logp)
+    logp = np.array(q.behaviour[start:], dtype="<f4").tobytes()
+    record = encode(Kind.SCORES, SequenceKey.of(q), start, len(q.behaviour) - start, logp)
     return [file.append(record)]
 
 
 def encode_routes(spans: Sequence[RouteSpan]) -> bytes:
-    """Encode routes for a record of tokens."""
+    """Encode route spans as msgpack, for a record of tokens."""
     return msgspec.msgpack.encode(spans)
 
 
 def extend_scores(behaviour: list[float], start: int, logp: Sequence[float]) -> None:
-    """Append `logp` for tokens from `start` on. Tokens in between without log-probs get NaN."""
+    """Append log-probs of the tokens from `start` on to `behaviour`, in place.
+
+    Tokens before `start` that have none get NaN.
+    """
     behaviour += [math.nan] * (start - len(behaviour))
     behaviour += logp

@@ -1,4 +1,4 @@
-"""Read-only queries for pages of samples that are shown to users."""
+"""Queries for pages of samples, for the commands and the dashboard that show samples to users."""
 
 from __future__ import annotations
 
@@ -26,16 +26,25 @@ _SQL_ORDERS = {
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """A page of the samples that have tokens and fulfil all conditions. None and False are no condition.
+    """Conditions and order of a page of samples.
 
-    The orders `worst` and `best` sort by reward and exclude samples without one. `skip` is the offset of the page,
-    `limit` its size.
+    The page contains samples that fulfil all conditions and have tokens or are censored. None and False are no
+    condition.
+
+    Attributes:
+        sample: id of the only sample.
+        group: id of the sample's group.
+        step: train step that took the sample's group.
+        status: status of the sample.
+        resumed: whether the sample was interrupted and resumed.
+        order: `worst` and `best` sort by reward, and exclude samples without a reward.
+        skip: number of samples before the page.
+        limit: maximum number of samples of the page.
     """
 
     sample: int | None = None
     group: int | None = None
     step: int | None = None
-    """The train step that took the group."""
     status: str | None = None
     resumed: bool = False
     order: Order = "newest"
@@ -55,7 +64,19 @@ GROUP_OUTCOMES = {
 
 @dataclass(slots=True)
 class SampleView:
-    """A sample with the state of its group. `tokens` is their number even if the tokens themselves were deleted."""
+    """A sample with the state of its group.
+
+    Attributes:
+        sample: the sample, with its tokens unless the ledger has deleted them.
+        tokens: number of response tokens, also if they are deleted.
+        prompt_index: index of the prompt in the prompt source.
+        state: state of the group.
+        train_step: train step that took the group; None: none yet.
+        interrupts: (response tokens, weight version) at each interruption.
+        trained_steps: weight version of tokens of the sample -> number of train steps in these weights.
+        logp: log-prob (or NaN) of each response token under the trainer's weights before the step; empty: not logged.
+        advantages: advantage of each response token; empty: not logged.
+    """
 
     sample: Sample
     tokens: int
@@ -63,35 +84,35 @@ class SampleView:
     state: GroupState
     train_step: int | None
     interrupts: list[tuple[int, int]] = field(default_factory=list)
-    """(response tokens, weight version) at each interruption."""
     trained_steps: dict[int, int] = field(default_factory=dict)
-    """Weight version of some of its tokens -> train steps contained in these weights."""
     logp: list[float] = field(default_factory=list)
-    """Log-prob (or NaN) of each response token under the trainer's weights before the step; empty: not logged."""
     advantages: list[float] = field(default_factory=list)
-    """Advantage of each response token; empty: not logged."""
 
     @property
     def outcome(self) -> str:
-        """The train step that took its group, or the reason why none has."""
+        """The train step that took the group, or the reason why no step has taken it, for users."""
         return GROUP_OUTCOMES[self.state] if self.train_step is None else f"step {self.train_step}"
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the tokens are still stored."""
+        """Whether `sample` has its tokens."""
         return len(self.sample.response_ids) == self.tokens
 
 
 def last_step(db: sqlite3.Connection) -> int:
-    """Return the last train step that took groups; 0 before the first."""
+    """Return the number of the last train step that took groups; 0 before the first step."""
     return int(db.execute("SELECT coalesce(max(train_step), 0) FROM takes").fetchone()[0])
 
 
 def find_samples(db: sqlite3.Connection, segments: SegmentReader, query: SampleQuery) -> list[SampleView]:
-    """Read the samples that a query selects.
+    """Read one page of samples.
+
+    Args:
+        db: connection to the ledger.
+        segments: reader of the run's segments.
 
     Raises:
-        UserError: there is no such sample, group or step.
+        UserError: the sample, group or step of the query does not exist.
         RunError: stored tokens are damaged.
     """
     conditions, values = _conditions(db, query)
@@ -109,10 +130,10 @@ def find_samples(db: sqlite3.Connection, segments: SegmentReader, query: SampleQ
 
 
 def _interrupts(db: sqlite3.Connection, sample_ids: list[int]) -> dict[int, list[tuple[int, int]]]:
-    """Read the interruptions of all samples of a page in one query, because the table has no index."""
+    """Return (response tokens, weight version) at each interruption of the samples' first sequences, by sample id."""
     placeholders = ", ".join("?" * len(sample_ids))
     interrupts: dict[int, list[tuple[int, int]]] = {}
-    rows = db.execute(
+    rows = db.execute(  # one query for all samples, because the table has no index
         "SELECT sample_id, tokens, weight_version FROM interrupts "
         f"WHERE sample_id IN ({placeholders}) AND NOT sequence AND tokens ORDER BY place",
         sample_ids,
@@ -123,7 +144,13 @@ def _interrupts(db: sqlite3.Connection, sample_ids: list[int]) -> dict[int, list
 
 
 def _conditions(db: sqlite3.Connection, query: SampleQuery) -> tuple[list[str], list[object]]:
-    conditions, values = ["(samples.tokens > 0 OR samples.censor_reason IS NOT NULL)"], list[object]()
+    """Return the SQL conditions of a query, and the values of their placeholders.
+
+    Raises:
+        UserError: the sample, group or step of the query does not exist.
+    """
+    conditions = ["(samples.tokens > 0 OR samples.censor_reason IS NOT NULL)"]
+    values: list[object] = []
     if query.sample is not None:
         conditions, values = ["samples.sample_id = ?"], [query.sample]
         if not db.execute("SELECT 1 FROM samples WHERE sample_id = ?", values).fetchone():
@@ -131,13 +158,15 @@ def _conditions(db: sqlite3.Connection, query: SampleQuery) -> tuple[list[str], 
     if query.group is not None:
         issued = db.execute("SELECT count(*) FROM groups").fetchone()[0]
         if not 0 <= query.group < issued:
-            raise UserError(f"group {query.group}: no such group; the run has groups 0 to {issued - 1}")
+            existing = f"groups 0 to {issued - 1}" if issued else "no group yet"
+            raise UserError(f"group {query.group}: no such group; the run has {existing}")
         conditions.append("samples.group_id = ?")
         values.append(query.group)
     if query.step is not None:
         row = db.execute("SELECT group_ids FROM takes WHERE train_step = ?", (query.step,)).fetchone()
         if row is None:
-            raise UserError(f"step {query.step}: no such train step; the run has steps 1 to {last_step(db)}")
+            existing = f"steps 1 to {last}" if (last := last_step(db)) else "no step yet"
+            raise UserError(f"step {query.step}: no such train step; the run has {existing}")
         ids = json.loads(row[0])
         conditions.append(f"samples.group_id IN ({', '.join('?' * len(ids))})")
         values += ids
@@ -168,10 +197,11 @@ def _view(
     sample = sample_of_row(row, blob_to_ids(row["group_prompt"]), pieces.get(0, []))
     sequences = select(db, "SELECT * FROM sequences WHERE sample_id = ? ORDER BY sequence", (sample_id,))
     for sequence_row in sequences:
-        later = sequence_of_row(sequence_row, pieces.get(sequence_row["sequence"], []))
-        sample.extra_sequences.append(later)
+        sequence = sequence_of_row(sequence_row, pieces.get(sequence_row["sequence"], []))
+        sample.extra_sequences.append(sequence)
     if pieces:
-        sample = replace(segments.load(sample), routes=[], teacher_logprobs=b"")  # large, and not shown
+        # Routes and the teacher's log-probs are large, and are not shown.
+        sample = replace(segments.load(sample), routes=[], teacher_logprobs=b"")
         for sequence in sample.extra_sequences:
             sequence.routes, sequence.teacher_logprobs = [], b""
     versions = sorted({span.version for span in sample.spans})
@@ -203,14 +233,14 @@ def check_query(query: SampleQuery) -> None:
 
 
 MAX_PAGE_SAMPLES = 256
-"""Largest number of samples in a page."""
+"""Maximum number of samples of a page."""
 MAX_INTEGER = 2**63 - 1
-"""Largest integer of SQLite."""
+"""Maximum integer of SQLite."""
 
 
 @dataclass
 class SamplesAnswer:
-    """Response to a SampleQuery. `error`: message for the user, or empty."""
+    """The coordinator's response to a SampleQuery: a page of samples, or an error message for the user."""
 
     samples: list[SampleView] = field(default_factory=list)
     error: str = ""

@@ -1,9 +1,9 @@
-"""Segments: append-only files with records of tokens (rlsys/segments/records.py), and the ledger's table of them.
+"""Segments: append-only files with records of tokens (rlsys/segments/records.py), and the references to them.
 
-Each file has one writer, which created it. A launch that takes over a run starts new files, so the previous launch
-cannot damage them. The order is: write, fsync, then the COMMIT of the rows that reference the bytes. The process
-that commits calls fsync, also for files of other writers. Bytes without a row are ignored, and are counted as torn
-after their writer died. A file is deleted when no row references it.
+The process that creates a file is its only writer. A launch that takes over a run starts new files, so the previous
+launch cannot damage them. A writer writes the bytes; the process that commits then syncs the files of all writers,
+and commits the rows that reference the bytes. Bytes without a row are ignored; when their writer has exited, they are
+removed and counted as torn. A file is deleted when no row references it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rlsys.core.spans import Piece
 from rlsys.segments.records import FOLDER
 
 SEGMENT_BYTES = 64 * 2**20
-"""Size at which a file gets no more records. A file exists as long as a sample needs one of its records."""
+"""Size in bytes at which a file gets no more records. A file exists as long as a sample needs one of its records."""
 
 
 class SegmentFile:
     """Appends records to the files of one writer, WRITER-NUMBER.seg.
 
-    Methods raise RunError for a disk error. The caller must not write after one.
+    Methods raise RunError for a disk error. The caller must not write after such an error.
     """
 
     def __init__(self, folder: Path, writer: str, size: int = SEGMENT_BYTES) -> None:
@@ -45,7 +45,7 @@ class SegmentFile:
         self._pending = bytearray()
 
     def append(self, record: bytes) -> Piece:
-        """Buffer a record until `write_out`. Returns its location."""
+        """Add a record to the buffer that `write_out` writes, and return its location."""
         if self._fd < 0 or self._written_bytes + len(self._pending) >= self._max_bytes:
             self._begin()
         piece = Piece(self._name, self._written_bytes + len(self._pending), len(record))
@@ -53,7 +53,7 @@ class SegmentFile:
         return piece
 
     def _begin(self) -> None:
-        """Start a new file. The previous one is complete."""
+        """Write out and close the current file, and create the next one."""
         self.write_out()
         self.close()
         self._number += 1
@@ -72,7 +72,7 @@ class SegmentFile:
             del self._pending[:count]
 
     def close(self) -> None:
-        """Close the file, and drop buffered records, which nothing references."""
+        """Close the file, and discard the buffered records."""
         self._pending.clear()
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
@@ -80,21 +80,30 @@ class SegmentFile:
 
 
 class SegmentTable:
-    """Owns the tables segments and pieces of `db`: files, committed lengths, and references into the files."""
+    """Owner of the tables segments (files and their committed lengths) and pieces (references into the files).
+
+    Attributes:
+        unused: names of the files that `remove_unused` will delete.
+    """
 
     def __init__(self, folder: Path, db: sqlite3.Connection) -> None:
+        """Create the owner of the tables in `db`.
+
+        Args:
+            folder: the run folder.
+        """
         self._folder = folder / FOLDER
         self._db = db
         self._numbers: dict[str, int] = {}
+        """File -> its key in the table segments."""
         self._last: dict[str, str] = {}
-        """Writer -> its newest referenced file. Its earlier files no longer grow."""
+        """Writer -> its newest referenced file, the only one that may grow."""
         self._ends: dict[str, int] = {}
-        """File -> end of its last uncommitted piece."""
+        """File -> end of its last piece, for files with uncommitted pieces."""
         self.unused: list[str] = []
-        """Files without references, to be deleted by `remove_unused`."""
 
     def open(self) -> int:
-        """Remove the uncommitted bytes of earlier writers, and return their number.
+        """Remove the bytes that earlier writers did not commit, and return their number.
 
         Raises:
             UserError: a referenced file is missing or truncated.
@@ -104,7 +113,7 @@ class SegmentTable:
         return self._truncate_uncommitted(lambda name: True, UserError)
 
     def retire(self, writer: str) -> int:
-        """Remove the unreported bytes of a writer that exited, and return their number. Call inside a transaction.
+        """Remove the bytes that an exited writer did not report, and return their number. Call inside a transaction.
 
         Raises:
             RunError: reported bytes are missing.
@@ -113,14 +122,14 @@ class SegmentTable:
         return self._truncate_uncommitted(lambda name: writer_of(name) == writer, RunError)
 
     def _truncate_uncommitted(self, selected: Callable[[str], bool], error: type[RlsysError]) -> int:
-        """Truncate segment files to their committed lengths, and delete unreferenced ones.
+        """Truncate segment files to their referenced lengths, and delete files without references.
 
         Args:
-            selected: whether a file, given by its name, is treated.
+            selected: returns whether the file with this name is processed.
             error: type of the error if a referenced file is missing or too short.
 
         Returns:
-            The number of removed bytes.
+            the number of removed bytes.
         """
         rows = self._db.execute("SELECT name, length FROM segments").fetchall()
         lengths = {name: max(length, self._ends.get(name, 0)) for name, length in rows if selected(name)}
@@ -145,7 +154,7 @@ class SegmentTable:
         """Add references to new pieces. Call inside a transaction.
 
         Args:
-            locations: (sample id, sequence, pieces).
+            locations: (sample id, sequence, new pieces) of each sequence.
         """
         rows: list[tuple[int, int, int, int, int]] = []
         for sample_id, sequence, pieces in locations:
@@ -163,14 +172,18 @@ class SegmentTable:
         self._db.executemany(insert, rows)
 
     def _begin(self, name: str) -> None:
+        """Add a file to the table, and forget unused ones."""
         number = self._db.execute("INSERT INTO segments (name, length) VALUES (?, 0)", (name,)).lastrowid
         assert number is not None
         self._numbers[name] = number
         self._last[writer_of(name)] = name
-        self.forget_unused()  # files of dropped groups: the next checkpoint may be far away
+        self.forget_unused()  # the files of dropped groups should not wait for the next checkpoint
 
     def sync(self) -> None:
-        """Flush all referenced bytes to disk. Call inside a transaction, after `write_out` and before COMMIT."""
+        """Sync all referenced bytes to disk, and store the new lengths.
+
+        Call inside a transaction, after `write_out` and before COMMIT.
+        """
         for name, end in self._ends.items():
             with disk_errors(self._folder / name):
                 _sync_file(self._folder / name)
@@ -178,7 +191,10 @@ class SegmentTable:
         self._ends.clear()
 
     def forget_unused(self) -> None:
-        """Remove files without references from the table. Call inside a transaction; `remove_unused` deletes them."""
+        """Remove files without references that no longer grow from the table, and add them to `unused`.
+
+        Call inside a transaction.
+        """
         unused = (
             "SELECT name FROM segments "
             "WHERE NOT EXISTS (SELECT 1 FROM pieces WHERE pieces.segment = segments.segment)"
@@ -192,19 +208,19 @@ class SegmentTable:
                 self.unused.append(name)
 
     def remove_unused(self) -> None:
-        """Delete the files that `forget_unused` removed from the table. Call after the COMMIT."""
+        """Delete the files in `unused`. Call after the COMMIT that removed them from the table."""
         while self.unused:
             with disk_errors(self._folder / self.unused[-1]):
                 (self._folder / self.unused.pop()).unlink(missing_ok=True)
 
 
 def writer_of(name: str) -> str:
-    """Return the writer of a segment file WRITER-NUMBER.seg."""
+    """Return the writer's name in the name of a segment file, WRITER-NUMBER.seg."""
     return name.rpartition("-")[0]
 
 
 def _sync_file(path: Path) -> None:
-    """Flush all bytes of a file to disk, including those of other writers."""
+    """Sync a file to disk, including bytes that other processes wrote."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fdatasync(fd)
@@ -213,7 +229,7 @@ def _sync_file(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush a folder, so that a new file's name survives a power failure."""
+    """Sync a folder to disk, so that a new file's name survives a power failure."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

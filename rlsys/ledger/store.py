@@ -1,32 +1,31 @@
-"""rollouts.sqlite: the schema, opening the file, and conversion between rows and samples. Stateless.
+"""rollouts.sqlite: the schema, opening the file, and the conversion between rows and samples.
 
-    meta     monotonic counters: issued groups, weight_version, lost tokens, the epoch of the launch that writes; and
-             the state of planners
-    groups   one row per issued group: its prompt, size, state, rank in the order of completion
-    samples  one row per issued sample: status, lengths, reward. Rows are small, so that counting is cheap.
-             `prompt_ids` is the prompt it was sampled from if that is not its group's; with `own_prompt`
-             it is trained on it too.
-             `tokens` counts all its sequences, the other columns describe the first. Of these tokens,
-             `inherited_tokens` were copied from another sample or forced; `discarded` counts further tokens that
-             were cut off
-    sequences   the other sequences of samples that have several; prompts are kept as long as `pieces`
-             The columns of both tables are the fields of sample_fields.py
-    pieces   references into segment files (rlsys/segments/records.py), in the order of the records: ids, mu,
-             routes, and the trainer's log-probs; deleted when no checkpoint can need them
-    segments name and committed length of each file
-    route_files, route_places   the engines' own segments: name, bytes claimed by samples, end of the last claim; and
-             which samples reference which file (route_files.py)
-    takes    the journal: the groups a train step took, at which weight version; `parts`: those that the trainer
-             received before, by portion
-    pushes   the train step whose weights a weight version holds
-    admissions, interrupts   timing-dependent decisions: when a group was admitted, and at how many tokens a sample
-             was interrupted, each with the weight version
+The tables have these rows:
+    meta         one per counter (COUNTERS), one per note of another component, such as a planner, and the identity
+    groups       one per issued group: its prompt, size, state, and rank in the order of completion
+    samples      one per issued sample: status, lengths, reward; small rows, so that counting is cheap
+    sequences    one per sequence of a sample after its first
+    pieces       one per record in a segment (rlsys/segments/records.py), in the order of the records: ids, mu,
+                 routes, masks, log-probs of trainer and teacher; deleted when no checkpoint can need the record
+    segments     one per segment: name and committed length
+    route_files  one per segment that an engine writes: name, bytes claimed by samples, end of the last claim
+    route_places one per claim of a sample in a route file (route_files.py)
+    takes        one per train step, the journal: the groups that the step took, the weight version, and `parts`, the
+                 portions of the groups that the trainer had already received
+    pushes       one per weight version: the number of train steps that its weights contain
+    admissions   one per admission of a group, with the weight version
+    interrupts   one per interruption of a sequence: its number of tokens, and the weight version
 
-synchronous=FULL: committed data survives kill -9 and a power failure. On a local disk the journal is a WAL, so
-readers on this machine never wait for the writer. On a shared file system, or one of unknown type, a WAL would
-be unsafe, because its index is shared memory of one machine: there the writer locks the file exclusively while
-it is open and uses a rollback journal, and readers ask the coordinator (reader.py). A lock file excludes a
-second writer. Where file locks are not reliable, each launch works on its own copy (takeover.py).
+The columns of samples and sequences are the fields of sample_fields.py, and these columns of samples:
+    prompt_ids   the prompt from which the sample was sampled, if it differs from the group's; with `own_prompt`, the
+                 sample is also trained under it
+    tokens       number of tokens of all sequences of the sample; other columns describe its first sequence
+
+`PRAGMA synchronous=FULL` makes commits survive kill -9 and a power failure. On a local disk the journal is a WAL, so
+readers on this machine never wait for the writer. On a shared file system, or one of unknown type, a WAL is unsafe,
+because its index is shared memory of one machine. There the writer locks the file exclusively while it is open and
+uses a rollback journal, and readers query the coordinator (reader.py). A lock file excludes a second writer. Where
+file locks are not reliable, each launch works on its own copy (takeover.py).
 """
 
 from __future__ import annotations
@@ -110,13 +109,17 @@ CREATE TABLE interrupts (
 COUNTERS = ("issued", "completed", "weight_version", "pruned_to", "lost", "torn_bytes", "owner_epoch")
 """Keys of monotonic counters in the table meta; they start at 0."""
 READER_SECONDS = 1.0
-"""Timeout of a reader on a locked file. It is short because the writer may hold its lock for days."""
+"""Timeout in seconds of a reader on a locked file. It is short because a writer may hold its lock for days."""
 FOREIGN_LOCK_SECONDS = 60.0
-"""Timeout of a write while another program, such as a sqlite3 shell, locks the file."""
+"""Timeout in seconds of a write while another program, such as a sqlite3 shell, locks the file."""
 
 
 class WriterLock:
-    """Prevents a second process from writing to the same file. The lock ends with the process."""
+    """Lock that prevents a second process from writing to a ledger. It ends with the process.
+
+    Raises:
+        UserError: another process holds the lock.
+    """
 
     def __init__(self, path: Path) -> None:
         with disk_errors(path):
@@ -143,7 +146,7 @@ class WriterLock:
 
 @contextlib.contextmanager
 def sqlite_errors(path: Path) -> Iterator[None]:
-    """Convert SQLite errors, such as a full or read-only disk, to a one-line RunError. Committed data is safe."""
+    """Convert errors of SQLite, such as a full or read-only disk, to a RunError of one line."""
     try:
         yield
     except sqlite3.Error as e:
@@ -151,16 +154,19 @@ def sqlite_errors(path: Path) -> Iterator[None]:
 
 
 def open_store(path: Path, identity: str, largest_group: int) -> sqlite3.Connection:
-    """Open the file of this run, or create it, in autocommit mode: the caller starts transactions.
+    """Open the ledger of this run for writing, or create it.
 
     Args:
         path: the file.
         identity: hash of the config fields that determine rollouts.
-        largest_group: largest number of samples of a group.
+        largest_group: maximum number of samples of a group.
+
+    Returns:
+        a connection in autocommit mode.
 
     Raises:
-        UserError: the file is not an SQLite file, is damaged, is not one of rlsys, has another schema, or belongs to
-            another run (`identity`). The file is not changed.
+        UserError: the file is not an SQLite file, is damaged, is not one of rlsys, has another schema, or has another
+            identity. The file is not changed.
     """
     try:
         db = connect(path)
@@ -195,39 +201,44 @@ def is_shared(path: Path) -> bool:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open a connection in autocommit mode.
-
-    One thread opens it, because a large file takes minutes, and another one then uses it.
-    """
+    """Open a connection in autocommit mode, for use by one thread at a time."""
+    # A large file takes minutes to open, so the thread that opens it is not the one that uses it.
     return sqlite3.connect(path, isolation_level=None, timeout=FOREIGN_LOCK_SECONDS, check_same_thread=False)
 
 
 def unusable(path: Path, error: sqlite3.Error) -> UserError:
-    """Return the UserError for a file that cannot be opened."""
+    """Return the UserError for an SQLite error while the file is opened."""
     if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
-        return UserError(f"{path}: another process locks the file, for more than {FOREIGN_LOCK_SECONDS:g} s")
+        return UserError(
+            f"{path}: another process has locked the file for more than {FOREIGN_LOCK_SECONDS:g} s"
+        )
     return UserError(f"{path}: not a usable ledger: {error}; move it away or restore it")
 
 
 def set_journal(db: sqlite3.Connection, path: Path, mode: str) -> None:
-    """Set the journal mode. A file from another file system may have another mode.
+    """Set the journal mode of a file, which may have another mode if it was copied from another file system.
+
+    Args:
+        mode: "wal" or "truncate"; the latter also locks the file exclusively.
 
     Raises:
         UserError: the file system does not support the mode.
     """
     actual = str(db.execute(f"PRAGMA journal_mode={mode}").fetchone()[0])
     if actual != mode:
-        raise UserError(f"{path}: its file system supports the journal mode {actual}, expected {mode}")
+        raise UserError(
+            f"{path}: the journal mode stays {actual}; expected a file system that supports {mode}"
+        )
     if mode != "wal":
-        db.execute("BEGIN EXCLUSIVE")  # take the exclusive lock now instead of in the middle of a run
+        db.execute("BEGIN EXCLUSIVE")  # takes the lock before the run starts, not at its first write
         db.execute("COMMIT")
 
 
 def open_readonly(path: Path) -> sqlite3.Connection:
-    """Open the file read-only.
+    """Open the ledger read-only, in autocommit mode.
 
     Raises:
-        UserError: there is no such file, or it is not one of rlsys.
+        UserError: the file does not exist, is damaged, is not one of rlsys, or has another schema.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file: the folder is not a run, or the run has not started")
@@ -245,7 +256,7 @@ def open_readonly(path: Path) -> sqlite3.Connection:
 
 
 def is_new(db: sqlite3.Connection, path: Path) -> bool:
-    """Return whether the file has no tables, because it is new or its creation was interrupted."""
+    """Return whether the file has no tables: it is new, or its creation was interrupted."""
     if path.stat().st_size == 0:
         return True
     tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -271,10 +282,10 @@ def _check_pages(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _adopt(db: sqlite3.Connection, path: Path, identity: str, largest_group: int) -> None:
-    """Check that the file belongs to this run, or adopt a file without groups, which a failed start left.
+    """Check that the file has the identity of this run; set it if the file has no groups, as after a failed start.
 
     Raises:
-        UserError: the file has groups of another config.
+        UserError: the file has groups of another identity.
     """
     meta = dict(db.execute("SELECT key, value FROM meta").fetchall())
     if meta["identity"] == identity:
@@ -289,8 +300,13 @@ def _adopt(db: sqlite3.Connection, path: Path, identity: str, largest_group: int
 
 
 def check_format(db: sqlite3.Connection, path: Path) -> None:
+    """Check that an SQLite file is a ledger of this version of rlsys.
+
+    Raises:
+        UserError: another program wrote the file, or it has another schema.
+    """
     if _pragma(db, "application_id") != _APPLICATION_ID:
-        raise UserError(f"{path}: an SQLite file, but not one of rlsys; it was not changed")
+        raise UserError(f"{path}: an SQLite file, but not one of rlsys; rlsys has not changed it")
     version = _pragma(db, "user_version")
     if version != _SCHEMA_VERSION:
         raise UserError(
@@ -317,7 +333,13 @@ def blob_to_ids(blob: bytes) -> list[int]:
 
 
 def read_groups(db: sqlite3.Connection, condition: str, *values: object) -> list[SampleGroup]:
-    """Read the groups that fulfil an SQL condition, by id, without tokens. The samples' pieces locate the tokens."""
+    """Read the groups that fulfil an SQL condition, ordered by id, without their tokens.
+
+    The pieces of the samples locate the tokens.
+
+    Args:
+        condition: condition on the table groups, with a placeholder `?` for each of `values`.
+    """
     groups: dict[int, SampleGroup] = {}
     prompts: dict[int, list[int]] = {}
     columns = "group_id, prompt_index, state, train_step, prompt_ids"
@@ -345,7 +367,7 @@ def read_groups(db: sqlite3.Connection, condition: str, *values: object) -> list
 
 
 def select(db: sqlite3.Connection, query: str, values: Sequence[object]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a query, by the names of their columns."""
+    """Yield the rows of a query as dicts, column name -> value."""
     cursor = db.execute(query, values)
     names = [column[0] for column in cursor.description]
     for row in cursor:
@@ -353,7 +375,7 @@ def select(db: sqlite3.Connection, query: str, values: Sequence[object]) -> Iter
 
 
 def insert(db: sqlite3.Connection, table: str, rows: Sequence[Mapping[str, object]]) -> None:
-    """Insert or replace rows with the same columns."""
+    """Insert rows, or replace those with the same primary key. All rows have the columns of the first one."""
     if rows:
         names = ", ".join(rows[0])
         placeholders = ", ".join(f":{name}" for name in rows[0])
@@ -361,12 +383,12 @@ def insert(db: sqlite3.Connection, table: str, rows: Sequence[Mapping[str, objec
 
 
 def row_of_sequence(q: TokenSequence) -> dict[str, object]:
-    """Return the row of a sequence for the table sequences."""
+    """Return the row of a sequence in the table sequences."""
     return {"prompt_ids": ids_to_blob(q.prompt_ids), **to_columns(q, _SEQUENCE_COLUMNS)}
 
 
 def row_of_sample(sample: Sample) -> dict[str, object]:
-    """Return the row of a sample for the table samples."""
+    """Return the row of a sample in the table samples."""
     has_prompt = sample.trained_prompt is not None or sample.own_prompt
     prompt_ids = ids_to_blob(sample.prompt_ids) if has_prompt else None
     return {"tokens": sample.all_tokens, "prompt_ids": prompt_ids, **to_columns(sample, _SAMPLE_COLUMNS)}

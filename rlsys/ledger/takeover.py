@@ -1,9 +1,10 @@
-"""Takeover: each launch works on its own copy of the ledger file where file locks are not reliable.
+"""Takeover of the ledger by a new launch: on a shared file system, each launch works on its own copy of the file.
 
-A writer checks the owner of the run directly before each commit (writer.py). It may be suspended after that check,
-while another launch takes over. On a local disk, SQLite's lock makes the new writer wait for this commit. On a shared
-file system it does not, and the commit would change pages under the new writer. There the new launch replaces the
-file by a copy. The old writer still has the old file, which no process reads, so its later commits have no effect.
+A writer checks the owner of the run directly before each commit (writer.py). It may be suspended between this check
+and the commit, while another launch takes over. On a local disk, SQLite's lock makes the new writer wait for the
+commit. On a shared file system, locks are not reliable, and the commit would change pages that the new writer uses.
+Therefore the new launch replaces the file by a copy there. The old writer then commits to the old file, which no
+other process reads.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from rlsys.ledger.store import check_format, connect, is_new, is_shared, set_jou
 
 
 def take_over(path: Path, epoch: int) -> None:
-    """Replace the file by a copy for the launch of this epoch. Call before the file is opened.
+    """Replace a ledger on a shared file system by a copy for a new launch. Call before the file is opened.
 
-    Does nothing for a local file, or if the epoch already has its copy.
+    A file on a local disk, and a copy that this launch has made before, are not replaced.
+
+    Args:
+        path: the ledger.
+        epoch: epoch of the new launch.
 
     Raises:
         UserError: the file is not a ledger, is damaged, or has another schema.
@@ -44,6 +49,7 @@ def take_over(path: Path, epoch: int) -> None:
 
 
 def _replace(db: sqlite3.Connection, path: Path) -> None:
+    """Replace the file atomically by a copy of the database `db`, on disk when the function returns."""
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)
     with contextlib.closing(connect(part)) as copy:

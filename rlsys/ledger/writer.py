@@ -1,4 +1,4 @@
-"""StoreWriter: the only writer of a rollouts.sqlite and its segments; one open transaction for many small writes."""
+"""StoreWriter: the only writer of a rollouts.sqlite and its segments. It commits many small writes together."""
 
 from __future__ import annotations
 
@@ -24,30 +24,37 @@ from rlsys.segments.records import FOLDER, SegmentReader
 T = TypeVar("T")
 
 _DELETED_FILES_KEY = "going"
-"""Key in the table meta: names of the files deleted after the last commit that deleted files."""
+"""Key in the table meta: names of the segments that the writer deletes after this commit."""
 
 _WRITERS_KEY = "writers"
-"""Key in the table meta: number of processes that have written segments."""
+"""Key in the table meta: number of names that `new_writer` has issued."""
 
 log = logging.getLogger("rlsys.rollout")
 
 
 class StoreWriter:
-    """Owns the connection, the lock and the open transaction of a ledger file.
+    """Owner of the connection, the lock and the open transaction of a ledger file.
 
-    `owner` is the launch that writes; None if no other process can know the file. Every transaction starts and
-    ends with a check of the run's owner: locks exclude a second writer on one machine, and the epoch does where
-    locks are not reliable. A writer whose launch was replaced raises FencedError, and the file stays as last
-    committed. takeover.py handles a writer that is suspended between its last check and the commit.
+    A lock excludes a second writer on the same machine. Where locks are not reliable, the launch's epoch does: each
+    transaction starts and ends with a check of the run's owner, which raises FencedError in a launch that was
+    replaced. takeover.py handles a writer that is suspended between the last check and the commit.
 
-    Writes of `writing` blocks are on disk after `flush`. If a block or a flush fails, memory is ahead of the
-    file. All later writes are then refused, and the file stays as last committed.
-
-    Raises:
-        UserError: the file is in use, damaged, not one of rlsys, or belongs to another run.
+    Changes in `writing` blocks are on disk after `flush`. After a failed block or flush, memory may have changes that
+    the file lacks. The writer then refuses all further writes, and the file keeps its last commit.
     """
 
     def __init__(self, path: Path, identity: str, largest_group: int, owner: Owner | None = None) -> None:
+        """Open the ledger, or create it, and remove what earlier writers did not commit.
+
+        Args:
+            path: the ledger's file.
+            identity: hash of the config fields that determine rollouts.
+            largest_group: maximum number of samples of a group.
+            owner: the launch that writes; None if no other process can know the file.
+
+        Raises:
+            UserError: the file is in use, damaged, not one of rlsys, or belongs to another run.
+        """
         self.path = path
         self._owner = owner
         self._lock = WriterLock(path)
@@ -70,13 +77,14 @@ class StoreWriter:
             raise
 
     def _take_over(self) -> SegmentFile:
+        """Remove the files and bytes that earlier writers did not commit, and return a new segment file."""
         with self.writing():
             if self._owner is not None:
                 self.set_counter("owner_epoch", self._owner.epoch)
             self._remove_deleted_files()
             if torn := self.segments.open():
                 self._count_torn(torn)
-                log.warning("%s: removed %d bytes that were never committed", self.path, torn)
+                log.warning("%s: removed %d bytes of segments that were not committed", self.path, torn)
             self.routes.open()
             tokens = SegmentFile(self.path.parent, self.new_writer())
         self._commit()
@@ -91,7 +99,10 @@ class StoreWriter:
         return f"{self._epoch:06d}-{number:06d}"
 
     def _remove_deleted_files(self) -> None:
-        """Delete files whose deletion was committed but not executed. Their torn bytes are already counted."""
+        """Delete the files whose deletion an earlier writer committed but did not execute.
+
+        Their torn bytes are already counted.
+        """
         row = self.db.execute("SELECT value FROM meta WHERE key = ?", (_DELETED_FILES_KEY,)).fetchone()
         referenced = {
             name
@@ -103,10 +114,10 @@ class StoreWriter:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Write all changes of the block, or none.
+        """Run the block in the open transaction, or in a new one, and undo its changes if it fails.
 
         Raises:
-            RunError: a write failed, now or earlier.
+            RunError: a write failed, in this block or earlier.
             FencedError: another launch owns the run.
         """
         if self._write_error:
@@ -128,7 +139,13 @@ class StoreWriter:
             raise
 
     def _check_owner(self) -> None:
-        """Check the owner of the run. Called inside a transaction, so that the owner cannot change before its end."""
+        """Check that this launch still owns the run.
+
+        Call inside a transaction, because another launch cannot take over the file before its end.
+
+        Raises:
+            FencedError: another launch owns the run.
+        """
         if self._owner is None:
             return
         self._owner.check()
@@ -141,7 +158,7 @@ class StoreWriter:
         self._write_error = f"{self.path}: writes are refused after an error: {error}"
 
     def forget_unused(self) -> None:
-        """Mark files without references for deletion after the commit. Call inside a `writing` block."""
+        """Mark unused files for deletion after the commit. Call inside a `writing` block."""
         self.segments.forget_unused()
         self._count_torn(self.routes.forget_unused())
 
@@ -150,18 +167,18 @@ class StoreWriter:
             self.set_counter("torn_bytes", self.counter("torn_bytes") + torn)
 
     def retire(self, writer: str) -> None:
-        """Truncate the segments of a process that exited to the reported bytes, and count the rest as torn."""
+        """Remove the bytes that an exited process wrote but did not report from its segments; count them as torn."""
         with self.writing():
             self._count_torn(self.segments.retire(writer))
 
     def load(self, samples: Iterable[AnySequence]) -> list[AnySequence]:
-        """Return copies of samples or sequences that hold their tokens, including those that are not flushed."""
+        """Return copies of samples or sequences that hold their tokens, including tokens that are not flushed."""
         self.tokens.write_out()
         with SegmentReader(self.path.parent) as reader:
             return [reader.load(sample) for sample in samples]
 
     def samples(self, query: SampleQuery) -> list[SampleView]:
-        """Return one page of samples, including changes that are not flushed."""
+        """Return one page of samples, including changes that are not flushed (see find_samples)."""
         with sqlite_errors(self.path):
             self.tokens.write_out()
             with SegmentReader(self.path.parent) as segments:
@@ -188,20 +205,32 @@ class StoreWriter:
         return await asyncio.to_thread(query_snapshot)
 
     def counter(self, key: str) -> int:
-        """Return a counter of the table meta."""
+        """Return the counter `key` of the table meta."""
         query = "SELECT value FROM meta WHERE key = ?"
         return int(self.read(lambda db: db.execute(query, (key,)).fetchone()[0]))
 
     def set_counter(self, key: str, value: int) -> None:
-        """Set a counter. Call inside a `writing` block."""
+        """Set the counter `key` of the table meta. Call inside a `writing` block."""
         self.db.execute("UPDATE meta SET value = ? WHERE key = ?", (value, key))
 
     def flush(self) -> None:
-        """Commit to disk. A failed commit is not repeated, because SQLite may have rolled it back."""
+        """Commit the open transaction to disk. If this fails, later calls of `writing` fail.
+
+        Raises:
+            RunError: a write failed.
+            FencedError: another launch owns the run.
+        """
         if self.db.in_transaction:
             self._commit(self.tokens.write_out)
 
     def _commit(self, prepare: Callable[[], None] = lambda: None) -> None:
+        """Sync the segments, commit, and delete the unused files.
+
+        A failed commit is not repeated, because SQLite may have rolled the transaction back.
+
+        Args:
+            prepare: called first; writes buffered records.
+        """
         with sqlite_errors(self.path):
             try:
                 prepare()

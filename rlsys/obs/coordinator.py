@@ -1,12 +1,13 @@
-"""Access to a run's coordinator, the rollout process, for readers outside the run. Only it may open the ledger.
+"""Requests of other processes to a run's coordinator, which is the rollout process.
 
-    RUN/coordinator.json   {epoch, host}: written when it listens (on the Unix socket that the launch's file in
-                           RUN/owners names), deleted at an orderly end
-    RUN/.ask/NAME          a request from another machine, which cannot reach the coordinator's socket; the supervisor
-                           forwards it, and writes the response into NAME.told. A request with a query has it as its
-                           content, and a random number in its name, because responses differ
+    RUN/coordinator.json   {epoch, host} of the coordinator; it writes the file when it listens on the Unix socket
+                           that the launch's file in RUN/owners names, and deletes it at an orderly end
+    RUN/.ask/NAME          a request from another machine, which cannot connect to the Unix socket
+    RUN/.ask/NAME.told     the response to this request
 
-Requests are the paths that the coordinator serves on GET: `status`, `ledger`, `samples`.
+The supervisor forwards the requests in RUN/.ask, the mailbox, to the coordinator, and writes the responses. NAME is
+the endpoint (ENDPOINTS). If the request has a query, the file contains it, and NAME also has a random number, because
+responses to different queries differ.
 """
 
 from __future__ import annotations
@@ -32,38 +33,48 @@ FILE_NAME = "coordinator.json"
 MAILBOX = ".ask"
 ENDPOINTS = ("status", "ledger", "samples")
 RESPONSE_SECONDS = 30.0
-"""Counting a large ledger takes seconds, and caches of a shared file system delay a new file as long."""
+"""Time limit of a response in seconds. Counting a large ledger takes seconds, and so do caches of a shared file
+system until they show a new file."""
 POLL_SECONDS = 0.2
 _NOT_LISTENING = (ConnectionRefusedError, ConnectionResetError, FileNotFoundError)
 
 
 class CoordinatorUnreachable(RunError):
-    """The run has a coordinator, and it does not respond."""
+    """The run has a coordinator, but no valid response came from it."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Address of a coordinator: the launch's number, and its host."""
+    """Address of a coordinator.
+
+    Attributes:
+        epoch: number of the launch.
+        host: host name of the machine.
+    """
 
     epoch: int
     host: str
 
 
 def publish_address(owner: Owner) -> None:
-    """Publish that the coordinator of this launch listens on this machine."""
+    """Write coordinator.json for this launch, whose coordinator is this process.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
     address = Address(owner.epoch, socket.gethostname())
     with disk_errors(owner.run_dir / FILE_NAME):
         replace_file(owner.run_dir / FILE_NAME, json.dumps(asdict(address)).encode())
 
 
 def withdraw_address(owner: Owner) -> None:
-    """Delete the published address, unless it is another launch's."""
+    """Delete coordinator.json if it is this launch's."""
     if (address := read_address(owner.run_dir)) is not None and address.epoch == owner.epoch:
         (owner.run_dir / FILE_NAME).unlink(missing_ok=True)
 
 
 def read_address(run_dir: Path) -> Address | None:
-    """Return the published address; None if there is none."""
+    """Return the address in coordinator.json; None if the file does not exist or is invalid."""
     try:
         fields = json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8"))
         return Address(int(fields["epoch"]), str(fields["host"]))
@@ -74,16 +85,16 @@ def read_address(run_dir: Path) -> Address | None:
 def query_coordinator(
     run_dir: Path, endpoint: str, timeout_s: float = RESPONSE_SECONDS, query: bytes = b""
 ) -> bytes | None:
-    """Return the coordinator's response; None if the run is not running.
+    """Send a request to the coordinator of a run, and return its response; None if the run is not live.
 
     Args:
         run_dir: the run folder.
         endpoint: one of ENDPOINTS.
         timeout_s: time limit in seconds.
-        query: the query, for endpoints that have one.
+        query: query of the endpoint; empty: none.
 
     Raises:
-        CoordinatorUnreachable: no response in time, or the coordinator is not ready.
+        CoordinatorUnreachable: there is no response within the time limit, or it reports an error.
     """
     address, owner = read_address(run_dir), current_owner(run_dir)
     if address is None or owner is None or address.epoch != owner.epoch:
@@ -94,28 +105,29 @@ def query_coordinator(
 
 
 def request_path(endpoint: str, query: bytes) -> str:
-    """Return the path of a request."""
+    """Return the path of a request to an endpoint in the coordinator's HTTP API."""
     return f"/{endpoint}?query={quote(query, safe='')}" if query else f"/{endpoint}"
 
 
 def _by_socket(owner: Owner, path: str, timeout_s: float) -> bytes | None:
-    """Send a request to the Unix socket."""
-    # Root may read the run of another user, who then listens.
+    """Send a request to the coordinator's Unix socket, and return the response; None if no process listens."""
+    # Root may read the run of another user, whose process then listens.
     users = {os.geteuid(), (owner.run_dir / FOLDER).stat().st_uid}
     try:
         connection = UnixConnection(owner.rollout_socket, timeout_s, users)
         status, body = exchange(connection, "GET", path, headers={KEY_HEADER: owner.key})
-    except _NOT_LISTENING:  # killed: no process listens there
+    except _NOT_LISTENING:
         return None
     except (OSError, http.client.HTTPException) as e:
         raise CoordinatorUnreachable(f"the run's coordinator does not respond: {error_text(e)}") from None
     if status != http.client.OK:
-        raise CoordinatorUnreachable(f"the run's coordinator: {body.decode(errors='replace')[:200]}")
+        message = body.decode(errors="replace")[:200]
+        raise CoordinatorUnreachable(f"the run's coordinator responds with HTTP status {status}: {message}")
     return body
 
 
 def _by_mailbox(address: Address, run_dir: Path, endpoint: str, query: bytes, timeout_s: float) -> bytes:
-    """Send a request through the supervisor's mailbox."""
+    """Send a request through the supervisor's mailbox, and return the response."""
     box = run_dir / MAILBOX
     with disk_errors(box, CoordinatorUnreachable):
         box.mkdir(exist_ok=True)
@@ -127,7 +139,7 @@ def _by_mailbox(address: Address, run_dir: Path, endpoint: str, query: bytes, ti
         while time.monotonic() < deadline:
             with contextlib.suppress(FileNotFoundError):
                 answer = response_file.read_bytes()
-                if query:  # the name is unique to this request
+                if query:  # no other reader waits for this response
                     response_file.unlink()
                 return answer
             time.sleep(POLL_SECONDS)
@@ -137,7 +149,11 @@ def _by_mailbox(address: Address, run_dir: Path, endpoint: str, query: bytes, ti
 
 
 def take_requests(run_dir: Path) -> list[tuple[str, str]]:
-    """Remove all requests from the mailbox, for the supervisor; return their names and paths."""
+    """Remove all requests from the mailbox.
+
+    Returns:
+        the name and the HTTP path of each request.
+    """
     requests = []
     for path in sorted((run_dir / MAILBOX).glob("*")):
         endpoint = path.name.partition("-")[0]
@@ -154,16 +170,16 @@ def write_response(run_dir: Path, name: str, answer: bytes) -> None:
 
 
 def answer_requests(run_dir: Path, get: Callable[[str], bytes | None], report: Callable[[str], None]) -> None:
-    """Answer the requests in the mailbox, for the supervisor.
+    """Forward the requests in the mailbox to the coordinator, and write its responses. The supervisor calls it.
 
     Args:
         run_dir: the run folder.
-        get: returns the coordinator's response to a path; None for none.
-        report: receives error messages.
+        get: returns the coordinator's response to a path; None: there is none.
+        report: called with a message for each response that cannot be written.
     """
     for name, path in take_requests(run_dir):
         if (body := get(path)) is not None:
             try:
                 write_response(run_dir, name, body)
-            except OSError as e:  # the reader has a timeout
+            except OSError as e:  # the reader reports the missing response after its time limit
                 report(f"cannot write the response to rlsys {name}: {e.strerror}")

@@ -1,8 +1,7 @@
-"""HTTP without proxies and redirects.
+"""HTTP client without proxies and redirects, for requests with keys to processes of a run.
 
-Engines, the rollout process and the coordinator are on this machine or its network. A proxy in the
-environment would see their keys, and so would the target of a redirect, since urllib repeats the request's
-headers there.
+A proxy that the environment names would receive the keys, and so would the target of a redirect, because urllib sends
+the request's headers there.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from typing import Any
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Handler that turns a redirect into an HTTPError with its status, like any other response that is not 2xx."""
+    """Handler that does not follow redirects, so that urllib raises HTTPError for them."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
-"""`opener.open(request, timeout=seconds)`. Raises what `urllib.request.urlopen` does."""
+"""Use `opener.open(request, timeout=seconds)` in place of `urllib.request.urlopen`; it raises the same errors."""

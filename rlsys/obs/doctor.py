@@ -1,4 +1,4 @@
-"""`rlsys doctor`: what this machine has, what is missing, and what is used instead."""
+"""Checks of `rlsys doctor`: the hardware and software of this machine, missing parts, and their replacements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,14 @@ PORTS_TRIED = 20
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check. `ok` is False for something that a run needs."""
+    """Result of one check.
+
+    Attributes:
+        name: the checked part.
+        value: its version, size or state.
+        note: advice or explanation; empty: none.
+        ok: False if a run on this machine would fail.
+    """
 
     name: str
     value: str
@@ -38,7 +45,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Run all checks. Imports nothing heavy."""
+    """Run all checks, without importing torch."""
     gpus = gpu_names()
     return [
         Finding("python", platform.python_version(), sys.executable),
@@ -59,9 +66,10 @@ def examine() -> list[Finding]:
 
 
 def _packages(gpus: bool) -> list[Finding]:
-    """Check the main packages, and those with a version that rlsys does not support.
+    """Check the main packages, and all packages whose version rlsys does not support.
 
-    A CPU environment may have another torch than the one that SGLang pins.
+    Args:
+        gpus: whether the machine has GPUs. Without them, torch may differ from the version that SGLang pins.
     """
     unmet = mismatches()
     pinned = sglang_pin_mismatch("torch")
@@ -91,15 +99,12 @@ def _gpu(names: list[str]) -> Finding:
     if visible_devices() == []:
         return Finding("gpu", "none", f"{VARIABLE} = {os.environ[VARIABLE]!r} hides all")
     if have_cuda():
-        return Finding("gpu", "none", "nvidia-smi is installed, but no driver answers", ok=False)
+        return Finding("gpu", "none", "nvidia-smi is installed, but the driver does not respond", ok=False)
     return Finding("gpu", "none", "gloo and torch attention instead")
 
 
 def _compilers() -> list[Finding]:
-    """Check nvcc and ninja, with which engines compile kernels at first use.
-
-    SGLang searches nvcc in CUDA_HOME, else CUDA_PATH, else beside the nvcc on PATH, else in /usr/local/cuda.
-    """
+    """Check nvcc and ninja, with which engines compile kernels at their first use."""
     ninja = shutil.which("ninja")
     return [
         _nvcc(),
@@ -113,7 +118,10 @@ def _compilers() -> list[Finding]:
 
 
 def _nvcc() -> Finding:
-    """Check nvcc in the folder that SGLang and torch use as CUDA toolkit."""
+    """Check nvcc in the folder that SGLang and torch use as CUDA toolkit.
+
+    This is CUDA_HOME, or else CUDA_PATH, or else the folder of the nvcc on PATH, or else /usr/local/cuda.
+    """
     variable = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
     on_path = shutil.which("nvcc")
     if variable is not None:
@@ -126,14 +134,14 @@ def _nvcc() -> Finding:
         note = f"no bin/nvcc ({searched}): engines compile kernels; set CUDA_HOME to the folder of the CUDA toolkit"
         return Finding("nvcc", "not found", note, ok=False)
     toolkit = nvcc.resolve().parents[1]
-    if toolkit != home.resolve():  # a link to nvcc only: headers and libraries are elsewhere
+    if toolkit != home.resolve():  # only nvcc is linked; headers and libraries are in the toolkit's folder
         note = f"a link into {toolkit}, whose headers are not found from {home}: set CUDA_HOME={toolkit}"
         return Finding("nvcc", str(nvcc), note, ok=False)
     return Finding("nvcc", str(nvcc), "engines compile kernels with it")
 
 
 def _shared_memory() -> Finding:
-    """Check /dev/shm, which transports weights to engines of this machine."""
+    """Check /dev/shm, through which engines on this machine get weights."""
     if not os.path.isdir("/dev/shm"):
         return Finding("shared memory", "no /dev/shm", "use weights.method=broadcast")
     free = shutil.disk_usage("/dev/shm").free / 1e9
@@ -141,7 +149,7 @@ def _shared_memory() -> Finding:
 
 
 def _folder(folder: Path) -> Finding:
-    """Check the current folder as a run folder: visible to all machines, with working locks, and fast enough."""
+    """Check the type of a folder's file system, its write rate, and its locks, as for a run folder."""
     kind = filesystem.kind_of(folder)
     note = (
         "not visible to other machines; sufficient for one machine"
@@ -177,7 +185,7 @@ def _communication(gpus: bool) -> Finding:
 
 
 def _address() -> Finding:
-    """Check the address by which other machines reach this one."""
+    """Check whether this machine's host name resolves to an address that other machines can reach."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -192,7 +200,7 @@ def _address() -> Finding:
 
 
 def _ports() -> Finding:
-    """Sample the ports below the range of outgoing connections, on which roles listen; see launch/ports.py."""
+    """Check how many of PORTS_TRIED random ports are free, in the range in which roles listen (launch/ports.py)."""
     range_file = Path("/proc/sys/net/ipv4/ip_local_port_range")
     below = int(range_file.read_text().split()[0]) if range_file.exists() else 32768
     busy_ports = 0
@@ -219,7 +227,7 @@ def _transformer_engine() -> Finding:
 
 
 def _apex() -> Finding:
-    """Check NVIDIA's Apex by its compiled module amp_C: the package `apex` on PyPI is another one."""
+    """Check NVIDIA's Apex by its compiled module amp_C, because `apex` on PyPI is another package."""
     if importlib.util.find_spec("amp_C"):
         return Finding("apex", "found", "fused optimizer and gradient norm")
     return Finding("apex", "not found", "torch's AdamW and gradient norm instead")

@@ -1,4 +1,4 @@
-"""Type of the file system of a path: whether its locks and shared memory work across machines."""
+"""Type of the file system of a path, and whether other machines may use the file system, too."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ LOCAL = frozenset(
         "tmpfs", "xfs", "zfs",
     }
 )  # fmt: skip
-"""File systems of one machine. All others count as shared: NFS, Lustre, GPFS, BeeGFS, FUSE, 9p, and unknown ones."""
+"""Types of file systems of one machine. Others count as shared: NFS, Lustre, GPFS, BeeGFS, FUSE, 9p, unknown
+types."""
 UNKNOWN = "unknown"
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def kind_of(path: Path) -> str:
-    """Return the type of the mount that contains `path`, such as `ext4` or `nfs4`; `unknown` if unavailable."""
+    """Return the type of the file system that contains `path`, such as `ext4` or `nfs4`; UNKNOWN if unavailable."""
     try:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -26,30 +27,27 @@ def kind_of(path: Path) -> str:
 
 
 def kind_in(mountinfo: list[str], path: Path) -> str:
-    """Return `kind_of` from the lines of /proc/PID/mountinfo. `path` has no symbolic links.
+    """Return the type of the file system that contains `path`; UNKNOWN if none does.
 
-    See proc_pid_mountinfo(5).
+    Args:
+        mountinfo: lines of /proc/PID/mountinfo (see proc_pid_mountinfo(5)).
+        path: absolute path without symbolic links.
     """
     longest, kind = -1, UNKNOWN
     for line in mountinfo:
-        fields, dash, source_fields = line.partition(" - ")
-        if not dash:
+        fields, separator, source_fields = line.partition(" - ")
+        if not separator:
             continue
         point = fields.split(" ")[4]
-        for escape in (
-            "040",
-            "011",
-            "012",
-            "134",
-        ):  # blank, tab, line feed, backslash: as the kernel writes them
+        for escape in ("040", "011", "012", "134"):  # the kernel escapes space, tab, line feed and backslash
             point = point.replace("\\" + escape, chr(int(escape, 8)))
         if (
             path.is_relative_to(point) and len(point) >= longest
-        ):  # of two mounts on one point the later one counts
+        ):  # a later mount on the same point hides the earlier
             longest, kind = len(point), source_fields.split(" ")[0]
     return kind
 
 
 def is_local(path: Path) -> bool:
-    """Return whether no other machine can open `path`; False if unknown."""
+    """Return whether only this machine can open `path`; False if the file system is unknown."""
     return kind_of(path) in LOCAL

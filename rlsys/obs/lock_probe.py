@@ -1,8 +1,9 @@
-"""Probe whether a lock of one process excludes another: `python -m rlsys.obs.lock_probe FOLDER`.
+"""Check whether file locks in a folder exclude other processes: `python -m rlsys.obs.lock_probe FOLDER`.
 
-The probe runs in another process, or on another node of a Slurm job: only there do file systems with local
-locks (Lustre's localflock, NFS with local_lock) show. It tries both kinds of locks, because a run folder's is
-a flock and SQLite's are POSIX locks, and exclusive creation of a file, on which rlsys.core.owner relies.
+The command tries to acquire locks that `examine_locks` holds. It runs on another node of the Slurm job if there is
+one, because file systems with local locks (Lustre's localflock, NFS with local_lock) exclude processes of the same
+node only. It tries a flock, which protects the run folder, a POSIX lock, which SQLite uses, and exclusive creation of
+a file, on which rlsys.core.owner relies.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ SRUN_SECONDS = 60.0
 
 
 def examine_locks(folder: Path, environment: Mapping[str, str] = os.environ) -> tuple[str, bool]:
-    """Describe which process tried the locks, and return whether every lock excluded it.
+    """Check whether locks in a folder exclude another process, on another node of the Slurm job if there is one.
+
+    Returns:
+        a description of the result for users, and whether all locks excluded the other process.
 
     Raises:
         OSError: the folder is not writable.
@@ -52,7 +56,7 @@ def examine_locks(folder: Path, environment: Mapping[str, str] = os.environ) -> 
 
 
 def other_node(environment: Mapping[str, str]) -> str | None:
-    """Return a second node of this process's Slurm job; None without a job, or in a job of one node."""
+    """Return the name of another node of this process's Slurm job; None if there is no job or no other node."""
     names = environment.get("SLURM_JOB_NODELIST")
     if names is None or shutil.which("scontrol") is None:
         return None
@@ -63,7 +67,7 @@ def other_node(environment: Mapping[str, str]) -> str | None:
 
 @contextlib.contextmanager
 def hold_locks(folder: Path) -> Iterator[None]:
-    """Hold one lock of each kind, and create a file."""
+    """Hold one lock of each kind for the context, and create the file `create`."""
     with (folder / "flock").open("w") as flock, (folder / "posix").open("w") as posix:
         fcntl.flock(flock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.lockf(posix, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,16 +76,16 @@ def hold_locks(folder: Path) -> Iterator[None]:
 
 
 def acquire_locks(folder: Path) -> list[str]:
-    """Return the kinds of locks that this process acquires although another process holds them."""
-    got = []
+    """Try to acquire the locks that another process holds with `hold_locks`; return the kinds of acquired ones."""
+    acquired = []
     for kind, lock in (("flock", fcntl.flock), ("posix", fcntl.lockf)):
         with (folder / kind).open("r+") as file, contextlib.suppress(BlockingIOError, PermissionError):
             lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            got.append(kind)
+            acquired.append(kind)
     with contextlib.suppress(FileExistsError):
         os.close(os.open(folder / "create", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        got.append("create")
-    return got
+        acquired.append("create")
+    return acquired
 
 
 if __name__ == "__main__":

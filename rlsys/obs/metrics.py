@@ -1,14 +1,13 @@
-"""metrics.jsonl: one JSON object per line, written by trainer rank 0 only, read by the display and the report.
+"""metrics.jsonl, which trainer rank 0 writes, and the display and the report read. Each line is a JSON object:
 
-    {"kind": "run",  "event": "start" | "resume" | "end", "step": n, "time": unix seconds}
-    {"kind": "eval", "step": n, "accuracy": ..., ...}
-    {"kind": "step", "step": n, "reward": ..., ...}
-    {"kind": "warning", "step": n, "name": ..., "seen": ..., "cause": ..., "knob": ..., "samples": [{...}, ...]}
+    {"kind": "run",  "event": "start" | "resume" | "end", "step": n, "time": seconds since the Unix epoch}
+    {"kind": "eval", "step": n, "time": ..., "accuracy": ..., ...}
+    {"kind": "step", "step": n, "time": ..., "reward": ..., ...}
+    {"kind": "warning", "step": n, "time": ..., "name": ..., "seen": ..., "cause": ..., "knob": ..., "samples": [...]}
 
-A resumed run repeats the steps after its checkpoint; a `resume` line at step s invalidates all earlier
-`step`, `eval` and `warning` lines of later steps. `warning`: a symptom that the run does not learn
-(rlsys/obs/symptoms.py); `samples` are texts for people. Lines are only appended, except that a torn last line
-is removed.
+A `warning` is a symptom of a run that does not learn (rlsys/obs/symptoms.py), with texts for people. A resumed run
+repeats the steps after its checkpoint, so a `resume` line at step s invalidates all earlier `step`, `eval` and
+`warning` lines of later steps. Lines are only appended, but the writer first removes an incomplete last line.
 """
 
 from __future__ import annotations
@@ -31,17 +30,20 @@ _BINS_PER_DECADE = 8
 MISMATCH_EDGES: tuple[float, ...] = tuple(
     10 ** (i / _BINS_PER_DECADE) for i in range(-12 * _BINS_PER_DECADE, 2 * _BINS_PER_DECADE + 1)
 )
-"""Bin edges of |logp - mu|, 1e-12 .. 1e2, evenly spaced in log10; histograms can be summed over ranks and steps."""
+"""Bin edges of histograms of |logp - mu|, from 1e-12 to 1e2, evenly spaced in log10."""
 
 
 def censored_by_cause(entry: Mapping[str, Any]) -> dict[str, int]:
-    """Return the censored samples of a `step` line by cause, without zeros; since the process started."""
+    """Return the number of censored samples by cause in a `step` line, without causes that did not occur.
+
+    The rollout process counts them since its start.
+    """
     prefix = "censored_samples_"
     return {key.removeprefix(prefix): int(n) for key, n in entry.items() if key.startswith(prefix) and n}
 
 
 def merge_counts(histograms: Iterable[Sequence[int]]) -> list[int]:
-    """Sum histograms."""
+    """Return the sum of histograms with the bins MISMATCH_EDGES."""
     total = [0] * (len(MISMATCH_EDGES) - 1)
     for counts in histograms:
         total = [a + b for a, b in zip(total, counts, strict=True)]
@@ -49,10 +51,18 @@ def merge_counts(histograms: Iterable[Sequence[int]]) -> list[int]:
 
 
 def mismatch_quantile(counts: Sequence[float], q: float) -> float:
-    """Return the upper edge of the bin that contains the q-quantile, an upper bound; q = 1 bounds the maximum."""
+    """Return an upper bound of a quantile: the upper edge of the bin that contains it.
+
+    Args:
+        counts: histogram with the bins MISMATCH_EDGES.
+        q: fraction of values up to the quantile; 1: the maximum.
+
+    Raises:
+        ValueError: the histogram is empty.
+    """
     total = sum(counts)
     if total == 0:
-        raise ValueError("no quantile of an empty histogram")
+        raise ValueError(f"quantile {q:g}: the histogram is empty; expected at least one value")
     cumulative = 0.0
     for upper, count in zip(MISMATCH_EDGES[1:], counts, strict=True):
         cumulative += count
@@ -62,7 +72,7 @@ def mismatch_quantile(counts: Sequence[float], q: float) -> float:
 
 
 def mismatch_quantiles(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the 99.9 % quantile and the maximum of the histograms among a step's values."""
+    """Return the metrics NAME_p999 and NAME_max of the histograms NAME_hist in the values of a step."""
     return {
         f"{name}_{suffix}": mismatch_quantile(values[f"{name}_hist"], q)
         for name in ("mismatch", "mismatch_kept")
@@ -72,33 +82,45 @@ def mismatch_quantiles(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_run_id(run: Path) -> str:
-    """Return the id of the run in this folder, once it has a line of metrics; the same after resumes."""
+    """Return the id of the run in a folder, which must have a line of metrics. It stays the same after resumes."""
     with (run / FILE_NAME).open() as lines:
         start_time = json.loads(lines.readline())["time"]
     return run_id(run.resolve().name, start_time)
 
 
 def run_id(name: str, start_time: float) -> str:
-    """Return the id of a run with this name and start time: 16 hexadecimal digits."""
+    """Return the id of the run with this name and start time, 16 hexadecimal digits.
+
+    Args:
+        name: name of the run folder.
+        start_time: `time` of the first line of metrics.
+    """
     return hashlib.sha256(f"{name} {start_time}".encode()).hexdigest()[:16]
 
 
 @dataclass
 class Metrics:
-    """Content of a run's metrics.jsonl after resumes are applied. Steps and evals are sorted by step."""
+    """Valid lines of a run's metrics.jsonl.
+
+    Attributes:
+        runs: the `run` lines, in the order of the file.
+        steps: the `step` lines, sorted by step.
+        evals: the `eval` lines, sorted by step.
+        warnings: the `warning` lines, sorted by step.
+        wall_seconds: sum over sessions of the time from the first to the last line, without the start of engines.
+        torn_lines: 1 if the last line is incomplete and was ignored, else 0.
+    """
 
     runs: list[dict[str, Any]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     evals: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
     wall_seconds: float = 0.0
-    """Sum over sessions of the time from the first to the last line; excludes the start of engines."""
     torn_lines: int = 0
-    """1 if the last line was truncated by a crash, and ignored."""
 
     @property
     def last_step(self) -> int:
-        """Number of the last train step."""
+        """Number of the last train step; 0 before the first step."""
         return int(self.steps[-1]["step"]) if self.steps else 0
 
 
@@ -106,7 +128,7 @@ def read_metrics(run_dir: Path) -> Metrics:
     """Read a run's metrics.
 
     Raises:
-        UserError: there are none, or a line other than a torn last one is not a JSON object.
+        UserError: there is no metrics.jsonl, or a complete line is invalid.
     """
     path = run_dir / FILE_NAME
     try:
@@ -115,29 +137,28 @@ def read_metrics(run_dir: Path) -> Metrics:
         raise UserError(
             f"{run_dir}: contains no {FILE_NAME}: not a run, or one that has not started"
         ) from None
-    out = Metrics()
-    latest: dict[tuple[str, int, str], dict[str, Any]] = {}
+    metrics = Metrics(torn_lines=int(bool(lines.pop())))
+    entries: dict[tuple[str, int, str], dict[str, Any]] = {}  # by kind, step and name of a warning
     session_start = last_time = None
-    out.torn_lines = int(bool(lines.pop()))
     for number, line in enumerate(lines, 1):
         entry = _parse(line, path, number)
         kind, step = entry["kind"], entry["step"]
         if kind == "run":
-            out.runs.append(entry)
+            metrics.runs.append(entry)
             if entry["event"] in ("start", "resume"):
-                latest = {k: e for k, e in latest.items() if k[1] <= step}
-                out.wall_seconds += (last_time or 0.0) - (session_start or 0.0)
+                entries = {k: e for k, e in entries.items() if k[1] <= step}
+                metrics.wall_seconds += (last_time or 0.0) - (session_start or 0.0)
                 session_start = entry["time"]
         else:
-            latest[kind, step, entry.get("name", "")] = entry
+            entries[kind, step, entry.get("name", "")] = entry
         last_time = entry["time"]
-        if session_start is None:  # an evaluation of its own writes no line at its start
+        if session_start is None:  # rlsys eval writes no line at its start
             session_start = last_time
-    out.wall_seconds += (last_time or 0.0) - (session_start or 0.0)
-    out.steps = [latest[k] for k in sorted(latest) if k[0] == "step"]
-    out.evals = [latest[k] for k in sorted(latest) if k[0] == "eval"]
-    out.warnings = [latest[k] for k in sorted(latest) if k[0] == "warning"]
-    return out
+    metrics.wall_seconds += (last_time or 0.0) - (session_start or 0.0)
+    metrics.steps = [entries[k] for k in sorted(entries) if k[0] == "step"]
+    metrics.evals = [entries[k] for k in sorted(entries) if k[0] == "eval"]
+    metrics.warnings = [entries[k] for k in sorted(entries) if k[0] == "warning"]
+    return metrics
 
 
 def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
@@ -153,7 +174,7 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 class MetricsTail:
-    """Reads metrics.jsonl while another process writes it; returns complete lines only."""
+    """Reader of metrics.jsonl while another process writes it."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE_NAME
@@ -161,7 +182,7 @@ class MetricsTail:
         self._lines = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the lines that were completed since the last call.
+        """Return the lines that the writer has completed since the last call; none before the file exists.
 
         Raises:
             UserError: a line is invalid.
@@ -181,10 +202,16 @@ class MetricsTail:
 
 
 class MetricsWriter:
-    """The only writer of a run's metrics. `resume_step`: number of steps already done; 0 or None starts a run."""
+    """The only writer of a run's metrics."""
 
     def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
-        # Imported here: readers of metrics do not need it, and it takes half a second.
+        """Open the files, and remove an incomplete last line.
+
+        Args:
+            run_dir: the run folder, which is created if it does not exist.
+            resume_step: number of train steps that a resumed run has done; 0 or None: a new run.
+        """
+        # Imported late: readers of metrics do not need it, and the import takes half a second.
         from tensorboardX import SummaryWriter
 
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -196,9 +223,9 @@ class MetricsWriter:
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge, flush_secs=10)
 
     def write(self, kind: str, step: int, **values: object) -> dict[str, Any]:
-        """Append and return one line; numbers are also written to TensorBoard as `kind/name`.
+        """Append one line, write its numbers to TensorBoard as KIND/NAME, and return the line.
 
-        NaN and infinity become null.
+        NaN and infinity become null in the line.
         """
         timestamp = time.time()
         entry: dict[str, Any] = {"kind": kind, "step": step, "time": round(timestamp, 3)}
@@ -216,7 +243,7 @@ class MetricsWriter:
 
 
 def _whole_lines_size(path: Path) -> int:
-    """Return the number of bytes up to and including the last newline; 0 without a file."""
+    """Return the size of the complete lines of a file in bytes; 0 if the file does not exist."""
     try:
         return path.read_bytes().rfind(b"\n") + 1
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Export of spans by OTLP over HTTP with the OpenTelemetry SDK, in a background thread.
 
-The endpoint is OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, by default
-http://localhost:4318; the SDK's other variables apply. If the receiver is unreachable, spans are dropped and
-counted; steps are not affected.
+The environment variables of the SDK apply. The endpoint is OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or
+OTEL_EXPORTER_OTLP_ENDPOINT, by default http://localhost:4318. If the receiver is unreachable, spans are dropped and
+counted, and the run continues.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from rlsys.obs.spans import Span, SpanId
 
 PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 QUEUE = 2**16
-"""Maximum number of queued spans; the SDK drops further ones, and logs it."""
+"""Maximum number of queued spans; the SDK drops further ones with a warning."""
 SEND_SECONDS = 5.0
-"""Time limit of one attempt, and of the export at the end of the process."""
+"""Time limit in seconds of one attempt to send spans, and of the export at the end of the process."""
 _NANO = 1_000_000_000
 
 
 def check_spans(enabled: bool) -> None:
-    """Check that the packages are installed, if spans are enabled.
+    """Check that PACKAGES are installed if spans are enabled.
+
+    Args:
+        enabled: run.spans.
 
     Raises:
-        UserError: they are missing.
+        UserError: a package is missing.
     """
     if enabled and not is_available():
         raise UserError(
@@ -38,7 +41,7 @@ def check_spans(enabled: bool) -> None:
 
 
 def is_available() -> bool:
-    """Return whether the packages are installed."""
+    """Return whether PACKAGES are installed."""
     try:
         return all(map(importlib.util.find_spec, PACKAGES))
     except ModuleNotFoundError:  # a parent package is missing
@@ -46,13 +49,17 @@ def is_available() -> bool:
 
 
 class SpanSender:
-    """Owns the exporting thread. `service`: name of the process in traces."""
+    """Owner of the thread that exports spans."""
 
     def __init__(self, run: Path, service: str) -> None:
-        """Start the exporter.
+        """Start the thread.
+
+        Args:
+            run: the run folder.
+            service: name of this process in traces.
 
         Raises:
-            UserError: the packages are missing.
+            UserError: a package is missing.
         """
         check_spans(True)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -67,13 +74,13 @@ class SpanSender:
         self._exporter = _Counting(OTLPSpanExporter(timeout=SEND_SECONDS))
         self._processor = BatchSpanProcessor(self._exporter, max_queue_size=QUEUE)
         self.span_count = 0
-        """Number of spans since the process started."""
+        """Number of spans that were queued."""
         self.seconds = 0.0
-        """Time of the callers spent on spans."""
+        """Total duration of the calls of `send` in seconds."""
 
     @property
     def run_id(self) -> str:
-        """Id of the run, which must have a line of metrics."""
+        """Id of the run, whose metrics.jsonl must have a line."""
         if self._run_id is None:
             self._run_id = read_run_id(self._run)
         return self._run_id
@@ -115,7 +122,7 @@ class SpanSender:
 
 
 class _Counting:
-    """Exporter that counts spans that could not be sent."""
+    """Exporter that counts the spans that another exporter could not send."""
 
     def __init__(self, exporter: Any) -> None:
         self._exporter = exporter

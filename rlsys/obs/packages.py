@@ -1,4 +1,4 @@
-"""Installed packages compared with the tested versions in rlsys' own metadata."""
+"""Comparison of installed packages with the supported versions in the metadata of rlsys."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from packaging.requirements import Requirement
 
 EXTRAS = ("cpu", "gpu")
 SGLANG_PINS = ("torch", "transformers")
-"""Packages that must match SGLang's pins: its kernels and prefix tree are compiled for one torch."""
+"""Packages that must have the versions that SGLang pins, because its kernels are compiled for one torch."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A package with an unsupported version; `version` None: not installed."""
+    """A package that is missing, or has an unsupported version.
+
+    Attributes:
+        name: name of the package.
+        version: installed version; None: not installed.
+        expected: supported versions.
+    """
 
     name: str
     version: str | None
@@ -27,9 +33,10 @@ class Mismatch:
 
 
 def mismatches() -> dict[str, Mismatch]:
-    """Return by name the packages with an unsupported version, and those that are missing.
+    """Return the packages that are missing or have an unsupported version, by name.
 
-    An environment is set up for one kind of host: it is compared with the extra that it matches best.
+    The installed packages are compared with the requirements of each of EXTRAS; the result is that of the extra with
+    the fewest mismatches.
     """
     try:
         requirements = [Requirement(line) for line in importlib.metadata.requires("rlsys") or ()]
@@ -42,7 +49,7 @@ def mismatches() -> dict[str, Mismatch]:
             r for r in requirements if r.marker is None or r.marker.evaluate({"extra": extra})
         ]
         if extra == "cpu" and sglang is not None:
-            extra_requirements.append(sglang)  # installed there without its dependencies
+            extra_requirements.append(sglang)  # it is installed without dependencies, so no extra has it
         elif extra == "gpu":
             extra_requirements += _pins_of_sglang()
         kinds.append(dict(_unmet(extra_requirements)))
@@ -65,7 +72,7 @@ def _unmet(requirements: list[Requirement]) -> Iterator[tuple[str, Mismatch]]:
 
 
 def sglang_pin_mismatch(name: str) -> Mismatch | None:
-    """Return the mismatch of a package with the pin of the installed SGLang, if there is one."""
+    """Return the mismatch of a package with the pin of the installed SGLang; None if it matches or has no pin."""
     pins = [r for r in _pins_of_sglang() if r.name == name]
     return dict(_unmet(pins)).get(name)
 

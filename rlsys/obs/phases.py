@@ -1,4 +1,4 @@
-"""Durations of phases, for metrics."""
+"""Timer of the phases of an operation, for metrics."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ R = TypeVar("R")
 
 
 class Phases:
-    """Timer of phases: sequential ones (`add`, `call`), or concurrent ones of several engines (`concurrent`)."""
+    """Timer of the phases of an operation: sequential phases (`add`, `call`), or concurrent ones (`concurrent`)."""
 
     def __init__(self, prefix: str, names: Sequence[str]) -> None:
-        """Start the timer. Metrics are called `{prefix}_{name}`."""
+        """Start the timer.
+
+        Args:
+            prefix: prefix of the metrics, which are named PREFIX_NAME.
+            names: names of the phases.
+        """
         self._prefix = prefix
         self._seconds = dict.fromkeys(names, 0.0)
         self._started = time.monotonic()
@@ -27,7 +32,7 @@ class Phases:
 
     @contextmanager
     def concurrent(self, name: str) -> Iterator[None]:
-        """Time a phase of one engine, concurrent with those of others: the slowest counts."""
+        """Time the context as a phase of one engine. The duration of the phase is that of the slowest engine."""
         start = time.monotonic()
         try:
             yield
@@ -36,7 +41,7 @@ class Phases:
 
     @contextmanager
     def add(self, name: str) -> Iterator[None]:
-        """Time a phase whose durations are summed."""
+        """Time the context, and add its duration to the phase."""
         start = time.monotonic()
         try:
             yield
@@ -45,10 +50,10 @@ class Phases:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the phases."""
+        """Duration of each phase in seconds, as PREFIX_NAME."""
         return {f"{self._prefix}_{name}": seconds for name, seconds in self._seconds.items()}
 
     @property
     def with_total(self) -> dict[str, float]:
-        """Metrics of the phases, and the total time as `{prefix}`."""
+        """`metrics`, and the seconds since the start of the timer as PREFIX."""
         return {self._prefix: time.monotonic() - self._started, **self.metrics}

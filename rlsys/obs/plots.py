@@ -1,4 +1,4 @@
-"""Plots of a report: one function per figure, drawn by matplotlib without a display."""
+"""Plots of a report, with one function per figure. matplotlib draws them without a display."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def accuracy(metrics: Metrics) -> Figure:
     figure, axes = _frame("Held-out accuracy (greedy)", "accuracy")
     steps, values = _series(metrics.evals, "accuracy")
     axes.plot(steps, values, color=GREEN, linewidth=2, marker="o", markersize=5)
-    for at in {0, len(values) - 1} if values else ():
+    for i in {0, len(values) - 1} if values else ():
         axes.annotate(
-            f"{values[at]:.2f}", (steps[at], values[at]), textcoords="offset points", xytext=(0, 8),
+            f"{values[i]:.2f}", (steps[i], values[i]), textcoords="offset points", xytext=(0, 8),
             ha="center", color=GREEN, fontweight="bold",
         )  # fmt: skip
     axes.set_ylim(0, 1.08)
@@ -43,7 +43,7 @@ def accuracy(metrics: Metrics) -> Figure:
 
 
 def lengths(metrics: Metrics) -> Figure:
-    """Plot the lengths of trained responses."""
+    """Plot mean, median, 99th percentile and maximum of the lengths of trained responses."""
     figure, axes = _frame("Length of trained responses", "tokens")
     for key, colour, label in (
         ("response_len_max", GREY, "max"),
@@ -58,7 +58,7 @@ def lengths(metrics: Metrics) -> Figure:
 
 
 def staleness(metrics: Metrics) -> Figure:
-    """Plot staleness and the fraction of off-policy tokens."""
+    """Plot mean and maximum staleness, and the share of off-policy tokens."""
     figure, axes = _frame("Staleness and off-policy tokens", "train steps")
     axes.plot(*_series(metrics.steps, "staleness_max"), color=GREY, linewidth=1.5, label="staleness, max")
     axes.plot(*_series(metrics.steps, "staleness_mean"), color=BLUE, linewidth=1.8, label="staleness, mean")
@@ -93,7 +93,7 @@ def time_split(metrics: Metrics) -> Figure:
 
 
 def mismatch(metrics: Metrics) -> Figure:
-    """Plot |logp - mu| over the whole run. Exact agreement falls into the leftmost bin."""
+    """Plot the histogram of |logp - mu| over the whole run. Its first bin includes differences of 0."""
     title = "Trainer vs. engine, tokens of the current weight version"
     figure, axes = _frame(title, "tokens", "|logp - mu| (nats)")
     counts = merge_counts(s["mismatch_hist"] for s in metrics.steps if s.get("mismatch_hist"))
@@ -135,14 +135,15 @@ def _legend(axes: Axes) -> None:
 
 
 def _series(entries: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Return steps and values; a missing value interrupts the line."""
+    """Return the steps of the entries, and their values of `key`; NaN, which interrupts a line, if one is missing."""
     steps = [int(e["step"]) for e in entries]
     return steps, [math.nan if e.get(key) is None else float(e[key]) for e in entries]
 
 
 def _running_mean(values: list[float]) -> list[float]:
-    out = []
+    """Return for each value the mean of the last _SMOOTH values up to it, without NaNs."""
+    means = []
     for end in range(1, len(values) + 1):
         window = [v for v in values[max(0, end - _SMOOTH) : end] if not math.isnan(v)]
-        out.append(sum(window) / len(window) if window else math.nan)
-    return out
+        means.append(sum(window) / len(window) if window else math.nan)
+    return means

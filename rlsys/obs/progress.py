@@ -1,7 +1,9 @@
-"""Live display of a run; plain lines without a terminal.
+"""Display of a run: a live panel on a terminal, and plain lines elsewhere.
 
-The supervisor calls `phase` (current activity), `entry` (a line of metrics.jsonl) and `status` (the rollout
-process's status, about once a second). Warnings are shown with their samples.
+The supervisor calls these methods of a display:
+    phase   with the current activity
+    entry   with each line of metrics.jsonl
+    status  with the status of the rollout process, about once a second
 """
 
 from __future__ import annotations
@@ -31,11 +33,20 @@ _PARTS = (
 _COUNTS = ("in_flight", "parked", "ready")
 _BAR_WIDTH = 36
 _LINE = 160
-"""Maximum characters of a sample's text in a warning."""
+"""Number of characters of a sample's text that a warning shows."""
 
 
 class RunView:
-    """State of a display, from entries and status, without drawing."""
+    """State of a display.
+
+    Attributes:
+        total_steps: number of steps of the run.
+        phase: current activity.
+        step: the last `step` line of metrics.jsonl; empty before the first.
+        evals: the `eval` lines.
+        warnings: the `warning` lines.
+        status: status of the rollout process.
+    """
 
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
@@ -44,8 +55,10 @@ class RunView:
         self.evals: list[dict[str, Any]] = []
         self.warnings: list[dict[str, Any]] = []
         self.status: dict[str, Any] = {}
-        self._resumed: dict[int, int] = {}  # by step: a repeated step counts once
+        self._resumed: dict[int, int] = {}
+        """Step -> number of resumed samples, so that a repeated step counts once."""
         self._seconds: deque[float] = deque(maxlen=_RECENT)
+        """Durations of the last steps."""
 
     def add_entry(self, entry: dict[str, Any]) -> None:
         """Update the state with a line of metrics.jsonl."""
@@ -69,39 +82,43 @@ class RunView:
 
     @property
     def resumed_samples(self) -> int:
-        """Number of resumed samples."""
+        """Number of resumed samples in all steps."""
         return sum(self._resumed.values())
 
     @property
     def eta_seconds(self) -> float | None:
-        """Remaining steps times the median of recent ones; without evaluations and checkpoints."""
+        """Estimated remaining time in seconds; None before the first step.
+
+        It is the number of remaining steps times the median duration of recent steps, without evaluations and
+        checkpoints.
+        """
         return median(self._seconds) * (self.total_steps - self.done_steps) if self._seconds else None
 
     @property
     def accuracy(self) -> str:
-        """First and last held-out accuracy."""
+        """First and last held-out accuracy, as text."""
         if not self.evals:
             return "-"
         first, last = self.evals[0]["accuracy"], self.evals[-1]["accuracy"]
         return f"{first:.3f}" if len(self.evals) == 1 else f"{first:.3f} → {last:.3f}"
 
     @property
-    def fresh_warnings(self) -> list[dict[str, Any]]:
-        """Warnings of recent steps: a lasting symptom is repeated only after it was absent."""
+    def recent_warnings(self) -> list[dict[str, Any]]:
+        """Warnings of the last QUIET steps. A symptom that lasts has no further warnings."""
         return [w for w in self.warnings if w["step"] > self.done_steps - QUIET]
 
     def number(self, key: str, spec: str = ",.0f") -> str:
-        """Return a value of the last step; `-` if it has none."""
+        """Return a value of the last step, formatted by `spec`; `-` if the step has none."""
         return show(self.step.get(key), spec)
 
 
 def show(value: object, spec: str) -> str:
-    """Format a number; `-` for anything else."""
+    """Return a number, formatted by `spec`; `-` for other values."""
     return format(value, spec) if isinstance(value, int | float) else "-"
 
 
 def format_clock(seconds: float | None) -> str:
-    """Format seconds as m:ss or h:mm:ss."""
+    """Return a duration as m:ss or h:mm:ss; `-` for None."""
     if seconds is None:
         return "-"
     minutes, second = divmod(round(seconds), 60)
@@ -110,7 +127,7 @@ def format_clock(seconds: float | None) -> str:
 
 
 class PlainProgress:
-    """Display with one line per step, phase and evaluation."""
+    """Display that prints one line per step, phase, evaluation and warning."""
 
     def __init__(self, total_steps: int, console: Console) -> None:
         self._view = RunView(total_steps)
@@ -153,9 +170,9 @@ class PlainProgress:
 
 
 def plain_step(view: RunView) -> str:
-    """Format the last step as one line."""
+    """Return the last step as one line."""
     number = view.number
-    if "reward" not in view.step:  # fine-tuning
+    if "reward" not in view.step:  # a step of rlsys sft
         return (
             f"step {view.done_steps}/{view.total_steps}  loss {number('loss', '.4f')}  "
             f"{number('tokens_per_s')} tok/s  {number('time_step', '.1f')} s  ETA {format_clock(view.eta_seconds)}"
@@ -173,7 +190,7 @@ def plain_step(view: RunView) -> str:
 
 
 def censored(entry: dict[str, Any]) -> str:
-    """Format the censored groups of a `step` line, and their samples by cause; empty without any."""
+    """Return the numbers of censored groups, and of censored samples by cause, in a `step` line; empty if 0."""
     causes = censored_by_cause(entry)
     groups = int(entry.get("censored") or 0)
     by_cause = f" ({', '.join(f'{cause} {n:,}' for cause, n in causes.items())} samples)" if causes else ""
@@ -181,12 +198,16 @@ def censored(entry: dict[str, Any]) -> str:
 
 
 def left_out(prompts: float | None) -> str:
-    """Format the number of prompts without a response or a verdict; empty without any."""
+    """Return the number of excluded prompts as the end of a line; empty if it is 0."""
     return f", {prompts:g} left out" if prompts else ""
 
 
 def evaluation_lines(entry: dict[str, Any]) -> list[str]:
-    """Format an evaluation of `model`: a line for the held-out prompts, and one for each named set."""
+    """Return the lines for an evaluation by `rlsys eval`: one for the held-out prompts, and one for each named set.
+
+    Args:
+        entry: the `eval` line of metrics.jsonl, and the evaluated `model`.
+    """
     lines = [
         f"{entry['model']}: accuracy {entry['accuracy']:.4f} on {entry['prompts']} prompts, "
         f"mean length {entry['mean_length']:.1f} tokens, {entry['truncated']} truncated"
@@ -196,12 +217,17 @@ def evaluation_lines(entry: dict[str, Any]) -> list[str]:
 
 
 def set_names(entry: dict[str, Any]) -> list[str]:
-    """Return the named sets of an `eval` line."""
+    """Return the names of the evaluation sets in an `eval` line."""
     return [key.partition("/")[0] for key in entry if key.endswith("/accuracy")]
 
 
 def set_line(name: str, entry: dict[str, Any]) -> str:
-    """Format the pass@k of a named set with 95 % intervals."""
+    """Return the line for a named set: pass@k with 95 % intervals, and the lengths of responses.
+
+    Args:
+        name: name of the set.
+        entry: the `eval` line of metrics.jsonl.
+    """
     values = {key.removeprefix(f"{name}/"): v for key, v in entry.items() if key.startswith(f"{name}/")}
     ks = sorted(int(key[5:]) for key in values if key[5:].isdigit() and key.startswith("pass_"))
     scores = ", ".join(
@@ -210,13 +236,12 @@ def set_line(name: str, entry: dict[str, Any]) -> str:
     )
     return (
         f"{name}: {scores} on {values['prompts']:g} prompts x {values['samples']:g}, mean length "
-        f"{values['mean_length']:.1f}, "
-        f"{values['truncated']:g} truncated{left_out(values.get('left_out'))}"
+        f"{values['mean_length']:.1f}, {values['truncated']:g} truncated{left_out(values.get('left_out'))}"
     )
 
 
 def warning_lines(warning: dict[str, Any]) -> list[str]:
-    """Format a warning: observation, cause and remedy, then the samples with one to three lines each."""
+    """Return the lines for a warning: observation, cause and remedy, then three lines for each of its samples."""
     lines = [f"rlsys: warning: step {warning['step']}: {sentence(warning)}"]
     for sample in warning.get("samples") or ():
         lines.append(f"    prompt    {one_line(sample['prompt'])}")
@@ -226,13 +251,13 @@ def warning_lines(warning: dict[str, Any]) -> list[str]:
 
 
 def one_line(text: str) -> str:
-    """Shorten text to one line; the end of a response is more informative than its middle."""
+    """Return a text as one line; only its start and end if it is longer than _LINE characters."""
     text = " ".join(text.split())
     return text if len(text) <= _LINE else f"{text[: _LINE // 2]} ... {text[-_LINE // 2 :]}"
 
 
 class LiveProgress:
-    """Panel that redraws itself; warnings remain above it as lines."""
+    """Display that redraws a panel on a terminal, and prints warnings above it."""
 
     def __init__(self, total_steps: int, console: Console, title: str) -> None:
         self._view = RunView(total_steps)
@@ -275,7 +300,7 @@ class LiveProgress:
             f"{elapsed} elapsed, ETA {format_clock(view.eta_seconds)}",
         )
         warnings = [
-            Text(f"{w['name'].replace('_', ' ')}: {w['seen']}", style="yellow") for w in view.fresh_warnings
+            Text(f"{w['name'].replace('_', ' ')}: {w['seen']}", style="yellow") for w in view.recent_warnings
         ]
         body = Group(head, Text(), _numbers(view), Text(), _time_split(view), *warnings)
         return Panel(body, title=self._title, subtitle=view.phase, title_align="left", subtitle_align="left")
@@ -301,7 +326,7 @@ def _numbers(view: RunView) -> Table:
 
 
 def _time_split(view: RunView) -> Text:
-    """Draw one bar of the last step's time, coloured by phase."""
+    """Return a bar of the last step's duration, coloured by phase, and the duration of each phase."""
     seconds = {name: float(view.step.get(key) or 0.0) for name, key, _ in _PARTS}
     total = sum(seconds.values())
     text = Text("time of a step    ", style="dim")
@@ -314,7 +339,12 @@ def _time_split(view: RunView) -> Text:
 
 
 def make_progress(total_steps: int, title: str, console: Console) -> LiveProgress | PlainProgress:
-    """Return a live display on a terminal, a plain one elsewhere."""
+    """Return a live display if the console is a terminal, or else a plain one.
+
+    Args:
+        total_steps: number of steps of the run.
+        title: title of the panel.
+    """
     if console.is_terminal:
         return LiveProgress(total_steps, console, title)
     return PlainProgress(total_steps, console)

@@ -1,4 +1,4 @@
-"""Report of a run: report.html and plots/*.png, from its metrics.jsonl only; the page is self-contained."""
+"""Report of a run, from its metrics.jsonl: report.html, which contains its plots, and plots/*.png."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_report(run_dir: Path) -> None:
     Raises:
         UserError: the run has no metrics.
     """
-    from rlsys.obs.plots import FIGURES  # imported here: matplotlib takes a second
+    from rlsys.obs.plots import FIGURES  # imported late, because matplotlib takes a second
 
     metrics = read_metrics(run_dir)
     folder = run_dir / "plots"
@@ -55,8 +55,15 @@ def write_report(run_dir: Path) -> None:
 def render_page(
     name: str, summary: dict[str, Any], images: dict[str, bytes], warnings: Sequence[dict[str, Any]] = ()
 ) -> str:
-    """Return one self-contained HTML page."""
-    big = "".join(f"<div>{label}<b>{html.escape(value)}</b></div>" for label, value in headline(summary))
+    """Return the report as an HTML page without external resources.
+
+    Args:
+        name: name of the run.
+        summary: result of `summarise`.
+        images: name of a plot -> its PNG file.
+        warnings: `warning` lines of metrics.jsonl.
+    """
+    figures = "".join(f"<div>{label}<b>{html.escape(value)}</b></div>" for label, value in headline(summary))
     encoded = {key: base64.b64encode(png).decode() for key, png in images.items()}
     plots = "".join(f'<img alt="{key}" src="data:image/png;base64,{data}">' for key, data in encoded.items())
     rows = "".join(f"<tr><td>{k}</td><td>{html.escape(_value(v))}</td></tr>" for k, v in summary.items())
@@ -65,13 +72,13 @@ def render_page(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>rlsys: {html.escape(name)}</title>'
         f"<style>{_STYLE}</style><h1>{html.escape(name)}</h1>"
         f"<p>{summary['steps']} steps, {state}, {summary['sessions']} session(s)</p>"
-        f'<div class="big">{big}</div>{"".join(map(_warning, warnings))}'
+        f'<div class="big">{figures}</div>{"".join(map(_warning, warnings))}'
         f'<div class="plots">{plots}</div><table>{rows}</table></html>\n'
     )
 
 
 def _warning(warning: dict[str, Any]) -> str:
-    """Format a warning with its samples."""
+    """Return a warning with its samples as HTML."""
     samples = "".join(
         f"<pre>{html.escape(s['prompt'])}<b>{html.escape(s['response'])}</b>\nreward {_value(s['reward'])}</pre>"
         for s in warning.get("samples") or ()
@@ -81,11 +88,11 @@ def _warning(warning: dict[str, Any]) -> str:
 
 
 def headline(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the most important figures."""
-    accuracy_before, after = summary["eval_accuracy_before"], summary["eval_accuracy_after"]
+    """Return the names and values of the most important figures, as texts."""
+    before, after = summary["eval_accuracy_before"], summary["eval_accuracy_after"]
     speed, off_policy = summary["tokens_per_s"], summary["off_policy_share"]
     return [
-        ("held-out accuracy", f"{_value(accuracy_before)} → {_value(after)}"),
+        ("held-out accuracy", f"{_value(before)} → {_value(after)}"),
         ("trained tokens", _value(summary["trained_tokens"])),
         ("tokens per second", "-" if speed is None else f"{speed:,.0f}"),
         ("resumed samples", _value(summary["resumed_samples"])),

@@ -1,7 +1,7 @@
-"""End of a role process: one `rlsys: error:` line in its log, and an exit code.
+"""Main function of a role's processes, and the end of a process: an `rlsys: error:` line in its log, and an exit
+code.
 
-The line contains the exit code, because among several ranks the first to end may have been ended by another's
-failure.
+The line contains the exit code: if a rank fails, other ranks may end first, with other exit codes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _LINE = re.compile(r"^rlsys: error: (?P<message>.*?) \[exit (?P<code>\d+)\]$")
 
 
 def format_error(error: RlsysError) -> str:
-    """Format an error as one line, `rlsys: error: MESSAGE [exit CODE]`."""
+    """Return the line of an error, `rlsys: error: MESSAGE [exit CODE]`."""
     return f"rlsys: error: {' '.join(str(error).split())} [exit {error.exit_code}]"
 
 
 def parse_error(line: str) -> tuple[str, int] | None:
-    """Return message and exit code of such a line; None for any other line."""
+    """Return message and exit code in a line of `format_error`; None for another line."""
     match = _LINE.match(line.strip())
     return None if match is None else (match["message"], int(match["code"]))
 
@@ -39,11 +39,11 @@ _OF_CHILD = re.compile(
 
 
 def describe_exit(code: int, memory: str = "") -> str:
-    """Describe an exit code: `exit code 3`, or `killed by signal 11 (SIGSEGV)`.
+    """Return the description of an exit code: `exit code 3`, or `killed by signal 11 (SIGSEGV)`.
 
     Args:
-        code: 128 + n after signal n, as in a shell, or -n, as in Python.
-        memory: description of the process's memory use, if known.
+        code: exit code; for a process that signal n killed, 128 + n as in a shell, or -n as in Python.
+        memory: description of the process's memory use; empty: unknown.
     """
     number = -code if code < 0 else code - 128
     if number not in {s.value for s in signal.Signals}:
@@ -55,9 +55,10 @@ def describe_exit(code: int, memory: str = "") -> str:
 
 
 def parse_child_exit(line: str) -> int | None:
-    """Return -n if the line reports that signal n killed a process of a role."""
-    match = re.match(r"-\d+", line[begins.end() :]) if (begins := _OF_CHILD.search(line)) else None
-    return int(match[0]) if match else None
+    """Return -n if the line is SGLang's message that signal n killed one of its processes; None for another line."""
+    start = _OF_CHILD.search(line)
+    code = re.match(r"-\d+", line[start.end() :]) if start else None
+    return int(code[0]) if code else None
 
 
 STACKS_VARIABLE = "RLSYS_STACKS"
@@ -65,20 +66,24 @@ STACKS_VARIABLE = "RLSYS_STACKS"
 
 
 def dump_stack_on_signal(part: str = "") -> None:
-    """Append the stack to the supervisor's file on SIGUSR2: one file per rank, or per `part` of a role."""
+    """Write the main thread's stack to the file of STACKS_VARIABLE whenever this process receives SIGUSR2.
+
+    Args:
+        part: suffix of the file; empty: the rank of this process, if it has one.
+    """
     if base := os.environ.get(STACKS_VARIABLE):
         rank = os.environ.get("RANK")
         part = part or (f"rank{rank}" if rank else "")
         path = Path(base + (f"-{part}" if part else "") + ".txt")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Kept open: a signal handler must not allocate, and a hung process cannot open files.
+        # The file stays open, because a signal handler must not allocate memory.
         faulthandler.register(signal.SIGUSR2, file=path.open("w"), all_threads=False)
 
 
 def without_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Return the signals that this process did not inherit as ignored.
+    """Return the given signals, except signals that this process ignores.
 
-    `nohup COMMAND` and, in a script, `COMMAND &` ignore signals; a handler would undo that.
+    `nohup COMMAND` and, in a script, `COMMAND &` make a process ignore signals; a handler would undo this.
     """
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
@@ -87,10 +92,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Have SIGKILL sent to this process when its parent ends. Linux only.
+    """Let the kernel kill this process when its parent ends. Linux only.
 
-    A keeper ends its role's processes, but can be killed itself: its command then dies with it
-    (launch/keeper.py), and with the command the ranks that it has started (launch/ranks.py).
+    A keeper ends the processes of its role, but it may be killed. The kernel then kills the keeper's command
+    (launch/keeper.py), and the ranks that the command has started (launch/ranks.py).
     """
     if sys.platform == "linux":
         parent = os.getppid()
@@ -100,9 +105,9 @@ def end_with_parent() -> None:
 
 
 def run_role(body: Callable[[], object]) -> None:
-    """Run a role's main function.
+    """Run the main function of a role's process.
 
-    An RlsysError ends the process with its line and exit code; a bug keeps its traceback.
+    If it raises an RlsysError, print the error's line and exit with its code. Other exceptions are not caught.
     """
     end_with_parent()
     dump_stack_on_signal()

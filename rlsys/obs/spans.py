@@ -1,12 +1,12 @@
-"""OpenTelemetry spans of samples and train steps (`run.spans`); rlsys/obs/otlp.py exports them.
+"""OpenTelemetry spans of samples and train steps (`run.spans`), which rlsys/obs/otlp.py exports.
 
     trace of a sample   `sample`, from its start to its reward, with the events first_token, weights, interrupt,
                         resume, reward; `sample, until a stop` for the part in an earlier process
     trace of a step     `step` with the children rollout, train (with score) and push, and links to its samples
 
-The ids of a trace, and of a sample's own span, are derived from the run and the number of the sample or step.
-So all spans of a sample are in one trace across restarts, and a step's links need no message from the rollout
-process. A repeated step has a second `step` in its trace. Texts are never sent.
+The id of a trace, and of a span `sample`, is derived from the run's id and the number of the sample or step. So all
+spans of a sample are in one trace, also after restarts, and the trainer can link a step to samples without a message
+from the rollout process. A repeated step has a second span `step` in its trace. Spans contain no texts of samples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ Value = str | int | float | bool | Sequence[int]
 
 @dataclass(frozen=True)
 class SpanId:
-    """Id of a span: 128 bits of the trace, 64 bits of the span."""
+    """Id of a span.
+
+    Attributes:
+        trace: id of the trace, 128 bits.
+        span: id of the span in the trace, 64 bits.
+    """
 
     trace: int
     span: int
@@ -32,7 +37,14 @@ class SpanId:
 
 @dataclass
 class Span:
-    """A span. Times are unix seconds; `error` is the reason of a failure."""
+    """A span of OpenTelemetry. Times are in seconds since the Unix epoch.
+
+    Attributes:
+        parent: the span that contains this one; None: none.
+        events: (time, name, attributes) of each event.
+        links: spans of other traces that belong to this one.
+        error: reason of a failure; None: none.
+    """
 
     name: str
     id: SpanId
@@ -41,18 +53,17 @@ class Span:
     parent: SpanId | None = None
     attributes: dict[str, Value] = field(default_factory=dict)
     events: list[tuple[float, str, dict[str, Value]]] = field(default_factory=list)
-    """(time, name, attributes)."""
     links: list[SpanId] = field(default_factory=list)
     error: str | None = None
 
 
 def sample_span(run_id: str, sample_id: int) -> SpanId:
-    """Return the id of a sample's span."""
+    """Return the id of the span `sample` of a sample."""
     return SpanId(_number(16, run_id, "sample", sample_id), _number(8, run_id, "sample", sample_id))
 
 
 def child_of(parent: SpanId) -> SpanId:
-    """Return a new span id in the trace of `parent`."""
+    """Return a new random id in the trace of `parent`."""
     return SpanId(parent.trace, int.from_bytes(secrets.token_bytes(8), "big") or 1)
 
 
@@ -65,8 +76,8 @@ def step_spans(run_id: str, entry: dict[str, Any], samples: Sequence[Sample]) ->
 
     Args:
         run_id: id of the run.
-        entry: the `step` line of metrics, whose `time` is the step's end.
-        samples: the trained samples.
+        entry: the `step` line of metrics.jsonl. Its `time` is the end of the step.
+        samples: samples that the step trained.
     """
     step = int(entry["step"])
     root = child_of(SpanId(_number(16, run_id, "step", step), 0))

@@ -1,4 +1,4 @@
-"""Summary of a run's metrics, for gates and people. Pure."""
+"""Summary of a run's metrics, for people and for automatic checks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rlsys.obs.metrics import Metrics, censored_by_cause, merge_counts, mismatch
 
 
 def summarise(metrics: Metrics) -> dict[str, Any]:
-    """Return the summary, with keys in a fixed order; seconds, and nats for log-prob gaps.
+    """Return the summary, with its keys in a fixed order.
 
-    None means not measured, because the run is not that far or no step has the value; a gate must not read it
-    as 0. `*_abs_logprob_diff` compare trainer and engine on tokens of the current weight version; quantile
-    and maximum are upper edges of histogram bins. `tokens_lost` is counted by the ledger.
+    Times are in seconds, and differences of log-probs in nats. A value is None if it was not measured, which does not
+    mean 0. `*_abs_logprob_diff` compare trainer and engine on tokens of the current weight version; quantile and
+    maximum are upper edges of histogram bins. `tokens_lost` is the ledger's count.
     """
     steps, evals = metrics.steps, metrics.evals
     first, last = (steps[0], steps[-1]) if steps else ({}, {})
@@ -66,7 +66,10 @@ def _mismatch(steps: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def _censored(steps: list[dict[str, Any]]) -> dict[str, int]:
-    """Sum the censored samples by cause over processes: a count below the previous one begins at 0 again."""
+    """Return the number of censored samples by cause, over all rollout processes.
+
+    Each process counts from 0, so a count below the previous one comes from a new process.
+    """
     totals, previous = Counter[str](), dict[str, int]()
     for counts in map(censored_by_cause, steps):
         for cause, n in counts.items():
@@ -77,7 +80,7 @@ def _censored(steps: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _sum(entries: list[dict[str, Any]], key: str) -> float | None:
-    """Sum the finite values of a key; None if there are none."""
+    """Return the sum of the values of a key that are not None; None if there are none."""
     values = [e[key] for e in entries if e.get(key) is not None]
     return round(sum(values), 3) if values else None
 

@@ -1,9 +1,9 @@
-"""Symptoms of a run that does not learn, from its metrics: observation, possible cause, and field to change.
+"""Detection of symptoms of a run that does not learn, from its metrics, with possible causes and remedies.
 
-A rule is a pure function of a History. Rules compare the last steps with the first ones, so they need no
-knowledge of the model, and use several steps: one unusual step is not a symptom. `SymptomMonitor` reports each
-symptom once. The thresholds were checked on the curves in tests/data/curves; the quickstart's gives no
-warning.
+A rule is a function from a History to a symptom or None. Rules compare the last steps with the first ones, so their
+thresholds do not depend on the model. They use several steps, because one unusual step is not a symptom.
+`SymptomMonitor` reports each symptom once. The thresholds were checked on the curves in tests/data/curves; the curves
+of the quickstart show no symptom.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ from statistics import fmean, median
 from typing import Any
 
 NO_SIGNAL_STEPS = 3
-"""Consecutive steps without a gradient."""
+"""Number of consecutive steps without a gradient that is a symptom."""
 WINDOW = 5
-"""Number of steps to aggregate, at the start and at the end of a history."""
+"""Number of steps over which values are averaged, at the start and at the end of a history."""
 MIN_STEPS = 3 * WINDOW
-"""Minimum number of steps before end and start are compared."""
+"""Minimum number of steps of a history whose end and start are compared."""
 MAX_TRUNCATED = 0.25
-"""Fraction of responses with the maximum length."""
+"""Fraction of responses with the maximum length from which on it is a symptom."""
 ENTROPY_LEFT, ENTROPY_LOW = 0.1, 0.05
-"""Fraction of the first steps' entropy; nats per token."""
+"""Bounds of an entropy that is too low: as a fraction of the first steps' entropy, and in nats per token."""
 MISMATCH_GROWTH, MISMATCH_LOW = 5.0, 1e-3
-"""Factor over the first steps' gap; nats per token. Float32 has about 1e-7, bfloat16 about 1e-2."""
+"""Bounds of a mismatch that is too high: as a multiple of the first steps' mismatch, and in nats per token. It is
+usually about 1e-7 in float32 and 1e-2 in bfloat16."""
 LOAD_GROWTH, IDLE_GROWTH = 2.0, 0.25
-"""Factor over the first steps' load of the busiest expert; fraction of a layer's experts that became idle."""
+"""Growth that is a symptom: factor of the busiest expert's load, and increase of the fraction of idle experts."""
 DEVIATIONS = 2.0
-"""Standard deviations by which a held-out accuracy must be below the best one."""
+"""Number of standard deviations by which an accuracy below the best one is a symptom."""
 DEVIATIONS_LOW_ENTROPY, ENTROPY_HALVED = 1.25, 0.5
-"""The same for the mean of two evaluations if the entropy also fell; fraction of the first steps' entropy."""
+"""Number of standard deviations in place of DEVIATIONS, for the mean of two evaluations, if the entropy is below this
+fraction of the first steps' entropy."""
 MAX_SAME_ANSWER = 0.9
-"""Fraction of held-out prompts with the same answer that is suspicious."""
+"""Fraction of held-out prompts with the same answer from which on it is a symptom."""
 HIGH_REWARD = 0.5
-"""Mean reward at which an accuracy of 0 is suspicious."""
+"""Mean reward from which on an accuracy of 0 is a symptom."""
 MAX_SIDE_REQUESTS = 0.5
-"""Fraction of agents' requests outside the main conversation."""
+"""Maximum fraction of agents' requests outside the main conversation."""
 QUIET = 2 * WINDOW
-"""Steps without a symptom after which it is reported again."""
+"""Number of steps without a symptom after which it is reported again."""
 
 Entry = Mapping[str, Any]
 """A line of metrics.jsonl."""
@@ -47,7 +49,14 @@ Entry = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Symptom:
-    """A symptom; the fields are texts for people."""
+    """A symptom, with texts for people.
+
+    Attributes:
+        name: name of the symptom.
+        observation: values of the metrics that show it.
+        cause: possible causes.
+        knob: remedies, with the config fields to change.
+    """
 
     name: str
     observation: str
@@ -55,30 +64,38 @@ class Symptom:
     knob: str
 
     def entry(self) -> dict[str, str]:
-        """Return the fields of a `warning` line of metrics.jsonl."""
+        """Return the fields of the symptom in a `warning` line of metrics.jsonl."""
         return {"name": self.name, "seen": self.observation, "cause": self.cause, "knob": self.knob}
 
 
 def sentence(warning: Entry) -> str:
-    """Format a `warning` line of metrics.jsonl for a person."""
+    """Return observation, cause and remedy of a `warning` line of metrics.jsonl as sentences."""
     return f"{warning['seen']}. {warning['cause']}. {warning['knob']}."
 
 
 @dataclass(frozen=True)
 class History:
-    """`step` and `eval` lines of a run, each sorted by step."""
+    """The metrics from which rules detect symptoms.
+
+    Attributes:
+        steps: `step` lines of metrics.jsonl, sorted by step.
+        evals: `eval` lines, sorted by step.
+        max_staleness: rollout.max_staleness.
+    """
 
     steps: Sequence[Entry]
     evals: Sequence[Entry] = ()
     max_staleness: int = 0
-    """The config's bound of `staleness_max`."""
 
     def last(self, key: str, count: int = WINDOW) -> list[float]:
-        """Return the values of the last `count` steps; empty unless all have one."""
+        """Return the values of `key` in the last `count` steps; empty if a step has none."""
         return _values(self.steps[-count:], key, count)
 
     def first(self, key: str, count: int = WINDOW) -> list[float]:
-        """Return the values of the first steps, if the history is long enough for a comparison; else empty."""
+        """Return the values of `key` in the first `count` steps.
+
+        The list is empty if a step has none, or the history has fewer than MIN_STEPS steps.
+        """
         return _values(self.steps[:count], key, count) if len(self.steps) >= MIN_STEPS else []
 
 
@@ -88,12 +105,12 @@ def _values(steps: Sequence[Entry], key: str, count: int) -> list[float]:
 
 
 def find_symptoms(history: History) -> list[Symptom]:
-    """Apply all rules."""
+    """Return the symptoms that the rules detect."""
     return [symptom for rule in RULES if (symptom := rule(history)) is not None]
 
 
 def no_signal(history: History) -> Symptom | None:
-    """Detect steps whose groups all have equal rewards."""
+    """Detect that for NO_SIGNAL_STEPS steps the rewards in each group are equal."""
     groups = history.last("effective_groups", NO_SIGNAL_STEPS)
     rewards = history.last("reward", NO_SIGNAL_STEPS)
     if not groups or not rewards or any(groups) or _nearly_solved(history):
@@ -113,8 +130,8 @@ def no_signal(history: History) -> Symptom | None:
 def held_out_falls(history: History) -> Symptom | None:
     """Detect that the last two evaluations are significantly below the best one, while the reward has risen.
 
-    A smaller fall is also a symptom if the entropy halved: the model then loses what it had learned, as a
-    SmolLM2-135M with trainer.lr = 3e-5 did (0.484 after step 4, 0.375 after step 24).
+    If the entropy has halved, a smaller fall is a symptom, too: a SmolLM2-135M with trainer.lr = 3e-5 lost what it
+    had learned this way (an accuracy of 0.484 after step 4, and of 0.375 after step 24).
     """
     evals = history.evals
     if len(evals) < 3:
@@ -122,22 +139,19 @@ def held_out_falls(history: History) -> Symptom | None:
     best = max(evals[:-2], key=lambda e: float(e["accuracy"]))
     top, latest = float(best["accuracy"]), [float(e["accuracy"]) for e in evals[-2:]]
     deviation = math.sqrt(sum(_variance(e) for e in (best, evals[-1])))
+    entropy = _entropy_left(history)
+    clear_fall = max(latest) < top - DEVIATIONS * deviation
+    slight_fall = top - fmean(latest) >= DEVIATIONS_LOW_ENTROPY * deviation and max(latest) < top
     rewards_before = [s["reward"] for s in history.steps if best["step"] - WINDOW < s["step"] <= best["step"]]
     rewards_before = rewards_before or [s["reward"] for s in history.steps[:WINDOW]]
     recent_rewards = history.last("reward")
-    entropy = _entropy_left(history)
-    slight_fall = top - fmean(latest) < DEVIATIONS_LOW_ENTROPY * deviation or max(latest) >= top
-    if (
-        (max(latest) >= top - DEVIATIONS * deviation and (slight_fall or entropy > ENTROPY_HALVED))
-        or not recent_rewards
-        or fmean(recent_rewards) <= fmean(rewards_before)
-    ):
+    reward_rises = bool(recent_rewards) and fmean(recent_rewards) > fmean(rewards_before)
+    if not reward_rises or not (clear_fall or (slight_fall and entropy <= ENTROPY_HALVED)):
         return None
     return Symptom(
         "held_out_falls",
-        f"the reward rises ({fmean(rewards_before):.3g} to {fmean(recent_rewards):.3g}) while held-out "
-        "accuracy falls "
-        f"({top:.3f} after step {best['step']}, {latest[-1]:.3f} now)"
+        f"the reward rises ({fmean(rewards_before):.3g} to {fmean(recent_rewards):.3g}) while held-out accuracy "
+        f"falls ({top:.3f} after step {best['step']}, {latest[-1]:.3f} now)"
         + (f", and entropy is {entropy:.0%} of that of the first steps" if entropy <= ENTROPY_HALVED else ""),
         "The model exploits the reward instead of learning the task, it memorises the training prompts, or its "
         "updates are too large for its samples, which come from older weights",
@@ -148,19 +162,22 @@ def held_out_falls(history: History) -> Symptom | None:
 
 
 def _entropy_left(history: History) -> float:
-    """Return the entropy of the last steps as a fraction of that of the first ones; 1 if it is unknown."""
+    """Return the entropy of the last steps as a fraction of the first steps' entropy; 1 if one is unknown."""
     first, recent = _entropies(history)
     return fmean(recent) / fmean(first) if first and recent and fmean(first) > 0 else 1.0
 
 
 def _entropies(history: History) -> tuple[list[float], list[float]]:
-    """Return the entropies of the first and of the last steps, of the trainer's distribution if it was computed."""
+    """Return the entropies of the first and of the last steps.
+
+    They are those of the trainer's distribution if it was computed, or else estimates from the sampled tokens.
+    """
     key = "entropy" if history.last("entropy") else "sampled_entropy"
     return history.first(key), history.last(key)
 
 
 def never_right(history: History) -> Symptom | None:
-    """Detect a high reward although no evaluation has counted a response as correct."""
+    """Detect a high reward if no evaluation has counted a response as correct."""
     rewards = history.last("reward")
     if len(history.evals) < 2 or not rewards or (mean := fmean(rewards)) < HIGH_REWARD:
         return None
@@ -169,22 +186,21 @@ def never_right(history: History) -> Symptom | None:
     return Symptom(
         "never_right",
         f"the mean reward is {mean:.3g}, but held-out accuracy is 0 in all {len(history.evals)} evaluations",
-        "An evaluation counts a response as correct if its reward, or the first of its named parts, is at "
-        "least 1. This "
-        "reward stays below 1, as with a penalty on a correct answer, or it rewards incorrect answers highly",
+        "An evaluation counts a response as correct if its reward, or the first of its named parts, is at least 1. "
+        "This reward stays below 1, as with a penalty on a correct answer, or it rewards incorrect answers highly",
         "Let data.reward return named parts, the first of them 1 for a correct answer (docs/own-task.md)",
     )
 
 
 def _variance(entry: Entry) -> float:
-    """Return the variance of an accuracy, after Agresti and Coull: not 0 if all or none are correct."""
+    """Return the variance of an accuracy by Agresti and Coull, which is above 0 also for accuracies of 0 and 1."""
     n = float(entry.get("prompts") or 1) + 4
-    share = (float(entry["accuracy"]) * (n - 4) + 2) / n
-    return share * (1 - share) / n
+    adjusted_accuracy = (float(entry["accuracy"]) * (n - 4) + 2) / n
+    return adjusted_accuracy * (1 - adjusted_accuracy) / n
 
 
 def learned_to_guess(history: History) -> Symptom | None:
-    """Detect an improvement through answers that do not depend on the prompt, in the two last evaluations."""
+    """Detect that the last two evaluations have the accuracy of answers that do not depend on the prompt."""
     if len(history.evals) < 3 or _nearly_solved(history):
         return None
     first, latest = history.evals[0], history.evals[-2:]
@@ -203,9 +219,8 @@ def learned_to_guess(history: History) -> Symptom | None:
         and _stagnates(history)
     ):
         observation = (
-            f"held-out accuracy rose from {float(first['accuracy']):.3f} to {accuracy:.3f} and stagnates, and "
-            "the same "
-            f"answer to every prompt would get {best:.3f}"
+            f"held-out accuracy rose from {float(first['accuracy']):.3f} to {accuracy:.3f} and stagnates, and the "
+            f"same answer to every prompt would get {best:.3f}"
         )
     else:
         return None
@@ -220,14 +235,14 @@ def learned_to_guess(history: History) -> Symptom | None:
 
 
 def _stagnates(history: History) -> bool:
-    """Return whether the reward of the last steps is no higher than that of the steps before."""
+    """Return whether the mean reward of the last steps is at most 0.01 higher than that of the steps before them."""
     rewards, earlier_steps = history.last("reward"), history.steps[-2 * WINDOW : -WINDOW]
     middle = _values(earlier_steps, "reward", WINDOW)
     return bool(rewards and middle) and fmean(rewards) <= fmean(middle) + 0.01
 
 
 def at_the_cap(history: History) -> Symptom | None:
-    """Detect many responses with the maximum length."""
+    """Detect that many responses have the maximum length."""
     shares = history.last("truncated_share")
     if not shares or (share := fmean(shares)) < MAX_TRUNCATED:
         return None
@@ -247,17 +262,13 @@ def at_the_cap(history: History) -> Symptom | None:
 
 
 def entropy_collapse(history: History) -> Symptom | None:
-    """Detect that entropy is close to 0 and the reward has stopped rising, although groups differ."""
+    """Detect that entropy is close to 0 and the reward stagnates, before the task is nearly solved."""
     first, recent = _entropies(history)
     if not first or not recent:
         return None
     initial, current = fmean(first), fmean(recent)
-    if (
-        current > ENTROPY_LEFT * initial
-        or current > ENTROPY_LOW
-        or not _stagnates(history)
-        or _nearly_solved(history)
-    ):
+    has_collapsed = current <= min(ENTROPY_LEFT * initial, ENTROPY_LOW)
+    if not has_collapsed or not _stagnates(history) or _nearly_solved(history):
         return None
     return Symptom(
         "entropy_collapse",
@@ -269,12 +280,12 @@ def entropy_collapse(history: History) -> Symptom | None:
 
 
 def _nearly_solved(history: History) -> bool:
-    """Return whether nearly all held-out prompts are answered correctly."""
+    """Return whether the last evaluation has an accuracy of at least 0.9."""
     return bool(history.evals) and float(history.evals[-1]["accuracy"]) >= 0.9
 
 
 def mismatch_grows(history: History) -> Symptom | None:
-    """Detect a growing difference between the log-probs of engine and trainer."""
+    """Detect that the difference between the log-probs of engine and trainer grows."""
     first, recent = history.first("mismatch_mean"), history.last("mismatch_mean")
     if not first or not recent:
         return None
@@ -315,7 +326,10 @@ def router_collapse(history: History) -> Symptom | None:
 
 
 def staleness_at_bound(history: History) -> Symptom | None:
-    """Detect that every recent step trains groups of the maximum age. Age 1 alone is usual for one step ahead."""
+    """Detect that each of the last steps trains groups of the maximum age.
+
+    With a maximum of 1, groups must also expire, because the age 1 is usual if generation is one step ahead.
+    """
     bound, ages = history.max_staleness, history.last("staleness_max")
     expired = history.last("expired")
     discarded = int(expired[-1] - expired[0]) if expired else 0
@@ -333,8 +347,11 @@ def staleness_at_bound(history: History) -> Symptom | None:
 
 
 def many_side_requests(history: History) -> Symptom | None:
-    """Detect agents with most requests outside the main conversation; counts since the rollout process started."""
-    calls, side_calls = history.last("agent_calls"), history.last("agent_side_calls")
+    """Detect that most of the agents' requests are outside the main conversation."""
+    calls, side_calls = (
+        history.last("agent_calls"),
+        history.last("agent_side_calls"),
+    )  # since the process started
     if not calls or not side_calls or side_calls[-1] <= MAX_SIDE_REQUESTS * calls[-1]:
         return None
     return Symptom(
@@ -362,33 +379,42 @@ RULES = (
 
 
 class SymptomMonitor:
-    """Owns a run's history, and reports a lasting symptom only once.
-
-    Only trainer rank 0 has one. A resumed run initialises it with the lines of earlier sessions.
-    """
+    """Owner of a run's history, which reports a symptom once as long as it lasts. It runs in trainer rank 0."""
 
     def __init__(
         self, steps: Sequence[Entry] = (), evals: Sequence[Entry] = (), max_staleness: int = 0
     ) -> None:
+        """Create a monitor.
+
+        Args:
+            steps: `step` lines of earlier sessions, sorted by step.
+            evals: `eval` lines of earlier sessions, sorted by step.
+            max_staleness: rollout.max_staleness.
+        """
         self._steps, self._evals, self._max_staleness = list(steps), list(evals), max_staleness
         self._last_steps: dict[str, int] = {}
         """Name of a symptom -> the last step with it."""
         for end in range(max(0, len(steps) - QUIET), len(steps)):
-            at = steps[end]["step"]
-            self._note(at, self._symptoms(steps[: end + 1], [e for e in evals if e["step"] <= at]))
+            step = steps[end]["step"]
+            self._add_symptoms(
+                step, self._symptoms(steps[: end + 1], [e for e in evals if e["step"] <= step])
+            )
 
     def add(self, entry: Entry) -> list[Symptom]:
-        """Return the symptoms that this `step` or `eval` line shows for the first time, or again after a pause."""
-        lean = {
-            k: v for k, v in entry.items() if not isinstance(v, list)
-        }  # without histograms, since all steps are kept
-        (self._evals if entry["kind"] == "eval" else self._steps).append(lean)
-        return self._note(entry["step"], self._symptoms(self._steps, self._evals))
+        """Add a `step` or `eval` line to the history.
+
+        Returns:
+            the symptoms that are new, or occur again after QUIET steps.
+        """
+        numbers = {k: v for k, v in entry.items() if not isinstance(v, list)}  # without large histograms
+        (self._evals if entry["kind"] == "eval" else self._steps).append(numbers)
+        return self._add_symptoms(entry["step"], self._symptoms(self._steps, self._evals))
 
     def _symptoms(self, steps: Sequence[Entry], evals: Sequence[Entry]) -> list[Symptom]:
         return find_symptoms(History(steps, evals, self._max_staleness))
 
-    def _note(self, step: int, symptoms: Sequence[Symptom]) -> list[Symptom]:
+    def _add_symptoms(self, step: int, symptoms: Sequence[Symptom]) -> list[Symptom]:
+        """Record the symptoms of a step, and return those to report."""
         new = [s for s in symptoms if step - self._last_steps.get(s.name, -QUIET) >= QUIET]
         self._last_steps |= {s.name: step for s in symptoms}
         return new

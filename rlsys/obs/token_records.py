@@ -1,8 +1,8 @@
-"""Token records of a train step, for people to read (RunReader): RUN/trained/NNNNNN.msgpack.
+"""Token records of a train step, which RunReader shows to users: RUN/trained/NNNNNN.msgpack.
 
-A record has the values that the trainer computed for each token of a sample. A file has the groups of
-`readable_groups`, also if the ledger has deleted their tokens. Trainer rank 0 writes it atomically, so a
-repeated step replaces it.
+A record has the tokens of a sample and the values that the trainer computed for them. The file of a step has the
+records of the groups in `readable_groups`, and stays when the ledger deletes their tokens. Trainer rank 0 writes a
+file atomically; a repeated step replaces it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ FOLDER = "trained"
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """Values of the response tokens of one sample, little-endian: `ids` int32, the others float32; NaN: not computed.
+    """Values of the response tokens of one sample, little-endian; NaN: not computed.
 
     Attributes:
-        ids: token ids.
-        mu: the engine's log-probs.
-        logp: the trainer's log-probs before the step's first update; empty for a sample without a gradient.
-        advantages: advantages as the loss used them; empty for a sample without a gradient.
+        ids: token ids, int32.
+        mu: the engine's log-probs, float32.
+        logp: the trainer's log-probs before the first update of the step, float32; empty for a sample without a
+            gradient.
+        advantages: advantages in the loss, float32; empty for a sample without a gradient.
     """
 
     ids: bytes
@@ -38,29 +39,34 @@ class TokenRecord:
 
 
 def readable_groups(group_ids: Iterable[int], limit: int) -> set[int]:
-    """Return the groups of a step that remain readable when no checkpoint needs their tokens.
+    """Return the ids of the groups of a step that have token records.
 
-    `limit`: rollout.keep_groups.
+    Args:
+        group_ids: all groups of the step.
+        limit: rollout.keep_groups, the maximum number of groups.
     """
     return set(sorted(group_ids)[:limit])
 
 
 def to_floats(values: Sequence[float]) -> bytes:
-    """Encode floats."""
+    """Encode floats as little-endian float32."""
     return np.asarray(values, dtype="<f4").tobytes()
 
 
 def read_floats(blob: bytes) -> list[float]:
-    """Decode floats."""
+    """Decode little-endian float32."""
     floats: list[float] = np.frombuffer(blob, dtype="<f4").tolist()
     return floats
 
 
 def write_records(run_dir: Path, train_step: int, records: dict[int, TokenRecord]) -> None:
-    """Write the records by sample id.
+    """Write the records of a train step.
+
+    Args:
+        records: sample id -> record.
 
     Raises:
-        RunError: the records cannot be written.
+        RunError: the file cannot be written.
     """
     path = _path(run_dir, train_step)
     with disk_errors(path):
@@ -69,7 +75,7 @@ def write_records(run_dir: Path, train_step: int, records: dict[int, TokenRecord
 
 
 def read_records(run_dir: Path, train_step: int) -> dict[int, TokenRecord]:
-    """Read the records by sample id; empty if the step has none.
+    """Return the records of a train step by sample id; empty if there is no file.
 
     Raises:
         UserError: the file is invalid.
@@ -80,7 +86,7 @@ def read_records(run_dir: Path, train_step: int) -> dict[int, TokenRecord]:
     except FileNotFoundError:
         return {}
     except msgspec.DecodeError as e:
-        raise UserError(f"{path}: not written by rlsys: {e}") from None
+        raise UserError(f"{path}: expected a file of token records: {e}") from None
 
 
 def _path(run_dir: Path, train_step: int) -> Path:

@@ -1,21 +1,22 @@
-"""Record format of segments, append-only files beside rollouts.sqlite that hold the tokens of samples; its reader.
+"""Record format of segments, append-only files with the tokens of samples, and the reader of segments.
 
-    segments/EPOCH-WRITER-NUMBER.seg    a sequence of records, little-endian:
+    RUN/segments/EPOCH-WRITER-NUMBER.seg    a sequence of records, little-endian:
 
         magic  checksum  kind  version  policy  sample  sequence  parent  start  tokens  routes  payload
         4 s    u32       u8    u8       u16     u64     u32       u32     u32    u32     u32     u32
 
-        payload of TOKENS: ids int32[tokens], mu float64[tokens], routes (`routes` bytes: msgpack of RouteSpans)
-        payload of SCORES: logp float32[tokens]
-        payload of SUPPORT: for each token, the ids that sampling did not mask (rlsys/segments/support.py)
-        payload of TEACHER_LOGPROBS: a teacher's top-k log-probs at each token (rlsys/segments/teacher_logprobs.py)
-        payload of ROUTES: see rlsys/segments/route_records.py; engines write these into files of their own
+    The payload depends on the kind:
+        TOKENS            ids int32[tokens], mu float64[tokens], routes (msgpack of RouteSpans, `routes` bytes)
+        SCORES            the trainer's log-probs float32[tokens]
+        SUPPORT           for each token, the ids that sampling did not mask (rlsys/segments/support.py)
+        TEACHER_LOGPROBS  a teacher's top-k log-probs at each token (rlsys/segments/teacher_logprobs.py)
+        ROUTES            experts, in separate files that engines write (rlsys/segments/route_records.py)
 
-`start` is the position of the first token in its sequence. `sequence` numbers the sequences of one sample, and
-`parent` is the sequence that it continues. `policy` is reserved for several policies; it is 0.
+`start` is the position of the first token in its sequence. `sequence` is the number of the sequence in its sample,
+and `parent` the number of the sequence that it continues. `policy` is reserved for several policies, and is 0.
 
-The rollout process writes the records (rlsys/ledger/segments.py). Processes with access to the run folder read
-them in place: a trainer rank reads those of the samples that it trains on.
+The rollout process and its workers write the records (rlsys/ledger/segments.py). Processes with access to the run
+folder read them in place; a trainer rank reads the records of the samples that it trains.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ FOLDER = "segments"
 _HEADER = struct.Struct("<4sIBBHQIIIIII")
 HEADER_BYTES = _HEADER.size
 _CHECKSUM_START = 8
-"""Offset of the first byte that the checksum covers."""
+"""Offset of the first byte of the header that the checksum covers."""
 _MAGIC = b"rlsg"
 _VERSION = 1
 _NO_PARENT = 2**32 - 1
 MAX_PAYLOAD_BYTES = 2**32 - 1
-"""Largest payload: its length is stored in 32 bits."""
+"""Maximum size of a payload, whose length is stored in 32 bits."""
 
 T = TypeVar("T", bound=np.generic)
 
@@ -62,7 +63,17 @@ class Kind(IntEnum):
 
 
 class Record(NamedTuple):
-    """A decoded record of one sequence: its tokens from `start` on."""
+    """A decoded record.
+
+    Attributes:
+        kind: kind of the payload.
+        sample_id: id of the sample.
+        sequence: number of the sequence in the sample.
+        start: position of the first token in the sequence.
+        tokens: number of tokens.
+        routes: size of the routes at the end of the payload in bytes.
+        payload: the payload.
+    """
 
     kind: Kind
     sample_id: int
@@ -86,7 +97,7 @@ class Record(NamedTuple):
 
 
 class SequenceKey(NamedTuple):
-    """The sequence that a record belongs to."""
+    """Identity of a sequence in the header of a record."""
 
     sample_id: int
     sequence: int = 0
@@ -104,8 +115,8 @@ def encode(kind: Kind, key: SequenceKey, start: int, tokens: int, payload: bytes
         key: the sequence.
         start: position of the first token in the sequence.
         tokens: number of tokens.
-        payload: see the header of this file.
-        routes: size in bytes of the routes, which end the payload.
+        payload: payload of this kind (see the module's docstring).
+        routes: size of the routes at the end of the payload in bytes.
     """
     return encode_header(kind, key, start, tokens, len(payload), payload, routes) + payload
 
@@ -113,11 +124,11 @@ def encode(kind: Kind, key: SequenceKey, start: int, tokens: int, payload: bytes
 def encode_header(
     kind: Kind, key: SequenceKey, start: int, tokens: int, length: int, checksummed: bytes, routes: int = 0
 ) -> bytes:
-    """Encode the header of a record whose payload is written separately.
+    """Encode the header of a record; other arguments are those of `encode`.
 
     Args:
-        length: bytes of the payload.
-        checksummed: the part of the payload that the checksum covers.
+        length: size of the payload in bytes.
+        checksummed: part of the payload that the checksum covers in addition to the header.
     """
     header = _HEADER.pack(_MAGIC, 0, kind, _VERSION, 0, *key, start, tokens, routes, length)[_CHECKSUM_START:]
     checksum = zlib.crc32(checksummed, zlib.crc32(header))
@@ -128,10 +139,10 @@ def decode(data: bytes, location: str) -> Record:
     """Decode and verify one record.
 
     Args:
-        location: file and offset, for error messages.
+        location: file and offset, for messages.
 
     Raises:
-        RunError: the bytes are not those that were written, or have another version.
+        RunError: the record is damaged, or has another version.
     """
     if len(data) < _HEADER.size or data[:4] != _MAGIC:
         raise RunError(f"{location}: damaged: no record starts here")
@@ -141,14 +152,16 @@ def decode(data: bytes, location: str) -> Record:
     if len(data) != _HEADER.size + payload or zlib.crc32(memoryview(data)[_CHECKSUM_START:]) != checksum:
         raise RunError(f"{location}: damaged: checksum mismatch in the record of sample {sample}")
     if version != _VERSION:
-        raise RunError(f"{location}: record version {version}, this rlsys reads {_VERSION}")
+        raise RunError(f"{location}: record version {version}; expected {_VERSION}")
     return Record(Kind(kind), sample, sequence, start, tokens, routes, memoryview(data)[_HEADER.size :])
 
 
 class RecordHeader(NamedTuple):
     """Header of a record whose payload is read in parts.
 
-    `checksum` covers `header` and the first `routes` bytes of the payload.
+    Attributes:
+        checksum: checksum of `header` and of the first `routes` bytes of the payload.
+        header: the bytes of the header after the checksum.
     """
 
     kind: Kind
@@ -159,15 +172,17 @@ class RecordHeader(NamedTuple):
     header: bytes
 
     def check(self, checksummed: bytes, location: str) -> None:
-        """Verify the checksum of the header and of these bytes of the payload.
+        """Verify the checksum.
+
+        Args:
+            checksummed: the first `routes` bytes of the payload.
+            location: file and offset, for messages.
 
         Raises:
-            RunError: they are not those that were written.
+            RunError: the header or these bytes are damaged.
         """
-        if (
-            len(checksummed) != self.routes
-            or zlib.crc32(checksummed, zlib.crc32(self.header)) != self.checksum
-        ):
+        checksum = zlib.crc32(checksummed, zlib.crc32(self.header))
+        if len(checksummed) != self.routes or checksum != self.checksum:
             raise RunError(f"{location}: damaged: checksum mismatch in the header of the record")
 
 
@@ -175,44 +190,58 @@ def decode_header(data: bytes, location: str) -> RecordHeader:
     """Decode a header without verifying its checksum.
 
     Raises:
-        RunError: the bytes are no header, or one of another version.
+        RunError: the bytes are not a header, or its version or kind is unknown.
     """
     if len(data) < HEADER_BYTES or data[:4] != _MAGIC:
         raise RunError(f"{location}: damaged: no record starts here")
     _, checksum, kind, version, _, _, _, _, start, tokens, routes, _ = _HEADER.unpack_from(data)
     if version != _VERSION or kind not in tuple(Kind):
-        raise RunError(f"{location}: record version {version} of kind {kind}, this rlsys reads {_VERSION}")
+        raise RunError(
+            f"{location}: record version {version} of kind {kind}; expected version {_VERSION} and a kind up to "
+            f"{max(Kind)}"
+        )
     return RecordHeader(Kind(kind), checksum, start, tokens, routes, data[_CHECKSUM_START:HEADER_BYTES])
 
 
 class TokenArrays(NamedTuple):
-    """The arrays stored in a sample's pieces, under the names of the fields of Sample."""
+    """The arrays in the pieces of a sequence. The names are those of the fields of TokenSequence.
 
-    response_ids: NDArray[np.int32]  # [tokens]
-    mu: NDArray[np.float64]  # [tokens]
-    behaviour: NDArray[np.float32]  # [<= tokens], the trainer's log-probs; NaN: not scored
+    Attributes:
+        response_ids: token ids, [tokens].
+        mu: the engine's log-probs, [tokens].
+        behaviour: the trainer's log-probs of the first tokens, [at most tokens]; NaN: not computed.
+        routes: experts by position.
+        support: sampling mask of each token; empty: none.
+        teacher_logprobs: a teacher engine's top-k log-probs at each token; empty: none.
+    """
+
+    response_ids: NDArray[np.int32]
+    mu: NDArray[np.float64]
+    behaviour: NDArray[np.float32]
     routes: list[RouteSpan]
-    support: bytearray  # sampling mask of each token; empty: sampling masked no id
-    teacher_logprobs: bytes  # top-k of each token; empty: no teacher engine
+    support: bytearray
+    teacher_logprobs: bytes
 
 
 class SegmentReader:
-    """Reads records in place, while the writer may still append.
+    """Reads records in place, also while their writer appends further ones.
 
     Files stay open until `close` or the end of the `with` block. A closed reader can be used again.
     """
 
     def __init__(self, folder: Path, reader: str = "") -> None:
-        """Create a reader; files are opened by reads.
+        """Create a reader without open files.
 
         Args:
-            folder: the run folder, which contains rollouts.sqlite.
-            reader: the name of the reading process, for error messages.
+            folder: the run folder.
+            reader: name of the reading process, for messages.
         """
         self._folder = folder / FOLDER
         self._reader = reader and f"{reader}: "
         self._open: dict[str, int] = {}
+        """Name of an open file -> its descriptor."""
         self.bytes_read = 0
+        """Number of bytes that were read."""
 
     def __enter__(self) -> SegmentReader:
         return self
@@ -223,7 +252,7 @@ class SegmentReader:
         self.close()
 
     def close(self) -> None:
-        """Close all files. A later read opens the files it needs."""
+        """Close all files."""
         for fd in self._open.values():
             os.close(fd)
         self._open.clear()
@@ -249,13 +278,14 @@ class SegmentReader:
             if segment not in self._open:
                 self._open[segment] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             data = os.pread(self._open[segment], length, offset)
-            while len(data) < length and (
-                chunk := os.pread(self._open[segment], length - len(data), offset + len(data))
-            ):  # one call reads at most 2 GiB
+            while len(data) < length:  # one call reads at most 2 GiB
+                chunk = os.pread(self._open[segment], length - len(data), offset + len(data))
+                if not chunk:
+                    break
                 data += chunk
         except FileNotFoundError:
             raise RunError(
-                f"{self._reader}{path}: no such file; each machine that trains must see run.dir"
+                f"{self._reader}{path}: no such file; expected a run.dir that all machines of the trainer can access"
             ) from None
         except OSError as e:
             raise RunError(f"{self._reader}{path}: {e.strerror}") from None
@@ -263,49 +293,62 @@ class SegmentReader:
         return data
 
     def arrays(self, sample: TokenSequence) -> TokenArrays | TokenSequence:
-        """Return the holder of the sequence's tokens: the sequence itself, or the arrays read from its pieces.
+        """Return the arrays in the pieces of a sequence, or the sequence if it holds its tokens.
 
         Raises:
-            RunError: a file is missing or damaged, or its records do not belong to the sequence.
+            RunError: a file is missing or damaged, or its records do not fit the sequence.
         """
         if len(sample.response_ids) == sample.tokens:
             return sample
-        records = [self.read(piece) for piece in sample.pieces]
-        expected = sample.sample_id, sample.sequence
-        if foreign := [p for r in records if (p := (r.sample_id, r.sequence)) != expected]:
-            raise RunError(
-                f"sample {sample.sample_id}: the ledger points at a record of sample {foreign[0][0]}"
-                + f", sequence {foreign[0][1]}" * (foreign[0][0] == sample.sample_id)
-            )
+        records = self._records(sample)
         kinds = Kind.TOKENS, Kind.SCORES, Kind.SUPPORT, Kind.TEACHER_LOGPROBS
         tokens, scores, masks, teacher = ([r for r in records if r.kind is kind] for kind in kinds)
-        if (stored_tokens := sum(r.tokens for r in tokens)) != sample.tokens:
-            raise RunError(
-                f"sample {sample.sample_id}: {sample.tokens} tokens in the ledger, but {stored_tokens} in its "
-                "segments"
-            )
-        if mismatched := [r.tokens for r in teacher if (r.start, r.tokens) != (0, sample.tokens)]:
-            raise RunError(
-                f"sample {sample.sample_id}: teacher log-probs of {mismatched[0]} tokens; expected {sample.tokens}"
-            )
         behaviour = np.full(max((r.start + r.tokens for r in scores), default=0), np.nan, np.float32)
         for record in scores:
             behaviour[record.start : record.start + record.tokens] = record.logp()
         routes = [
             span for r in tokens for span in msgspec.msgpack.decode(r.route_bytes(), type=list[RouteSpan])
         ]
-        routes.sort(key=lambda span: span.start)  # routes written by an engine have a record of their own
+        routes.sort(key=lambda span: span.start)  # locations of engines' routes may be in a later record
         return TokenArrays(
             _concatenate([r.ids() for r in tokens], np.int32), _concatenate([r.mu() for r in tokens], np.float64),
             behaviour, routes,
             bytearray().join(r.payload for r in masks), bytes(teacher[-1].payload) if teacher else b"",
         )  # fmt: skip
 
-    def load(self, sequence: AnySequence) -> AnySequence:
-        """Return a copy of a sequence that holds its tokens, and of a sample those of all its sequences.
+    def _records(self, sample: TokenSequence) -> list[Record]:
+        """Read the records of a sequence, and check that they belong to it and have all of its tokens.
 
-        Routes that an engine wrote stay on disk; `load_with_routes` reads them too. Raises RunError like
-        `arrays`.
+        Raises:
+            RunError: a file is missing or damaged, or a check fails.
+        """
+        records = [self.read(piece) for piece in sample.pieces]
+        for r in records:
+            if (r.sample_id, r.sequence) != (sample.sample_id, sample.sequence):
+                raise RunError(
+                    f"sample {sample.sample_id}, sequence {sample.sequence}: the ledger references a record of "
+                    f"sample {r.sample_id}, sequence {r.sequence}"
+                )
+        stored_tokens = sum(r.tokens for r in records if r.kind is Kind.TOKENS)
+        if stored_tokens != sample.tokens:
+            raise RunError(
+                f"sample {sample.sample_id}: {sample.tokens} tokens in the ledger, but {stored_tokens} in its "
+                "segments"
+            )
+        for r in records:
+            if r.kind is Kind.TEACHER_LOGPROBS and (r.start, r.tokens) != (0, sample.tokens):
+                raise RunError(
+                    f"sample {sample.sample_id}: teacher log-probs of {r.tokens} tokens; expected {sample.tokens}"
+                )
+        return records
+
+    def load(self, sequence: AnySequence) -> AnySequence:
+        """Return a copy of a sequence with its tokens, and of a sample with the tokens of all its sequences.
+
+        Routes in a file of an engine stay there; `load_with_routes` also reads them.
+
+        Raises:
+            RunError: a file is missing or damaged, or its records do not fit the sequence.
         """
         changes: dict[str, Any] = {}
         if isinstance(sequence, Sample):
@@ -313,13 +356,13 @@ class SegmentReader:
         if isinstance(arrays := self.arrays(sequence), TokenSequence):
             return replace(sequence, **changes) if any(changes.values()) else sequence
         ids, mu, behaviour, routes, support, teacher_logprobs = arrays
-        out = replace(
+        loaded = replace(
             sequence, response_ids=token_ids(), mu=log_probs(), behaviour=behaviour.tolist(), routes=routes,
             support=support, teacher_logprobs=teacher_logprobs, pieces=[], **changes,
         )  # fmt: skip
-        out.response_ids.frombytes(ids.astype(np.intc).tobytes())
-        out.mu.frombytes(mu.astype(np.double).tobytes())
-        return out
+        loaded.response_ids.frombytes(ids.astype(np.intc).tobytes())
+        loaded.mu.frombytes(mu.astype(np.double).tobytes())
+        return loaded
 
 
 def _concatenate(parts: Sequence[NDArray[T]], kind: type[T]) -> NDArray[T]:

@@ -1,10 +1,10 @@
-"""Encoding of sampling masks: the ids that top_k, top_p and min_p left for each token, the sampled id among them.
+"""Encoding of sampling masks: for each token, the ids that sampling with top_k, top_p and min_p allowed.
 
-    bytes    one row per token: the other ids in ascending order, each as its distance from the previous one (from -1
-             at first) in LEB128; then a 0. A token with no other id takes 1 byte.
+The encoding has one row per token. A row has the allowed ids except the sampled one, in ascending order, each as its
+distance from the previous one (the first as its distance from -1) in LEB128, and then a 0. A token without other
+allowed ids takes 1 byte.
 
-Distances and the bytes of longer numbers are never 0. A 0 therefore always ends a row, and rows can be
-concatenated.
+No byte of a distance is 0. Therefore a 0 always ends a row, and rows can be concatenated.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ _CONTINUATION = 1 << _BITS
 
 
 def encode(allowed_ids: Sequence[Sequence[int]], sampled_ids: Sequence[int]) -> bytes:
-    """Encode one row per token.
+    """Encode the masks of several tokens.
 
     Args:
-        allowed_ids: for each token, the ids that sampling did not mask.
-        sampled_ids: the sampled ids `[tokens]`.
+        allowed_ids: for each token, the ids that sampling did not mask, in any order.
+        sampled_ids: the sampled ids, [tokens].
+
+    Returns:
+        one row per token.
 
     Raises:
         ValueError: the number of rows is not the number of tokens, a sampled id is not in its row, or a row
@@ -64,18 +67,18 @@ def encode(allowed_ids: Sequence[Sequence[int]], sampled_ids: Sequence[int]) -> 
 def decode(
     support: bytes | bytearray | memoryview, sampled_ids: ArrayLike
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Decode rows into pairs of a token and an id that its sampling did not mask.
+    """Decode the masks of several tokens to pairs of a token and an id that its sampling allowed.
 
     Args:
-        support: the rows.
-        sampled_ids: the sampled ids `[tokens]`.
+        support: one row per token.
+        sampled_ids: the sampled ids, [tokens].
 
     Returns:
-        the token of each pair as an index into `sampled_ids` `[N]`, and the id `[N]`; the sampled ids come
-            last.
+        the token of each pair as an index into `sampled_ids`, [N], and the id of each pair, [N]. The pairs with
+        sampled ids are the last ones.
 
     Raises:
-        ValueError: the number of rows is not the number of tokens.
+        ValueError: the number of rows is not the number of tokens, or the last row is incomplete.
     """
     tokens = np.asarray(sampled_ids, np.int64)
     values = _decode_leb128(np.frombuffer(support, np.uint8))
@@ -95,12 +98,12 @@ def _leb128(values: NDArray[np.int64]) -> bytes:
     for shift in range(_BITS, 63, _BITS):
         sizes += values >> shift > 0
     starts = sizes.cumsum() - sizes
-    out = np.empty(int(sizes.sum()), np.uint8)
+    encoded = np.empty(int(sizes.sum()), np.uint8)
     for group in range(int(np.max(sizes, initial=0))):
-        active = sizes > group
-        low = (values[active] >> (_BITS * group)) & (_CONTINUATION - 1)
-        out[starts[active] + group] = low | np.where(sizes[active] > group + 1, _CONTINUATION, 0)
-    return out.tobytes()
+        has_group = sizes > group
+        low = (values[has_group] >> (_BITS * group)) & (_CONTINUATION - 1)
+        encoded[starts[has_group] + group] = low | np.where(sizes[has_group] > group + 1, _CONTINUATION, 0)
+    return encoded.tobytes()
 
 
 def _decode_leb128(data: NDArray[np.uint8]) -> NDArray[np.int64]:

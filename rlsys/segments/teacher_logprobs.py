@@ -1,6 +1,6 @@
 """Encoding of a teacher's top-k log-probs at each response token.
 
-bytes    ids int32[tokens, K], logp float32[tokens, K]; little-endian; K follows from their number
+The bytes are ids int32[tokens, K] and log-probs float32[tokens, K], little-endian; their number determines K.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ENTRY = 8
-"""Bytes of an id and its log-prob."""
+"""Size of an id and its log-prob in bytes."""
 
 
 def encode(ids: NDArray[np.int32], logp: NDArray[np.float32]) -> bytes:
     """Encode ids and log-probs, both `[tokens, K]`.
 
     Raises:
-        ValueError: other shapes, or a log-prob that is not finite.
+        ValueError: the arrays have other shapes or no elements, or a log-prob is not finite.
     """
     if ids.ndim != 2 or ids.shape != logp.shape or not ids.size:
         raise ValueError(
@@ -31,11 +31,12 @@ def decode(data: bytes, tokens: int) -> tuple[NDArray[np.int32], NDArray[np.floa
     """Decode ids and log-probs, both `[tokens, K]`.
 
     Raises:
-        ValueError: the size does not fit this number of tokens.
+        ValueError: the size of `data` is not a positive multiple of 8 * tokens bytes.
     """
     if not data or len(data) % (_ENTRY * tokens):
         raise ValueError(
-            f"{len(data)} bytes of teacher log-probs for {tokens} tokens; expected a multiple of {tokens} ids"
+            f"{len(data)} bytes of teacher log-probs for {tokens} tokens; expected a positive multiple of "
+            f"{_ENTRY * tokens} bytes"
         )
     half = len(data) // 2
     ids = np.frombuffer(data, "<i4", half // 4).reshape(tokens, -1)

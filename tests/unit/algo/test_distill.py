@@ -101,7 +101,7 @@ def test_the_policy_gradient_of_the_sampled_tokens_is_verls() -> None:
 def test_a_term_and_the_teachers_tokens_fit(loss: str, teacher: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message.replace(".", r"\.")):
         check(config_of(loss=[loss], teacher={"path": "configs/models/quickstart-moe", **teacher}))
-    with pytest.raises(ValueError, match="top_k = 0 compares the sampled token alone"):
+    with pytest.raises(ValueError, match="top_k = 0 compares only the sampled token"):
         config_of(teacher={"path": "configs/models/quickstart-moe", "top_k": 0, "tail_bucket": False})
 
 

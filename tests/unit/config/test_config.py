@@ -42,7 +42,8 @@ def test_epochs_become_steps(heldout: str, steps: int, tmp_path: Path) -> None:
     trainer = load_config(config).trainer
     assert (trainer.steps, trainer.epochs) == (2 * (steps // 2), None)
     with pytest.raises(
-        ConfigError, match=r"trainer.epochs = 2 needs data.params.path and data.source = jsonl or parquet"
+        ConfigError,
+        match=r"trainer.epochs = 2: the rows of data.source = \w+ cannot be counted; expected jsonl",
     ):
         load_config(config, ["data.source=chain_sum_tail"])
 

@@ -126,7 +126,10 @@ def test_expert_tensor_parallelism_above_tp_is_refused_with_adapters() -> None:
             "weights.method=adapter router.interruption=retract launch.placement=disaggregated",
             "router.interruption = retract keeps samples in flight, so engines cannot replace their adapter",
         ),
-        ("weights.method=adapter launch.nodes=2 launch.backend=slurm", "launch.nodes = 2; use auto"),
+        (
+            "weights.method=adapter launch.nodes=2 launch.backend=slurm",
+            "launch.nodes = 2; expected weights.method = auto",
+        ),
     ],
 )
 def test_settings_incompatible_with_adapters_are_refused(override: str, told: str) -> None:

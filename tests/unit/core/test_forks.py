@@ -35,7 +35,7 @@ def stem(sample_id: int = 0) -> Sample:
 
 def test_a_fork_begins_with_the_tokens_of_its_stem() -> None:
     s, f = stem(), Sample(1, 0, 1, [1, 2], seed=6)
-    with pytest.raises(ValueError, match="a forced token needs sampling from the whole vocabulary"):
+    with pytest.raises(ValueError, match="because a forced token needs a log-prob of the whole vocabulary"):
         fork(s, 4, f, Forced(99, -0.7))
     s.support.clear()
     fork(s, 4, f, Forced(99, -0.7))
@@ -65,7 +65,7 @@ def test_only_siblings_fork() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError):
             fork(s, 2, sample)
-    with pytest.raises(ValueError, match="has 6 response tokens: cannot fork after 6"):
+    with pytest.raises(ValueError, match="after 6 response tokens; expected 0 to 5"):
         fork(s, 6, Sample(1, 0, 1, [1, 2], 0), Forced(1, -1.0))
 
 

@@ -299,7 +299,7 @@ def test_keys_are_in_a_file_of_mode_0600_and_on_no_command_line(tmp_path: Path) 
 )
 def test_keys_in_the_config_are_refused(arg: str) -> None:
     """Before: they lay in config.yaml, mode 0644."""
-    with pytest.raises(ValidationError, match=r"is set by rlsys itself"):
+    with pytest.raises(ValidationError, match=r"rlsys sets this argument"):
         Config.model_validate({"model": {"path": "m"}, "engine": {"extra_args": [arg]}})
     Config.model_validate({"model": {"path": "m"}, "engine": {"extra_args": ["--context-length", "9", "-x"]}})
 

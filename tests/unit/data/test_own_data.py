@@ -148,7 +148,11 @@ def test_empty_columns_of_a_table_are_no_part_of_a_message() -> None:
             "data.keys.prompt = 'zzz': here has no such key; its keys: ask",
         ),
         ({"prompt": "x", "tools": "{"}, {}, "here: tools is a text that is not JSON"),
-        ({"prompt": "x", "tools": {"a": 1}}, {}, "here: tools: expected a list of function schemas"),
+        (
+            {"prompt": "x", "tools": {"a": 1}},
+            {},
+            "here: tools is an object; expected a list of function schemas",
+        ),
     ],
 )
 def test_mistakes_in_a_row_are_one_line(row: Any, keys: dict[str, str], message: str) -> None:
@@ -286,6 +290,18 @@ def test_held_out_prompts_of_a_mixture_cover_all_sources_without_overlap(model: 
     assert source.heldout(5) == heldout_prompts[:5]
     assert {p.question[-3] for p in heldout_prompts} == {"+", "-"}
     assert not {p.text for p in heldout_prompts} & {source.train(i).text for i in range(400)}
+
+
+def test_fewer_held_out_prompts_of_a_mixture_are_a_prefix_if_sources_share_prompts(
+    model: Path, tmp_path: Path
+) -> None:
+    data = two(tmp_path, (1, 1))
+    parts = data["params"]["sources"]
+    parts[1]["params"] = parts[0]["params"]
+    source = source_of(model, **data)
+    texts = [p.text for p in source.heldout(5)]
+    for n in range(1, 5):
+        assert [p.text for p in source.heldout(n)] == texts[:n]
 
 
 def test_a_prompt_that_one_file_holds_out_is_not_trained_from_another(model: Path, tmp_path: Path) -> None:

@@ -95,10 +95,10 @@ def sections(**changes: dict[str, Any]) -> dict[str, Any]:
         ({"engine": {"deterministic": True}}, "drafts depend on other samples"),
         ({"engine": {"ngram_drafts": 1}}, "engine.ngram_drafts = 1: a tree of one node"),
         ({"engine": {"return_routes": True}}, "expert routes of drafted tokens are untested"),
-        ({"rollout": {"top_k": 20}}, "engines return no sampling mask for drafts, rollout.top_k = 20"),
+        ({"rollout": {"top_k": 20}}, "engines return no sampling mask for drafts, but rollout.top_k = 20"),
         (
             {"router": {"interruption": "retract"}, "launch": {"placement": "disaggregated"}},
-            "drafts are tested with aborts only, router.interruption = retract",
+            "drafts are tested with aborts only, but router.interruption = retract",
         ),
         (
             {"weights": {"method": "adapter"}, "trainer": {"lora": {"rank": 4}}},

@@ -112,7 +112,9 @@ async def test_a_reward_that_fails_is_a_reason_and_no_reward(
     (first, *_) = await tryout.try_out(failing_config, {engine: ANONYMOUS})
     assert {sample["reward"] for sample in first["samples"]} == {None}
     assert "ZeroDivisionError" in first["samples"][0]["reason"]
-    with pytest.raises(RunError, match=r"no response could be judged: .*ZeroDivisionError"):
+    with pytest.raises(
+        RunError, match=r"no response got a reward; reason for the first one: .*ZeroDivisionError"
+    ):
         await evaluation.evaluate(failing_config, {engine: ANONYMOUS})
 
 

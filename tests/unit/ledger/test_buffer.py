@@ -161,10 +161,10 @@ def test_ages_count_train_steps_not_pushes(buffer: RolloutBuffer) -> None:
 def test_illegal_moves_are_refused(buffer: RolloutBuffer) -> None:
     version = buffer.versions.new(0)
     group = issue(buffer)
-    with pytest.raises(RunError, match="not all of its samples are done"):
+    with pytest.raises(RunError, match=r"has \d unfinished samples; expected none in the state ready"):
         buffer.finish(group, GroupState.READY)
     complete(buffer, group, version)
-    with pytest.raises(RunError, match="is not active"):
+    with pytest.raises(RunError, match="expected active"):
         buffer.save(group.samples)
 
 
@@ -200,9 +200,7 @@ def test_pruned_arrays_bar_older_checkpoints(buffer: RolloutBuffer) -> None:
         buffer.take(step, buffer.ready())
     buffer.prune(1)
     check_ledger(buffer.ledger())
-    with pytest.raises(
-        UserError, match="checkpoint of step 0 is too old: the tokens of steps up to 1 are deleted"
-    ):
+    with pytest.raises(UserError, match="the checkpoint is of step 0; expected step 1 or later"):
         buffer.restore(0)
     buffer.restore(1)
     assert [g.group_id for g in buffer.read_step(2)[1]] == [1]

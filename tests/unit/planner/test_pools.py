@@ -136,7 +136,10 @@ def test_a_pool_with_relay_is_a_chain_and_no_other_way_leads_to_it() -> None:
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
-        ({"weights": {"method": "disk"}, "launch": APART}, "weights.method = disk; use auto or broadcast"),
+        (
+            {"weights": {"method": "disk"}, "launch": APART},
+            "weights.method = disk; expected auto or broadcast",
+        ),
         ({}, "launch.placement = colocated"),
         (
             {"model": {"path": "m", "fp8": "rollout", "dtype": "bfloat16"}, "launch": APART},

@@ -214,7 +214,7 @@ async def test_a_plain_reward_is_validated_like_an_async_one(model: Path) -> Non
     *refused, last_verdict = [await scorer.score(p, sample_of()) for p in prompts]
     await rewards.close()
     reasons = [str(v.reason) for v in refused]
-    assert all("two keys that are the same text" in reason for reason in reasons[:2]), reasons
+    assert all("two keys have the same text" in reason for reason in reasons[:2]), reasons
     assert all("bytes" in reason or "bytearray" in reason for reason in reasons[2:]), reasons
     assert last_verdict.parts == {"True": 0.5, "None": 0.25}
 

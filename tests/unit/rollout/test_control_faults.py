@@ -148,7 +148,9 @@ async def test_an_evaluation_skips_prompts_that_kill_engines(
     assert [p.index for _, p in await answered_items(items, answer)] == [0, 2]
     assert "held-out prompt 1 is excluded: 4 engines died" in caplog.text
     assert "held-out prompt 3 is excluded: its agent raised KeyError" in caplog.text
-    with pytest.raises(RunError, match="no prompt got a response; the first one: 4 engines died"):
+    with pytest.raises(
+        RunError, match="no prompt got a response; reason for the first prompt: 4 engines died"
+    ):
         await answered_items(items[1:2], answer)
 
 

@@ -88,7 +88,8 @@ def test_the_share_is_unchanged_without_a_measurement_and_survives_a_restart() -
 def test_keep_budget_requires_in_place_interruption() -> None:
     for interruption in ("abort", "retract"):
         with pytest.raises(
-            ValidationError, match=rf"rollout.keep_budget = 0\.01.*{interruption}.*use in_place"
+            ValidationError,
+            match=rf"rollout.keep_budget = 0\.01.*{interruption}.*router.interruption = in_place",
         ):
             config(0.01, interruption)
     with pytest.raises(ValidationError, match=r"weights\.rolling = 1 pauses engines"):

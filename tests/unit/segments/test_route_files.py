@@ -137,7 +137,7 @@ def test_an_answer_points_nowhere_else(name: str) -> None:
 
 def test_a_pointer_must_be_of_this_request() -> None:
     route_pointer = pointer("000001-engine-0-1/0-000001.seg", 0, encode(chosen(3), 4))
-    with pytest.raises(ValueError, match=r"routes of 3 positions from 4 on, expected 5 from 2 on"):
+    with pytest.raises(ValueError, match=r"routes of 3 positions from 4 on; expected 5 from 2 on"):
         read_pointer(route_pointer, 2, 5)
     assert read_pointer(chosen(3).tobytes(), 4, 3) is None, "the stock answer"
 
@@ -248,7 +248,7 @@ def test_routes_whose_file_is_missing_are_absent(tmp_path: Path, caplog: pytest.
     (tmp_path / FOLDER / names(tmp_path)[0]).unlink()
     buffer.save(group.samples)
     assert [len(s.routes) for s in group.samples] == [0, 1]
-    assert "sample 0: no routed experts of positions [0, 5)" in caplog.text
+    assert "sample 0: no routed experts for positions 0 to 4" in caplog.text
     buffer.close()
     back = opened(tmp_path)
     assert [len(s.routes) for s in back.active()[0].samples] == [0, 1]
@@ -400,7 +400,7 @@ def test_a_kill_before_file_removal_counts_no_bytes_twice(
 def test_more_than_a_record_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 GiB; a kernel reads 2 GiB at once."""
     monkeypatch.setattr("rlsys.segments.route_records.MAX_PAYLOAD_BYTES", 50)
-    with pytest.raises(ValueError, match="a record at most 50"):
+    with pytest.raises(ValueError, match="expected at most 50"):
         encode(chosen(3), 0)
 
 
