@@ -86,12 +86,12 @@ class HeldEngine(EngineClient):
         self, ids: list[int], *, max_new_tokens: int, **_: Any
     ) -> AsyncGenerator[Segment, None]:
         future, first = self._held, min(FIRST, max_new_tokens)
-        yield self._segment(first, None, 0)
+        yield self._held_segment(first, None, 0)
         reason = await future
         last = 1 if reason == "abort" else max_new_tokens - first
-        yield self._segment(last, reason, len(ids))
+        yield self._held_segment(last, reason, len(ids))
 
-    def _segment(self, n: int, reason: str | None, prompt: int) -> Segment:
+    def _held_segment(self, n: int, reason: str | None, prompt: int) -> Segment:
         return Segment([5] * n, [-0.5] * n, [VersionSpan(self._version, 0, n)], reason, 0, prompt)
 
     def finish(self, reason: str = "length") -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from launch.backends.local import LocalBackend
-from launch.environment import environment
+from launch.environment import Kind, environment
 from launch.plan import EngineCommand, LaunchPlan, Role
 from launch.process import RoleProcess
 from launch.readiness import engine_is_up
@@ -144,7 +144,9 @@ def _running_engine(
             name, "engine", [*argv, "--config", str(keys)], env, ready_url=f"{url}/health",
             start_timeout=config.start_seconds, engine=url,
         )  # fmt: skip
-        variables = {"engine": environment(config, "engine", cuda=on_cuda(config))}
+        variables: dict[Kind, dict[str, str]] = {
+            "engine": environment(config, "engine", cuda=on_cuda(config))
+        }
         plan = LaunchPlan([role], run_dir=config.run.dir, shared=variables)
         write_config(keys, engine_identity(owner, url))
         role_environment = plan.environment(role) | owner.environment(1)

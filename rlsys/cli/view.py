@@ -28,7 +28,7 @@ from rlsys.core.run_files import ANSWERS_FILE
 from rlsys.core.types import Status
 from rlsys.ledger.samples import Order, SampleQuery, SampleView, check_query
 from rlsys.obs.role import without_ignored
-from rlsys.viewer.answers import KINDS, AnswerRows
+from rlsys.viewer.answers import KINDS, AnswerRows, RowKind
 from rlsys.viewer.reading import Part, RunTexts, arrays_of, parts_of, sequences_of, turns_of
 from rlsys.viewer.server import serve
 from rlsys.viewer.trackers.follow import follow
@@ -121,7 +121,7 @@ def show_samples(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_rows(texts: RunTexts, kind: str, query: SampleQuery, pattern: re.Pattern[str] | None) -> None:
+def _print_rows(texts: RunTexts, kind: RowKind, query: SampleQuery, pattern: re.Pattern[str] | None) -> None:
     """Print training rows for `rlsys sft` from all matching samples, one JSON object per line.
 
     `kind`: one of rlsys.viewer.answers.KINDS.

@@ -8,7 +8,7 @@ but the off-policy share keeps rising; `auto` therefore controls the off-policy 
 from __future__ import annotations
 
 from rlsys.config import Config
-from rlsys.config.slots import _ceiling
+from rlsys.config.slots import largest_factor
 from rlsys.ledger.buffer import RolloutBuffer
 from rlsys.rollout.runner import SampleRunner
 
@@ -56,7 +56,9 @@ class OverProvision:
         self.metrics = self._current_metrics(self._runner.occupancy.idle_share())
         r = self._config.rollout
         if r.over_provision == "auto":
-            self._factor = next_factor(self._factor, r.auto_share, off_policy_share, _ceiling(self._config))
+            self._factor = next_factor(
+                self._factor, r.auto_share, off_policy_share, largest_factor(self._config)
+            )
         self._runner.slots = self._slots
         self._buffer.set_note("over_provision", repr(self._factor))
 

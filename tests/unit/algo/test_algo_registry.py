@@ -179,7 +179,7 @@ def test_a_spec_reads_in_each_form_and_survives_a_dump() -> None:
 @pytest.mark.parametrize("kind", list(TABLE))
 def test_every_plugin_has_the_fields_of_the_catalogue(kind: str) -> None:
     for entry in (e for e in entries() if e.kind == kind):
-        assert entry.line.endswith((".", ":")) or entry.doc.count("\n"), entry
+        assert entry.summary.endswith((".", ":")) or entry.doc.count("\n"), entry
         assert "evidence" in vars(load(kind, TABLE[kind][entry.name])), f"{entry.name} states no evidence"
         assert entry.evidence in EVIDENCE
         assert entry.paper or entry.evidence == "own", entry.name
