@@ -244,12 +244,12 @@ def follow(run: Run, timing: Timing, deaths: bool) -> None:
     timing.first_token = round(time.time() - run.begin, 2)
     run.wait(lambda: bool(run.steps()), "the first train step")
     timing.first_step = round(time.time() - run.begin, 2)
-    for role, words in VICTIMS.items() if deaths else ():
+    for role, arguments in VICTIMS.items() if deaths else ():
         say(f"{timing}; killing the {role}")
         quiet = time.time()
         run.wait(lambda: run.first_step_since(quiet) is not None, "a new train step")  # noqa: B023
         died = time.time()
-        run.kill(*words)
+        run.kill(*arguments)
         run.wait(lambda: run.first_step_since(died) is not None, f"a step after the kill of {role}")  # noqa: B023
         timing.restart[role] = round((run.first_step_since(died) or 0) - died, 2)
 

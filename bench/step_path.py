@@ -72,7 +72,7 @@ if name:
 """The sitecustomize.py of the processes. Python imports it before any module of rlsys, in every checkout."""
 
 
-def counted(walk: Sequence[tuple[str, str]]) -> dict[str, int]:
+def count_returns(walk: Sequence[tuple[str, str]]) -> dict[str, int]:
     """Return the figures of a walk (see the module's docstring).
 
     Args:
@@ -140,7 +140,7 @@ def main() -> None:
             print(f"-- {name}")
             for file, entries in groupby(walk, key=lambda entry: entry[0]):
                 print(f"{file}: {', '.join(function for _, function in entries)}")
-    print(json.dumps({name: counted(walk) for name, walk in all_walks.items()}))
+    print(json.dumps({name: count_returns(walk) for name, walk in all_walks.items()}))
 
 
 if __name__ == "__main__":

@@ -196,9 +196,9 @@ def allocated_bytes(work: Callable[[], object]) -> int:
     """Call `work`. Return the peak of the bytes that it has allocated."""
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        allocated_before = torch.cuda.memory_allocated()
         work()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated() - allocated_before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]

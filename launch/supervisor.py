@@ -227,8 +227,8 @@ class Supervisor:
         if "rollout" in units:  # the trainer's position in the step is lost with it
             units.add("trainer")
         event = f"{first.role.name} died ({first.exit_reason()}); restart {restarts + 1}"
-        others = ", ".join(sorted(units - {unit}))
-        self._report(f"{event}, with {others}" if others else event)
+        other_units = ", ".join(sorted(units - {unit}))
+        self._report(f"{event}, with {other_units}" if other_units else event)
         self._restart(units, 2.0**restarts - 1)
 
     def _lost_nodes(self) -> list[int]:

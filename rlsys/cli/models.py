@@ -107,7 +107,7 @@ def compare(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Subject:
-    """What `rlsys eval` evaluates.
+    """Target of `rlsys eval`.
 
     Attributes:
         config: config of the target.

@@ -159,6 +159,6 @@ def explain_error(error: ValidationError, model: type[BaseModel]) -> str:
         _expected(e) for e in later_errors if len(e["loc"]) > 1 and e["loc"][:-1] == first["loc"][:-1]
     ]
     message = " or ".join([message, *(text.removeprefix("expected ") for text in alternatives)])
-    further = len(later_errors) - len(alternatives)
-    suffix = f" (and {further} more)" if further else ""
+    n_more = len(later_errors) - len(alternatives)
+    suffix = f" (and {n_more} more)" if n_more else ""
     return f"{loc} = {value}: {message}{suffix}"

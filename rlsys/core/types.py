@@ -416,7 +416,7 @@ class Sample(TokenSequence):
 
     @property
     def judged_mask(self) -> list[int]:
-        """For each of `judged_ids`: 1 if the model sampled the token, else 0."""
+        """Mask of `judged_ids`: 1 for a token that the model sampled, else 0."""
         mask: list[int] = []
         for sequence in self._judged:
             sequence_mask = [1] * sequence.tokens

@@ -219,8 +219,8 @@ async def respond(
         async with open_router(config, tokenizer, identities) as router:
             generator = build_generator(config, tokenizer, turns(config, router))
             reasons = await generate_responses(generator, items)
-        answered = [item for item, reason in zip(items, reasons, strict=True) if reason is None]
-        verdicts = iter(await score_all(answered, build_scorer(config, rewards, tokenizer)))
+        scored_items = [item for item, reason in zip(items, reasons, strict=True) if reason is None]
+        verdicts = iter(await score_all(scored_items, build_scorer(config, rewards, tokenizer)))
         return [next(verdicts) if reason is None else Verdict(reason=reason) for reason in reasons]
     finally:
         await rewards.close()

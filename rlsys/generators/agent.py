@@ -211,7 +211,7 @@ class AgentGenerator:
         self, sample: Sample, task: dict[str, Any]
     ) -> AsyncIterator[tuple[Session, asyncio.Future[AgentExit]]]:
         """Run an agent while the context is active. Yield its session and a future of its exit."""
-        endpoint, host = await self._start_servers()
+        endpoint, host = await self._running_servers()
         async with (
             nullcontext()
             if self._environments is None
@@ -230,7 +230,7 @@ class AgentGenerator:
                 host.kill(agent)
                 endpoint.close(session)
 
-    async def _start_servers(self) -> tuple[Endpoint, AgentHost | AgentService]:
+    async def _running_servers(self) -> tuple[Endpoint, AgentHost | AgentService]:
         """Return endpoint and host. Start them if they do not run, or have died."""
         if self._keeper is not None and self._host_died():
             await asyncio.wait([self._keeper])

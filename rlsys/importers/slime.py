@@ -492,12 +492,12 @@ def _heldout(d: Draft) -> None:
 def _eval_files(d: Draft) -> list[tuple[str, str]]:
     """Return (name, file) of each evaluation in --eval-prompt-data; a single file has the name `eval`."""
     arguments = d.get("--eval-prompt-data")
-    words = [arguments] if isinstance(arguments, str) else list(arguments or [])
-    if len(words) == 1:
-        return [("eval", words[0])]
-    if len(words) % 2:
+    tokens = [arguments] if isinstance(arguments, str) else list(arguments or [])
+    if len(tokens) == 1:
+        return [("eval", tokens[0])]
+    if len(tokens) % 2:
         d.mark_unresolved("--eval-prompt-data", "expected pairs of a name and a file")
-    return list(zip(words[::2], words[1::2], strict=False))
+    return list(zip(tokens[::2], tokens[1::2], strict=False))
 
 
 def _eval_sampling(d: Draft) -> dict[str, Any]:

@@ -162,15 +162,15 @@ class SampleRows:
         if number == len(lengths):
             lengths.append(StoredLengths())
         previous = lengths[number]
-        stored = self._forget_tokens(q) if is_rewritten else previous
+        stored_lengths = self._forget_tokens(q) if is_rewritten else previous
         pieces = list(worker_pieces)
         if claimed := self._file.routes.claim(sample.sample_id, routes, resent=is_rewritten):
             encoded = encode_routes(claimed)
-            record = encode(Kind.TOKENS, SequenceKey.of(q), stored.tokens, 0, encoded, len(encoded))
+            record = encode(Kind.TOKENS, SequenceKey.of(q), stored_lengths.tokens, 0, encoded, len(encoded))
             pieces.append(self._file.tokens.append(record))
         if number:
             self._write_sequence(q)
-        pieces += append_scores(self._file.tokens, q, stored.scores)
+        pieces += append_scores(self._file.tokens, q, stored_lengths.scores)
         q.pieces += pieces
         lengths[number] = StoredLengths.of(q)
         self.added_tokens += lengths[number].received - previous.received

@@ -89,10 +89,10 @@ def _warning(warning: dict[str, Any]) -> str:
 
 def headline(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the names and values of the most important figures, as texts."""
-    before, after = summary["eval_accuracy_before"], summary["eval_accuracy_after"]
+    accuracy_before, accuracy_after = summary["eval_accuracy_before"], summary["eval_accuracy_after"]
     speed, off_policy = summary["tokens_per_s"], summary["off_policy_share"]
     return [
-        ("held-out accuracy", f"{_value(before)} → {_value(after)}"),
+        ("held-out accuracy", f"{_value(accuracy_before)} → {_value(accuracy_after)}"),
         ("trained tokens", _value(summary["trained_tokens"])),
         ("tokens per second", "-" if speed is None else f"{speed:,.0f}"),
         ("resumed samples", _value(summary["resumed_samples"])),

@@ -132,7 +132,7 @@ class ShardedPush(WeightTransport):
         self._groups.close()
 
     def _request(self, group: SendersGroup, receivers: Receivers) -> Answers:
-        """On rank 0, request each engine to receive all buckets. Other ranks only clear the list of engines."""
+        """Request each engine to receive all buckets, on rank 0. Other ranks only clear the list of engines."""
         if self._rank != 0:
             receivers.present = []
             return {}

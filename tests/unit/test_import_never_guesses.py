@@ -832,7 +832,7 @@ def test_verls_partial_rollouts_are_over_provisioned(
     assert field(result.config, "rollout.max_staleness") == 4
     assert field(result.config, "engine.max_running_requests") == 16  # 8 prompts x 4 samples on 2 engines
     assert field(result.config, "algo.anchor") == "behaviour"
-    assert "check: rollout.max_staleness = 4: the script has no bound" in result.said
+    assert "check: rollout.max_staleness = 4: the script has no limit" in result.said
     incomplete(run("verl", command, capsys, out="off.yaml"), "async_training.partial_rollout")
     ignored = "+async_training.partial_rollout=True +algorithm.filter_groups.enable=True"
     result = run("verl", f"{command} {ignored}", capsys, out="ignored.yaml")

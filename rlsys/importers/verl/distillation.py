@@ -78,8 +78,9 @@ def _teacher_models(d: Draft) -> list[str]:
     models = sorted(
         name for name in d.settings if re.fullmatch(rf"{section}\.teacher_models\.\w+\.model_path", name)
     )
-    others = rf"{section}\.(nnodes|n_gpus_per_node|teacher_key|teacher_models\.\w+\.(key|num_replicas|inference\.))"
-    d.consumed.update(name for name in d.settings if re.match(others, name))
+    of_model = r"teacher_models\.\w+\.(key|num_replicas|inference\.)"
+    ignored_names = rf"{section}\.(nnodes|n_gpus_per_node|teacher_key|{of_model})"
+    d.consumed.update(name for name in d.settings if re.match(ignored_names, name))
     if not models:
         models = [f"{section}.teacher_models.teacher_model.model_path"]
         d.require(models[0])

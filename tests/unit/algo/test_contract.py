@@ -71,7 +71,7 @@ def test_a_promise_that_is_broken_is_one_line(name: str, told: str, module: Path
 def test_the_kind_is_inferred_for_a_class_but_not_for_a_function(module: Path) -> None:
     assert kind_of(f"{module}:Named") == "loss"
     assert kind_of("tis") == "correction"
-    with pytest.raises(UserError, match="give its kind with --kind"):
+    with pytest.raises(UserError, match="set its kind with --kind"):
         kind_of(f"{module}:plain")
 
 

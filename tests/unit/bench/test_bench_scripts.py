@@ -79,7 +79,7 @@ def test_a_walk_of_a_step_and_one_of_a_group(tmp_path: Path) -> None:
 def test_a_run_that_does_not_end_well_has_no_walk(tmp_path: Path) -> None:
     process = step_path("--tree", str(tree(tmp_path, code=3)))
     assert process.returncode == 1
-    assert " failed:" in process.stderr
+    assert "rlsys train ended with exit code" in process.stderr
     assert process.stdout == ""
 
 

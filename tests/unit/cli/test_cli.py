@@ -32,7 +32,10 @@ QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.y
         (["doctor", "/"], "/: not a run folder: contains no config.yaml"),
         (["submit", QUICKSTART, "--dry-run", "algo.loss=[nonesuch]"], "algo.loss[0] = "),
         (["submit", QUICKSTART, "--dry-run", "--time", "8h"], "--time '8h': expected minutes"),
-        (["submit", QUICKSTART, "--dry-run", "--partition", ""], "--partition '': expected a name"),
+        (
+            ["submit", QUICKSTART, "--dry-run", "--partition", ""],
+            "--partition '': expected the name of a partition",
+        ),
         (
             ["submit", QUICKSTART, "--dry-run", "--sbatch", "qos=high"],
             "--sbatch 'qos=high': expected an option",

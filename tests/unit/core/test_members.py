@@ -185,7 +185,7 @@ def test_the_pool_determines_the_tp_size_of_a_joining_engine() -> None:
     wide = {"name": "wide", "count": 1, "tp": 4}
     config = Config.model_validate({"model": {"path": "x"}, "engine": {"pools": [wide], "tp": 2}})
     assert (tp_size(config, None), tp_size(config, "wide")) == (2, 4)
-    with pytest.raises(UserError, match=r"--pool wider: expected one of engine\.pools: wide"):
+    with pytest.raises(UserError, match=r"--pool wider: expected one of wide \(engine\.pools\)"):
         tp_size(config, "wider")
 
 

@@ -72,7 +72,7 @@ def test_a_repeated_request_returns_the_same_response_without_another_step() -> 
     assert lease_table.step("a", 1, Action("7")).reward == 1.0
     lease_table.close("a")
     lease_table.close("a")
-    with pytest.raises(RequestRefused, match="no lease a"):
+    with pytest.raises(RequestRefused, match="lease a does not exist"):
         lease_table.step("a", 2, Action("12"))
 
 

@@ -167,7 +167,7 @@ async def test_answers_of_two_weight_versions_are_no_evaluation(folder: Path, tm
         return await probe(*asked, **how)
 
     router.probe = pushed_in_between  # type: ignore[method-assign, assignment]
-    with pytest.raises(RunError, match=r"from the weight versions \[0, 1\], expected one"):
+    with pytest.raises(RunError, match=r"from the weight versions \[0, 1\]; expected one"):
         await runner.measure()
     await runner.close()
     assert one_version([]) == 0

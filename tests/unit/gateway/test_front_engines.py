@@ -94,7 +94,7 @@ async def test_an_engine_with_other_weights_waits_and_is_logged_once(
     [
         (200, "{}", "is not an SGLang server"),
         (200, "<html>", "is not an SGLang server"),
-        (404, "gone", "404 gone"),
+        (404, "gone", "404: gone"),
     ],
 )
 async def test_a_server_that_is_no_engine_is_named(status: int, body: str, told: str) -> None:

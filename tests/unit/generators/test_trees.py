@@ -224,7 +224,7 @@ def test_latr_needs_the_whole_distribution_at_temperature_one() -> None:
             build_generator(config(**fields), TOKENIZER, never)
     with pytest.raises(UserError, match="requires a tokenizer"):
         build_generator(config(), None, never)
-    with pytest.raises(ValueError, match=r"engine\.ngram_drafts = 4: .*; expected 0"):
+    with pytest.raises(ValueError, match=r"engine\.ngram_drafts = 4: .*; expected ngram_drafts = 0"):
         Config.model_validate(
             {"model": {"path": MODEL}, "engine": {"ngram_drafts": 4}, "rollout": {"generator": "latr"}}
         )

@@ -39,7 +39,7 @@ def test_a_pasted_command_needs_no_namespace(monkeypatch: pytest.MonkeyPatch) ->
     text = "python3 train.py --a 1 \\\n --b 'x y' \"z\" --c=2 --d $E --lr `x`"
     values = command_line(slime, text).values
     assert values["--a"] == "1" and values["--b"] == ["x y", "z"] and values["--c"] == "2"
-    reason = "E: a variable that is not set; --env E=VALUE gives it"
+    reason = "E: a variable that is not set; set it with --env E=VALUE"
     assert (str(values["--d"]), values["--d"].reason) == ("$E", reason)
     home = read_arguments("python train.py --d $HOME/x", None, slime.program_index, "", (), {"HOME": "/me"})
     assert slime.read_settings(home).values["--d"] == "/me/x"

@@ -363,7 +363,10 @@ async def _one(*_: object) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize(("steps", "lines", "why"), [(2, 50, "2 train steps"), (8, 1, "fewer than 5 lines")])
+@pytest.mark.parametrize(
+    ("steps", "lines", "why"),
+    [(2, 50, "2 train steps"), (8, 1, "have 1 lines about decoding; expected at least 5")],
+)
 async def test_a_run_with_too_few_measurements_cannot_be_calibrated(
     tmp_path: Path, steps: int, lines: int, why: str
 ) -> None:
@@ -502,7 +505,7 @@ def test_the_forecast_for_3072_gpus_matches_the_documentation() -> None:
         ([str(BIG), "--gpus", "12"], "--gpus 12: expected at most 8, or a multiple of 8"),
         ([str(BIG), "--gpus", "1"], "no setting can run; colocated, 0 engines"),
         ([str(BIG), "--calibrate", "nowhere"], "nowhere: contains no metrics.jsonl"),
-        ([str(BIG), "--gpus", "8", "--calibrate", "runs/x"], "use one of them"),
+        ([str(BIG), "--gpus", "8", "--calibrate", "runs/x"], "expected only one of them"),
         ([str(BIG), "--trace", "nowhere.json"], "nowhere.json: No such file"),
         (
             ["configs/quickstart_pools.yaml", "--gpus", "8"],

@@ -222,7 +222,7 @@ def test_a_host_without_gpus_gets_a_config_that_fits_its_memory(
     )
     assert main(large) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "need" in line and line.endswith("this one has 64; for a machine with N GPUs use --gpus N")
+    assert "need" in line and line.endswith("this one has 64 GB; for a machine with N GPUs use --gpus N")
     assert not Path("large").exists()
     assert main(["new", "small", "--model", str(MODELS / "quickstart-moe")]) == 0
     assert "for the CPU of this host; --gpus N: for N GPUs" in capsys.readouterr().out

@@ -44,7 +44,7 @@ def test_adapters_take_a_larger_learning_rate() -> None:
 def test_all_roles_of_a_machine_without_gpus_count() -> None:
     config = load_config(Path("quickstart"))
     (line,) = host_memory_problems(config, LARGE, 24.0)
-    assert line.startswith("trainer and engines need") and line.endswith("this one has 24")
+    assert line.startswith("trainer and engines need") and line.endswith("this one has 24 GB")
     assert host_memory_problems(config, SMALL, 24.0) == []
 
 

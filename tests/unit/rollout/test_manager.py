@@ -607,7 +607,7 @@ async def test_commit_prunes_up_to_the_oldest_kept_checkpoint(tmp_path: Path) ->
             await r.take(step)
             await r.push()
             await r.manager.commit(step)
-        with pytest.raises(UserError, match="checkpoint of step 1 is too old"):
+        with pytest.raises(UserError, match="checkpoint is of step 1; expected step 2 or later"):
             r.buffer.restore(1)
         await r.start(2)
         assert ids((await r.take(3)).groups) == [4, 5]

@@ -131,7 +131,7 @@ def test_no_changed_byte_passes(data: st.DataObject) -> None:
 )  # fmt: skip
 def test_an_answer_points_nowhere_else(name: str) -> None:
     assert RouteFile.of(name) is None
-    with pytest.raises(ValueError, match="routes in"):
+    with pytest.raises(ValueError, match="a pointer names the file"):
         read_pointer(pointer(name, 0, encode(chosen(3), 0)), 0, 3)
 
 

@@ -457,7 +457,7 @@ def test_only_its_vocabulary_has_to_fit(tmp_path: Path) -> None:
     config = load_config(RECIPE, [f"algo.teacher.path={tmp_path}", "algo.teacher.engine=own"])
     hf = HFConfig.read(config.model.path)
     check_vocabulary(config, hf, hf.vocab_size, tmp_path)
-    with pytest.raises(UserError, match=r"algo.teacher.path = .* has 7 tokens, .* expected the same"):
+    with pytest.raises(UserError, match=r"algo.teacher.path = .* its vocabulary has 7 tokens; expected 128"):
         check_vocabulary(config, hf, read_vocabulary(tmp_path), tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"config.json: cannot read vocab_size"):

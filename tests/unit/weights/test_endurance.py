@@ -205,7 +205,7 @@ def test_an_http_error_leaves_the_engine_out_of_the_push() -> None:
                 assert [e.url for e in receivers.present] == present_urls
         server.shutdown()
     assert list(receivers.excluded) == [url]
-    assert receivers.excluded[url].startswith(f"{url}/update_weights_from_tensor: 500")
+    assert receivers.excluded[url].startswith(f"{url}/update_weights_from_tensor: HTTP status 500")
 
 
 # -- a join that fails (review 10) ---------------------------------------------------------------------------
