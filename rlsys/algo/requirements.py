@@ -128,17 +128,17 @@ def _anchor_needs(
 
 
 def _whole_step_plugins(
-    shaping: Sequence[Shaping], advantage: Advantage, others: Sequence[Plugin], reducer: Reducer
+    shaping: Sequence[Shaping], advantage: Advantage, unconditional: Sequence[Plugin], reducer: Reducer
 ) -> list[Plugin]:
     """Return the plug-ins that read all samples of a step before a backward pass.
 
     Args:
         shaping: reward shaping; these plug-ins read a whole step if they need a forward pass of the trainer.
         advantage: advantage estimator.
-        others: plug-ins that always read a whole step.
+        unconditional: plug-ins that always read a whole step.
         reducer: aggregation of the tokens' losses.
     """
-    plugins: list[Plugin] = [*(p for p in shaping if p.needs() & PASSES), *others]
+    plugins: list[Plugin] = [*(p for p in shaping if p.needs() & PASSES), *unconditional]
     if not advantage.group_local or advantage.changes_tokens() or advantage.needs() & PASSES:
         plugins.insert(0, advantage)
     if not reducer.sample_local:
