@@ -21,9 +21,9 @@ APRIL = "#2563eb"
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """Return a figure with one panel per cost.
+    """Return a figure with one panel for each cost of a forward pass (`cpu`, `gpu-like`).
 
-    A panel has the trained tokens per second of each mode: the median, and the range of the repeats.
+    A panel shows the trained tokens per second of each mode: the median, and the range of the repeats.
 
     Args:
         result: output of `bench/april.py --json`.

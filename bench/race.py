@@ -155,8 +155,8 @@ def run(name: str, task: Task, seed: int, folder: Path) -> Run:
                 return result
             if has_ended:
                 raise Failed(
-                    f"ended with exit code {process.returncode}; expected an accuracy of {task.target} first: "
-                    f"{_last_lines(folder / f'{name}.log')}"
+                    f"ended with exit code {process.returncode} before it reached an accuracy of {task.target}; "
+                    f"last lines of the log: {_last_lines(folder / f'{name}.log')}"
                 )
             time.sleep(POLL_SECONDS)
         raise Failed(f"no accuracy of {task.target} within {task.time_limit:.0f} s")

@@ -120,7 +120,7 @@ def _why_not_early(config: Config) -> str:
         "rollout.staleness_policy = wait chooses among all groups that are ready; use drop or mask": (
             config.rollout.staleness_policy == "wait"
         ),
-        f"rollout.repeat = {config.rollout.repeat}: the record determines the groups of a step; use false": (
+        f"rollout.repeat = {config.rollout.repeat}: the record determines the groups of a step; use null": (
             config.rollout.repeat is not None
         ),
     }

@@ -71,43 +71,101 @@ class Requirements:
 
         Args:
             anchor: anchor of the losses.
+            shaping: reward shaping.
+            advantage: advantage estimator.
+            selectors: selectors of samples and tokens.
+            corrections: corrections of the tokens' weights in the loss.
+            losses: terms of the loss.
+            reducer: aggregation of the tokens' losses.
+            hooks: hooks around an optimizer update.
             correction_anchors: anchors of the corrections.
             own_critic: whether the critic is a separate model.
         """
         plugins: list[Plugin] = [
             *shaping, advantage, *selectors, *corrections, *losses, reducer, *hooks
         ]  # fmt: skip
-        moving = (anchor in MOVING and any(p.prepares for p in losses)) or (
-            correction_anchors & MOVING and any(p.prepares for p in corrections)
-        )
-        anchor_needs = ANCHOR_NEEDS[anchor] | ({"current"} if moving else frozenset())
+        anchor_needs = _anchor_needs(anchor, losses, corrections, correction_anchors)
         needs = anchor_needs.union(*(p.needs() for p in plugins))
         passes = needs & PASSES
         current = frozenset(CURRENT - ({"values"} if own_critic else set()))
-        late = any(p.needs() & PASSES for p in (*shaping, advantage))
+        has_late_advantages = any(p.needs() & PASSES for p in (*shaping, advantage))
         preparing = [p for p in (*losses, *corrections) if p.prepares]
-        whole_step: list[Plugin] = [p for p in shaping if p.needs() & PASSES]
-        whole_step += [*selectors, *preparing, *hooks]
-        if not advantage.group_local or advantage.changes_tokens() or advantage.needs() & PASSES:
-            whole_step.insert(0, advantage)
-        if not reducer.sample_local:
-            whole_step.append(reducer)
-        only_advantages = all(term.policy and not term.every_sample for term in losses)
+        whole_step = _whole_step_plugins(shaping, advantage, [*selectors, *preparing, *hooks], reducer)
         return cls(
             needs=needs,
             passes=passes,
             scored=passes & anchor_needs.union(*(p.needs_before() for p in plugins)),
             current=current,
-            late=late,
+            late=has_late_advantages,
             prepares=bool(preparing),
             whole_samples=any(p.whole_samples for p in (*losses, *corrections)),
-            skips_zero=not late
-            and not advantage.changes_tokens()
-            and only_advantages
-            and not any(plugin.every_sample for plugin in plugins),
+            skips_zero=_skips_zero(plugins, advantage, losses, has_late_advantages),
             looks_ahead=tuple(_look_ahead_reasons(plugins, current, anchor_needs)),
             needs_whole_step=tuple(type(p).__name__ for p in whole_step),
         )
+
+
+def _anchor_needs(
+    anchor: AnyAnchor,
+    losses: Sequence[Loss],
+    corrections: Sequence[CorrectionPlugin],
+    correction_anchors: frozenset[AnyAnchor],
+) -> frozenset[str]:
+    """Return the signals that the anchors need.
+
+    An anchor that depends on the current weights needs `current` if a plug-in reads it before the loss is called.
+
+    Args:
+        anchor: anchor of the losses.
+        losses: terms of the loss.
+        corrections: corrections of the tokens' weights in the loss.
+        correction_anchors: anchors of the corrections.
+    """
+    needs_current_for_anchor = (anchor in MOVING and any(p.prepares for p in losses)) or (
+        correction_anchors & MOVING and any(p.prepares for p in corrections)
+    )
+    return ANCHOR_NEEDS[anchor] | ({"current"} if needs_current_for_anchor else frozenset())
+
+
+def _whole_step_plugins(
+    shaping: Sequence[Shaping], advantage: Advantage, unconditional: Sequence[Plugin], reducer: Reducer
+) -> list[Plugin]:
+    """Return the plug-ins that read all samples of a step before a backward pass.
+
+    Args:
+        shaping: reward shaping; these plug-ins read a whole step if they need a forward pass of the trainer.
+        advantage: advantage estimator.
+        unconditional: plug-ins that always read a whole step.
+        reducer: aggregation of the tokens' losses.
+    """
+    plugins: list[Plugin] = [*(p for p in shaping if p.needs() & PASSES), *unconditional]
+    if not advantage.group_local or advantage.changes_tokens() or advantage.needs() & PASSES:
+        plugins.insert(0, advantage)
+    if not reducer.sample_local:
+        plugins.append(reducer)
+    return plugins
+
+
+def _skips_zero(
+    plugins: Sequence[Plugin], advantage: Advantage, losses: Sequence[Loss], has_late_advantages: bool
+) -> bool:
+    """Return whether samples with advantage 0 need not be packed.
+
+    They need not if the advantage of each token is known before packing, all loss terms are proportional to it, and
+    no plug-in reads these samples.
+
+    Args:
+        plugins: all plug-ins of the objective.
+        advantage: advantage estimator.
+        losses: terms of the loss.
+        has_late_advantages: whether advantages depend on a forward pass of the trainer.
+    """
+    return (
+        not has_late_advantages
+        and not advantage.changes_tokens()
+        and all(term.policy for term in losses)
+        and not any(plugin.every_sample for plugin in plugins)
+    )
 
 
 def _look_ahead_reasons(

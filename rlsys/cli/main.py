@@ -232,7 +232,7 @@ def last_train_step(run: Path) -> int:
 
 
 def resume_point(run: Path) -> str:
-    """Return a text about the last train step of a stopped run, and the checkpoint from which the run continues.
+    """Describe after which train step a stopped run ended, and from which checkpoint it continues.
 
     The text is empty if the run has no train step, as in an evaluation.
     """
@@ -388,7 +388,7 @@ def check_algo(args: argparse.Namespace) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser with one-line errors, and overrides on both sides of options."""
+    """ArgumentParser with one-line errors that accepts overrides before and after options."""
 
     _parsing_intermixed = False
 
@@ -397,10 +397,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse overrides on both sides of options. By default, argparse refuses overrides behind an option."""
+        """Accept overrides before and after options. By default, argparse refuses those after an option."""
         if self._parsing_intermixed or not any(action.dest == "overrides" for action in self._actions):
             return super().parse_known_args(args, namespace)
-        self._parsing_intermixed = True
+        self._parsing_intermixed = True  # parse_known_intermixed_args calls this method again
         try:
             return self.parse_known_intermixed_args(args, namespace)
         finally:

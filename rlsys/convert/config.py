@@ -238,12 +238,12 @@ class HFConfig:
         return -(-self.vocab_size // VOCABULARY_STEP) * VOCABULARY_STEP
 
     def in_folder(self, name: str) -> str:
-        """Return the name in the family's folders of the tensor `name` of the name table."""
+        """Convert a tensor's name in the name table to its name in the family's model folders."""
         prefix = self.family.prefix
         return prefix + name.removeprefix(TABLE_PREFIX) if name.startswith(TABLE_PREFIX) else name
 
     def in_table(self, name: str) -> str:
-        """Return the name in the name table of the tensor `name` of the family's folders."""
+        """Convert a tensor's name in the family's model folders to its name in the name table."""
         prefix = self.family.prefix
         return TABLE_PREFIX + name.removeprefix(prefix) if name.startswith(prefix) else name
 

@@ -13,8 +13,33 @@ import yaml
 from rlsys.core.errors import UserError
 
 
+class _InvalidValue(yaml.constructor.ConstructorError):
+    """Raised if Python cannot represent a scalar, such as February 30."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Loader that rejects duplicate keys. PyYAML's loader uses the last one silently."""
+    """Loader that rejects duplicate keys, of which PyYAML's loader uses the last one silently.
+
+    It raises a YAMLError with a position where PyYAML's loader raises errors of Python.
+    """
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError) as e:
+            kind = node.tag.rpartition(":")[2]
+            value = f" {node.value!r:.80}" if isinstance(node, yaml.ScalarNode) else ""
+            reason = f": {e}" if isinstance(e, ValueError) else ""  # else an error of PyYAML's code
+            problem = f"invalid {kind}{value}{reason}"
+            raise _InvalidValue(None, None, problem, node.start_mark) from None
+
+    def scan_flow_scalar(self, style: str) -> Any:
+        mark = self.get_mark()
+        try:
+            return super().scan_flow_scalar(style)
+        except (ValueError, OverflowError):
+            problem = "an escape sequence beyond \\U0010FFFF, the last Unicode character"
+            raise yaml.scanner.ScannerError(None, None, problem, mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
@@ -55,7 +80,7 @@ def parse_yaml(text: str, source: str, *, position: bool = True) -> Any:
         position: whether the message has line and column.
 
     Raises:
-        UserError: the document is not valid YAML.
+        UserError: the document is not valid YAML, or Python cannot represent a value.
     """
     try:
         return yaml.load(text, _Loader)
@@ -66,6 +91,6 @@ def parse_yaml(text: str, source: str, *, position: bool = True) -> Any:
         if mark is not None and position:
             source = f"{source}:{mark.line + 1}:{mark.column + 1}"
         problem = getattr(e, "problem", None) or " ".join(str(e).split())
-        raise UserError(f"{source}: not valid YAML: {problem}") from None
-    except ValueError as e:  # a date or a number that Python cannot represent
-        raise UserError(f"{source}: a value cannot be read: {e}") from None
+        if not isinstance(e, _InvalidValue):
+            problem = f"not valid YAML: {problem}"
+        raise UserError(f"{source}: {problem}") from None

@@ -1,4 +1,4 @@
-"""Renderer of the chat templates of Hugging Face model folders: jinja2's sandbox with limits of time and size.
+"""Renderer of the chat templates of Hugging Face model folders: jinja2's sandbox with limits on time and size.
 
 A template is an untrusted program. It may use `SECONDS` of CPU time for a chat, and none of its values may be larger
 than `MAX_LENGTH`. Loops and macros check the time; operators, filters and calls check sizes before and after they

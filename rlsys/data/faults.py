@@ -41,19 +41,24 @@ class ChainSumFaults:
         self._sums, self._tokenizer, self._params, self._seed = sums, tokenizer, params, seed
 
     def train(self, index: int) -> Prompt:
-        return self._judged(self._sums.train(index), "train")
+        return self._judge_prompt(self._sums.train(index), "train")
 
     def heldout(self, n: int) -> list[Prompt]:
-        return [self._judged(prompt, "heldout") for prompt in self._sums.heldout(n)]
+        return [self._judge_prompt(prompt, "heldout") for prompt in self._sums.heldout(n)]
 
-    def _judged(self, prompt: Prompt, side: str) -> Prompt:
-        rng = Random(stable_hash("faults", self._seed, side, prompt.index))
+    def _judge_prompt(self, prompt: Prompt, split: str) -> Prompt:
+        """Return the judge's prompt about a solution of `prompt`'s sum.
+
+        A share `flawed` of the prompts has a solution with one wrong line.
+
+        Args:
+            prompt: the sum.
+            split: "train" or "heldout".
+        """
+        rng = Random(stable_hash("faults", self._seed, split, prompt.index))
         sum_expression = expression(prompt.entry)
         lines = working(sum_expression).split("\n")
-        step = rng.randrange(len(lines)) if rng.random() < self._params.flawed else -1
-        if step >= 0:
-            sum_text, _, result = lines[step].partition("=")
-            lines[step] = f"{sum_text}={int(result) + rng.choice((-2, -1, 1, 2))}"
+        step = _with_fault(lines, rng, self._params.flawed)
         replacements = {
             "{prompt}": sum_expression + "=",
             "{key}": str(sum(terms(sum_expression))),
@@ -66,6 +71,25 @@ class ChainSumFaults:
         text = self._tokenizer.apply_chat([{"role": "user", "content": question}])
         ids = self._tokenizer.encode(text)
         return replace(prompt, text=text, ids=ids, entry=entry, question=question)
+
+
+def _with_fault(lines: list[str], rng: Random, share: float) -> int:
+    """Change the result in one random line with probability `share`.
+
+    Args:
+        lines: the lines `SUM=RESULT` of a solution, which are changed in place.
+        rng: random generator.
+        share: probability of a wrong line, in [0, 1].
+
+    Returns:
+        0-based number of the wrong line; -1: no line is wrong.
+    """
+    if rng.random() >= share:
+        return -1
+    step = rng.randrange(len(lines))
+    sum_text, _, result = lines[step].partition("=")
+    lines[step] = f"{sum_text}={int(result) + rng.choice((-2, -1, 1, 2))}"
+    return step
 
 
 def chain_sum_faults(config: Config, tokenizer: Tokenizer, **params: Any) -> ChainSumFaults:

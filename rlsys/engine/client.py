@@ -35,6 +35,7 @@ IDLE_SECONDS = 30.0
 _VERSION_DIGITS = 18
 _GENERATED = "sglang:generation_tokens_total"
 
+_DATA = b"data: "
 _STREAMED = {"stream": True, "return_logprob": True}
 _UNKNOWN = -1
 """Version of weights without a label of this run."""
@@ -147,7 +148,7 @@ class EngineClient(Wire):
                 raise EngineError(f"{self.url}/generate: HTTP {answer.status}: {text}", answer.status)
             received = 0
             async for event in events(answer.content.iter_any()):
-                if event.startswith(b"data: ") and not event.startswith(b"data: [DONE]"):
+                if event.startswith(_DATA) and not event.startswith(_DATA + b"[DONE]"):
                     segment = self._segment(event, truncation is not None, received, len(ids), routes_from)
                     received += len(segment.ids)
                     if received > max_new_tokens:  # an endless stream would block an interrupt forever
@@ -161,22 +162,23 @@ class EngineClient(Wire):
             )
 
     def _segment(
-        self, event: bytes, truncated: bool, received: int, prompt: int, routes_from: int | None
+        self, event: bytes, has_mask: bool, received_tokens: int, prompt_tokens: int, routes_from: int | None
     ) -> Segment:
         """Decode an event.
 
         Args:
-            truncated: Whether the engine returns a sampling mask.
-            received: Number of tokens that earlier events contained.
-            prompt: Number of prompt tokens.
+            event: One server-sent event, which begins with `data: `.
+            has_mask: Whether the engine returns a sampling mask.
+            received_tokens: Number of tokens in earlier events.
+            prompt_tokens: Number of prompt tokens.
             routes_from: See `generate`.
         """
         with self.translate_errors("/generate"):
-            chunk = decode_chunk(memoryview(event)[6:])
-            segment = read_chunk(chunk, received, self._version_of, truncated)
+            chunk = decode_chunk(memoryview(event)[len(_DATA) :])
+            segment = read_chunk(chunk, received_tokens, self._version_of, has_mask)
             if routes_from is not None and segment.prompt_tokens and chunk.meta_info is not None:
-                tokens = received + len(segment.ids)
-                segment.routes = read_routes(chunk.meta_info, prompt, tokens, routes_from)
+                tokens = received_tokens + len(segment.ids)
+                segment.routes = read_routes(chunk.meta_info, prompt_tokens, tokens, routes_from)
         return segment
 
     async def abort(self, rid: str | None) -> None:

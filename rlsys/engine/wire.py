@@ -194,7 +194,8 @@ class Wire:
         self._check_status(path, answer.status, text)
         data = parse(text)
         if isinstance(data, dict) and data.get("success") is False:
-            raise EngineError(f"{self.url}{path}: {data.get('message')}")
+            message = data.get("message") or "the engine reports no success, without a message"
+            raise EngineError(f"{self.url}{path}: {message}")
         return data
 
 

@@ -10,8 +10,8 @@
     DELETE /engines {"url"}                                   remove an engine after its requests have ended
     POST   /update_weights_from_disk {"model_path", "weight_version"}   load new weights in all engines
 
-The clients' token allows requests for responses; the administrators' token allows all requests. With a clients' token
-but no administrators' token, the engines and their weights cannot be changed.
+The clients' token allows requests for responses; the admin token allows all requests. With a clients' token but no
+admin token, the engines and their weights cannot be changed.
 
 Every refusal is JSON: {"error": {"message", "type", "code"}}.
 """
@@ -87,7 +87,7 @@ class Front:
         fleet: the engines.
         token: token of clients; None: clients need no token.
         limits: limits of requests and connections.
-        admin_token: token of administrators. None: if `token` is None, too, all requests are allowed; otherwise
+        admin_token: the admin token. None: if `token` is None, too, all requests are allowed; otherwise
             requests of administrators are refused.
     """
 
@@ -134,9 +134,7 @@ class Front:
             return
         if request.path in ADMIN:
             if is_client:
-                raise Refusal(
-                    403, f"{request.path}: expected the token of administrators (--admin-token-file)"
-                )
+                raise Refusal(403, f"{request.path}: expected the admin token (--admin-token-file)")
         elif self._token is None or is_client:
             return
         raise Refusal(401, "the bearer token is missing or wrong: expected Authorization: Bearer TOKEN")

@@ -61,7 +61,7 @@ class Tokens:
 
     Attributes:
         client: token of clients; None: clients need no token.
-        admin: token of administrators; None: there are no administrators.
+        admin: the admin token; None: no request is one of an administrator.
     """
 
     client: str | None = field(default=None, repr=False)

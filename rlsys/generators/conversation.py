@@ -238,7 +238,11 @@ class Conversation:
                 )
 
     async def _answer(self, request: TurnRequest) -> Answer:
-        """Return the model's turn for a request, in the longest conversation that the request continues."""
+        """Generate the model's turn in the longest conversation that the request continues, or else in a new one.
+
+        Raises:
+            RefusedPrompt, BadRequest: the turn is refused; a new conversation is removed again.
+        """
         continuations = [
             (thread, messages)
             for thread in self._threads

@@ -152,9 +152,11 @@ def _check_sequence(q: TokenSequence, limits: Limits, max_response_tokens: int) 
             f"rollout.generator returned {q.tokens} tokens with {len(q.mu)} log-probs and version spans "
             f"{q.spans}; expected equal numbers"
         )
-    if not math.isfinite(math.fsum(q.mu)):
+    if not all(map(math.isfinite, q.mu)):
+        i = next(i for i, logp in enumerate(q.mu) if not math.isfinite(logp))
         raise GeneratorError(
-            f"rollout.generator returned a log-prob of sequence {q.sequence} that is not finite"
+            f"rollout.generator returned log-prob {q.mu[i]} for token {i} of sequence {q.sequence}; expected a "
+            "finite number"
         )
     if q.tokens > max_response_tokens and len(q.prompt_ids) + q.tokens > limits.context_length:
         raise GeneratorError(

@@ -47,8 +47,8 @@ def encode(allowed_ids: Sequence[Sequence[int]], sampled_ids: Sequence[int]) -> 
     if np.any(counts != 1):
         token = int(np.argmax(counts != 1))
         raise ValueError(
-            f"token {token}: its row of allowed ids contains the sampled id {sampled_ids[token]} {counts[token]} "
-            "times; expected once"
+            f"token {token}: its row of allowed ids must contain the sampled id {sampled_ids[token]} once; found "
+            f"{counts[token]} occurrences"
         )
     row, ids = row[is_other], ids[is_other]
     previous = np.where(np.diff(row, prepend=-1) != 0, -1, np.roll(ids, 1))

@@ -308,7 +308,11 @@ def _pack(data: Sequence[Datum], rows: Sequence[int]) -> MicroBatch:
 
 
 def _by_datum(logp: Tensor, micro: MicroBatch) -> dict[int, NDArray[np.float32]]:
-    """Return index of a datum -> log-probs `[N]` of its targets, from log-probs `[T]` of a micro-batch."""
+    """Split the log-probs `[T]` of a micro-batch by datum.
+
+    Returns:
+        index of a datum -> log-probs `[N]` of its targets.
+    """
     values = logp.float().cpu().numpy()
     starts = micro.cu_seqlens.tolist()
     return {

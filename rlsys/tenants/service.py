@@ -46,6 +46,8 @@ class Tenant:
         pending: id of a request without a result -> event that is set with the result.
         ready: models whose next request has arrived, in the order of their turns.
         body_slots: limits the bodies that are read concurrently.
+        additions: held from the check of a limit until the object is added, so that concurrent requests do not
+            exceed the limit.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Tenant:
     pending: dict[str, asyncio.Event] = field(default_factory=dict)
     ready: deque[Model] = field(default_factory=deque)
     body_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CONCURRENT_BODIES))
+    additions: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def model(self, name: str) -> Model:
         """Return a model by its id.
@@ -158,13 +161,14 @@ class Service:
         Raises:
             LimitExceeded: the tenant has MAX_ROWS sessions.
         """
-        if len(tenant.sessions) >= MAX_ROWS:
-            raise LimitExceeded(
-                f"the tenant has {len(tenant.sessions)} sessions; expected fewer than {MAX_ROWS}"
-            )
-        session = uuid.uuid4().hex
-        await asyncio.to_thread(tenant.ledger.add_session, session)
-        tenant.sessions.add(session)
+        async with tenant.additions:
+            if len(tenant.sessions) >= MAX_ROWS:
+                raise LimitExceeded(
+                    f"the tenant has {len(tenant.sessions)} sessions; expected fewer than {MAX_ROWS}"
+                )
+            session = uuid.uuid4().hex
+            await asyncio.to_thread(tenant.ledger.add_session, session)
+            tenant.sessions.add(session)
         return session
 
     async def new_model(self, tenant: Tenant, model: str) -> None:
@@ -173,14 +177,15 @@ class Service:
         Raises:
             LimitExceeded: the tenant has MAX_MODELS models.
         """
-        if model in tenant.models:
-            return
-        if len(tenant.models) >= MAX_MODELS:
-            raise LimitExceeded(
-                f"the tenant has {len(tenant.models)} models; expected fewer than {MAX_MODELS}"
-            )
-        await asyncio.to_thread(tenant.ledger.add_model, model)
-        tenant.models.setdefault(model, Model(model, tenant.ledger))
+        async with tenant.additions:
+            if model in tenant.models:
+                return
+            if len(tenant.models) >= MAX_MODELS:
+                raise LimitExceeded(
+                    f"the tenant has {len(tenant.models)} models; expected fewer than {MAX_MODELS}"
+                )
+            await asyncio.to_thread(tenant.ledger.add_model, model)
+            tenant.models[model] = Model(model, tenant.ledger)
 
     async def new_sampler(self, tenant: Tenant, sampler: str, path: str | None) -> None:
         """Add a sampling session, unless it exists.
@@ -197,18 +202,19 @@ class Service:
         """
         if path is not None and (path not in tenant.ledger.saves() or "/sampler_weights/" not in path):
             raise NotFound(f"{path[:200]}: not found; expected a path of save_weights_for_sampler")
-        if tenant.samplers.get(sampler, path) != path:
-            weights = tenant.samplers[sampler] or "of the base model"
-            raise UserError(
-                f"sampling session {sampler} exists with the weights {weights}; expected the same weights, or an "
-                "unused sampling_session_seq_id"
-            )
-        if sampler not in tenant.samplers and len(tenant.samplers) >= MAX_ROWS:
-            raise LimitExceeded(
-                f"the tenant has {len(tenant.samplers)} sampling sessions; expected fewer than {MAX_ROWS}"
-            )
-        await asyncio.to_thread(tenant.ledger.add_sampler, sampler, path)
-        tenant.samplers[sampler] = path
+        async with tenant.additions:
+            if tenant.samplers.get(sampler, path) != path:
+                weights = tenant.samplers[sampler] or "of the base model"
+                raise UserError(
+                    f"sampling session {sampler} exists with the weights {weights}; expected the same weights, or "
+                    "an unused sampling_session_seq_id"
+                )
+            if sampler not in tenant.samplers and len(tenant.samplers) >= MAX_ROWS:
+                raise LimitExceeded(
+                    f"the tenant has {len(tenant.samplers)} sampling sessions; expected fewer than {MAX_ROWS}"
+                )
+            await asyncio.to_thread(tenant.ledger.add_sampler, sampler, path)
+            tenant.samplers[sampler] = path
 
     async def submit(self, tenant: Tenant, series: str, seq: int, kind: str, body: bytes) -> str:
         """Store a request durably and enqueue it. A repeated request is stored and runs once.
@@ -228,12 +234,13 @@ class Service:
             LimitExceeded: too many requests, or too large bodies, wait.
         """
         request = Request(series, seq, kind)
-        if request.id not in tenant.pending and len(tenant.pending) >= MAX_PENDING:
-            raise LimitExceeded(
-                f"{len(tenant.pending)} requests wait; expected fewer than {MAX_PENDING}; try again later"
-            )
-        if await asyncio.to_thread(tenant.ledger.accept, series, seq, kind, body):
-            self._enqueue(tenant, request)
+        async with tenant.additions:
+            if request.id not in tenant.pending and len(tenant.pending) >= MAX_PENDING:
+                raise LimitExceeded(
+                    f"{len(tenant.pending)} requests wait; expected fewer than {MAX_PENDING}; try again later"
+                )
+            if await asyncio.to_thread(tenant.ledger.accept, series, seq, kind, body):
+                self._enqueue(tenant, request)
         return request.id
 
     async def result(self, tenant: Tenant, request_id: str, seconds: float) -> tuple[str, bool, bytes] | None:
@@ -303,7 +310,8 @@ class Service:
             if outcome.metrics:
                 self._on_step(outcome.metrics)
             if request.kind == "save_weights_for_sampler":
-                tenant.samplers = await asyncio.to_thread(tenant.ledger.samplers)
+                async with tenant.additions:
+                    tenant.samplers = await asyncio.to_thread(tenant.ledger.samplers)
             model.next_seq, model.queued = request.seq + 1, False
             self._schedule(tenant, model)
             tenant.pending.pop(request.id).set()

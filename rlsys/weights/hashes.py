@@ -248,11 +248,16 @@ class TileHash:
             self._tail = data[complete_bytes:].clone()  # a view would keep the whole part in memory
 
     def digest(self) -> str:
-        """Return the hash of a whole tensor, and reset. A tensor without elements has the hash 0."""
+        """Return the hash of a whole tensor. Call it once, after the last `update`.
+
+        A tensor without elements has the hash 0.
+        """
         return final_hash([self.part(None)]) or ""
 
     def part(self, total: int | None) -> TilePart:
-        """Return the intermediate hash of the words so far, and reset.
+        """Return the intermediate hash of the words so far, and free their memory.
+
+        Call it once, after the last `update`.
 
         Args:
             total: number of words of the tensor; None if the hashed words are the whole tensor.
@@ -264,16 +269,29 @@ class TileHash:
         complete = 0
         if self._sums:
             high, low = torch.cat(self._sums, 1)
-            first, last = self._start // TILE, self._start // TILE + len(high) - 1
-            edges = [first] if self._start % TILE else []
-            edges += [last] if self._count % TILE and self._count != total and last not in edges else []
+            tiles = len(high)
+            edges = self._edge_tiles(tiles, total)
             for tile in edges:
-                shared[tile] = int(high[tile - first]), int(low[tile - first])
-            inner = slice(int(first in edges), len(high) - int(last in edges and last != first))
+                shared[self._start // TILE + tile] = int(high[tile]), int(low[tile])
+            inner = slice(int(0 in edges), tiles - int(tiles - 1 in edges))
             complete = _sum_of_tiles(high[inner], low[inner], total)
         word_count = self._count - self._start
         self._sums, self._tail = [], None
         return TilePart(word_count, total, complete, shared)
+
+    def _edge_tiles(self, tiles: int, total: int) -> list[int]:
+        """Return the indices of the tiles that other parts share.
+
+        These are a first tile that begins before this part, and a last tile that ends after it.
+
+        Args:
+            tiles: number of tiles of this part.
+            total: number of words of the tensor.
+        """
+        edges = {0} if self._start % TILE else set()
+        if self._count % TILE and self._count != total:
+            edges.add(tiles - 1)
+        return sorted(edges)
 
     def _add(self, values: Tensor) -> None:
         """Add the next words, up to the end of a tile; only the last call may end within a tile.

@@ -88,13 +88,15 @@ class SendersGroup:
             failed: URL -> reason; members that do not receive the bucket are added.
         """
         assert self._group is not None
-        first, count = offsets(self.members, self._trainers), len(self.members)
+        first_ranks, count = offsets(self.members, self._trainers), len(self.members)
         works: list[tuple[str, dist.Work]] = []
-        for step in range(count):
-            engine = self.members[number := (sender_index + step) % count]
+        for i in range(count):
+            # Senders start at different engines, so that an engine does not receive all buckets at once.
+            index = (sender_index + i) % count
+            engine = self.members[index]
             if engine.url in failed:
                 continue
-            target = first[number] + receiver_rank(sender_index, engine.tp)
+            target = first_ranks[index] + receiver_rank(sender_index, engine.tp)
             try:
                 operation = dist.P2POp(dist.isend, memory, group=self._group, group_peer=target)
                 (work,) = dist.batch_isend_irecv([operation])

@@ -1,4 +1,7 @@
-"""The platform class that `platform.activate` names. Imported by SGLang only."""
+"""SGLang's platform on a host without CUDA.
+
+Only SGLang imports this module, by the path that `platform.activate` returns.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def translate_distillation(
         teacher |= _top_k_divergence(d)
     else:
         teacher["direction"] = 0.0 if kind == "k3" else 1.0
-        _check_estimate(d, cap)
+        _report_estimate(d, cap)
     if d.number(f"{ROLLOUT}.temperature", 1.0) != 1:
         d.reject(f"{ROLLOUT}.temperature", "expected 1, because the teacher's log-probs have temperature 1")
     d.set_field("algo.teacher", teacher, *names)
@@ -112,8 +112,8 @@ def _top_k_divergence(d: Draft) -> dict[str, Any]:
     return fields
 
 
-def _check_estimate(d: Draft, cap: float) -> None:
-    """Report the differences of a divergence that the script estimates from the sampled token.
+def _report_estimate(d: Draft, cap: float) -> None:
+    """Report how rlsys's divergence differs from the script's, which is estimated from the sampled token.
 
     Args:
         d: the config draft.

@@ -407,7 +407,10 @@ class Routing:
 
 
 def _local_rows(values: Tensor) -> Tensor:
-    """Return the rows of this tensor-parallel rank's tokens, which sequence parallelism shards before a router."""
+    """Return this tensor-parallel rank's part `[T / t, ...]` of `values` `[T, ...]`.
+
+    Sequence parallelism shards the tokens before a router.
+    """
     first, size = _local_range(len(values))
     return values[first : first + size]
 

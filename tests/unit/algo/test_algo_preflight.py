@@ -68,7 +68,10 @@ def test_every_recipe_can_be_served(path: Path) -> None:
         ([*EARLY, "parallel.overlap=true"], "parallel.overlap = true would reduce .* use false"),
         ([*EARLY, "trainer.balance_loss=0.1"], "trainer.balance_loss = 0.1 needs .* use balance_rate"),
         ([*EARLY, "rollout.staleness_policy=wait"], "rollout.staleness_policy = wait chooses .* use drop"),
-        ([*EARLY, "rollout.repeat=runs/other"], "rollout.repeat = runs/other: the record determines"),
+        (
+            [*EARLY, "rollout.repeat=runs/other"],
+            "rollout.repeat = runs/other: the record determines .* use null$",
+        ),
         (
             ["algo.reducer={name: token_mean, over: active}", "algo.advantage=mssr", "rollout.group_size=1"],
             r"algo.reducer.over = 'active' counts .* algo.advantage \(Mssr\) gives each token its own advantage",

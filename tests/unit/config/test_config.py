@@ -121,6 +121,16 @@ def test_a_dumped_config_loads_again_unchanged(tmp_path: Path) -> None:
             "rollout.over_provision = 'manual': expected a number or 'auto'",
         ),
         ("trainer.steps=[1", "override 'trainer.steps=[1': not valid YAML"),
+        (
+            "data.params={a: 2024-02-30}",
+            "override 'data.params={a: 2024-02-30}': invalid timestamp '2024-02-30': day is out of range",
+        ),
+        ("run.name=!!timestamp x", "override 'run.name=!!timestamp x': invalid timestamp 'x'"),
+        ("run.name=!!bool x", "override 'run.name=!!bool x': invalid bool 'x'"),
+        (
+            r'run.name="\UFFFFFFFF"',
+            r"""override 'run.name="\\UFFFFFFFF"': not valid YAML: an escape sequence beyond \U0010FFFF""",
+        ),
     ],
 )
 def test_a_mistaken_value_is_named(override: str, told: str) -> None:
@@ -160,6 +170,10 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text("run: {dir: [}\n")
     assert ":1:13: not valid YAML" in error(path=broken)
+    broken.write_text("run: {}\ndata: {params: {day: 2024-13-01}}\n")
+    assert error(path=broken).startswith(
+        f"{broken}:2:22: invalid timestamp '2024-13-01': month must be in 1..12"
+    )
     broken.write_text("- a\n")
     assert "expected a mapping of sections, found list" in error(path=broken)
     broken.write_bytes(b"\xff\xfe\x00x")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.core.arrays import log_probs
 from rlsys.core.errors import GeneratorError
 from rlsys.core.spans import TokenSpan, VersionSpan
 from rlsys.core.types import Sample, Segment, Status
@@ -114,6 +115,25 @@ def test_an_odd_observation_is_refused(observed: list[int]) -> None:
     check_response(sample, Limits(1000, 4096), 512)
     sample.observe(observed)
     with pytest.raises(GeneratorError):
+        check_response(sample, Limits(1000, 4096), 512)
+
+
+@pytest.mark.parametrize(
+    ("mu", "why"),
+    [
+        (
+            [-0.5, float("inf"), float("-inf")],
+            "log-prob inf for token 1 of sequence 0; expected a finite number",
+        ),
+        ([float("nan"), -0.5, -0.5], "log-prob nan for token 0"),
+    ],
+    ids=["inf and -inf", "nan"],
+)
+def test_a_log_prob_that_is_not_finite_is_named(mu: list[float], why: str) -> None:
+    sample = Sample(1, 1, 0, [5], seed=0)
+    sample.append(Segment([7, 8, 9], [-0.5, -0.5, -0.5], [VersionSpan(1, 0, 3)]))
+    sample.status, sample.mu = Status.FINISHED, log_probs(mu)
+    with pytest.raises(GeneratorError, match=why):
         check_response(sample, Limits(1000, 4096), 512)
 
 

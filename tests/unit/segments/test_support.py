@@ -53,10 +53,14 @@ def test_bytes_by_hand() -> None:
         (
             [[4], [1, 2]],
             [4, 3],
-            "^token 1: its row of allowed ids contains the sampled id 3 0 times; expected once$",
+            "^token 1: its row of allowed ids must contain the sampled id 3 once; found 0 occurrences$",
         ),
         ([[1, 2, 2]], [1], "^token 0: its row of allowed ids contains 2 twice; expected it once$"),
-        ([[1, 1]], [1], "^token 0: its row of allowed ids contains the sampled id 1 2 times; expected once$"),
+        (
+            [[1, 1]],
+            [1],
+            "^token 0: its row of allowed ids must contain the sampled id 1 once; found 2 occurrences$",
+        ),
         ([[5], [1, -4]], [5, 1], "^token 1: its row of allowed ids contains -4; expected ids of 0 or more$"),
         ([[1]], [1, 2], "1 rows of allowed ids for 2 tokens"),
     ],

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sized
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from rlsys.core.errors import UserError
 from rlsys.tenants import ledger as ledgers
+from rlsys.tenants import service as services
 from rlsys.tenants.ledger import Change, Ledger, LimitExceeded
 from rlsys.tenants.messages import read_request
 from rlsys.tenants.requests import Sample, read
 from rlsys.tenants.sample_slots import SampleSlots
+from rlsys.tenants.service import Service
 from rlsys.tenants.wire import BadMessage, packed, put_bytes
+from rlsys.tenants.work import Model
 
 
 @pytest.mark.parametrize("field", [b"\x1a\x00", b"\x10\x01"], ids=["empty data", "numbers"])
@@ -71,6 +77,30 @@ def test_security_a06_bodies_that_wait_have_a_bound(tmp_path: Path, monkeypatch:
         ledger.accept("m", 1, "forward", b"x" * 60)
     ledger.finish(ledger.unfinished()[0], b"")
     assert ledger.accept("m", 1, "forward", b"x" * 60)
+
+
+async def test_concurrent_requests_do_not_exceed_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("MAX_ROWS", "MAX_MODELS", "MAX_PENDING"):
+        monkeypatch.setattr(services, limit, 2)
+    with ThreadPoolExecutor(1) as thread:
+        service = Service(
+            {"bob": Ledger(tmp_path)}, cast(Any, None), thread, cast(Any, None), 1, lambda _: None
+        )
+        bob = service.tenants["bob"]
+        bob.models["m"] = Model("m", bob.ledger)
+        additions: list[tuple[Callable[[int], Awaitable[object]], Sized]] = [
+            (lambda i: service.new_session(bob), bob.sessions),
+            (lambda i: service.new_sampler(bob, f"s{i}", None), bob.samplers),
+            (lambda i: service.submit(bob, "m", i + 9, "forward", b""), bob.pending),
+            (lambda i: service.new_model(bob, f"n{i}"), bob.models),
+        ]
+        for add, present in additions:
+            results = await asyncio.gather(*(add(i) for i in range(6)), return_exceptions=True)
+            assert len(present) == 2
+            assert sum(isinstance(r, LimitExceeded) for r in results) >= 4, results
+        assert len(bob.ledger.sessions()) == len(bob.ledger.samplers()) == 2
 
 
 class Line:
