@@ -20,6 +20,12 @@ BEGIN, END = "<!-- figures: python bench/recipes.py --record -->", "<!-- end of 
 KEYS = ("base", "start", "end")
 UNKNOWN = "not yet measured"
 PICTURE = "curve.svg"
+GAINS = {
+    "shown": "These seeds show a gain by RL.",
+    "no gain shown": "These seeds show no gain by RL.",
+    UNKNOWN: "The gain by RL is not yet measured.",
+}
+"""Value of `gain` in expected.json -> sentence."""
 
 
 def names() -> list[str]:
@@ -86,14 +92,28 @@ def recipe_lines(expected: Mapping[str, Any]) -> Iterator[str]:
             ]
             yield f"| {' | '.join([form, seed, *scores, *sums])} |"
     for form, figures in forms.items():
-        end = figures["end"]
-        interval = f"{cell(figures, 'end')}; one more run: {end['range']}" if end["range"] else UNKNOWN
         yield ""
-        yield f"{form.capitalize()} form, {figures['score']} on {figures['prompts']} held-out prompts."
-        yield f"Interval of five seeds after RL: {interval}. Gain by RL: {figures['gain']}."
+        yield f"The {form} form reports the {figures['score']} on {figures['prompts']} held-out prompts."
+        yield from result_sentences(figures)
     if "full" in forms:
         yield ""
         yield f"![learning curve]({PICTURE})"
+
+
+def result_sentences(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sentences about the score after RL and the gain.
+
+    Args:
+        figures: one form of a recipe's expected.json.
+    """
+    end, count = figures["end"], len(figures["seeds"])
+    if end["interval"]:
+        (low, high), (lowest, highest) = end["interval"], end["range"]
+        yield f"After RL, the mean of {count} seeds is {end['mean']:.3f} (95 % interval {low:.3f} to {high:.3f})."
+        yield f"The prediction interval of one more run is {lowest:.3f} to {highest:.3f}."
+    else:
+        yield f"The number of seeds is {count}; an interval needs at least five."
+    yield GAINS[figures["gain"]]
 
 
 def replace_figures(path: Path, lines: Sequence[str]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,28 +23,28 @@ class Display(Protocol):
 class Console:
     """Writes messages of the supervisor.
 
-    A full disk or a closed terminal does not stop the run: lines that could not be written are counted.
+    A closed terminal or a full disk does not stop the run. The log counts the lines that could not be written to it.
     """
 
     def __init__(self, display: Display, log: Callable[[], Path]) -> None:
         """Create the console. `log`: returns the path of the log."""
         self._display, self._log = display, log
         self._unwritten = 0
-        """Number of consecutive lines that could not be written."""
+        """Number of consecutive lines that could not be written to the log."""
         self._progress, self._progress_time = "", 0.0
 
     def report(self, text: str) -> None:
-        """Write a line to the display and the log."""
+        """Write a line to the log and the display."""
         missing = (
             f"({self._unwritten} lines before this one could not be written)\n" if self._unwritten else ""
         )
         try:
-            self._display.phase(text)
             with self._log().open("a", encoding="utf-8") as log:
                 log.write(f"{missing}{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
             self._unwritten = 0
         except OSError:
             self._unwritten += 1
+        self._show(text)
 
     def progress(self, text: str) -> bool:
         """Show the progress of long work, such as opening a ledger, at most once in _PROGRESS_SECONDS.
@@ -54,5 +55,26 @@ class Console:
         if text == self._progress or time.monotonic() - self._progress_time <= _PROGRESS_SECONDS:
             return False
         self._progress, self._progress_time = text, time.monotonic()
-        self._display.phase(text)
+        self._show(text)
         return True
+
+    def entry(self, entry: dict[str, Any], *, live: bool) -> None:
+        """Show a line of metrics."""
+        with _output_errors_ignored():
+            self._display.entry(entry, live=live)
+
+    def status(self, status: dict[str, Any]) -> None:
+        """Show the status of the rollout process."""
+        with _output_errors_ignored():
+            self._display.status(status)
+
+    def _show(self, text: str) -> None:
+        with _output_errors_ignored():
+            self._display.phase(text)
+
+
+@contextmanager
+def _output_errors_ignored() -> Iterator[None]:
+    """Ignore errors of writing to the display."""
+    with suppress(OSError, SystemExit):  # rich raises SystemExit if the reader has closed the pipe
+        yield

@@ -88,7 +88,6 @@ class Supervisor:
         self._plan = plan
         self._backend = backend
         self._run_dir = run_dir
-        self._display = display
         self._stop = stop
         self._processes: dict[str, RoleProcess] = {}
         self._restarts: Counter[str] = Counter()
@@ -136,7 +135,7 @@ class Supervisor:
         """Show the metrics of earlier launches. Return whether the run has completed all its steps."""
         last_event: dict[str, Any] = {}
         for entry in self._tail.read():
-            self._display.entry(entry, live=False)
+            self._console.entry(entry, live=False)
             last_event = entry if entry["kind"] == "run" else last_event
         is_complete = last_event.get("event") == "end" and last_event["step"] >= self._config.trainer.steps
         if is_complete:
@@ -410,7 +409,7 @@ class Supervisor:
     def _observe(self) -> None:
         """Show new metrics; once per STATUS_SECONDS, also update the status and answer requests of other commands."""
         for entry in self._tail.read():
-            self._display.entry(entry, live=True)
+            self._console.entry(entry, live=True)
             self._on_entry(entry)
         if time.monotonic() < self._next_status:
             return
@@ -420,7 +419,7 @@ class Supervisor:
         }
         previous, self._status = self._status, self._fetch_status()
         if self._status is not None:
-            self._display.status(self._status)
+            self._console.status(self._status)
         if self._status != previous or self._client_progressed():
             self._stall_detector.reset()
         names = [node.name for node in self._plan.nodes]

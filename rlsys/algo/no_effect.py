@@ -23,6 +23,7 @@ from rlsys.algo.methods.vespo import Vespo
 from rlsys.algo.methods.xrpo_groups import Xrpo
 from rlsys.algo.objective import Objective
 from rlsys.algo.reduction import single_rank
+from rlsys.algo.registry import name_of
 from rlsys.algo.requirements import Requirements
 from rlsys.config import Config
 from rlsys.core.errors import UserError
@@ -43,7 +44,7 @@ def check(config: Config, plugins: Mapping[str, Sequence[Any]]) -> None:
     for i, term in enumerate(plugins["loss"]):
         if isinstance(term, M2PO | Bapo):
             raise UserError(
-                f"algo.loss[{i}] ({type(term).__name__}) bounds exp(logp - anchor), which is 1 for every "
+                f"algo.loss[{i}] ({name_of(term)}) bounds exp(logp - anchor), which is 1 for every "
                 "token with algo.anchor = 'old' and algo.minibatches = 1: use algo.anchor = mu, behaviour or ewma, "
                 "or more minibatches or epochs"
             )
@@ -70,7 +71,7 @@ def _anchor_warnings(config: Config, losses: Sequence[Loss]) -> Iterator[str]:
         for i, term in enumerate(losses):
             if term.policy and _uses_anchor(term):
                 yield (
-                    f"algo.loss[{i}] ({type(term).__name__}): with algo.anchor = 'old' and algo.minibatches = 1 its "
+                    f"algo.loss[{i}] ({name_of(term)}): with algo.anchor = 'old' and algo.minibatches = 1 its "
                     "ratio exp(logp - anchor) is 1 for every token, so bounds on it have no effect; use more "
                     "minibatches or epochs"
                 )
@@ -99,7 +100,7 @@ def _loss_warnings(losses: Sequence[Loss], corrections: Sequence[Any]) -> Iterat
     """Yield a line for each loss term without a gradient, or whose weight a correction applies again."""
     weighting = [correction for correction in corrections if correction.weighs]
     for i, term in enumerate(losses):
-        label = f"algo.loss[{i}] ({type(term).__name__})"
+        label = f"algo.loss[{i}] ({name_of(term)})"
         if isinstance(term, Kl) and term.kind == "k1" and term.gradient == "estimate":
             yield (
                 f"{label}: the expected gradient of k1 is 0 for any weight; use gradient: ratio or k2, or another "
@@ -124,13 +125,13 @@ def _advantage_warnings(plugins: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     if isinstance(advantage, McGrpo) and reducer.over == "active":
         yield (
             "algo.reducer.over = 'active' compensates for the median sample's advantage of 0, which algo.advantage "
-            "(McGrpo) already does; use all"
+            "(mc_grpo) already does; use all"
         )
     for i, selector in enumerate(plugins["selectors"]):
         if isinstance(selector, D3S) and not advantage.of_samples:
             yield (
-                f"algo.selectors[{i}] (D3S) selects samples by their advantages, but algo.advantage "
-                f"({type(advantage).__name__}) computes advantages of tokens only, so D3S uses the rewards"
+                f"algo.selectors[{i}] (d3s) selects samples by their advantages, but algo.advantage "
+                f"({name_of(advantage)}) computes advantages of tokens only, so d3s uses the rewards"
             )
 
 
@@ -168,8 +169,8 @@ def _critic_warnings(config: Config) -> Iterator[str]:
 
 
 def _names(plugins: Iterable[Any]) -> str:
-    """Return the class names of plug-ins, separated by commas."""
-    return ", ".join(type(plugin).__name__ for plugin in plugins)
+    """Return the names of plug-ins, separated by commas."""
+    return ", ".join(name_of(plugin) for plugin in plugins)
 
 
 def _exact_token_warnings(corrections: Sequence[Any]) -> Iterator[str]:
@@ -185,7 +186,7 @@ def _exact_token_warnings(corrections: Sequence[Any]) -> Iterator[str]:
     for i, correction in enumerate(corrections):
         update_stats = correction.prepare([batch], [anchor], single_rank) if correction.prepares else None
         weight, keep = correction(View(batch, anchor, anchor), update_stats)
-        label = f"algo.corrections[{i}] ({type(correction).__name__})"
+        label = f"algo.corrections[{i}] ({name_of(correction)})"
         if not keep.all():
             yield f"{label} rejects tokens on which engine and trainer agree; widen its bounds"
         elif bool(((weight - 1).abs() > 1e-3).any()):
@@ -209,7 +210,7 @@ def reward_scale_notes(config: Config, plugins: Mapping[str, Sequence[Any]]) -> 
     messages = []
     for field, field_plugins in plugins.items():
         for i, plugin in enumerate(field_plugins):
-            label = f"algo.{field}[{i}] ({type(plugin).__name__})"
+            label = f"algo.{field}[{i}] ({name_of(plugin)})"
             if isinstance(correct := getattr(plugin, "correct", None), float):
                 messages.append(
                     f"{label} counts a reward above its parameter correct = {correct:g} as a success; check that "

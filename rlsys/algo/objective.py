@@ -37,7 +37,7 @@ from rlsys.algo.methods.optimal_token_baseline import score_norm
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.reducers import Reducer, Reduction
 from rlsys.algo.reduction import Reduce, single_rank, table_sum
-from rlsys.algo.registry import make_all
+from rlsys.algo.registry import make_all, name_of
 from rlsys.algo.requirements import Requirements
 from rlsys.algo.segments import group_index
 from rlsys.algo.selectors import Selector
@@ -132,8 +132,8 @@ class Objective:
         deferring = [s for s in self.selectors if s.defers]
         if self.advantage.of_turns and (conflicts := [*self.shaping, *deferring]):
             raise UserError(
-                f"algo.advantage = {type(self.advantage).__name__} uses the rewards of turns, which "
-                f"{type(conflicts[0]).__name__} does not support; remove one of them"
+                f"algo.advantage = {name_of(self.advantage)} uses the rewards of turns, which "
+                f"{name_of(conflicts[0])} does not support; remove one of them"
             )
         self._deferred: DeferredSamples[DeferredSample] | None = deferring[0].store() if deferring else None
 

@@ -20,7 +20,7 @@ from rlsys.algo.objective import Objective
 from rlsys.algo.planners import MAX_GROUP, Planner, largest_size, start_size
 from rlsys.algo.plugin import EVIDENCE, NEEDS, evidence_of
 from rlsys.algo.reducers import Constant, TokenMean
-from rlsys.algo.registry import SECTION_KINDS, make_all
+from rlsys.algo.registry import SECTION_KINDS, make_all, name_of
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Overlong
 from rlsys.config import Config
@@ -42,7 +42,7 @@ def check(config: Config) -> None:
     needs_of = {f"algo.anchor = {config.algo.anchor!r}": ANCHOR_NEEDS[objective.anchor]}
     for field, field_plugins in plugins.items():
         for i, plugin in enumerate(field_plugins):
-            name = f"algo.{field}[{i}] ({type(plugin).__name__})"
+            name = f"algo.{field}[{i}] ({name_of(plugin)})"
             with one_line_errors(f"{name}: needs"):
                 needs_of[name] = plugin.needs()
     for field, needs in needs_of.items():
@@ -89,7 +89,7 @@ def notes(config: Config) -> list[str]:
 def _weak_evidence(plugins: Mapping[str, Sequence[Any]]) -> list[str]:
     """Return a line for each plug-in whose source is neither code nor the formulas of a paper."""
     return [
-        f"algo.{field}[{i}] ({type(plugin).__name__}) has evidence {evidence} ({EVIDENCE[evidence]}), so it may "
+        f"algo.{field}[{i}] ({name_of(plugin)}) has evidence {evidence} ({EVIDENCE[evidence]}), so it may "
         f"differ from the authors' implementation of {plugin.paper or 'the method'}"
         for field, field_plugins in plugins.items()
         for i, plugin in enumerate(field_plugins)
@@ -179,7 +179,7 @@ def _check_reducer(plugins: Mapping[str, Sequence[Any]]) -> None:
     if reducer.over == "active" and advantage.changes_tokens():
         raise UserError(
             "algo.reducer.over = 'active' counts samples whose advantage is not 0, but algo.advantage "
-            f"({type(advantage).__name__}) gives each token its own advantage; use all"
+            f"({name_of(advantage)}) gives each token its own advantage; use all"
         )
 
 
@@ -189,7 +189,7 @@ def _check_anchor(anchor: str, plugins: Mapping[str, Sequence[Any]]) -> None:
     for i, correction in enumerate(plugins["corrections"]):
         if anchor == "mu" and correction.of_anchor and ratios == {True}:
             raise UserError(
-                f"algo.corrections[{i}] ({type(correction).__name__}) acts on exp(anchor - mu), which is 1 "
+                f"algo.corrections[{i}] ({name_of(correction)}) acts on exp(anchor - mu), which is 1 "
                 "everywhere with algo.anchor = 'mu': use algo.anchor = old, behaviour, interpolated or ewma"
             )
 
@@ -217,7 +217,7 @@ def _check_duplicates(algo: AlgoSection) -> None:
 def _check_loss(plugins: Mapping[str, Sequence[Any]]) -> None:
     """Check that a loss term trains the policy."""
     if not any(term.policy or term.trains_policy for term in plugins["loss"]):
-        names = ", ".join(type(term).__name__ for term in plugins["loss"])
+        names = ", ".join(name_of(term) for term in plugins["loss"])
         raise UserError(
             f"algo.loss ({names}) has no term that trains on advantages; add one, for example clip"
         )
@@ -231,22 +231,22 @@ def _check_critic(plugins: Mapping[str, Sequence[Any]], own_critic: bool) -> Non
         own_critic: whether the critic is a separate model.
     """
     (advantage,), losses = plugins["advantage"], plugins["loss"]
-    names = ", ".join(type(term).__name__ for term in losses)
+    names = ", ".join(name_of(term) for term in losses)
     needs_values = "values" in advantage.needs()
     trained = any("values" in term.needs() for term in losses)
     if trained and not needs_values:
         raise UserError(
-            f"algo.loss ({names}) trains a critic, but algo.advantage ({type(advantage).__name__}) computes no "
+            f"algo.loss ({names}) trains a critic, but algo.advantage ({name_of(advantage)}) computes no "
             "returns for it; use gae"
         )
     if own_critic and not needs_values:
         raise UserError(
-            f"algo.critic is set, but algo.advantage ({type(advantage).__name__}) uses no values; use gae, or "
+            f"algo.critic is set, but algo.advantage ({name_of(advantage)}) uses no values; use gae, or "
             "algo.critic = null"
         )
     if needs_values and not trained:
         raise UserError(
-            f"algo.advantage ({type(advantage).__name__}) needs a critic, but algo.loss ({names}) trains none; add "
+            f"algo.advantage ({name_of(advantage)}) needs a critic, but algo.loss ({names}) trains none; add "
             "value"
         )
 
@@ -254,17 +254,17 @@ def _check_critic(plugins: Mapping[str, Sequence[Any]], own_critic: bool) -> Non
 def _check_sequence_ratio(plugins: Mapping[str, Sequence[Any]]) -> None:
     """Check that a loss with one ratio per response has a reducer that gives all responses the same weight."""
     (reducer,) = plugins["reducer"]
-    names = [type(term).__name__ for term in plugins["loss"] if term.per_sequence]
+    names = [name_of(term) for term in plugins["loss"] if term.per_sequence]
     if names and isinstance(reducer, TokenMean | Constant):
         raise UserError(
-            f"algo.loss ({names[0]}) has one ratio per response, but algo.reducer ({type(reducer).__name__}) gives "
+            f"algo.loss ({names[0]}) has one ratio per response, but algo.reducer ({name_of(reducer)}) gives "
             "long responses more weight; use algo.reducer = sequence_mean"
         )
 
 
 def _check_average(anchor: str, plugins: Mapping[str, Sequence[Any]]) -> None:
     """Check that one hook averages the weights if the anchor or a plug-in uses the average, and none otherwise."""
-    averaging = [type(hook).__name__ for hook in plugins["hooks"] if type(hook).average is not Hook.average]
+    averaging = [name_of(hook) for hook in plugins["hooks"] if type(hook).average is not Hook.average]
     is_needed = "ewma" in ANCHOR_NEEDS[anchor].union(
         *(p.needs() for field_plugins in plugins.values() for p in field_plugins)
     )
@@ -283,9 +283,7 @@ def _check_average(anchor: str, plugins: Mapping[str, Sequence[Any]]) -> None:
 
 def _check_reference(plugins: Mapping[str, Sequence[Any]]) -> None:
     """Check that at most one hook updates the reference model, and that a plug-in then uses the model."""
-    updating = [
-        type(hook).__name__ for hook in plugins["hooks"] if type(hook).reference is not Hook.reference
-    ]
+    updating = [name_of(hook) for hook in plugins["hooks"] if type(hook).reference is not Hook.reference]
     if updating and "ref" not in frozenset().union(
         *(p.needs() for field_plugins in plugins.values() for p in field_plugins)
     ):
@@ -325,13 +323,13 @@ def _check_single_samples(size_text: str, plugins: Mapping[str, Sequence[Any]]) 
     (advantage,) = plugins["advantage"]
     if advantage.compares and any(term.policy for term in plugins["loss"]):
         raise UserError(
-            f"{size_text}, but algo.advantage ({type(advantage).__name__}) compares the samples of a group; use "
+            f"{size_text}, but algo.advantage ({name_of(advantage)}) compares the samples of a group; use "
             "group_size >= 2"
         )
     for i, planner in enumerate(plugins["planners"]):
         if isinstance(planner, Dapo):
             raise UserError(
-                f"{size_text}, but algo.planners[{i}] (Dapo) drops groups of equal rewards; use group_size >= 2"
+                f"{size_text}, but algo.planners[{i}] (dapo) drops groups of equal rewards; use group_size >= 2"
             )
 
 
@@ -343,22 +341,22 @@ def _check_growth(start: int, size: int, planners: Sequence[Planner]) -> None:
         size: rollout.group_size.
         planners: planners of the config.
     """
-    growing = [type(p).__name__ for p in planners if p.limit(start) > start]
+    growing = [name_of(p) for p in planners if p.limit(start) > start]
     for exclusive, reason in (
-        ("Xrpo", "assigns all additional samples of a group"),
-        ("Explore", "sets the size of groups"),
+        ("xrpo", "assigns all additional samples of a group"),
+        ("explore", "sets the size of groups"),
     ):
         if len(growing) > 1 and exclusive in growing:
             raise UserError(f"algo.planners ({', '.join(growing)}): {exclusive} {reason}; remove the others")
     for i, planner in enumerate(planners):
         if isinstance(planner, Explore) and not planner.first <= size <= planner.largest > planner.first:
             raise UserError(
-                f"algo.planners[{i}] (Explore): rollout.group_size = {size} is the size of a group without probes; "
+                f"algo.planners[{i}] (explore): rollout.group_size = {size} is the size of a group without probes; "
                 f"expected a size between first = {planner.first} and largest = {planner.largest}, which must differ"
             )
         if isinstance(planner, Dars | Xrpo) and planner.largest <= start:
             raise UserError(
-                f"algo.planners[{i}] ({type(planner).__name__}).largest = {planner.largest}: expected more than the "
+                f"algo.planners[{i}] ({name_of(planner)}).largest = {planner.largest}: expected more than the "
                 f"{start} samples that groups start with (rollout.group_size = {size})"
             )
 
@@ -372,20 +370,20 @@ def _check_odd(size: int, size_text: str, planners: Sequence[Planner], selectors
         planners: planners of the config.
         selectors: selectors of the config.
     """
-    needs = "algo.advantage (McGrpo) needs an odd number of samples"
+    needs = "algo.advantage (mc_grpo) needs an odd number of samples"
     if size % 2 == 0:
         raise UserError(f"{size_text} gives groups of {size}, but {needs}; use algo.planners = [mc_grpo]")
     for i, planner in enumerate(planners):
         if planner.limit(size) > size and not isinstance(planner, Lens):  # its selector restores the size
             raise UserError(
-                f"algo.planners[{i}] ({type(planner).__name__}) lets groups of {size} grow to any size up to "
+                f"algo.planners[{i}] ({name_of(planner)}) lets groups of {size} grow to any size up to "
                 f"{planner.limit(size)}, but {needs}; use another advantage, for example dr_grpo"
             )
     for i, selector in enumerate(selectors):
         remaining = selector.size_of(size)
         if remaining is not None and remaining % 2 == 0:
             raise UserError(
-                f"algo.selectors[{i}] ({type(selector).__name__}) leaves {remaining} of groups of {size}, but "
+                f"algo.selectors[{i}] ({name_of(selector)}) leaves {remaining} of groups of {size}, but "
                 f"{needs}; set `keep` so that the number is odd"
             )
         size = size if remaining is None else remaining
@@ -399,7 +397,7 @@ def _check_batch_scaling(config: Config, plugins: Mapping[str, Sequence[Any]]) -
     for i, hook in enumerate(plugins["hooks"]):
         if isinstance(hook, BatchScaling) and batch == hook.samples and largest_size(planners, size) == start:
             raise UserError(
-                f"algo.hooks[{i}] (BatchScaling).samples = {hook.samples} equals the samples of an update "
+                f"algo.hooks[{i}] (brorl).samples = {hook.samples} equals the samples of an update "
                 f"({config.rollout.groups_per_step} groups of {start} over {config.algo.minibatches} mini-batches), "
                 "so the factor of the learning rate is 1; increase the batch, or remove the hook"
             )
@@ -422,7 +420,7 @@ def _check_overlong(config: Config, plugins: Mapping[str, Sequence[Any]]) -> Non
     for i, shaping in enumerate(plugins["shaping"]):
         if isinstance(shaping, Overlong) and shaping.cap - shaping.buffer >= longest:
             raise UserError(
-                f"algo.shaping[{i}] (Overlong): cap = {shaping.cap} minus buffer = {shaping.buffer}: expected less "
+                f"algo.shaping[{i}] (overlong): cap = {shaping.cap} minus buffer = {shaping.buffer}: expected less "
                 f"than rollout.max_response_tokens = {longest}; otherwise no response is penalised"
             )
 

@@ -45,7 +45,7 @@ class PromptChooser(Plugin):
     """Base of prompt choosers: map a group id to a prompt index and a template."""
 
     def index(self, group_id: int) -> int:
-        """Return the index of the prompt in its source."""
+        """Return the index of the group's prompt in the source."""
         return group_id
 
     def template(self, group_id: int) -> Template:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -235,6 +236,18 @@ def make(field: str, kind: str, spec: Spec) -> Any:
         raise UserError(f"{field} = {spec.name!r}: expected a subclass of {KINDS[kind][0]}, or a function")
     evidence_of(plugin)
     return parse_params(field, plugin, spec.params)
+
+
+def name_of(plugin: Plugin) -> str:
+    """Return the name of a plug-in: its short name in a config, or else the name of its class or function."""
+    cls = type(plugin)
+    return _short_names().get(f"{cls.__module__}:{cls.__name__}", cls.__name__)
+
+
+@functools.cache
+def _short_names() -> dict[str, str]:
+    """Return import path of each built-in plug-in -> its short name."""
+    return {path: name for names in TABLE.values() for name, path in names.items()}
 
 
 def make_all(section: AlgoSection, fields: Collection[str] = SECTION_KINDS) -> dict[str, list[Any]]:

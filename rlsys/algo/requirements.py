@@ -12,6 +12,7 @@ from rlsys.algo.hooks import Hook
 from rlsys.algo.losses import Loss, UpdatePlugin
 from rlsys.algo.plugin import Plugin
 from rlsys.algo.reducers import Reducer
+from rlsys.algo.registry import name_of
 from rlsys.algo.selectors import Selector
 from rlsys.algo.shaping import Shaping
 
@@ -101,7 +102,7 @@ class Requirements:
             whole_samples=any(p.whole_samples for p in (*losses, *corrections)),
             skips_zero=_skips_zero(plugins, advantage, losses, has_late_advantages),
             looks_ahead=tuple(_look_ahead_reasons(plugins, current, anchor_needs)),
-            needs_whole_step=tuple(type(p).__name__ for p in whole_step),
+            needs_whole_step=tuple(name_of(p) for p in whole_step),
         )
 
 
@@ -174,6 +175,6 @@ def _look_ahead_reasons(
     """Yield a phrase for each plug-in that needs signals in `current` before the loss is called."""
     for plugin in plugins:
         if signals := sorted(plugin.needs_before() & current):
-            yield f"{type(plugin).__name__} needs {' and '.join(signals)} before the loss"
+            yield f"{name_of(plugin)} needs {' and '.join(signals)} before the loss"
         elif anchor_needs & current and isinstance(plugin, UpdatePlugin) and plugin.prepares:
-            yield f"{type(plugin).__name__} needs a whole update before its backward pass"
+            yield f"{name_of(plugin)} needs a whole update before its backward pass"

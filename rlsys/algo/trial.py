@@ -26,7 +26,7 @@ from rlsys.algo.figures import loss_metrics
 from rlsys.algo.objective import Objective, StepPlan
 from rlsys.algo.planners import start_size
 from rlsys.algo.plugin import Plugin
-from rlsys.algo.registry import make_all
+from rlsys.algo.registry import make_all, name_of
 from rlsys.algo.requirements import Requirements
 from rlsys.config import Config
 from rlsys.core.errors import RlsysError, UserError
@@ -300,11 +300,11 @@ def _backward(objective: Objective, part: Batch, denominator: float, outcome: Ou
 
 
 def _failing_plugin(tb: TracebackType | None) -> str:
-    """Return " (CLASS)" for the innermost plug-in of a traceback; empty if there is none."""
+    """Return " (NAME)" for the innermost plug-in of a traceback; empty if there is none."""
     label = ""
     while tb is not None:
         owner: Any = tb.tb_frame.f_locals.get("self", tb.tb_frame.f_locals.get("_self"))
         if isinstance(owner, Plugin):
-            label = f" ({type(owner).__name__})"
+            label = f" ({name_of(owner)})"
         tb = tb.tb_next
     return label

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -529,21 +529,44 @@ def _check_layer_kinds(raw: dict[str, Any], fields: dict[str, Any], family: Fami
     Raises:
         UserError: They disagree.
     """
-    dense = [field for field in _DENSE_LAYERS if field in fields]
-    if family.moe and "mlp_layer_types" in fields and dense:
-        without_list = {name: value for name, value in raw.items() if name != "mlp_layer_types"}
-        if _moe_layers(raw, family, source) != _moe_layers(without_list, family, source):
-            raise UserError(
-                f"{source}: mlp_layer_types = {raw['mlp_layer_types']!r:.80} and {dense[0]} = {raw[dense[0]]!r:.80}: "
-                "expected the same layers, or one of them"
-            )
-    if family.delta_net and "layer_types" in fields and "full_attention_interval" in fields:
-        unnamed = {name: value for name, value in raw.items() if name != "layer_types"}
-        if _linear_layers(raw, source) != _linear_layers(unnamed, source):
-            raise UserError(
-                f"{source}: layer_types = {raw['layer_types']!r:.80} and full_attention_interval = "
-                f"{raw['full_attention_interval']!r:.80}: expected the same layers, or one of them"
-            )
+    if family.moe and "mlp_layer_types" in fields:
+        competing_fields = [field for field in _DENSE_LAYERS if field in fields]
+        _check_agreement(
+            raw, "mlp_layer_types", competing_fields, lambda raw: _moe_layers(raw, family, source), source
+        )
+    if family.delta_net and "layer_types" in fields:
+        competing_fields = [field for field in ("full_attention_interval",) if field in fields]
+        _check_agreement(
+            raw, "layer_types", competing_fields, lambda raw: _linear_layers(raw, source), source
+        )
+
+
+def _check_agreement(
+    raw: dict[str, Any],
+    list_field: str,
+    competing_fields: Sequence[str],
+    layers_of: Callable[[dict[str, Any]], tuple[bool, ...]],
+    source: str,
+) -> None:
+    """Check that a list of the layers' kinds and the fields that compete with it determine the same layers.
+
+    Args:
+        raw: The normalised fields.
+        list_field: Field with the list.
+        competing_fields: Fields of config.json that determine the same layers; empty: the list competes with none.
+        layers_of: Returns the layers that normalised fields determine; the list has precedence over other fields.
+        source: Path of the file, for errors.
+
+    Raises:
+        UserError: The layers differ.
+    """
+    without_list = {field: value for field, value in raw.items() if field != list_field}
+    if competing_fields and layers_of(raw) != layers_of(without_list):
+        competing_values = ", ".join(f"{field} = {raw[field]!r:.80}" for field in competing_fields)
+        raise UserError(
+            f"{source}: {list_field} = {raw[list_field]!r:.80} and {competing_values}: expected the same layers, or "
+            f"only {list_field}"
+        )
 
 
 def _moe_layers(raw: dict[str, Any], family: Family, source: str) -> tuple[bool, ...]:

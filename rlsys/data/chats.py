@@ -178,7 +178,8 @@ def _answer(
         turns = [i for i, m in enumerate(answer) if isinstance(m, dict) and m["role"] == "assistant"]
         if isinstance(answer, str) or not turns:
             raise UserError(
-                f"{location}: {key} has no turn of the assistant; expected one, or a prompt in the row"
+                f"{location}: the row has no prompt, and {key} has no message with the role assistant; "
+                "expected one of them"
             )
         first = turns[0] if all_turns else turns[-1]
         tools = tools_of(row, config.data.keys.tools, location)

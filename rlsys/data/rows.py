@@ -294,10 +294,10 @@ def read_messages(messages: list[Any], location: str) -> list[Message]:
     Raises:
         RowError: an item is not a message, or a message has other content than text.
     """
-    return [_message(m, location) for m in messages]
+    return [_parse_message(m, location) for m in messages]
 
 
-def _message(message: Any, location: str) -> Message:
+def _parse_message(message: Any, location: str) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RowError(
             f'{location}: a message is {str(message)[:80]!r}; expected {{"role": ..., "content": ...}}'
@@ -306,14 +306,24 @@ def _message(message: Any, location: str) -> Message:
     fields = {k: v for k, v in message.items() if v is not None}
     content = fields.get("content", "")
     if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else describe_type(part)
-                raise RowError(f"{location}: a message has a part of type {kind}; expected text only")
-        content = "".join(part["text"] for part in content)
+        content = _join_text(content, location)
     if not isinstance(content, str):
         raise RowError(f"{location}: the content of a message is {describe_type(content)}; expected a text")
     return {**fields, "content": content}
+
+
+def _join_text(parts: list[Any], location: str) -> str:
+    """Join the text parts of a message's content.
+
+    Raises:
+        RowError: a part has no text.
+    """
+    for part in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise RowError(
+                f'{location}: a message has the part {part!r:.80}; expected {{"type": "text", "text": ...}}'
+            )
+    return "".join(part["text"] for part in parts)
 
 
 def _with_answer(row: Entry, key: str | None, location: str) -> Entry:

@@ -40,6 +40,7 @@ _BOM = codecs.BOM_UTF8
 _CHUNK = 2**25
 """Bytes that a scan of a file reads at once."""
 _ROWS_AT_ONCE = 10_000
+_TOO_DEEP = "the JSON is nested too deeply; expected JSON that Python's parser accepts"
 _LONGEST_INTEGER = 4000
 """Maximum number of digits of an integer; Python converts at most 4,300."""
 
@@ -161,7 +162,7 @@ class JsonFile:
         try:
             return _DECODER.decode(data.decode())
         except RecursionError:
-            raise RowError(f"{self.location(number)}: not JSON: nested too deeply") from None
+            raise RowError(f"{self.location(number)}: {_TOO_DEEP}") from None
         except UnicodeDecodeError as e:
             raise RowError(f"{self.location(number)}: not UTF-8 text: {e.reason} at byte {e.start}") from None
         except json.JSONDecodeError as e:
@@ -282,7 +283,7 @@ def _parse_array(path: Path, data: Data) -> JsonFile:
     except json.JSONDecodeError as e:
         raise UserError(f"{path}:{e.lineno}: not JSON: {e.msg} at column {e.colno}") from None
     except RecursionError:
-        raise UserError(f"{path}: not JSON: nested too deeply") from None
+        raise UserError(f"{path}: {_TOO_DEEP}") from None
     rows: list[bytes] = []
     lines: list[int] = []
     line = 1  # of the last row's start

@@ -253,7 +253,11 @@ async def evaluate(
 
 
 def write_answers(path: Path, tokenizer: Tokenizer, items: list[EvalItem], verdicts: list[Verdict]) -> None:
-    """Write one JSON object per prompt: texts, tokens, reward or the reason why there is none, and correctness."""
+    """Write one JSON object per prompt.
+
+    An object has the texts of prompt and response, the reward or the reason why there is none, whether the response
+    is correct, its final answer, the sample's status and number of sampled tokens, and the prompt's location.
+    """
     with disk_errors(path), path.open("w", encoding="utf-8") as file:
         for (sample, prompt), verdict in zip(items, verdicts, strict=True):
             entry = {

@@ -158,7 +158,12 @@ class Generations:
                 del self._by_sample[generation.sample.sample_id]
 
     async def _generate(self, generation: Generation, model: ServedModel) -> None:
-        """Generate one response. Raises as `Generation.arrivals`."""
+        """Generate one response.
+
+        Raises:
+            Unavailable: no engine could serve the request in time.
+            PoisonRequest: engines died or failed on the request.
+        """
         request, sample = generation.request, generation.sample
         async with self._slots:
             try:

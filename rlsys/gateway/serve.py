@@ -82,7 +82,7 @@ def read_tokens(options: RouterOptions) -> Tokens:
     admin = _read_token("--admin-token-file", options.admin_token_file)
     if client is not None and client == admin:
         raise UserError(
-            f"--admin-token-file {options.admin_token_file}: has the same token as --token-file; expected another"
+            f"--admin-token-file {options.admin_token_file}: the token is that of --token-file; expected another"
         )
     return Tokens(client, admin)
 
@@ -121,7 +121,16 @@ def run_router(options: RouterOptions) -> None:
 
 
 async def serve(options: RouterOptions, tokens: Tokens, identity: Identity = ANONYMOUS) -> None:
-    """Serve until SIGTERM or SIGINT. `identity`: the keys of the engines. Raises as `run_router`."""
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        options: options of `rlsys router`.
+        tokens: tokens of the HTTP server.
+        identity: the keys of the engines.
+
+    Raises:
+        UserError: the port is in use, or the vocabulary size is unknown.
+    """
     raise_descriptors(
         2 * options.limits.samples,
         "rlsys router: a connection of the client and one of the engine for each sample",

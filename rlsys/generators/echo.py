@@ -133,8 +133,8 @@ class Echo(TreeGenerator):
             growing = [b for b in growing if b in branches]
             group_confidence = sum(b.confidence for b in growing) / max(1, len(growing))
             for branch in growing:
-                forks = width(entropies[id(branch)], group_confidence, self._p.widest)
-                self._fork(tree, branches, branch, start, end, forks)
+                branch_width = width(entropies[id(branch)], group_confidence, self._p.widest)
+                self._fork(tree, branches, branch, start, end, branch_width)
             start = end
 
     def _window_means(self, tree: Tree, branch: Branch, start: int, end: int) -> tuple[float, float]:
@@ -169,27 +169,29 @@ class Echo(TreeGenerator):
                 self.counts["tree_pruned"] += 1
 
     def _fork(
-        self, tree: Tree, branches: list[Branch], branch: Branch, start: int, end: int, forks: int
+        self, tree: Tree, branches: list[Branch], branch: Branch, start: int, end: int, width: int
     ) -> None:
         """Fork a branch at the most uncertain token of a window.
 
+        The forks begin with the likeliest alternatives to this token.
+
         Args:
             tree: the tree.
-            branches: all branches, to which the new ones are added.
-            branch: the branch.
-            start: first token of the window.
-            end: end of the window.
-            forks: number of branches afterwards, including `branch`; less if the group has too few free samples.
+            branches: all branches of the tree; the new ones are appended.
+            branch: branch to fork.
+            start: index of the window's first response token.
+            end: index after the window's last response token.
+            width: desired number of branches, including `branch`; the group's free samples limit it.
         """
         entropies = [
             (Certainty(tops).entropy, -i) for i in range(start, end) if (tops := tree.tops(branch.sample, i))
         ]
-        if forks < 2 or not entropies:
+        if width < 2 or not entropies:
             return
         position = -max(entropies)[1]  # the first of equally uncertain tokens
         sampled_id = branch.sample.response_ids[position]
         alternatives = [(p, token) for p, token in tree.tops(branch.sample, position) if token != sampled_id]
-        for logp, token in alternatives[: min(forks - 1, len(tree.free))]:
+        for logp, token in alternatives[: min(width - 1, len(tree.free))]:
             sample = tree.fork(branch.sample, position, Forced(token, logp))
             child = Branch(sample, branch.confidence, branch.lowest_confidence)
             branch.children.append(child)

@@ -831,7 +831,10 @@ def _multi_token_prediction(d: Draft) -> None:
 
 
 def _lora(d: Draft) -> None:
-    """Translate the adapters of Miles, a fork of slime. Their matrices have Hugging Face's names."""
+    """Translate the LoRA options of Miles, a fork of slime.
+
+    `--target-modules` uses Hugging Face's module names, as `trainer.lora.targets` does.
+    """
     rank = d.integer("--lora-rank", 0)
     if rank <= 0 and not d.is_unresolved("--lora-rank"):
         return

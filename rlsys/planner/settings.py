@@ -56,7 +56,7 @@ def settings(
 
     Args:
         config: the config.
-        hf: its model.
+        hf: configuration of the model.
         gpus: number of GPUs; None for the layout of the config only.
         machine: the GPU; None if the memory is not checked.
     """
@@ -75,14 +75,14 @@ def settings(
 def _variants(
     config: Config, hf: HFConfig, machine: Machine | None, layout_name: str, layout: Changes
 ) -> Iterator[Setting | str]:
-    """Yield the settings of a layout with each N'/N and staleness.
+    """Yield the settings of a layout for each N'/N and staleness; for an impossible setting, its name and the reason.
 
     Args:
         config: the config.
-        hf: its model.
+        hf: configuration of the model.
         machine: the GPU; None if the memory is not checked.
         layout_name: description of the layout.
-        layout: changes of the config for the layout.
+        layout: config fields that the layout changes.
     """
     for over in _OVER_PROVISIONS:
         ages = {0} if over == 1.0 else {config.rollout.max_staleness or _DEFAULT_AGE}

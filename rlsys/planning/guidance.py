@@ -28,8 +28,8 @@ class Guidance:
         self._judge, self._tokenizer = judge, tokenizer
         self.counts: dict[str, float] = {"guided": 0, "guidance_missing": 0}
 
-    async def of(self, prompt: Prompt, samples: Sequence[Sample]) -> list[int] | None:
-        """Return the token ids of the prompt with guidance; None if the judge gives no guidance.
+    async def guided_prompt_ids(self, prompt: Prompt, samples: Sequence[Sample]) -> list[int] | None:
+        """Request guidance from the judge, and return the ids of the prompt with it; None if the judge gives none.
 
         Args:
             prompt: the group's prompt.

@@ -269,7 +269,9 @@ class Planning:
         for planner in self._planners:
             if indices := planner.needs_guidance(group):
                 assert self._guidance is not None, "preflight requires data.judge"
-                ids = await self._guidance.of(prompt, load([group.samples[index] for index in indices]))
+                ids = await self._guidance.guided_prompt_ids(
+                    prompt, load([group.samples[index] for index in indices])
+                )
                 if ids is not None:
                     planner.receive_guidance(group.group_id, ids)
 

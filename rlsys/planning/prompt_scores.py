@@ -43,7 +43,8 @@ class ReferenceScores:
 
         Raises:
             RefusedRequest: the reference engine refuses the prompt.
-            RunError: the reference engine is unavailable for longer than the time limit.
+            RunError: the reference engine is unavailable for longer than the time limit; the message has the last
+                error.
         """
         policy, reference = await asyncio.gather(
             self._router.prompt_logprobs(ids), self._reference_logprobs(ids)
@@ -53,6 +54,7 @@ class ReferenceScores:
 
     async def _reference_logprobs(self, ids: list[int]) -> list[float]:
         """Return the reference's log-prob of each token but the first; repeat the request while it is unavailable."""
+        url, last_error = self._reference.url, "no response"
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
@@ -61,11 +63,10 @@ class ReferenceScores:
                     except (*DeadEngine, EngineError) as e:
                         if isinstance(e, EngineError) and e.status in REFUSAL_STATUSES:
                             raise RefusedRequest(f"engine.reference: {e}") from None
-                        log.warning(
-                            "engine.reference: %s does not respond: %s", self._reference.url, e or type(e)
-                        )
+                        last_error = str(e) or type(e).__name__
+                        log.warning("engine.reference: %s is unavailable: %s", url, last_error)
                         await asyncio.sleep(RETRY_SECONDS)
         except TimeoutError:
             raise RunError(
-                f"engine.reference: {self._reference.url} has not responded for {self._timeout_s:g} s"
+                f"engine.reference: {url} was unavailable for {self._timeout_s:g} s; last error: {last_error}"
             ) from None

@@ -10,6 +10,7 @@ from typing import Any
 
 from rlsys.config import Config
 from rlsys.core.errors import UserError
+from rlsys.core.texts import load_json
 from rlsys.core.types import Prompt, Response
 from rlsys.data.tokenizer import Tokenizer
 from rlsys.rewards.answer import final_answer
@@ -113,9 +114,15 @@ def _read_schema(file: str) -> Any:
         UserError: the file cannot be read, or is not JSON.
     """
     try:
-        return json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise UserError(f"data.reward: json_schema: schema = {file!r}: cannot read the file: {e}") from None
+        return load_json(Path(file).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise UserError(
+            f"data.reward: json_schema: schema = {file!r}: cannot read the file: {e.strerror}"
+        ) from None
+    except ValueError as e:
+        raise UserError(
+            f"data.reward: json_schema: schema = {file!r}: {e}; expected a JSON Schema in UTF-8"
+        ) from None
 
 
 def _json_text(response: Response, plain: str) -> str:

@@ -163,10 +163,14 @@ async def _first_success(
 
 
 def _check_prompts(config: Config, tokenizer: Tokenizer, source: PromptSource) -> list[str]:
-    """Return lines about unusable prompts, and about characters that the model cannot read.
+    """Check the training and held-out prompts.
+
+    Returns:
+        Remarks for the user, one line each: prompts too long for the teacher, counts of rows, missing held-out rows,
+        unusable prompts, and characters without a token.
 
     Raises:
-        UserError: no prompt of a kind is usable.
+        UserError: the source is invalid, or all checked training prompts or all held-out prompts are unusable.
     """
     limits = prompt_limits(config)
     with one_line_errors(f"data.source = {config.data.source!r}"):

@@ -192,26 +192,35 @@ def _command(
         except msgspec.DecodeError as e:
             return web.Response(status=400, text=f"{request.path}: the body is no valid request: {e}")
         except RunError as e:
-            code, body = encode_error(e)
-            return web.Response(status=code, body=body)
+            return _error_response(e)
         request_id = request.headers.get(REQUEST_HEADER, "")
         (outcome,) = await asyncio.gather(
             dedup.run_once(request_id, lambda: run(message)), return_exceptions=True
         )
-        if not isinstance(outcome, BaseException):
-            return web.Response(body=encode(outcome))
-        if not isinstance(outcome, Exception):
+        if isinstance(outcome, Exception):
+            error = _as_rlsys_error(outcome, request.path[1:])
+            log.error("%s: %s", request.path, error)
+            return _error_response(error)
+        if isinstance(outcome, BaseException):
             raise outcome
-        error = outcome
-        if not isinstance(error, RlsysError):
-            text = shorten(f"{type(outcome).__name__}: {outcome}{source_location(outcome)}", LONGEST_REASON)
-            error = RunError(f"rollout process: {request.path[1:]} failed: {text}; see rollout.log")
-            log.error("%s", request.path, exc_info=outcome)
-        log.error("%s: %s", request.path, error)
-        code, body = encode_error(error)
-        return web.Response(status=code, body=body)
+        return web.Response(body=encode(outcome))
 
     return handle
+
+
+def _as_rlsys_error(error: Exception, command: str) -> RlsysError:
+    """Return an RlsysError unchanged; log another exception, and return a RunError with its type and location."""
+    if isinstance(error, RlsysError):
+        return error
+    log.error("/%s", command, exc_info=error)
+    text = shorten(f"{type(error).__name__}: {error}{source_location(error)}", LONGEST_REASON)
+    return RunError(f"rollout process: {command} failed: {text}; see rollout.log")
+
+
+def _error_response(error: RlsysError) -> web.Response:
+    """Return the response with an error."""
+    code, body = encode_error(error)
+    return web.Response(status=code, body=body)
 
 
 class EngineWatch:

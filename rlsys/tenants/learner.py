@@ -240,7 +240,7 @@ def check_data(data: Sequence[Datum], kind: LossKind, vocab_size: int, context: 
         UserError: there is no datum, or a datum is invalid.
     """
     if not data:
-        raise UserError("forward_backward: data is empty; expected at least one datum")
+        raise UserError("data is empty; expected at least one datum")
     for number, datum in enumerate(data):
         _check_datum(f"datum {number}", datum, kind, vocab_size, context)
 
@@ -259,8 +259,9 @@ def _check_datum(name: str, datum: Datum, kind: LossKind, vocab_size: int, conte
     for input_name, values in datum.inputs.items():
         if len(values) != n:
             raise UserError(f"{name}: {len(values)} {input_name} for {n} tokens of model_input; expected {n}")
-        if input_name != "target_tokens" and not np.isfinite(values).all():
-            raise UserError(f"{name}: {input_name} has a value that is not finite; expected finite numbers")
+        if input_name != "target_tokens" and not (finite := np.isfinite(values)).all():
+            i = int(np.argmin(finite))
+            raise UserError(f"{name}: {input_name}[{i}] = {values[i]}; expected a finite number")
     targets = datum.inputs["target_tokens"]
     if not np.issubdtype(targets.dtype, np.integer):
         raise UserError(f"{name}: target_tokens have the type {targets.dtype}; expected int64")

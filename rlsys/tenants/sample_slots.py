@@ -32,15 +32,15 @@ class SampleSlots:
     the number of adapters blocks only other requests with adapters.
     """
 
-    def __init__(self, samples: int, adapters: int) -> None:
+    def __init__(self, slots: int, max_adapters: int) -> None:
         """Create the slots.
 
         Args:
-            samples: number of slots.
-            adapters: largest number of different adapters in the engine at once.
+            slots: number of slots.
+            max_adapters: largest number of different adapters in the engine at once.
         """
-        self._samples, self._adapters = samples, adapters
-        self._free = samples
+        self._slots, self._max_adapters = slots, max_adapters
+        self._free = slots
         self._active: Counter[str] = Counter()
         """Name of an adapter -> number of its requests in the engine."""
         self._queues: dict[tuple[str, bool], deque[_Request]] = {}
@@ -55,7 +55,7 @@ class SampleSlots:
             adapter: name of the adapter; None: the base model.
             samples: number of samples. If it is larger than the number of slots, all slots are reserved.
         """
-        request = _Request(adapter, min(samples, self._samples))
+        request = _Request(adapter, min(samples, self._slots))
         self._queues.setdefault((tenant, adapter is not None), deque()).append(request)
         self._admit()
         try:
@@ -101,4 +101,4 @@ class SampleSlots:
 
     def _fits(self, adapter: str) -> bool:
         """Return whether the engine can get a request with this adapter."""
-        return adapter in self._active or len(self._active) < self._adapters
+        return adapter in self._active or len(self._active) < self._max_adapters

@@ -313,7 +313,11 @@ class RelayPush:
         return True
 
     def _feed_from_holder(self, member: _Member) -> bool:
-        """Let a host of the member's chain that has all pieces send them to it. Return whether a host does."""
+        """Make another host of the chain that has all pieces send them to `member`.
+
+        Returns:
+            Whether a host accepted the request; False if no host did, or if `member` did not accept a new token.
+        """
         for url, (chain, holder) in list(self._holders.items()):
             if chain != member.chain or url == member.engine.url:
                 continue
@@ -323,7 +327,7 @@ class RelayPush:
             try:
                 post(holder, call, self._seconds)
             except (EngineUnreachable, RunError):
-                del self._holders[url]  # restarted meanwhile, or dead
+                del self._holders[url]  # The host has restarted or is dead.
                 continue
             return True
         return False

@@ -127,7 +127,10 @@ def load_record(config: Config) -> RunRecord | None:
 
 
 class ReplayStops:
-    """Stops the samples of this process where the record says. Owns the number of train steps in the weights."""
+    """Interrupts the samples of this process at their recorded token counts.
+
+    Resumes each one under its recorded weights. Owns the number of train steps in the engines' weights.
+    """
 
     def __init__(self, record: RunRecord) -> None:
         self._record = record
@@ -177,7 +180,10 @@ class ReplayStops:
 
 
 class ReplaySchedule:
-    """Admits groups and assigns them to train steps as recorded. Owns the number of train steps in the weights."""
+    """Admits groups and assigns them to train steps as recorded.
+
+    Owns the number of train steps in the engines' weights.
+    """
 
     def __init__(self, record: RunRecord, buffer: RolloutBuffer) -> None:
         self._record = record

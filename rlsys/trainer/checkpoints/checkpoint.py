@@ -165,7 +165,16 @@ def _learner_state(learner: Learner, prefix: str, loading: bool) -> dict[str, An
 
 
 def _shard_like_weights(model: Chunks, prefix: str, totals: dict[str, Tensor]) -> dict[str, Any]:
-    """Describe averages of weights, by parameter, as shards like those of the weights: any layout can load them."""
+    """Return sharded tensors of the averages, with the sharding of the weights, so that any layout can load them.
+
+    Args:
+        model: Model whose weights define the sharding.
+        prefix: Prefix of the averages' keys in the checkpoint.
+        totals: Parameter name -> this rank's average.
+
+    Returns:
+        Parameter name -> sharded tensor.
+    """
     weight_shards = model.shards(prefix)
     shards = {}
     for name, value in totals.items():

@@ -256,8 +256,9 @@ def block_spec(
     Args:
         transformer: Megatron's config.
         hf: The model's configuration.
-        stage: Virtual pipeline stage; None: there is one.
-        transformer_engine: Whether layers are Transformer Engine's, instead of Megatron's with PackedAttention.
+        stage: Index of the virtual pipeline stage; None without virtual stages (vpp = 1).
+        transformer_engine: Whether to use Transformer Engine's layers; otherwise Megatron's local layers with
+            PackedAttention.
     """
     spec = get_gpt_decoder_block_spec(
         transformer, transformer_engine, normalization="RMSNorm", vp_stage=stage
@@ -387,8 +388,9 @@ def chunk(
     Args:
         transformer: Megatron's config.
         hf: The model's configuration.
-        stage: Virtual pipeline stage; None: there is one.
-        transformer_engine: Whether layers are Transformer Engine's.
+        stage: Index of the virtual pipeline stage; None without virtual stages (vpp = 1).
+        transformer_engine: Whether to use Transformer Engine's layers; otherwise Megatron's local layers with
+            PackedAttention.
     """
     stage_fields = {"ignore_virtual": False, "vp_stage": stage}
     layers = block_spec(transformer, hf, stage, transformer_engine)

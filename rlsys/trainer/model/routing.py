@@ -106,7 +106,7 @@ class Sequences(NamedTuple):
 
 
 def _valid_routes(routes: NDArray[np.unsignedinteger], experts: int) -> NDArray[np.bool_]:
-    """Return which tokens have a possible selection of distinct experts below `experts` in every layer, `[n]`.
+    """Return, for each token, whether its expert ids are distinct and below `experts` in every layer, `[n]`.
 
     `routes`: `[n, layers, k]`.
     """

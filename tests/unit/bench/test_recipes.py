@@ -110,8 +110,9 @@ def test_a_page_of_measured_runs(tmp_path: Path) -> None:
         "|---|---|---|---|---|---|---|",
         "| full | 0 | 0.050 | 0.400 | 0.500 | 2 | 1 |",
         "",
-        "Full form, accuracy on 256 held-out prompts.",
-        "Interval of five seeds after RL: not yet measured. Gain by RL: not yet measured.",
+        "The full form reports the accuracy on 256 held-out prompts.",
+        "The number of seeds is 1; an interval needs at least five.",
+        "The gain by RL is not yet measured.",
         "",
         "![learning curve](curve.svg)",
     ]

@@ -138,7 +138,7 @@ def test_submit_notes_a_method_implemented_from_its_abstract(capsys: pytest.Capt
     assert main.main(["submit", recipe, "--dry-run"]) == 0
     stderr = capsys.readouterr().err
     assert stderr.startswith(
-        "rlsys: note: algo.corrections[0] (MinPro) has evidence A (a reading of the abstract)"
+        "rlsys: note: algo.corrections[0] (minpro) has evidence A (a reading of the abstract)"
     )
     assert stderr.count("\n") == 1
 

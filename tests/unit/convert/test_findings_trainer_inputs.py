@@ -99,6 +99,11 @@ TWICE = {
     "kinds of layers and the first dense ones": (
         "glm-4.7-flash", {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]}, "first_k_dense_replace",
     ),
+    "kinds of layers, the first dense ones and their interval": (
+        "glm-4.7-flash",
+        {"mlp_layer_types": ["sparse"] * 4, "first_k_dense_replace": 0, "decoder_sparse_step": 2},
+        "first_k_dense_replace = 0, decoder_sparse_step = 2: expected the same layers, or only mlp_layer_types",
+    ),
     "kinds of layers and their interval": (
         "qwen3-next", {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}, "full_attention_interval",
     ),

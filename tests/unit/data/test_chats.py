@@ -136,7 +136,7 @@ def test_each_epoch_has_every_row_once_and_restarts_are_reproducible(model: Path
     [
         ("chats", {"text": "hello"}, "a.jsonl:1: expected completion or messages, found text"),
         ("chats", "hello", "a.jsonl:1: expected completion or messages, found a text"),
-        ("chats", {"messages": [user("1")]}, "messages has no turn of the assistant; expected one, or a prompt"),
+        ("chats", {"messages": [user("1")]}, "no prompt, and messages has no message with the role assistant"),
         ("chats", {"messages": [*CHAT, user("1")]}, "a.jsonl:1: the answer ends with the turn of user; expected the"),
         ("chats", {"messages": ["hi"]}, "a.jsonl:1: a message is 'hi'; expected"),
         ("chats", {"prompt": "1", "completion": 2}, "a.jsonl:1: completion is a number; expected a text or messages"),

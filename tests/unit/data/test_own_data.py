@@ -130,7 +130,13 @@ def test_empty_columns_of_a_table_are_no_part_of_a_message() -> None:
         (
             {"prompt": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]},
             {},
-            "here: a message has a part of type image; expected text only",
+            "here: a message has the part {'type': 'image', 'image': 'x.png'}; "
+            'expected {"type": "text", "text": ...}',
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "text"}]}]},
+            {},
+            'here: a message has the part {\'type\': \'text\'}; expected {"type": "text", "text": ...}',
         ),
         (
             {"messages": [*chat("1+1="), {"role": "assistant", "content": "2"}]},

@@ -181,7 +181,7 @@ def datum(**changes: list[float]) -> Datum:
         (datum(target_tokens=[2, -1]), "target_tokens has the id -1"),
         (datum(target_tokens=[2.0, 3.0]), "target_tokens have the type float"),
         (datum(weights=[1.0]), "1 weights for 2 tokens"),
-        (datum(weights=[1.0, math.nan]), "a value that is not finite"),
+        (datum(weights=[1.0, math.nan]), r"weights\[1\] = nan; expected a finite number"),
         (
             datum(mask=[1.0, 1.0]),
             "loss_fn_inputs mask, target_tokens, weights; expected target_tokens, weights",
