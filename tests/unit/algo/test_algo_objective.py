@@ -320,8 +320,8 @@ def test_early_backward_of_finished_groups_adds_up_to_the_whole_step() -> None:
     assert not objective.requirements.needs_whole_step
     assert not Objective(section()).requirements.needs_whole_step
     assert Objective(section(loss=["bapo"], hooks=["vcpo"])).requirements.needs_whole_step == (
-        "Bapo",
-        "EssScaling",
+        "bapo",
+        "vcpo",
     )
     assert Objective(section(advantage="reinforce_pp_baseline")).requirements.needs_whole_step == (
         "ReinforcePPBaseline",

@@ -54,7 +54,7 @@ LONG = "a" * 300
         (r'run.dir="a\0b"', r"run.dir: expected a path, found 'a\x00b' with a NUL character in it"),
         (
             "data.params={long_share: 2026-13-45}",
-            "override 'data.params={long_share: 2026-13-45}': a value cannot be",
+            "override 'data.params={long_share: 2026-13-45}': invalid timestamp",
         ),
         (f"run.seed={'9' * 5000}", "override 'run.seed=999"),
     ],

@@ -151,5 +151,5 @@ def test_the_trainer_assigns_each_token_its_turn_and_each_turn_its_reward() -> N
 
 
 def test_turn_advantages_reject_plugins_without_turn_support() -> None:
-    with pytest.raises(UserError, match="Mapo uses the rewards of turns, which Overlong does not"):
+    with pytest.raises(UserError, match="mapo uses the rewards of turns, which overlong does not"):
         Objective(section(advantage="mapo", shaping=["overlong"], loss=["clip"]))

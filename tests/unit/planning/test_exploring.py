@@ -125,7 +125,7 @@ def test_the_recipe_is_served_and_its_writers_are_counted() -> None:
         (["algo.planners=[]"], "role = explore, but no planner uses such engines"),
         (["engine.pools=[{name: a, count: 2}]"], "engine.pools has no pool with role = explore"),
         (["rollout.group_size=32"], r"rollout.group_size = 32 is the size of a group without probes"),
-        (["algo.planners=[explore, dars]"], "Explore sets the size of groups; remove the others"),
+        (["algo.planners=[explore, dars]"], "explore sets the size of groups; remove the others"),
     ],
 )
 def test_an_invalid_explore_config_is_a_one_line_error(overrides: list[str], told: str) -> None:
