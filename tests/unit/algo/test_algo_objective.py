@@ -324,7 +324,7 @@ def test_early_backward_of_finished_groups_adds_up_to_the_whole_step() -> None:
         "vcpo",
     )
     assert Objective(section(advantage="reinforce_pp_baseline")).requirements.needs_whole_step == (
-        "ReinforcePPBaseline",
+        "reinforce_pp_baseline",
     )
     reference = run(world, algo, whole)
     total, gradients = 0.0, {}

@@ -247,7 +247,7 @@ def test_folders_of_a_run_are_below_out_and_the_form_has_its_steps(
     )
     run, model = tmp_path / "addition" / "short-1", tmp_path / "models" / "SmolLM2-135M-Instruct"
     sft, train = commands.argv[2:]
-    assert {f"run.dir={run}/sft", f"model.path={model}", "run.seed=1", "trainer.steps=8"} <= set(sft)
+    assert {f"run.dir={run}/sft", f"model.path={model}", "run.seed=1"} <= set(sft)
     data = tmp_path / "addition" / "data"
     assert {f"model.path={run}/sft/model", f"data.params.path={data}/train.jsonl", "trainer.steps=2"} <= set(
         train
