@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 _PROGRESS_SECONDS = 5.0
 """Minimum time between two lines about the progress of a role."""
+_DISPLAY_ERRORS = (OSError, SystemExit)
+"""Errors of writing to the display; rich raises SystemExit if the reader has closed the pipe."""
 
 
 class Display(Protocol):
@@ -60,21 +62,14 @@ class Console:
 
     def entry(self, entry: dict[str, Any], *, live: bool) -> None:
         """Show a line of metrics."""
-        with _output_errors_ignored():
+        with suppress(*_DISPLAY_ERRORS):
             self._display.entry(entry, live=live)
 
     def status(self, status: dict[str, Any]) -> None:
         """Show the status of the rollout process."""
-        with _output_errors_ignored():
+        with suppress(*_DISPLAY_ERRORS):
             self._display.status(status)
 
     def _show(self, text: str) -> None:
-        with _output_errors_ignored():
+        with suppress(*_DISPLAY_ERRORS):
             self._display.phase(text)
-
-
-@contextmanager
-def _output_errors_ignored() -> Iterator[None]:
-    """Ignore errors of writing to the display."""
-    with suppress(OSError, SystemExit):  # rich raises SystemExit if the reader has closed the pipe
-        yield

@@ -394,7 +394,7 @@ class Sample(TokenSequence):
 
     @property
     def sequences(self) -> list[TokenSequence]:
-        """All sequences of the sample, by number."""
+        """List of all sequences of the sample, by number."""
         return [self, *self.extra_sequences]
 
     @property
